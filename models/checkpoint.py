@@ -1,0 +1,165 @@
+"""Checkpoints in and out: strict, atomic, in the public key names (midlayer.*, d2t, t2d, fc, norm, lm_head).
+
+Inside, projections that read the same input are fused (qkv_proj, gate_up_proj); files keep them apart.
+"""
+
+import hashlib
+import json
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+def is_checkpoint(name: str) -> bool:
+    """True for a local folder or a hub id (owner/name); False for the bare name of a drafter."""
+    return "/" in name or Path(name).is_dir()
+
+
+def resolve(name: str, revision: str | None = None) -> Path:
+    """The local folder of a checkpoint; a hub id is downloaded (weights as safetensors only)."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    if path.is_absolute() or name.startswith(".") or name.count("/") != 1:
+        raise ValueError(f"checkpoint {name} does not exist; name a folder or a hub id such as owner/model")
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=FILES))
+    except OSError as error:
+        raise ValueError(f"checkpoint {name} is neither a folder nor reachable on the hub: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; is {path.parent} a complete checkpoint?") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder's safetensors files. Raises ValueError for none, or for a damaged file."""
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{path} holds no *.safetensors file; convert the checkpoint to safetensors")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except Exception as error:
+            raise ValueError(f"{file} is damaged or cut short ({error}); fetch or train it again") from error
+    return tensors
+
+
+def fuse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Joins q/k/v and gate/up along their output rows; a group that is not whole is left for the strict load to name."""
+    fused = dict(tensors)
+    for joined, parts in FUSED.items():
+        for key in [key for key in tensors if f".{parts[0]}." in key]:
+            names = [key.replace(parts[0], part) for part in parts]
+            if all(name in fused for name in names):
+                fused[key.replace(parts[0], joined)] = torch.cat([fused.pop(name) for name in names])
+    return fused
+
+
+def unfuse(tensors: Mapping[str, Tensor], sizes: Mapping[str, list[int]]) -> dict[str, Tensor]:
+    """Inverse of `fuse`; `sizes` holds the output rows of each part by fused name."""
+    parts: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        joined = next((name for name in FUSED if f"{name}." in key), None)
+        if joined is None:
+            parts[key] = tensor
+            continue
+        for name, part in zip(FUSED[joined], tensor.split(sizes[joined]), strict=True):
+            parts[key.replace(joined, name)] = part
+    return parts
+
+
+def load_strict(module: nn.Module, tensors: Mapping[str, Tensor], source: Path | str) -> None:
+    """Loads `tensors` into `module`. Raises ValueError that names every missing, unexpected or misshapen key."""
+    expected = module.state_dict()
+    faults = [f"missing {key}" for key in sorted(expected.keys() - tensors.keys())]
+    faults += [f"unexpected {key}" for key in sorted(tensors.keys() - expected.keys())]
+    faults += [
+        f"{key} is {list(tensors[key].shape)}, the config says {list(expected[key].shape)}"
+        for key in sorted(expected.keys() & tensors.keys())
+        if tensors[key].shape != expected[key].shape
+    ]
+    if faults:
+        raise ValueError(f"{source} does not fit its config: {'; '.join(faults)}")
+    module.load_state_dict(dict(tensors), assign=True)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A fresh folder that takes the place of `path` only if the block succeeds; a kill leaves `path` as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    try:
+        draft.chmod(0o755)
+        yield draft
+        old = draft.with_suffix(".old")
+        if path.exists():
+            path.rename(old)
+        draft.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_checkpoint(
+    path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], run: Mapping[str, Any]
+) -> None:
+    """Writes config.json, model.safetensors and run.json (provenance) into the existing folder `path`."""
+    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path / "model.safetensors")
+    for name, values in (("config.json", config), ("run.json", run)):
+        (path / name).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """sha256 of what maps text to ids: the fast tokenizer's own description, else the sorted vocabulary."""
+    text = (
+        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(sorted(tokenizer.get_vocab().items()))
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def weights_fingerprint(path: Path) -> str:
+    """sha256 over every tensor's name, shape and a sample of its bytes, so that a re-tuned target is noticed quickly.
+
+    At most 4,096 bytes are read from each end and the middle of a tensor: seconds for a target of any size.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            names = sorted(tensors.keys())
+        with file.open("rb") as stream:
+            (header_size,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(header_size))
+            for name in names:
+                start, end = header[name]["data_offsets"]
+                digest.update(f"{name} {header[name]['dtype']} {header[name]['shape']}".encode())
+                digest.update(_sample(stream, 8 + header_size, start, end))
+    return digest.hexdigest()
+
+
+def _sample(stream: Any, base: int, start: int, end: int, size: int = 4096) -> bytes:
+    spots: Iterable[int] = {start, (start + end) // 2, max(start, end - size)}
+    pieces = []
+    for spot in sorted(spots):
+        stream.seek(base + spot)
+        pieces.append(stream.read(min(size, end - spot)))
+    return b"".join(pieces)

@@ -1,0 +1,128 @@
+"""What the networks need to know of a model: shapes and rotary embedding, read from a transformers config."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PretrainedConfig
+
+# Architecture -> does it carry q/k norms. Everything else that differs within the family is a config field.
+DENSE_ARCHITECTURES = {
+    "LlamaForCausalLM": False,
+    "MistralForCausalLM": False,
+    "Qwen2ForCausalLM": False,
+    "Qwen3ForCausalLM": True,
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: base and, for a scaled one, the parameters of its type as transformers names them."""
+
+    theta: float = 10000.0
+    rope_type: str = "default"
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ROPE_TYPES:
+            raise ValueError(f"rope_type is {self.rope_type!r}; supported: {', '.join(ROPE_TYPES)}")
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> "RopeConfig":
+        """Reads `rope_parameters` (transformers 5) or the older `rope_theta` + `rope_scaling`."""
+        parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+        rope_type = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+        parameters.pop("type", None)
+        if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError("partial_rotary_factor other than 1.0 is not supported")
+        if rope_type in ("llama3", "yarn"):
+            parameters.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+        return cls(float(theta), rope_type, {} if rope_type == "default" else parameters)
+
+    def to_json(self) -> dict[str, Any]:
+        """The older pair of fields, which every reader of draft checkpoints understands."""
+        scaling = None if self.rope_type == "default" else {"rope_type": self.rope_type, **self.scaling}
+        return {"rope_theta": self.theta, "rope_scaling": scaling}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A dense decoder of the Llama family."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    sliding_window: int | None = None
+
+    @classmethod
+    def from_hf(cls, config: PretrainedConfig) -> "ModelConfig":
+        """Raises ValueError for an architecture or activation that models/target.py does not run."""
+        architecture = (config.architectures or ["(none)"])[0]
+        if architecture not in DENSE_ARCHITECTURES:
+            raise ValueError(
+                f"architecture {architecture} cannot be served; supported: {', '.join(DENSE_ARCHITECTURES)}"
+            )
+        if config.hidden_act != "silu":
+            raise ValueError(f"hidden_act is {config.hidden_act!r}; only 'silu' is supported")
+        values = config.to_dict()
+        is_qwen2 = architecture == "Qwen2ForCausalLM"  # its q/k/v bias is fixed by the architecture, not by a field
+        bias = bool(values.get("attention_bias", False))
+        windows = values.get("layer_types") or []
+        uses_window = "sliding_attention" in windows or (not windows and values.get("use_sliding_window", True))
+        return cls(
+            architecture=architecture,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=values.get("num_key_value_heads") or config.num_attention_heads,
+            head_dim=values.get("head_dim") or config.hidden_size // config.num_attention_heads,
+            rms_norm_eps=config.rms_norm_eps,
+            max_position_embeddings=config.max_position_embeddings,
+            rope=RopeConfig.from_json(values),
+            qkv_bias=is_qwen2 or bias,
+            output_bias=bias,
+            mlp_bias=bool(values.get("mlp_bias", False)),
+            qk_norm=DENSE_ARCHITECTURES[architecture],
+            tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+            sliding_window=values.get("sliding_window") if uses_window else None,
+        )
+
+
+def default_feature_layers(num_layers: int) -> tuple[int, ...]:
+    """The three target states an EAGLE3 draft reads, in our convention (layer outputs; num_layers = after final norm).
+
+    Deep targets follow EAGLE-3: outputs of layers 1, N//2 - 1 and N - 4. Below 11 layers that rule repeats a layer or
+    leaves out the last ones, so shallow targets take an early one, a middle one and the state after the final norm,
+    which a draft that starts from the target's weights can read off directly.
+    """
+    if num_layers >= 11:
+        return (1, num_layers // 2 - 1, num_layers - 4)
+    if num_layers < 3:
+        raise ValueError(f"num_layers is {num_layers}; below 3 layers name feature_layers explicitly")
+    return (num_layers // 4, num_layers // 2, num_layers)
+
+
+def check_feature_layers(layers: tuple[int, ...], num_layers: int) -> None:
+    """Raises ValueError unless every id is distinct and within 0..num_layers."""
+    if not layers or len(set(layers)) != len(layers) or not all(0 <= layer <= num_layers for layer in layers):
+        raise ValueError(
+            f"feature_layers is {list(layers)}; name distinct states 0..{num_layers - 1} (layer outputs) "
+            f"or {num_layers} (after the final norm)"
+        )

@@ -1,0 +1,164 @@
+"""The EAGLE3 draft network (Li et al. 2025, arXiv 2503.01840): one decoder layer over [token embedding ; feature].
+
+The same module trains and serves: attention arrives as an object. Draft ids are positions in the reduced vocabulary;
+`d2t` maps them to target ids (target = draft + d2t[draft]).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.models.config import ModelConfig, RopeConfig, check_feature_layers
+from slipstream.models.layers import Attention, GatedMLP, OutputSplitLinear, RMSNorm, SelfAttention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config:
+    """Shapes of the draft and what it was trained for. `feature_layers` are output ids (models/config.py)."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    target_hidden_size: int
+    target_num_layers: int
+    feature_layers: tuple[int, ...]
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    attention_bias: bool = False
+    target: str = ""
+    target_revision: str | None = None
+    target_fingerprint: str = ""
+    tokenizer_hash: str = ""
+
+    def __post_init__(self) -> None:
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; the target has {self.vocab_size} tokens")
+        check_feature_layers(self.feature_layers, self.target_num_layers)
+
+    @classmethod
+    def from_target(
+        cls, target: ModelConfig, *, draft_vocab_size: int, feature_layers: tuple[int, ...], **fields: Any
+    ) -> "Eagle3Config":
+        """A draft of the target's own widths. `fields` override or add others (intermediate_size, target, ...)."""
+        shared = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+        shared += ("rms_norm_eps", "max_position_embeddings", "rope")
+        values = {name: getattr(target, name) for name in shared} | fields
+        return cls(
+            draft_vocab_size=draft_vocab_size,
+            feature_layers=feature_layers,
+            target_hidden_size=target.hidden_size,
+            target_num_layers=target.num_layers,
+            **values,
+        )
+
+    def layer_config(self) -> ModelConfig:
+        """The draft's one layer seen as a one-layer model."""
+        return ModelConfig(
+            architecture="eagle3",
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=1,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=self.rms_norm_eps,
+            max_position_embeddings=self.max_position_embeddings,
+            rope=self.rope,
+            qkv_bias=self.attention_bias,
+        )
+
+
+class Eagle3(nn.Module):
+    """Leading dims are free. Buffers: d2t (Vd,) int64 offsets, t2d (V,) bool."""
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config = config
+        layer = config.layer_config()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = OutputSplitLinear(config.target_hidden_size * len(config.feature_layers), size, bias=False)
+        self.midlayer = nn.ModuleDict(
+            {
+                "input_layernorm": RMSNorm(size, eps),
+                "hidden_norm": RMSNorm(size, eps),
+                "self_attn": SelfAttention(layer, 0, input_size=2 * size),
+                "post_attention_layernorm": RMSNorm(size, eps),
+                "mlp": GatedMLP(size, config.intermediate_size),
+            }
+        )
+        self.norm = RMSNorm(size, eps)
+        self.lm_head = OutputSplitLinear(size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        self.set_vocabulary(torch.arange(config.draft_vocab_size))
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """ids (Vd,) int64: the target ids that the draft can propose, ascending and distinct."""
+        config = self.config
+        if ids.shape != (config.draft_vocab_size,) or not bool((ids[1:] > ids[:-1]).all()) or int(ids[0]) < 0:
+            raise ValueError(f"draft vocabulary: need {config.draft_vocab_size} distinct ascending ids")
+        if int(ids[-1]) >= config.vocab_size:
+            raise ValueError(f"draft vocabulary: id {int(ids[-1])} is outside the target's {config.vocab_size} tokens")
+        if self.d2t.is_meta:
+            return
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        self.t2d.zero_()[ids.to(self.t2d.device)] = True
+
+    @property
+    def target_ids(self) -> Tensor:
+        """(Vd,) int64 target id of each draft id."""
+        return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)
+
+    @torch.no_grad()
+    def init_from_target(self, head: Tensor, final_norm: Tensor, mlp: Mapping[str, Tensor]) -> None:
+        """Starts as the target's own last step: its head rows, final norm and last MLP; fc passes the last feature on.
+
+        head (V, Ht), final_norm (Ht,), mlp with gate_proj, up_proj (I, Ht) and down_proj (Ht, I).
+        """
+        config = self.config
+        sizes = (head.shape[1], mlp["gate_proj"].shape[0])
+        if sizes != (config.hidden_size, config.intermediate_size):
+            raise ValueError(
+                f"init_from_target needs a draft as wide as its target: hidden_size {config.hidden_size} and "
+                f"intermediate_size {config.intermediate_size} against {sizes[0]} and {sizes[1]}; make them equal or "
+                "switch init_from_target off"
+            )
+        self.lm_head.weight.copy_(head[self.target_ids.to(head.device)])
+        self.norm.weight.copy_(final_norm)
+        block = self.midlayer["mlp"]
+        block.gate_up_proj.weight.copy_(torch.cat((mlp["gate_proj"], mlp["up_proj"])))
+        block.down_proj.weight.copy_(mlp["down_proj"])
+        self.fc.weight.zero_()
+        self.fc.weight[:, -config.hidden_size :].copy_(torch.eye(config.hidden_size))
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target states (..., K * Ht) -> (..., H)."""
+        return self.fc(features)
+
+    def write_context(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> None:
+        """Stores keys and values for rows (..., H) whose prediction nobody needs."""
+        self.midlayer["self_attn"].write(self._attention_input(embeds, hidden), attention)
+
+    def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> Tensor:
+        """embeds and hidden (..., H) -> (..., H), before the final norm: the state that recurs as `hidden`."""
+        x = hidden + self.midlayer["self_attn"](self._attention_input(embeds, hidden), attention)
+        return x + self.midlayer["mlp"](self.midlayer["post_attention_layernorm"](x))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., H) before the final norm -> (..., Vd)."""
+        return self.lm_head(self.norm(hidden))
+
+    def _attention_input(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+        return torch.cat((self.midlayer["input_layernorm"](embeds), self.midlayer["hidden_norm"](hidden)), dim=-1)

@@ -1,0 +1,127 @@
+"""Building blocks of every network here. Attention arrives as an object, so training and serving share the code.
+
+Letters: T packed tokens (any leading dims), H hidden, Q/G query and KV heads, D head dim, I intermediate.
+"""
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from slipstream.models.config import ModelConfig, RopeConfig
+
+Mask = Literal["causal", "tree", "block"]
+
+
+class Attention(Protocol):
+    """What a network asks of attention. It owns rotary embedding, KV storage and the mask."""
+
+    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
+        """Rotates k (..., G, D) by the batch's positions and stores k and v; for rows that ask nothing."""
+        ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask) -> Tensor:
+        """Writes k and v, rotates q (..., Q, D) and returns the attention output (..., Q, D)."""
+        ...
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in fp32 inside (Zhang & Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class OutputSplitLinear(nn.Linear):
+    """A linear layer whose output features would be split over devices (column parallel)."""
+
+
+class InputSplitLinear(nn.Linear):
+    """A linear layer whose input features would be split over devices (row parallel)."""
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up fused in one projection."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up_proj = OutputSplitLinear(hidden_size, 2 * intermediate_size, bias=bias)
+        self.down_proj = InputSplitLinear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with q, k and v fused in one projection; q/k norms where the architecture has them."""
+
+    def __init__(self, config: ModelConfig, layer: int, input_size: int | None = None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        width = sum(self.sizes) * config.head_dim
+        self.qkv_proj = OutputSplitLinear(input_size or config.hidden_size, width, bias=config.qkv_bias)
+        self.o_proj = InputSplitLinear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
+        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)  # (..., heads, D)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.o_proj(attention.attend(q, k, v, self.layer, mask).flatten(-2))
+
+    def write(self, x: Tensor, attention: Attention) -> None:
+        """Stores keys and values of rows whose attention output nobody needs."""
+        start = self.sizes[0] * self.head_dim
+        bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[start:]
+        kv = F.linear(x, self.qkv_proj.weight[start:], bias)
+        k, v = kv.unflatten(-1, (-1, self.head_dim)).chunk(2, dim=-2)  # (..., G, D) each
+        attention.write(k if self.k_norm is None else self.k_norm(k), v, self.layer)
+
+
+class RotaryEmbedding:
+    """Tables of cos and sin for every position (RoFormer; scaling types as transformers computes them)."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int) -> None:
+        inverse_frequencies, scale = _inverse_frequencies(rope, head_dim)
+        angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies)  # (P, D / 2)
+        angles = torch.cat((angles, angles), dim=-1)
+        self.cos = angles.cos() * scale  # (P, D) fp32
+        self.sin = angles.sin() * scale
+
+    def to(self, device: torch.device) -> "RotaryEmbedding":
+        self.cos, self.sin = self.cos.to(device), self.sin.to(device)
+        return self
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin (..., 1, D) fp32 for integer positions (...), broadcastable over heads."""
+        return self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x (..., heads, D) by the "half" convention: pairs are (i, i + D / 2)."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    if rope.rope_type == "default":
+        return 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
+    # transformers' own functions take a model config: a one-head Llama has the fields that they read.
+    parameters = {"rope_theta": rope.theta, "rope_type": rope.rope_type, **rope.scaling}
+    length = int(rope.scaling.get("original_max_position_embeddings", 2048) * rope.scaling.get("factor", 1))
+    config = LlamaConfig(
+        hidden_size=head_dim, num_attention_heads=1, max_position_embeddings=length, rope_parameters=parameters
+    )
+    return ROPE_INIT_FUNCTIONS[rope.rope_type](config, torch.device("cpu"))

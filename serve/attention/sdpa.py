@@ -1,0 +1,97 @@
+"""Attention with torch's scaled_dot_product_attention over gathered pages: the CPU's backend and everyone's oracle."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from slipstream.models.layers import Mask, RotaryEmbedding, rotate
+from slipstream.serve.batch import Batch
+
+
+@dataclass(slots=True)
+class Segment:
+    """Requests start..end of a batch, with the same number of queries each, attended in one call."""
+
+    requests: slice
+    queries: slice  # of the packed tokens
+    count: int  # queries per request
+    pages: Tensor  # (b, p) int64
+    biases: dict[Mask, Tensor] = field(default_factory=dict)  # (b, 1, Q / G * count, p * page_size), 0 or -inf
+
+
+class Backend:
+    needs_host_lengths = False
+
+    def __init__(self, cache: Tensor, rope: RotaryEmbedding) -> None:
+        self.cache = cache
+        self.flat = cache.flatten(2, 3)  # (L, 2, slots, G, D), a view
+        self.rope = rope
+
+    def plan(self, batch: Batch) -> None:
+        self.batch = batch
+        self.cos, self.sin = self.rope.cos_sin(batch.positions)
+        counts = batch.query_lens
+        if len(set(counts)) == 1:
+            self.segments = [self._segment(0, len(counts), 0)]
+            return
+        starts = [sum(counts[:index]) for index in range(len(counts))]
+        self.segments = [self._segment(index, index + 1, start) for index, start in enumerate(starts)]
+
+    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
+        keys, values = self.flat[layer]
+        keys.index_copy_(0, self.batch.slots, rotate(k, self.cos, self.sin))
+        values.index_copy_(0, self.batch.slots, v)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask) -> Tensor:
+        self.write(k, v, layer)
+        q = rotate(q, self.cos, self.sin)
+        parts = [self._attend(q[segment.queries], layer, mask, segment) for segment in self.segments]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend(self, q: Tensor, layer: int, mask: Mask, segment: Segment) -> Tensor:
+        """q (b * count, Q, D) -> the same shape. Query heads that share a KV head are stacked along the queries."""
+        b, p = segment.pages.shape
+        page_size, G, D = self.cache.shape[3:]
+        keys, values = self.cache[layer]
+        pages = segment.pages.flatten()
+        k = keys.index_select(0, pages).view(b, p * page_size, G, D).transpose(1, 2)  # (b, G, S, D)
+        v = values.index_select(0, pages).view(b, p * page_size, G, D).transpose(1, 2)
+        group = q.shape[1] // G
+        q = q.view(b, segment.count, G, group, D).permute(0, 2, 3, 1, 4).reshape(b, G, group * segment.count, D)
+        if mask not in segment.biases:
+            segment.biases[mask] = self._bias(mask, segment, q.dtype).repeat(1, 1, group, 1)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=segment.biases[mask])
+        out = out.view(b, G, group, segment.count, D).permute(0, 3, 1, 2, 4)
+        return out.reshape(b * segment.count, G * group, D)
+
+    def _segment(self, start: int, end: int, first_query: int) -> Segment:
+        batch, page_size = self.batch, self.cache.shape[3]
+        count = batch.query_lens[start]
+        num_pages = -(-max(batch.kv_bounds[start:end]) // page_size)
+        pages = batch.state.pages[batch.rows[start:end], :num_pages]
+        return Segment(slice(start, end), slice(first_query, first_query + count * (end - start)), count, pages)
+
+    def _bias(self, mask: Mask, segment: Segment, dtype: torch.dtype) -> Tensor:
+        """(b, 1, count, S): 0 where a query sees a key, -inf elsewhere. Keys stand in slot order, not depth order."""
+        lengths = self.batch.lengths[segment.requests, None, None]  # (b, 1, 1)
+        size = segment.pages.shape[1] * self.cache.shape[3]
+        keys = torch.arange(size, device=lengths.device)
+        queries = torch.arange(segment.count, device=lengths.device)[:, None]
+        if mask == "causal":
+            visible = keys <= lengths + queries
+        elif mask == "block":
+            visible = (keys < lengths + segment.count).expand(-1, segment.count, -1)
+        else:
+            visible = self._tree_visible(keys, lengths, segment)
+        bias = torch.zeros(visible.shape, dtype=dtype, device=lengths.device)
+        return bias.masked_fill_(~visible, -torch.inf)[:, None]
+
+    def _tree_visible(self, keys: Tensor, lengths: Tensor, segment: Segment) -> Tensor:
+        assert self.batch.ancestors is not None
+        ancestors = self.batch.ancestors[segment.requests]  # (b, N, N)
+        node = keys - lengths  # (b, 1, S): which node a key is; negative for committed tokens
+        in_tree = (node >= 0) & (node < segment.count)
+        index = node.clamp(0, segment.count - 1).expand(-1, segment.count, -1)
+        return (node < 0) | (in_tree & ancestors.gather(2, index))

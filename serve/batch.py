@@ -1,0 +1,123 @@
+"""The words of the engine: proposals, verdicts, batches, and the per-request state that stays on the device.
+
+Letters: B requests of a batch, N tree nodes per request (root included), T packed query tokens, R engine rows,
+P pages per request, V target vocabulary, K captured states, H hidden, G KV heads, D head dim.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.sampling import Filters, Sampling, noise_key
+from slipstream.models.config import RopeConfig
+from slipstream.serve.request import Request
+
+SamplingMode = Literal["greedy", "plain", "full"]  # all rows greedy | temperature only | filters too
+
+
+class KVSpec(NamedTuple):
+    """Per-token KV of one network."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A drafter's question to the target."""
+
+    tokens: Tensor  # (B, N) int32 target ids; [:, 0] the last emitted token, not yet in the KV cache; unused nodes -1
+    parents: Tensor  # (B, N) int32; parents[:, 0] = -1, parents[:, i] < i; siblings distinct; best score first
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The target's answer."""
+
+    nodes: Tensor  # (B, N) int32 accepted node ids, root first, -1 padded
+    tokens: Tensor  # (B, N) int32 emitted tokens: accepted children, then the target's own token; -1 padded
+    lengths: Tensor  # (B,) int32 accepted nodes = tokens emitted this round, 1..depth + 1
+
+
+class Rows:
+    """State of every running request on the device, one engine row each."""
+
+    def __init__(self, num_rows: int, num_pages: int, page_size: int, width: int, device: torch.device) -> None:
+        self.page_size = page_size
+        self.device = device
+        self.lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)  # (R,) committed KV tokens
+        self.pages = torch.zeros(num_rows, num_pages, dtype=torch.int64, device=device)  # (R, P); 0 = dump page
+        self.tokens = torch.full((num_rows, width), -1, dtype=torch.int32, device=device)  # (R, N) stored proposal
+        self.parents = torch.full((num_rows, width), -1, dtype=torch.int32, device=device)  # (R, N)
+        self.keys = torch.zeros(num_rows, dtype=torch.int64, device=device)  # (R,) noise keys
+        self.temperature = torch.zeros(num_rows, device=device)  # (R,)
+        self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(num_rows, device=device)
+        self.min_p = torch.zeros(num_rows, device=device)
+
+    def admit(self, row: int, request: Request) -> None:
+        params = request.params
+        self.lengths[row] = 0
+        self.keys[row] = noise_key(params.seed, request.choice)
+        self.temperature[row] = params.temperature
+        self.top_k[row], self.top_p[row], self.min_p[row] = params.top_k, params.top_p, params.min_p
+
+    def set_pages(self, row: int, pages: Sequence[int]) -> None:
+        self.pages[row, : len(pages)] = torch.tensor(pages, device=self.device)
+
+    def sampling(self, rows: Tensor, mode: SamplingMode) -> Sampling:
+        if mode == "greedy":
+            return Sampling(self.keys[rows], None, None)
+        filters = Filters(self.top_k[rows], self.top_p[rows], self.min_p[rows]) if mode == "full" else None
+        return Sampling(self.keys[rows], self.temperature[rows], filters)
+
+    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """KV slot (...) int64 of each position (...); `rows` (...) broadcasts against it."""
+        return self.pages[rows, positions // self.page_size] * self.page_size + positions % self.page_size
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One pass over T packed query tokens of B requests, request after request.
+
+    `query_lens` and `kv_bounds` are host numbers: how many queries each request has, and an upper bound of the KV
+    tokens it has once they are written. Exact lengths live on the device only, so that rounds need no host.
+    """
+
+    state: Rows
+    rows: Tensor  # (B,) int64 engine rows
+    lengths: Tensor  # (B,) int64 committed KV tokens before this pass
+    positions: Tensor  # (T,) int64 depth positions for rotary embedding: lengths + depth in the tree
+    slots: Tensor  # (T,) int64 where each query's KV goes
+    query_lens: tuple[int, ...]
+    kv_bounds: tuple[int, ...]
+    mode: SamplingMode = "greedy"
+    roots: Tensor | None = None  # (B,) int64 last emitted tokens, where a round begins
+    next_tokens: Tensor | None = None  # (T,) int64 the token after each query; prefill only
+    ancestors: Tensor | None = None  # (B, N, N) bool; tree passes only
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.state.sampling(self.rows, self.mode)
+
+    def uniform(self, starts: Tensor, count: int, spare: int = 0) -> "Batch":
+        """The same requests with `count` chained queries each, at positions starts (B,) + 0..count-1.
+
+        `spare`: by how much the KV may exceed the present bounds.
+        """
+        positions = starts[:, None] + torch.arange(count, device=starts.device)  # (B, count)
+        return replace(
+            self,
+            lengths=starts,
+            positions=positions.flatten(),
+            slots=self.state.slots(self.rows[:, None], positions).flatten(),
+            query_lens=(count,) * len(self.query_lens),
+            kv_bounds=tuple(bound + spare for bound in self.kv_bounds),
+            next_tokens=None,
+            ancestors=None,
+        )

@@ -1,0 +1,227 @@
+"""Pages of the KV cache: an allocator and a radix prefix tree over full pages. Imports no torch.
+
+Invariant: every page but page 0 (the dump page of padded rows, never handed out) is in exactly one of three places:
+  free     the free list
+  cached   a tree node that no running sequence references; given up in order of last use, leaves first
+  in use   a tree node with references, or the own range of one running sequence's PageTable
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+Key = tuple[str | int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One full page in the tree, found below its parent by `key`: see `PageCache._key`."""
+
+    key: Key
+    page: int
+    parent: "Node | None"  # None for the root alone
+    references: int = 0  # running sequences that read this page
+    children: dict[Key, "Node"] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class PageTable:
+    """The pages of one sequence; token i lies in pages[i // page_size]. Empty while the sequence waits.
+
+    Ownership, with S = len(nodes) and C = the number of computed tokens:
+      pages[0:S)                  the tree's, page i being nodes[i].page; full, read only, referenced once by this table
+      pages[S:C // page_size)     own, full: the tree has this text from a sequence that ran at the same time, or a
+                                  round computed it; handed over or freed by `PageCache.release`
+      pages[C // page_size:)      own: being filled, or reserved for the rows of the next rounds
+    """
+
+    namespace: str
+    lookahead: int
+    pages: list[int] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+
+
+class PageCache:
+    """Hands out pages 1..num_pages-1, each for `page_size` tokens, and remembers the text of full ones.
+
+    A sequence references a node only together with all nodes above it, and gives them back deepest first. So
+    references never grow from parent to child, and in `_cached` a node comes before its parent: the first entry, the
+    one longest unused, is always a leaf, and both eviction and reuse take constant time per page.
+    """
+
+    def __init__(self, *, num_pages: int, page_size: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"num_pages is {num_pages}; it must be at least 2, since page 0 is never handed out")
+        if page_size < 1:
+            raise ValueError(f"page_size is {page_size}; it must be at least 1")
+        self.page_size = page_size
+        self.total_pages = num_pages - 1
+        self._free = list(range(num_pages - 1, 0, -1))
+        self._cached: OrderedDict[int, Node] = OrderedDict()  # by page, the one longest unused first
+        self._root = Node((), 0, None)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        return len(self._free) + len(self._cached)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def match(self, tokens: list[int], namespace: str, lookahead: int) -> list[Node]:
+        """The nodes whose pages serve the start of `tokens`, from the first page on; changes nothing.
+
+        A text that agrees with a cached one on `matched` tokens can use floor((matched - lookahead) / page_size) of
+        its pages, and at least one token is left to compute.
+        """
+        nodes: list[Node] = []
+        parent = self._root
+        for index in range((len(tokens) - max(lookahead, 1)) // self.page_size):
+            node = parent.children.get(self._key(tokens, index, namespace, lookahead))
+            if node is None:
+                break
+            nodes.append(node)
+            parent = node
+        return nodes
+
+    def admit(self, table: PageTable, tokens: list[int], num_tokens: int, headroom: int) -> bool:
+        """Fill an empty table: shared pages for the start of `tokens`, own ones up to `num_tokens` in all.
+
+        False, and nothing taken, if fewer than `headroom` available pages would be left.
+        """
+        assert not table.pages, "admit takes an empty table"
+        for node in self.match(tokens, table.namespace, table.lookahead):
+            self._reference(table, node)
+            table.pages.append(node.page)
+        if self.extend(table, num_tokens, headroom):
+            return True
+        self._unreference(table)
+        table.pages.clear()
+        return False
+
+    def extend(self, table: PageTable, num_tokens: int, headroom: int = 0) -> bool:
+        """Give the table own pages until it holds `num_tokens`; False, and nothing taken, as in `admit`."""
+        missing = self.pages_for(num_tokens) - len(table.pages)
+        if missing <= 0:
+            return True
+        if missing + headroom > self.num_available:
+            return False
+        table.pages.extend(self._take() for _ in range(missing))
+        return True
+
+    def publish(self, table: PageTable, tokens: list[int], num_computed: int) -> None:
+        """Hand full computed pages to the tree, in order, up to the first whose text the tree has already.
+
+        From there on the pages stay own until `release`: the sequence may be reading them at this moment.
+        """
+        parent = table.nodes[-1] if table.nodes else self._root
+        for index in range(len(table.nodes), self._num_full(table, tokens, num_computed)):
+            key = self._key(tokens, index, table.namespace, table.lookahead)
+            if key in parent.children:
+                return
+            parent = self._insert(table, parent, key, table.pages[index])
+
+    def release(self, table: PageTable, tokens: list[int], num_computed: int) -> None:
+        """Empty the table: computed full pages stay cached, all others and duplicates become free."""
+        num_full = self._num_full(table, tokens, num_computed)
+        parent = table.nodes[-1] if table.nodes else self._root
+        for index in range(len(table.nodes), num_full):
+            key = self._key(tokens, index, table.namespace, table.lookahead)
+            known = parent.children.get(key)
+            if known is None:
+                parent = self._insert(table, parent, key, table.pages[index])
+            else:
+                self._free.append(table.pages[index])
+                self._reference(table, known)
+                parent = known
+        self._free.extend(table.pages[len(table.nodes) :])
+        self._unreference(table)
+        table.pages.clear()
+
+    def _key(self, tokens: list[int], index: int, namespace: str, lookahead: int) -> Key:
+        """Page `index` as named below its parent: its tokens and the `lookahead` tokens after them.
+
+        A drafter's KV at slot i depends on tokens up to i + lookahead. Two texts that part right behind a page
+        therefore need two copies of it, and a page can be told only once the tokens behind it are known.
+        """
+        start = index * self.page_size
+        return (namespace, *tokens[start : start + self.page_size + lookahead])
+
+    def _num_full(self, table: PageTable, tokens: list[int], num_computed: int) -> int:
+        """Pages whose KV is complete, the drafter's too: they may enter the tree."""
+        num_full = min(num_computed, len(tokens) - table.lookahead) // self.page_size
+        assert num_full >= len(table.nodes), "a table shares pages that it has not computed"
+        return num_full
+
+    def _insert(self, table: PageTable, parent: Node, key: Key, page: int) -> Node:
+        node = Node(key, page, parent)
+        parent.children[key] = node
+        table.nodes.append(node)
+        node.references = 1
+        return node
+
+    def _reference(self, table: PageTable, node: Node) -> None:
+        if node.references == 0:
+            del self._cached[node.page]
+        node.references += 1
+        table.nodes.append(node)
+
+    def _unreference(self, table: PageTable) -> None:
+        while table.nodes:
+            node = table.nodes.pop()
+            node.references -= 1
+            if node.references == 0:
+                self._cached[node.page] = node
+
+    def _take(self) -> int:
+        """A page to write: a free one, else the one that was cached longest without use."""
+        if self._free:
+            return self._free.pop()
+        page, node = self._cached.popitem(last=False)
+        assert node.parent is not None, "the root is never cached"
+        assert not node.children, "only a leaf is evicted"
+        del node.parent.children[node.key]
+        return page
+
+    def check(self, tables: Iterable[PageTable]) -> None:
+        """Prove the module's invariant; `tables` are those of all running sequences. Walks everything: not for rounds.
+
+        Raises AssertionError.
+        """
+        readers: dict[Node, int] = {}
+        own: list[int] = []
+        for table in tables:
+            parent = self._root
+            for index, node in enumerate(table.nodes):
+                assert node.parent is parent, "shared pages are a path of the tree"
+                assert node.page == table.pages[index], "a shared page is not its node's"
+                readers[node] = readers.get(node, 0) + 1
+                parent = node
+            own += table.pages[len(table.nodes) :]
+        nodes = self._nodes()
+        assert len({id(node) for node in nodes}.union(map(id, readers))) == len(nodes), "a table holds a lost node"
+        assert all(node.references == readers.get(node, 0) for node in nodes), "references are counted wrong"
+        unused = {node.page: node for node in nodes if node.references == 0}
+        assert unused == self._cached, "cached pages are the nodes without references"
+        age = {page: order for order, page in enumerate(self._cached)}
+        for page, node in unused.items():
+            assert all(age[child.page] < age[page] for child in node.children.values()), "a parent would go first"
+        in_use = own + [node.page for node in nodes if node.references > 0]
+        assert len(self._free) + len(unused) + len(in_use) == self.total_pages, "pages were lost or handed out twice"
+        assert {*self._free, *unused, *in_use} == set(range(1, self.total_pages + 1)), "a page is in two places"
+
+    def _nodes(self) -> list[Node]:
+        """All nodes but the root, parents first."""
+        nodes = [self._root]
+        for parent in nodes:  # grows while it is walked
+            for key, node in parent.children.items():
+                assert (node.parent, node.key) == (parent, key), "a node hangs below the wrong parent"
+                nodes.append(node)
+        return nodes[1:]

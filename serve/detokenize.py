@@ -1,0 +1,171 @@
+"""Token ids to text, piece by piece, with stop strings. Used by the server and by `LLM`; imports no torch.
+
+Invariant: the pieces joined are the decoding of all tokens, cut at the stop string that ends first, however the tokens
+were split over calls.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from slipstream.serve.request import FinishReason, RequestStats
+
+INCOMPLETE = "\ufffd"  # what a decoder shows for the first bytes of a character whose last bytes are in later tokens
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that is needed here."""
+
+    all_special_ids: list[int]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **kwargs: bool) -> str: ...
+
+
+class Decoder:
+    """Full decoding of one tokenizer; special tokens leave no text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.silent_ids = frozenset(tokenizer.all_special_ids)
+
+    def __call__(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class Text(Protocol):
+    """Takes the tokens of one request as they come and says which text may be shown."""
+
+    num_tokens: int  # tokens that belong to the answer: none after the one that completes a stop string
+    stopped: bool  # a stop string was found; later tokens change nothing
+
+    def push(self, tokens: list[int], finish_reason: FinishReason | None = None) -> str:
+        """New text. With `finish_reason` nothing is held back; after "stop" the last token is a stop id, not text."""
+
+    def cut(self, stats: RequestStats) -> RequestStats:
+        """The engine's counts without what it generated after the stop string."""
+
+
+class WholeText:
+    """All text at the end, decoded once: for answers that nobody watches and no stop string can end."""
+
+    stopped = False
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._tokens: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    def push(self, tokens: list[int], finish_reason: FinishReason | None = None) -> str:
+        self._tokens += tokens
+        if finish_reason is None:
+            return ""
+        return self._decoder(self._tokens[:-1] if finish_reason == "stop" else self._tokens)
+
+    def cut(self, stats: RequestStats) -> RequestStats:
+        return stats
+
+
+class TextStream:
+    """Text as soon as it is certain: no half characters, nothing that may turn out to begin a stop string.
+
+    A token's text can depend on the token before it (leading spaces, bytes of one character), so every token is decoded
+    in a window that starts at the tokens of the piece before: the new text is what the window gained.
+    """
+
+    def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
+        self._decoder = decoder
+        self._stop = tuple(stop)
+        self._window: list[int] = []  # tokens of the last piece, then those whose text is incomplete
+        self._num_shown = 0  # tokens of the window whose text has gone on to `_pending`
+        self._shown = ""  # their text
+        self._pending = ""  # decoded, held back because it may begin a stop string
+        self._push_sizes: list[int] = []
+        self.num_tokens = 0
+        self.stopped = False
+
+    def push(self, tokens: list[int], finish_reason: FinishReason | None = None) -> str:
+        self._push_sizes.append(len(tokens))
+        if self.stopped:
+            return ""
+        num_texts = len(tokens) - (finish_reason == "stop")
+        pieces = []
+        for token in tokens[:num_texts]:
+            self.num_tokens += 1
+            pieces.append(self._release(self._decode(token)))
+            if self.stopped:
+                return "".join(pieces)
+        self.num_tokens += len(tokens) - num_texts
+        if finish_reason is not None:
+            pieces.append(self._release(self._decoder(self._window)[len(self._shown) :], final=True))
+        return "".join(pieces)
+
+    def _decode(self, token: int) -> str:
+        """Text that `token` completes."""
+        if token in self._decoder.silent_ids:
+            return ""
+        self._window.append(token)
+        text = self._decoder(self._window)
+        if text.endswith(INCOMPLETE) or len(text) <= len(self._shown):
+            return ""
+        piece = text[len(self._shown) :]
+        del self._window[: self._num_shown]
+        self._num_shown = len(self._window)
+        self._shown = self._decoder(self._window)
+        return piece
+
+    def _release(self, piece: str, final: bool = False) -> str:
+        """Adds `piece` to the pending text and takes from it what is certain."""
+        if not self._stop:
+            return piece
+        text = self._pending + piece
+        found = find_stop(text, self._stop)
+        if found is not None:
+            self.stopped = True
+            self._pending = ""
+            return text[: found[0]]
+        held = 0 if final else longest_beginning(text, self._stop)
+        self._pending = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def cut(self, stats: RequestStats) -> RequestStats:
+        """Exact for accepted tokens and rounds; drafted tokens are taken in proportion to the rounds."""
+        if self.num_tokens == stats.completion_tokens:
+            return stats
+        accepted = [0] * len(stats.accepted_by_position)
+        num_late, start = 0, 0
+        for index, size in enumerate(self._push_sizes):
+            num_late += start >= self.num_tokens
+            # A round's last token is the target's own; the first push is the prompt pass, which has no draft.
+            num_accepted = min(size - 1, self.num_tokens - start) if index else 0
+            for position in range(max(num_accepted, 0)):
+                accepted[position] += 1
+            start += size
+        rounds = max(stats.rounds - num_late, 0)
+        return replace(
+            stats,
+            completion_tokens=self.num_tokens,
+            rounds=rounds,
+            drafted_tokens=stats.drafted_tokens * rounds // max(stats.rounds, 1),
+            accepted_by_position=accepted,
+        )
+
+
+def find_stop(text: str, stop: Sequence[str]) -> tuple[int, int] | None:
+    """(start, end) of the stop string that ends first in `text`, the longest of those that end there."""
+    found = [(text.find(string) + len(string), text.find(string)) for string in stop if string in text]
+    if not found:
+        return None
+    end, start = min(found)
+    return start, end
+
+
+def longest_beginning(text: str, stop: Sequence[str]) -> int:
+    """Length of the longest end of `text` that is the beginning of a stop string."""
+    for length in range(min(max(map(len, stop)) - 1, len(text)), 0, -1):
+        tail = text[-length:]
+        if any(string.startswith(tail) for string in stop):
+            return length
+    return 0

@@ -1,0 +1,104 @@
+"""The interface of a drafter and how one is found. A drafter is a file of this folder with a class `Drafter`."""
+
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
+from slipstream.models.target import Target
+from slipstream.serve.attention.base import Backend
+from slipstream.serve.batch import Batch, KVSpec, Proposal, Rows, Verdict
+
+# `architectures` entries of other trainers' checkpoints, which do not name our drafter.
+FOREIGN_ARCHITECTURES = {
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+}
+
+
+class Drafter(ABC):
+    """Proposes tokens for the target to verify. The engine asks only what stands here, never which drafter it is."""
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """Options of a drafter, shown as --drafter.*; each drafter declares its own."""
+
+    feature_layers: tuple[
+        int, ...
+    ] = ()  # target states it reads: 0..n-1 = output of that layer, n = after the final norm
+    kv: KVSpec | None = None  # its own per-token KV, kept at the target's slots
+    lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
+    branches: ClassVar[bool] = False  # False: proposals are chains, which need neither tree mask nor KV moves
+    on_device: ClassVar[bool] = True  # False: propose runs on the host between rounds
+    widths: tuple[int, ...] = (1,)  # the values of N it can offer; 1 is always allowed
+
+    @classmethod
+    @abstractmethod
+    def load(cls, draft: str, options: Any, target: Target) -> "Drafter":
+        """Builds the drafter for `target`, on its device and in its dtype. Raises ValueError where they do not fit."""
+
+    def scratch(self, width: int) -> int:  # noqa: ARG002
+        """KV rows that drafting `width` nodes writes beyond the committed ones."""
+        return 0
+
+    def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:  # noqa: B027
+        """Shares the target's weights and the rows; `attention` works on the KV that `kv` asked for."""
+
+    def admit(self, row: int, tokens: list[int], namespace: str) -> None:  # noqa: B027
+        """A request begins (or resumes) in `row` with these tokens, prefix hits included."""
+
+    @abstractmethod
+    def propose(self, batch: Batch, width: int) -> Proposal:
+        """N = `width` nodes for each request: batch.lengths (B,) tokens are committed, batch.roots (B,) follow."""
+
+    def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:  # noqa: B027
+        """Sees a target pass: `features` (T, K * H) of its queries.
+
+        After a prefill chunk `verdict` is None and batch.next_tokens (T,) holds each query's successor. After a round
+        the accepted nodes are committed, in order, at positions batch.lengths (B,) + 0..verdict.lengths - 1.
+        """
+
+    def release(self, row: int, tokens: list[int]) -> None:  # noqa: B027
+        """The request in `row` ended or was preempted; `tokens` is all of it."""
+
+
+def find_drafter(draft: str, revision: str | None = None) -> type[Drafter]:
+    """The class for a bare name (a file of this folder) or for a checkpoint (its config.json names the drafter)."""
+    name = drafter_name(draft, revision)
+    found = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "base")
+    if name not in found:
+        raise ValueError(f"drafter {name!r} does not exist; name a checkpoint folder or one of: {', '.join(found)}")
+    return importlib.import_module(f"slipstream.serve.drafters.{name}").Drafter
+
+
+def drafter_name(draft: str, revision: str | None = None) -> str:
+    if not is_checkpoint(draft):
+        return draft
+    config = read_json(resolve(draft, revision) / "config.json")
+    if "drafter" in config:
+        return str(config["drafter"])
+    architecture = (config.get("architectures") or ["(none)"])[0]
+    if architecture not in FOREIGN_ARCHITECTURES:
+        raise ValueError(
+            f"draft {draft} has architecture {architecture}; known drafts: {', '.join(FOREIGN_ARCHITECTURES)}"
+        )
+    return FOREIGN_ARCHITECTURES[architecture]
+
+
+def build_options(drafter: type[Drafter], values: dict[str, Any]) -> Any:
+    """The drafter's Options from names and values; ValueError lists the valid names for an unknown one."""
+    names = [field.name for field in fields(drafter.Options)]
+    unknown = sorted(values.keys() - set(names))
+    if unknown:
+        raise ValueError(f"drafter option {unknown[0]!r} does not exist; valid: {', '.join(names) or '(none)'}")
+    return drafter.Options(**values)
+
+
+def chain_parents(batch_size: int, width: int, device: torch.device) -> Tensor:
+    """(B, N) int32 parents of a chain: -1, 0, 1, ..."""
+    return (torch.arange(width, dtype=torch.int32, device=device) - 1).expand(batch_size, width)

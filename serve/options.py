@@ -1,0 +1,82 @@
+"""Options of the engine and of the server, and the rule that finds the target. Imports no HTTP package."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of the engine; each is also a field of `LLM(...)`."""
+
+    target: str = ""
+    """Target model: a local folder or a hub id. Empty: the one that the draft checkpoint names."""
+    draft: str = "none"
+    """Draft checkpoint (folder or hub id), or the name of a drafter that needs none."""
+    drafter: dict[str, Any] = field(default_factory=dict)
+    """Options of the drafter, by name."""
+    revision: str | None = None
+    """Hub revision of the target."""
+    dtype: str = "auto"
+    """auto (float32 on the CPU, the checkpoint's own elsewhere), float32, bfloat16 or float16."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    attention: str = "sdpa"
+    """Attention backend: a file of serve/attention."""
+    max_model_len: int | None = None
+    """Longest prompt plus answer in tokens. Default: what the target was made for."""
+    page_size: int = 16
+    """Tokens per page of the KV cache."""
+    max_running: int = 64
+    """Most requests decoded at once."""
+    prefill_budget: int = 2048
+    """Most prompt tokens computed per step."""
+    kv_cache_tokens: int | None = None
+    """Size of the KV cache in tokens. Default: from mem_fraction."""
+    mem_fraction: float = 0.85
+    """Share of the GPU's memory that weights and KV cache may take (on the CPU: a quarter of what is free)."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a checkpoint's tokenizer."""
+
+    def __post_init__(self) -> None:
+        choices = {
+            "dtype": ("auto", "float32", "bfloat16", "float16"),
+            "device": ("auto", "cpu", "cuda"),
+            "page_size": (1, 16, 32, 64),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(map(str, allowed))}")
+        for name in ("max_model_len", "max_running", "prefill_budget", "kv_cache_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if not 0.05 <= self.mem_fraction <= 0.98:
+            raise ValueError(f"mem_fraction is {self.mem_fraction}; it must be between 0.05 and 0.98")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig(EngineConfig):
+    """Options of `serve`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on."""
+    served_model_name: str | None = None
+    """Name under which clients ask for the model. Default: the target's."""
+    max_waiting: int = 256
+    """Requests that may wait beyond the running ones before new ones get status 429."""
+
+
+def resolve_target(config: EngineConfig) -> str:
+    """The target to load: `config.target`, else the one that the draft checkpoint names."""
+    if config.target:
+        return config.target
+    if is_checkpoint(config.draft):
+        named = read_json(resolve(config.draft) / "config.json").get("target")
+        if named:
+            return str(named)
+        raise ValueError(f"draft {config.draft} names no target; add --target")
+    raise ValueError(f"target is empty and draft {config.draft!r} is not a checkpoint that names one; add --target")

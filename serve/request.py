@@ -1,0 +1,82 @@
+"""What travels between a client and the engine: requests, sampling parameters and outputs. Imports no torch."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch that filter off. `stop_token_ids` are added to
+    the model's own end-of-text ids, which `ignore_eos` switches off. Stop strings are the front end's business
+    (serve/detokenize.py): the engine knows tokens only.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, valid, remedy in (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
+            ("top_k", self.top_k >= 0, "0 (off) or a positive number"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
+        ):
+            if not valid:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {remedy}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to generate. `n` choices of one prompt are n requests that differ in `id` and `choice`."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    choice: int = 0  # index among `n`; hashed into the noise key
+    namespace: str = ""  # requests share cached prefixes only within a namespace
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestStats:
+    """Counts of one request, final once its last Output is out.
+
+    Accept length, as everywhere in Slipstream: (completion_tokens - 1) / rounds, since the first token comes from the
+    prompt's own pass. A request that is preempted makes that pass again when it resumes, over all its tokens, and gets
+    its next token from it: in general (completion_tokens - prefills) / rounds. `cached_tokens` are those of the prompt
+    found in the prefix cache when the request first ran. `accepted_by_position[j]` counts the rounds in which draft
+    token j was accepted and emitted.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    prefills: int = 0  # passes over the prompt that ran to its end: 1, and 1 per resumption
+    rounds: int = 0
+    drafted_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(self.accepted_by_position)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """New tokens of one request. `finish_reason` and `stats` are set on its last Output only, `error` if it failed."""
+
+    request_id: str
+    tokens: list[int]
+    finish_reason: FinishReason | None = None
+    stats: RequestStats | None = None
+    error: str | None = None

@@ -1,0 +1,124 @@
+"""The two passes of the engine: a prefill chunk, and a round (verify -> accept -> commit -> observe -> propose).
+
+A round is one function of device state: nothing inside waits for the host, so that it can be captured whole.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.kv import move_rows
+from slipstream.kernels.sampling import sample
+from slipstream.kernels.verify import ancestor_matrix, verify
+from slipstream.models.target import Target
+from slipstream.serve.attention.base import Backend
+from slipstream.serve.batch import Batch, Proposal, Rows, SamplingMode, Verdict
+from slipstream.serve.drafters.base import Drafter
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """Everything a pass needs on the device."""
+
+    target: Target
+    attention: Backend
+    drafter: Drafter
+    state: Rows
+    caches: tuple[Tensor, ...]  # (L, 2, slots, G, D) views of the pool's groups
+
+    @torch.inference_mode()
+    def prefill(self, batch: Batch, tokens: Tensor, is_last: tuple[bool, ...], width: int) -> Tensor:
+        """Computes packed prompt chunks and samples the token after each.
+
+        batch.next_tokens (T,) holds the known successors; where a chunk ends its prompt, the sampled token takes its
+        place and the drafter proposes for that row. Returns the sampled tokens (B,) int64; others' are meaningless.
+        """
+        hidden, features = self.target(tokens, self.attention_for(batch), self.drafter.feature_layers)
+        query_lens = torch.tensor(batch.query_lens, device=tokens.device)
+        ends = batch.lengths + query_lens
+        last = query_lens.cumsum(0) - 1
+        sampled = sample(self.target.logits(hidden[last]), ends, batch.sampling)
+        done = torch.tensor(is_last, device=tokens.device).nonzero().flatten()
+        assert batch.next_tokens is not None
+        batch.next_tokens[last[done]] = sampled[done]
+        self.state.lengths[batch.rows] = ends.int()
+        self.drafter.observe(batch, features, None)
+        if len(done):
+            bounds = tuple(bound for bound, ends_here in zip(batch.kv_bounds, is_last, strict=True) if ends_here)
+            finished = replace(
+                batch,
+                rows=batch.rows[done],
+                lengths=ends[done],
+                roots=sampled[done],
+                query_lens=(1,) * len(bounds),
+                kv_bounds=bounds,
+                next_tokens=None,
+            )
+            self._propose(finished, width)
+        return sampled
+
+    @torch.inference_mode()
+    def round(self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int, next_width: int) -> Verdict:
+        """Verifies the stored proposals of `rows` (B,), cut to `width` nodes, and stores the next ones.
+
+        `bounds`: host upper bound of each request's committed tokens before the round.
+        """
+        batch, proposal = self._begin(rows, bounds, mode, width)
+        mask = "causal" if batch.ancestors is None else "tree"
+        hidden, features = self.target(
+            proposal.tokens.clamp(min=0).flatten(), self.attention_for(batch), self.drafter.feature_layers, mask
+        )
+        positions = batch.positions + 1  # of the token that follows each node
+        sampled = sample(self.target.logits(hidden), positions, batch.sampling.repeat(width)).view(-1, width)
+        verdict = Verdict(*verify(proposal.tokens, proposal.parents, sampled, batch.ancestors))
+        self._commit(batch, verdict)
+        self.drafter.observe(batch, features, verdict)
+        emitted = verdict.lengths.long()
+        roots = verdict.tokens.gather(1, emitted[:, None] - 1).flatten().long()
+        self._propose(replace(batch, lengths=batch.lengths + emitted, roots=roots), next_width)
+        return verdict
+
+    def attention_for(self, batch: Batch) -> Backend:
+        self.attention.plan(batch)
+        return self.attention
+
+    def _begin(self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int) -> tuple[Batch, Proposal]:
+        state = self.state
+        proposal = Proposal(state.tokens[rows, :width], state.parents[rows, :width])
+        lengths = state.lengths[rows].long()
+        order = lengths[:, None] + torch.arange(width, device=rows.device)  # (B, N) where each node's KV goes
+        branching = self.drafter.branches and width > 1
+        ancestors = ancestor_matrix(proposal.parents) if branching else None
+        positions = order if ancestors is None else lengths[:, None] + ancestors.sum(dim=-1) - 1
+        batch = Batch(
+            state=state,
+            rows=rows,
+            lengths=lengths,
+            positions=positions.flatten(),
+            slots=state.slots(rows[:, None], order).flatten(),
+            query_lens=(width,) * len(bounds),
+            kv_bounds=tuple(bound + width for bound in bounds),
+            mode=mode,
+            ancestors=ancestors,
+        )
+        return batch, proposal
+
+    def _commit(self, batch: Batch, verdict: Verdict) -> None:
+        """Moves the accepted nodes' KV down to follow the committed tokens and counts them in.
+
+        A chain's accepted nodes lie there already. In a tree's unaccepted tail a row is copied onto itself.
+        """
+        if batch.ancestors is not None:
+            B, N = verdict.nodes.shape
+            slots = batch.slots.view(B, N)
+            order = torch.arange(N, device=slots.device).expand(B, N)
+            sources = slots.gather(1, torch.where(verdict.nodes < 0, order, verdict.nodes.long()))
+            for cache in self.caches:
+                move_rows(cache, sources.flatten(), slots.flatten())
+        self.state.lengths[batch.rows] += verdict.lengths
+
+    def _propose(self, batch: Batch, width: int) -> None:
+        proposal = self.drafter.propose(batch, width)
+        self.state.tokens[batch.rows, :width] = proposal.tokens
+        self.state.parents[batch.rows, :width] = proposal.parents

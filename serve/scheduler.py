@@ -1,0 +1,233 @@
+"""Decides what the engine computes next: admission, chunked prefill, rounds, preemption, the end of requests.
+
+Imports no torch. Invariant: every running sequence arrived before every waiting one, and the running ones are in order
+of arrival. A step is
+    sequences = scheduler.next_round(reserve)    ... compute ...    scheduler.commit_round(sequences, tokens, drafted)
+    chunks = scheduler.next_prefill()            ... compute ...    scheduler.commit_prefill(chunks, first_tokens)
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from slipstream.serve.cache import PageCache
+from slipstream.serve.request import FinishReason, Output, Request
+from slipstream.serve.sequence import Chunk, Sequence
+
+
+class QueueFull(Exception):
+    """So many requests wait that a new one is refused; it may be sent again later."""
+
+
+class Scheduler:
+    """Requests in, work out, tokens in, outputs out.
+
+    A waiting sequence has neither row nor pages. Admission gives it both: pages for all its tokens and `max_reserve`
+    rows more, so that no two half-computed prompts wait for each other. `next_round` then adds pages as it grows and,
+    when they run out, preempts the newest sequence, prefilling or decoding: its computed pages stay in the prefix
+    cache, it goes to the front of the queue, and later a prefill of all its tokens yields its next one, the same that
+    the lost round would have given. The oldest is never preempted, so it always ends: `add` refuses what can not fit.
+
+    `on_admit` is called when a sequence has got its row and pages, again when it resumes; `on_release` while it still
+    has them, before another can get the row.
+    """
+
+    def __init__(
+        self,
+        *,
+        cache: PageCache,
+        max_running: int,  # rows 0..max_running-1
+        max_waiting: int,  # requests that may wait beyond those that a free row can take
+        max_model_len: int,  # prompt + answer, in tokens
+        prefill_budget: int,  # tokens per next_prefill
+        stop_ids: frozenset[int],  # the model's end-of-text ids
+        lookahead: int,  # of the drafter's KV: see serve/cache.py
+        max_reserve: int,  # most KV rows that a prefill's end or a round writes behind the committed ones
+        on_admit: Callable[[Sequence], None],
+        on_release: Callable[[Sequence], None],
+    ) -> None:
+        self.cache = cache
+        self.max_waiting = max_waiting
+        self.max_model_len = max_model_len
+        self.prefill_budget = prefill_budget
+        self.stop_ids = stop_ids
+        self.lookahead = lookahead
+        self.max_reserve = max_reserve
+        self.on_admit = on_admit
+        self.on_release = on_release
+        self.num_preemptions = 0
+        self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._free_rows = list(reversed(range(max_running)))
+        self._refused: Sequence | None = None  # head of the queue that found too few pages; none came back since
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError if it can never run, QueueFull if it may be sent again later."""
+        self._validate(request)
+        if len(self._waiting) >= self.max_waiting + len(self._free_rows):
+            raise QueueFull(f"{len(self._waiting)} requests are waiting already (max_waiting is {self.max_waiting})")
+        sequence = Sequence.of(request, self.stop_ids, self.lookahead)
+        self._sequences[request.id] = sequence
+        self._waiting.append(sequence)
+
+    def abort(self, request_id: str) -> Output | None:
+        """End a request in any state, also between a `next_…` and its `commit_…`. None if it is unknown or ended."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return None
+        return self._end(sequence, [], "abort")
+
+    def next_prefill(self) -> list[Chunk]:
+        """The next prompt tokens to compute, first come first served, at most `prefill_budget` in all.
+
+        Commit them before `next_round` is called, which might preempt their sequences.
+        """
+        budget = self.prefill_budget
+        chunks: list[Chunk] = []
+        for sequence in self._prefilling():
+            start, length = sequence.num_computed, len(sequence.tokens)
+            end = min(length, start + budget)
+            chunks.append(Chunk(sequence, start, end, is_last=end == length))
+            budget -= end - start
+            if budget == 0:  # before the next one is admitted
+                break
+        return chunks
+
+    def commit_prefill(self, chunks: list[Chunk], first_tokens: list[int | None]) -> list[Output]:
+        """The KV of `chunks` is written; each last chunk brings the token sampled behind it."""
+        outputs: list[Output] = []
+        for chunk, token in zip(chunks, first_tokens, strict=True):
+            sequence = chunk.sequence
+            if sequence.row < 0:  # aborted meanwhile
+                continue
+            assert chunk.start == sequence.num_computed, "a chunk is committed once, and before the next round"
+            assert chunk.is_last == (token is not None), "last chunks bring a token, others none"
+            sequence.num_computed = chunk.end
+            self.cache.publish(sequence.table, sequence.tokens, sequence.num_computed)
+            if token is not None:
+                sequence.decoding = True
+                sequence.stats.prefills += 1
+                outputs.append(self._emit(sequence, *sequence.cut([token])))
+        return outputs
+
+    def next_round(self, reserve: int) -> list[Sequence]:
+        """All decoding sequences, oldest first, each with pages for `reserve` KV rows behind its committed ones."""
+        assert 1 <= reserve <= self.max_reserve, "admission and add() count on max_reserve"
+        for sequence in self._running.copy():
+            while sequence.decoding and not self.cache.extend(sequence.table, sequence.num_computed + reserve):
+                self._preempt_newest()  # in the end this very sequence
+        return [sequence for sequence in self._running if sequence.decoding]
+
+    def commit_round(self, sequences: list[Sequence], tokens: list[list[int]], drafted: int) -> list[Output]:
+        """`tokens[i]` are what the round emitted for `sequences[i]`: accepted drafts, then the target's own token.
+
+        `drafted` tokens were proposed for each. Sequences that ended or were preempted since are passed over.
+        """
+        outputs: list[Output] = []
+        for sequence, emitted in zip(sequences, tokens, strict=True):
+            if not sequence.decoding:
+                continue
+            kept, reason = sequence.cut(emitted)
+            sequence.count_round(drafted, num_accepted=min(len(kept), len(emitted) - 1))
+            outputs.append(self._emit(sequence, kept, reason))
+        return outputs
+
+    def check(self) -> None:
+        """Prove the invariants of queue, rows and pages. Raises AssertionError. Walks everything: not for rounds."""
+        self.cache.check(sequence.table for sequence in self._running)
+        everyone = [*self._running, *self._waiting]
+        assert {id(sequence) for sequence in everyone} == {id(sequence) for sequence in self._sequences.values()}
+        assert len(everyone) == len(self._sequences), "a sequence is in two places"
+        rows = [sequence.row for sequence in self._running] + self._free_rows
+        assert sorted(rows) == list(range(len(rows))), "a row was lost or given twice"
+        for sequence in self._running:
+            num_rest = len(sequence.tokens) - sequence.num_computed
+            assert num_rest == 1 if sequence.decoding else num_rest >= 1, "num_computed is wrong"
+            assert len(sequence.pages) >= self.cache.pages_for(len(sequence.tokens) - 1), "tokens without a page"
+        for sequence in self._waiting:
+            assert not sequence.pages, "a waiting sequence holds pages"
+            assert (sequence.row, sequence.num_computed, sequence.decoding) == (-1, 0, False)
+
+    def _validate(self, request: Request) -> None:
+        prompt_len, max_tokens = len(request.prompt), request.params.max_tokens
+        if request.id in self._sequences:
+            raise ValueError(f"id {request.id!r} belongs to a request that has not ended; give each request its own")
+        if prompt_len == 0:
+            raise ValueError("prompt is empty; it must hold at least one token")
+        asked = f"prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together {prompt_len + max_tokens}"
+        if prompt_len + max_tokens > self.max_model_len:
+            raise ValueError(f"{asked}: more than max_model_len {self.max_model_len}; shorten one of them")
+        capacity = self.cache.total_pages * self.cache.page_size
+        if self.cache.pages_for(prompt_len + max_tokens + self.max_reserve) > self.cache.total_pages:
+            raise ValueError(
+                f"{asked}: with {self.max_reserve} kept for drafting this never fits the KV cache of {capacity} tokens"
+                "; shorten one of them or raise kv_cache_tokens"
+            )
+
+    def _prefilling(self) -> Iterator[Sequence]:
+        """Running sequences with tokens to compute, then, one by one as asked for, newly admitted ones."""
+        yield from [sequence for sequence in self._running if not sequence.decoding]
+        while self._waiting and self._admit(self._waiting[0]):
+            yield self._waiting.popleft()
+
+    def _admit(self, sequence: Sequence) -> bool:
+        if not self._free_rows or sequence is self._refused:
+            return False
+        num_tokens = len(sequence.tokens) + self.max_reserve
+        headroom = len(self._running)  # a page for each, else the next round would undo the admission
+        if not self.cache.admit(sequence.table, sequence.tokens, num_tokens, headroom):
+            assert self._running, "an empty cache is too small for a request that add() accepted"
+            self._refused = sequence
+            return False
+        sequence.row = self._free_rows.pop()
+        sequence.num_computed = len(sequence.table.nodes) * self.cache.page_size
+        if sequence.num_preemptions == 0:
+            sequence.stats.cached_tokens = sequence.num_computed
+        self._running.append(sequence)
+        self.on_admit(sequence)
+        return True
+
+    def _preempt_newest(self) -> None:
+        assert len(self._running) > 1, "one sequence alone outgrew the cache, which add() rules out"
+        sequence = self._running[-1]
+        self._release(sequence)
+        self._waiting.appendleft(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _emit(self, sequence: Sequence, tokens: list[int], reason: FinishReason | None) -> Output:
+        sequence.tokens += tokens
+        sequence.num_computed = len(sequence.tokens) - 1
+        sequence.stats.completion_tokens += len(tokens)
+        if reason is not None:
+            return self._end(sequence, tokens, reason)
+        return Output(request_id=sequence.request.id, tokens=tokens)
+
+    def _end(self, sequence: Sequence, tokens: list[int], reason: FinishReason) -> Output:
+        del self._sequences[sequence.request.id]
+        if sequence.row < 0:
+            self._waiting.remove(sequence)
+        else:
+            self._release(sequence)
+        return Output(request_id=sequence.request.id, tokens=tokens, finish_reason=reason, stats=sequence.stats)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Take row and pages from a running sequence."""
+        self.on_release(sequence)
+        self.cache.release(sequence.table, sequence.tokens, sequence.num_computed)
+        self._running.remove(sequence)
+        self._free_rows.append(sequence.row)
+        self._refused = None
+        sequence.row, sequence.num_computed, sequence.decoding = -1, 0, False

@@ -1,0 +1,65 @@
+"""A request while the scheduler has it, and a piece of its prompt to compute. Imports no torch."""
+
+from dataclasses import dataclass
+
+from slipstream.serve.cache import PageTable
+from slipstream.serve.request import FinishReason, Request, RequestStats
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One request's state. While it decodes, len(tokens) == num_computed + 1: the last is the next round's root."""
+
+    request: Request
+    tokens: list[int]  # prompt + emitted
+    stop_ids: frozenset[int]
+    table: PageTable
+    stats: RequestStats
+    row: int = -1  # -1: not running
+    num_computed: int = 0  # tokens whose KV is committed
+    decoding: bool = False  # its prefill is done
+    num_preemptions: int = 0
+
+    @classmethod
+    def of(cls, request: Request, stop_ids: frozenset[int], lookahead: int) -> "Sequence":
+        params = request.params
+        own = stop_ids if not params.ignore_eos else frozenset()
+        return cls(
+            request=request,
+            tokens=list(request.prompt),
+            stop_ids=own.union(params.stop_token_ids),
+            table=PageTable(request.namespace, lookahead),
+            stats=RequestStats(prompt_tokens=len(request.prompt)),
+        )
+
+    @property
+    def pages(self) -> list[int]:
+        return self.table.pages
+
+    def cut(self, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
+        """The tokens up to the first stop id (which stays) and max_tokens, and why the sequence ends, if it does."""
+        assert emitted, "every round and every prefill emits at least one token"
+        num_left = self.request.params.max_tokens - self.stats.completion_tokens
+        for index, token in enumerate(emitted[:num_left]):
+            if token in self.stop_ids:
+                return emitted[: index + 1], "stop"
+        return emitted[:num_left], "length" if len(emitted) >= num_left else None
+
+    def count_round(self, drafted: int, num_accepted: int) -> None:
+        """Statistics of one round that proposed `drafted` tokens, `num_accepted` of which are part of the answer."""
+        self.stats.rounds += 1
+        self.stats.drafted_tokens += drafted
+        accepted = self.stats.accepted_by_position
+        accepted += [0] * (num_accepted - len(accepted))
+        for position in range(num_accepted):
+            accepted[position] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, end) of a sequence, to be computed in one prefill step."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    is_last: bool  # end was len(sequence.tokens) when the chunk was made: a token is to be sampled behind it

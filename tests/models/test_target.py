@@ -1,0 +1,96 @@
+"""The serving target equals transformers: logits and every feature, for each family and variant."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from slipstream.models.config import ModelConfig, RopeConfig, check_feature_layers, default_feature_layers
+from slipstream.models.layers import RotaryEmbedding, rotate
+from slipstream.models.target import load_config, load_target
+from slipstream.tests.random_targets import FAMILIES
+
+CPU = torch.device("cpu")
+
+
+class FullAttention:
+    """Causal attention over one sequence, written out."""
+
+    def __init__(self, rope: RotaryEmbedding, length: int) -> None:
+        self.cos, self.sin = rope.cos_sin(torch.arange(length))
+
+    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
+        raise AssertionError("a target attends with every row")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: str) -> Tensor:
+        q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
+        return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_features_equal_transformers(family: str, make_target: Callable[[str], Path]) -> None:
+    path = make_target(family)
+    config = load_config(path)
+    target = load_target(path, config, torch.float32, CPU)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokens = torch.randint(3, config.vocab_size, (90,), generator=torch.Generator().manual_seed(1))
+    rope = RotaryEmbedding(config.rope, config.head_dim, 256)
+    layers = (0, 2, config.num_layers)
+    with torch.no_grad():
+        hidden, features = target(tokens, FullAttention(rope, len(tokens)), layers)
+        expected = reference(tokens[None], output_hidden_states=True)
+    torch.testing.assert_close(target.logits(hidden), expected.logits[0], atol=2e-5, rtol=1e-4)
+    states = [expected.hidden_states[layer + 1] for layer in layers[:-1]] + [expected.hidden_states[-1]]
+    torch.testing.assert_close(features, torch.cat(states, -1)[0], atol=2e-5, rtol=1e-4)
+
+
+def test_foreign_architecture_is_refused_with_the_list() -> None:
+    with pytest.raises(ValueError, match="GPT2LMHeadModel cannot be served; supported: LlamaForCausalLM"):
+        ModelConfig.from_hf(GPT2Config(architectures=["GPT2LMHeadModel"]))
+
+
+def test_unknown_rope_type_is_refused() -> None:
+    with pytest.raises(ValueError, match="rope_type is 'longrope'; supported"):
+        RopeConfig.from_json({"rope_scaling": {"rope_type": "longrope"}})
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("missing", "missing layers.1.mlp.down_proj.weight"),
+        ("extra", "unexpected surprise"),
+        ("cut", "damaged or cut short"),
+    ],
+)
+def test_damaged_checkpoints_name_the_fault(
+    fault: str, message: str, make_target: Callable[[str], Path], tmp_path: Path
+) -> None:
+    tensors = load_file(make_target("llama") / "model.safetensors")
+    if fault == "missing":
+        del tensors["model.layers.1.mlp.down_proj.weight"]
+    if fault == "extra":
+        tensors["surprise"] = torch.zeros(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    if fault == "cut":
+        data = (tmp_path / "model.safetensors").read_bytes()
+        (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
+    config = load_config(make_target("llama"))
+    with pytest.raises(ValueError, match=message):
+        load_target(tmp_path, config, torch.float32, CPU)
+
+
+def test_feature_layer_rule() -> None:
+    assert default_feature_layers(32) == (1, 15, 28)  # EAGLE-3: inputs of layers 2, 16, 29
+    for num_layers in range(3, 40):
+        check_feature_layers(default_feature_layers(num_layers), num_layers)
+    for wrong in ((1, 1, 2), (0, 7), ()):
+        with pytest.raises(ValueError, match="feature_layers"):
+            check_feature_layers(wrong, 6)
