@@ -1,0 +1,91 @@
+"""Reads the bundled target's conversations, says which are held out, and cuts the bundled slice of questions.
+
+    python data_tools/tiny_corpus.py --data "[gsm8k_train.jsonl]" --output assets/gsm8k.jsonl.gz
+
+Invariant: whether a conversation is held out depends on its id alone.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import parse
+
+HELD_OUT_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    data: list[str]
+    """jsonl files whose lines hold `id` and `messages` (a list of role and content)"""
+    output: str
+    """.jsonl.gz file to write: all held-out conversations, then `train_rows` others"""
+    train_rows: int = 3000
+    """training conversations in the slice"""
+
+    def __post_init__(self) -> None:
+        if self.train_rows < 0:
+            raise ValueError(f"train_rows {self.train_rows} is negative: give 0 or more")
+
+
+def id_fraction(conversation_id: str) -> float:
+    """Where an id lies in [0, 1): the first 8 bytes of its SHA-256, read as a big-endian integer, over 2**64."""
+    return int.from_bytes(hashlib.sha256(conversation_id.encode()).digest()[:8], "big") / 2**64
+
+
+def is_held_out(conversation_id: str) -> bool:
+    """The hold-out rule: every program can tell from an id whether the target was trained on the conversation."""
+    return id_fraction(conversation_id) < HELD_OUT_SHARE
+
+
+def read_conversations(paths: list[str]) -> list[dict[str, Any]]:
+    conversations = []
+    for path in paths:
+        with open(path, encoding="utf-8") as file:
+            conversations += [parse_line(line, f"{path}:{number}") for number, line in enumerate(file, 1)]
+    return conversations
+
+
+def parse_line(line: str, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        messages = [{"role": message["role"], "content": message["content"]} for message in row["messages"]]
+        return {"id": str(row["id"]), "messages": messages}
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{place}: no conversation: {error!r}; give an object with `id` and `messages`") from error
+
+
+def split(conversations: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Training and held-out conversations, each in the order given."""
+    training = [row for row in conversations if not is_held_out(row["id"])]
+    held_out = [row for row in conversations if is_held_out(row["id"])]
+    if not training or not held_out:
+        raise ValueError(f"data: {len(training)} training and {len(held_out)} held-out conversations: give more data")
+    return training, held_out
+
+
+def write_slice(options: Options) -> None:
+    """Writes all held-out conversations, then the `train_rows` training ones of lowest id fraction."""
+    training, held_out = split(read_conversations(options.data))
+    by_fraction = sorted((row["id"] for row in training), key=id_fraction)
+    chosen = set(by_fraction[: options.train_rows])
+    rows = [{"id": row["id"], "split": "heldout", "messages": row["messages"]} for row in held_out]
+    rows += [
+        {"id": row["id"], "split": "train", "messages": row["messages"]} for row in training if row["id"] in chosen
+    ]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    temporary = Path(options.output + ".tmp")
+    temporary.write_bytes(gzip.compress(text.encode(), compresslevel=9, mtime=0))
+    os.replace(temporary, options.output)
+
+
+def main(argv: list[str] | None = None) -> None:
+    write_slice(parse(Options, argv, prog="tiny_corpus", description="Cut a compressed slice of conversations."))
+
+
+if __name__ == "__main__":
+    main()

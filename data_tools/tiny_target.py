@@ -1,0 +1,235 @@
+"""Trains the small Qwen3 language model that ships with Slipstream, its tokenizer included.
+
+    python data_tools/tiny_target.py --data "[gsm8k_train.jsonl, gpteacher.jsonl]" --output assets/tiny-target
+
+Takes about two minutes on a data-centre GPU; a CPU does the same, slowly. A draft can only learn a target that
+generalises, since the answers of one that has memorised its data are noise. Invariant: from the first evaluation on,
+also when the run is interrupted, `output` holds the model of lowest held-out loss so far.
+"""
+
+import copy
+import json
+import math
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from slipstream.config import parse
+from slipstream.data_tools.tiny_corpus import read_conversations, split
+from slipstream.data_tools.tiny_tokenizer import MIN_VOCAB_SIZE, encode, train_tokenizer
+
+MAX_POSITIONS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    data: list[str]
+    """jsonl files whose lines hold `id` and `messages` (a list of role and content)"""
+    output: str
+    """folder to write the model to"""
+    vocab_size: int = 4096
+    """tokens in the vocabulary, special tokens included"""
+    row_length: int = 2048
+    """tokens in a packed row"""
+    batch_rows: int = 8
+    """rows in a step"""
+    passes: int = 10
+    """tokens to train on, in multiples of the training conversations' tokens"""
+    steps: int | None = None
+    """optimizer steps; default: those of `passes`"""
+    learning_rate: float = 3e-3
+    """peak of the cosine, which ends at zero"""
+    warmup_steps: int = 100
+    """steps of linear warm-up"""
+    weight_decay: float = 1.0
+    """AdamW's, on matrices only"""
+    evaluate_every: int = 200
+    """steps between evaluations on the held-out conversations; the last step is always evaluated"""
+    seed: int = 0
+    """seed of the weights and of the order of the conversations"""
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < MIN_VOCAB_SIZE:
+            raise ValueError(
+                f"vocab_size {self.vocab_size} is too small: bytes and special tokens take {MIN_VOCAB_SIZE}"
+            )
+        if not 2 <= self.row_length <= MAX_POSITIONS:
+            raise ValueError(f"row_length {self.row_length} does not fit the model: give 2 to {MAX_POSITIONS}")
+        if min(self.batch_rows, self.passes, self.evaluate_every) < 1:
+            raise ValueError("batch_rows, passes and evaluate_every must be at least 1")
+
+
+def pack(documents: list[list[int]], row_length: int, pad_id: int) -> Tensor:  # (R, row_length) int64
+    """Concatenates documents into rows, in order.
+
+    Every row begins with a document, as every prompt does; what overhangs a row's end is dropped.
+    """
+    rows: list[list[int]] = []
+    row: list[int] = []
+    for document in documents:
+        row = row + document
+        if len(row) >= row_length:
+            rows.append(row[:row_length])
+            row = []
+    if row:
+        rows.append(row + [pad_id] * (row_length - len(row)))
+    return torch.tensor(rows)
+
+
+def batches(documents: list[list[int]], options: Options, pad_id: int) -> Iterator[Tensor]:  # (batch_rows, row_length)
+    """Endless passes over the documents, each in a new order; the last rows of a pass are dropped if too few."""
+    shuffler = random.Random(options.seed)
+    while True:
+        rows = pack(shuffler.sample(documents, len(documents)), options.row_length, pad_id)
+        if len(rows) < options.batch_rows:
+            raise ValueError(f"batch_rows {options.batch_rows}: the data fills only {len(rows)} rows; lower it")
+        yield from (batch for batch in rows.split(options.batch_rows) if len(batch) == options.batch_rows)
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """6.6M parameters at a vocabulary of 4,096."""
+    torch.manual_seed(seed)
+    end_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=128,
+        intermediate_size=768,
+        tie_word_embeddings=True,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        bos_token_id=None,
+        eos_token_id=end_id,
+        pad_token_id=pad_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=[end_id, pad_id], pad_token_id=pad_id)
+    return model
+
+
+def token_losses(model: Qwen3ForCausalLM, rows: Tensor, pad_id: int) -> Tensor:  # (B, row_length - 1) float32, nats
+    """Loss of each next token of `rows` (B, row_length) under causal attention over the whole row; 0 at padding."""
+    with torch.autocast(rows.device.type, torch.bfloat16, enabled=rows.device.type == "cuda"):
+        logits = model(rows, use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits.float().transpose(1, 2), rows[:, 1:], ignore_index=pad_id, reduction="none")
+
+
+@torch.no_grad()
+def evaluate(model: Qwen3ForCausalLM, rows: Tensor, batch_rows: int, pad_id: int) -> dict[str, Any]:
+    """Mean loss in nats per token over `rows`, whole and by the predicted token's position (0-127, 128-255, 256-511 …).
+
+    A range that holds padding alone is left out.
+    """
+    device = model.device
+    losses = torch.cat([token_losses(model, batch.to(device), pad_id).cpu() for batch in rows.split(batch_rows)])
+    real = rows[:, 1:] != pad_id
+    by_position = {}
+    for start, end in position_ranges(rows.shape[1]):
+        columns = slice(max(start - 1, 0), end - 1)  # column i predicts position i + 1
+        if real[:, columns].any():
+            by_position[f"{start}-{end - 1}"] = round((losses[:, columns].sum() / real[:, columns].sum()).item(), 4)
+    return {"held_out_loss": round((losses.sum() / real.sum()).item(), 4), "by_position": by_position}
+
+
+def position_ranges(row_length: int) -> Iterator[tuple[int, int]]:
+    """Half-open ranges that cover [0, row_length): the first 128 positions, then each up to twice as far."""
+    start, end = 0, 128
+    while start < row_length:
+        yield start, min(end, row_length)
+        start, end = end, 2 * end
+
+
+def build_optimizer(model: Qwen3ForCausalLM, options: Options) -> torch.optim.AdamW:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate_factor(step: int, warmup_steps: int, num_steps: int) -> float:
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, num_steps - warmup_steps)))
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
+    """Writes weights (bfloat16), configs and tokenizer into `output`, each file whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=output, prefix=".saving-") as folder:
+        copy.deepcopy(model).bfloat16().save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for path in Path(folder).iterdir():
+            os.replace(path, output / path.name)
+
+
+def train(options: Options) -> None:
+    training, held_out = split(read_conversations(options.data))
+    tokenizer = train_tokenizer(training, options.vocab_size, MAX_POSITIONS)
+    documents, pad_id = encode(tokenizer, training), tokenizer.pad_token_id
+    held_out_rows = pack(encode(tokenizer, held_out), options.row_length, pad_id)
+    tokens_per_step = options.batch_rows * options.row_length
+    num_steps = options.steps or max(1, options.passes * sum(map(len, documents)) // tokens_per_step)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = build_model(tokenizer, options.seed)
+    model.to(device)  # type: ignore[arg-type]  # transformers hides torch's own signature
+    optimizer = build_optimizer(model, options)
+    warmup_steps = min(options.warmup_steps, num_steps // 2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, warmup_steps, num_steps)
+    )
+    output = Path(options.output)
+    output.mkdir(parents=True, exist_ok=True)
+    log = output / "training_log.jsonl"
+    log.unlink(missing_ok=True)
+    best_loss, losses = math.inf, []
+    progress = tqdm(islice(batches(documents, options, pad_id), num_steps), total=num_steps, desc="training")
+    for step, rows in enumerate(progress, 1):
+        losses.append(train_step(model, optimizer, rows.to(device), pad_id))
+        scheduler.step()
+        if step % options.evaluate_every and step != num_steps:
+            continue
+        scores = evaluate(model, held_out_rows, options.batch_rows, pad_id)
+        train_loss = round(torch.stack(losses).mean().item(), 4)
+        losses = []
+        line = json.dumps({"step": step, "tokens": step * tokens_per_step, "train_loss": train_loss, **scores})
+        progress.write(line)
+        append_line(log, line)
+        if scores["held_out_loss"] < best_loss:
+            best_loss = scores["held_out_loss"]
+            save(model, tokenizer, output)
+
+
+def append_line(path: Path, line: str) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def train_step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, rows: Tensor, pad_id: int) -> Tensor:
+    """One update; returns the mean loss per token, still on the device."""
+    optimizer.zero_grad()
+    loss = token_losses(model, rows, pad_id).sum() / (rows[:, 1:] != pad_id).sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+def main(argv: list[str] | None = None) -> None:
+    train(parse(Options, argv, prog="tiny_target", description="Train the bundled target model."))
+
+
+if __name__ == "__main__":
+    main()
