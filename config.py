@@ -48,7 +48,7 @@ def parse_or_exit(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespa
 
 
 def instantiate(parser: ArgumentParser, config_class: type[ConfigT], namespace: Namespace) -> ConfigT:
-    values = parser.instantiate_classes(namespace).as_dict()
+    values = parser.instantiate(namespace).as_dict()
     values.pop("config", None)
     try:
         return config_class(**values)

@@ -45,17 +45,17 @@ class Eagle3Config:
 
     @classmethod
     def from_target(
-        cls, target: ModelConfig, *, draft_vocab_size: int, feature_layers: tuple[int, ...], **fields: Any
+        cls, model: ModelConfig, /, *, draft_vocab_size: int, feature_layers: tuple[int, ...], **fields: Any
     ) -> "Eagle3Config":
-        """A draft of the target's own widths. `fields` override or add others (intermediate_size, target, ...)."""
+        """A draft of the target `model`'s own widths. `fields` override or add others (intermediate_size, target, ...)."""
         shared = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
         shared += ("rms_norm_eps", "max_position_embeddings", "rope")
-        values = {name: getattr(target, name) for name in shared} | fields
+        values = {name: getattr(model, name) for name in shared} | fields
         return cls(
             draft_vocab_size=draft_vocab_size,
             feature_layers=feature_layers,
-            target_hidden_size=target.hidden_size,
-            target_num_layers=target.num_layers,
+            target_hidden_size=model.hidden_size,
+            target_num_layers=model.num_layers,
             **values,
         )
 
@@ -101,8 +101,7 @@ class Eagle3(nn.Module):
         self.norm = RMSNorm(size, eps)
         self.lm_head = OutputSplitLinear(size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        self.set_vocabulary(torch.arange(config.draft_vocab_size))
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
 
     def set_vocabulary(self, ids: Tensor) -> None:
         """ids (Vd,) int64: the target ids that the draft can propose, ascending and distinct."""
@@ -111,8 +110,6 @@ class Eagle3(nn.Module):
             raise ValueError(f"draft vocabulary: need {config.draft_vocab_size} distinct ascending ids")
         if int(ids[-1]) >= config.vocab_size:
             raise ValueError(f"draft vocabulary: id {int(ids[-1])} is outside the target's {config.vocab_size} tokens")
-        if self.d2t.is_meta:
-            return
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.zero_()[ids.to(self.t2d.device)] = True
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from slipstream.kernels.linear import linear
 from slipstream.models.config import ModelConfig, RopeConfig
 
 Mask = Literal["causal", "tree", "block"]
@@ -40,11 +41,16 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class OutputSplitLinear(nn.Linear):
+class Linear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+class OutputSplitLinear(Linear):
     """A linear layer whose output features would be split over devices (column parallel)."""
 
 
-class InputSplitLinear(nn.Linear):
+class InputSplitLinear(Linear):
     """A linear layer whose input features would be split over devices (row parallel)."""
 
 
@@ -85,7 +91,7 @@ class SelfAttention(nn.Module):
         """Stores keys and values of rows whose attention output nobody needs."""
         start = self.sizes[0] * self.head_dim
         bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[start:]
-        kv = F.linear(x, self.qkv_proj.weight[start:], bias)
+        kv = linear(x, self.qkv_proj.weight[start:], bias)
         k, v = kv.unflatten(-1, (-1, self.head_dim)).chunk(2, dim=-2)  # (..., G, D) each
         attention.write(k if self.k_norm is None else self.k_norm(k), v, self.layer)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoConfig
 
+from slipstream.kernels.linear import linear
 from slipstream.models.checkpoint import fuse, load_strict, read_tensors
 from slipstream.models.config import ModelConfig
 from slipstream.models.layers import Attention, GatedMLP, Mask, OutputSplitLinear, RMSNorm, SelfAttention
@@ -64,7 +64,7 @@ class Target(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (T, H) -> (T, V)."""
-        return F.linear(hidden, self.head)
+        return linear(hidden, self.head)
 
 
 def load_config(path: Path, trust_remote_code: bool = False) -> ModelConfig:

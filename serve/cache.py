@@ -49,7 +49,7 @@ class PageCache:
     one longest unused, is always a leaf, and both eviction and reuse take constant time per page.
     """
 
-    def __init__(self, *, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 2:
             raise ValueError(f"num_pages is {num_pages}; it must be at least 2, since page 0 is never handed out")
         if page_size < 1:
@@ -156,7 +156,7 @@ class PageCache:
 
     def _num_full(self, table: PageTable, tokens: list[int], num_computed: int) -> int:
         """Pages whose KV is complete, the drafter's too: they may enter the tree."""
-        num_full = min(num_computed, len(tokens) - table.lookahead) // self.page_size
+        num_full = max(0, min(num_computed, len(tokens) - table.lookahead)) // self.page_size
         assert num_full >= len(table.nodes), "a table shares pages that it has not computed"
         return num_full
 

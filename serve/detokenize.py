@@ -6,27 +6,19 @@ were split over calls.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from slipstream.serve.request import FinishReason, RequestStats
 
 INCOMPLETE = "\ufffd"  # what a decoder shows for the first bytes of a character whose last bytes are in later tokens
 
 
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is needed here."""
-
-    all_special_ids: list[int]
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **kwargs: bool) -> str: ...
-
-
 class Decoder:
-    """Full decoding of one tokenizer; special tokens leave no text."""
+    """Full decoding by one transformers tokenizer; special tokens leave no text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.silent_ids = frozenset(tokenizer.all_special_ids)
+        self.silent_ids = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     def __call__(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -90,14 +82,14 @@ class TextStream:
         self._push_sizes.append(len(tokens))
         if self.stopped:
             return ""
-        num_texts = len(tokens) - (finish_reason == "stop")
+        shown = tokens[:-1] if finish_reason == "stop" else tokens
         pieces = []
-        for token in tokens[:num_texts]:
+        for token in shown:
             self.num_tokens += 1
             pieces.append(self._release(self._decode(token)))
             if self.stopped:
                 return "".join(pieces)
-        self.num_tokens += len(tokens) - num_texts
+        self.num_tokens += len(tokens) - len(shown)
         if finish_reason is not None:
             pieces.append(self._release(self._decoder(self._window)[len(self._shown) :], final=True))
         return "".join(pieces)
@@ -118,7 +110,7 @@ class TextStream:
 
     def _release(self, piece: str, final: bool = False) -> str:
         """Adds `piece` to the pending text and takes from it what is certain."""
-        if not self._stop:
+        if not self._stop or not (piece or final):
             return piece
         text = self._pending + piece
         found = find_stop(text, self._stop)

@@ -100,10 +100,19 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(self, request: Request) -> None:
-        """Queues a request. Raises ValueError for one that can never be served."""
+    @property
+    def num_open(self) -> int:
+        return self.scheduler.num_running + self.scheduler.num_waiting
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError for a request that can never be served."""
         if any(not 0 <= token < self.info.vocab_size for token in request.prompt):
             raise ValueError(f"prompt holds a token id outside 0..{self.info.vocab_size - 1}; check the tokenizer")
+        self.scheduler.validate(request)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises ValueError for one that can never be served."""
+        self.check(request)
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> Output | None:

@@ -2,8 +2,8 @@
 
 Imports no torch. Invariant: every running sequence arrived before every waiting one, and the running ones are in order
 of arrival. A step is
-    sequences = scheduler.next_round(reserve)    ... compute ...    scheduler.commit_round(sequences, tokens, drafted)
     chunks = scheduler.next_prefill()            ... compute ...    scheduler.commit_prefill(chunks, first_tokens)
+    sequences = scheduler.next_round(reserve)    ... compute ...    scheduler.commit_round(sequences, tokens, drafted)
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ class Scheduler:
     rows more, so that no two half-computed prompts wait for each other. `next_round` then adds pages as it grows and,
     when they run out, preempts the newest sequence, prefilling or decoding: its computed pages stay in the prefix
     cache, it goes to the front of the queue, and later a prefill of all its tokens yields its next one, the same that
-    the lost round would have given. The oldest is never preempted, so it always ends: `add` refuses what can not fit.
+    the lost round would have given. The oldest is never preempted, so it always ends: `add` refuses what cannot fit.
 
     `on_admit` is called when a sequence has got its row and pages, again when it resumes; `on_release` while it still
     has them, before another can get the row.
@@ -46,6 +46,7 @@ class Scheduler:
         on_release: Callable[[Sequence], None],
     ) -> None:
         self.cache = cache
+        self.max_running = max_running
         self.max_waiting = max_waiting
         self.max_model_len = max_model_len
         self.prefill_budget = prefill_budget
@@ -75,7 +76,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it can never run, QueueFull if it may be sent again later."""
-        self._validate(request)
+        self.validate(request)
         if len(self._waiting) >= self.max_waiting + len(self._free_rows):
             raise QueueFull(f"{len(self._waiting)} requests are waiting already (max_waiting is {self.max_waiting})")
         sequence = Sequence.of(request, self.stop_ids, self.lookahead)
@@ -151,7 +152,7 @@ class Scheduler:
         assert {id(sequence) for sequence in everyone} == {id(sequence) for sequence in self._sequences.values()}
         assert len(everyone) == len(self._sequences), "a sequence is in two places"
         rows = [sequence.row for sequence in self._running] + self._free_rows
-        assert sorted(rows) == list(range(len(rows))), "a row was lost or given twice"
+        assert sorted(rows) == list(range(self.max_running)), "a row was lost or given twice"
         for sequence in self._running:
             num_rest = len(sequence.tokens) - sequence.num_computed
             assert num_rest == 1 if sequence.decoding else num_rest >= 1, "num_computed is wrong"
@@ -160,7 +161,8 @@ class Scheduler:
             assert not sequence.pages, "a waiting sequence holds pages"
             assert (sequence.row, sequence.num_computed, sequence.decoding) == (-1, 0, False)
 
-    def _validate(self, request: Request) -> None:
+    def validate(self, request: Request) -> None:
+        """Raises ValueError if the request can never run."""
         prompt_len, max_tokens = len(request.prompt), request.params.max_tokens
         if request.id in self._sequences:
             raise ValueError(f"id {request.id!r} belongs to a request that has not ended; give each request its own")

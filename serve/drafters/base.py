@@ -42,28 +42,28 @@ class Drafter(ABC):
     def load(cls, draft: str, options: Any, target: Target) -> "Drafter":
         """Builds the drafter for `target`, on its device and in its dtype. Raises ValueError where they do not fit."""
 
-    def scratch(self, width: int) -> int:  # noqa: ARG002
+    def scratch(self, width: int) -> int:
         """KV rows that drafting `width` nodes writes beyond the committed ones."""
         return 0
 
-    def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:  # noqa: B027
+    def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
         """Shares the target's weights and the rows; `attention` works on the KV that `kv` asked for."""
 
-    def admit(self, row: int, tokens: list[int], namespace: str) -> None:  # noqa: B027
+    def admit(self, row: int, tokens: list[int], namespace: str) -> None:
         """A request begins (or resumes) in `row` with these tokens, prefix hits included."""
 
     @abstractmethod
     def propose(self, batch: Batch, width: int) -> Proposal:
         """N = `width` nodes for each request: batch.lengths (B,) tokens are committed, batch.roots (B,) follow."""
 
-    def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:  # noqa: B027
+    def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:
         """Sees a target pass: `features` (T, K * H) of its queries.
 
         After a prefill chunk `verdict` is None and batch.next_tokens (T,) holds each query's successor. After a round
         the accepted nodes are committed, in order, at positions batch.lengths (B,) + 0..verdict.lengths - 1.
         """
 
-    def release(self, row: int, tokens: list[int]) -> None:  # noqa: B027
+    def release(self, row: int, tokens: list[int]) -> None:
         """The request in `row` ended or was preempted; `tokens` is all of it."""
 
 

@@ -9,7 +9,7 @@ from slipstream.serve.drafters import base
 
 class Drafter(base.Drafter):
     @classmethod
-    def load(cls, draft: str, options: Any, target: Target) -> "Drafter":  # noqa: ARG003
+    def load(cls, draft: str, options: Any, target: Target) -> "Drafter":
         return cls()
 
     def propose(self, batch: Batch, width: int) -> Proposal:

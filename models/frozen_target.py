@@ -1,0 +1,113 @@
+"""The target as training sees it: a transformers causal LM, frozen, read by hooks on the captured layers only.
+
+Feature ids are those of models/config.py: 0..n-1 is the output of that layer, n the hidden state after the final norm.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from slipstream.models.config import check_feature_layers
+
+VOCABULARY_CHUNK = 16384  # head rows multiplied at once: bounds the fp32 logits to (N, 16384)
+
+
+class FrozenTarget:
+    """Not an nn.Module, so that a training module may hold one without training, moving or saving it."""
+
+    def __init__(self, model: PreTrainedModel, feature_layers: tuple[int, ...]) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.decoder = model.get_decoder()
+        self.layers = decoder_layers(model)
+        self.feature_layers = feature_layers
+        check_feature_layers(feature_layers, len(self.layers))
+        self._states: dict[int, Tensor] = {}
+        for layer in set(feature_layers) - {len(self.layers)}:
+            self.layers[layer].register_forward_hook(self._capture(layer))
+
+    def _capture(self, layer: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            self._states[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    @torch.no_grad()
+    def features(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Captured states (B, S, K * Ht) and the state after the final norm (B, S, Ht) of packed rows (B, S).
+
+        `positions` restart at 0 where a document begins: transformers reads the documents off them, and no token
+        attends outside its own. Padding is position 0, each token a document of its own.
+        """
+        with torch.autocast(tokens.device.type, enabled=False):  # the checkpoint's own dtype, as when it is served
+            output = self.decoder(input_ids=tokens, position_ids=positions, use_cache=False)
+        final = self._states[len(self.layers)] = output.last_hidden_state
+        features = torch.cat([self._states[layer] for layer in self.feature_layers], dim=-1)
+        self._states.clear()
+        return features, final
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(...) int64 -> (..., Ht)."""
+        return self.model.get_input_embeddings()(tokens)
+
+    @torch.no_grad()
+    def logits(self, states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What the head says at `states` (N, Ht): logits (N, Vd) fp32 of `ids`, and the best token (N,) of all.
+
+        `ids` (Vd,) ascending, on the host. Ties go to the lowest id. Never holds more than one chunk of full logits.
+        """
+        head = self.model.get_output_embeddings()
+        logits = states.new_empty(len(states), len(ids), dtype=torch.float32)
+        best = states.new_full((len(states),), -torch.inf, dtype=torch.float32)
+        tokens = states.new_zeros(len(states), dtype=torch.int64)
+        for start in range(0, head.weight.shape[0], VOCABULARY_CHUNK):
+            end = start + VOCABULARY_CHUNK
+            bias = None if head.bias is None else head.bias[start:end]
+            with torch.autocast(states.device.type, enabled=False):
+                chunk = F.linear(states, head.weight[start:end], bias).float()
+            values, indices = chunk.max(dim=-1)
+            better = values > best
+            best, tokens = torch.where(better, values, best), torch.where(better, indices + start, tokens)
+            first, last = torch.searchsorted(ids, torch.tensor([start, end])).tolist()
+            logits[:, first:last] = chunk[:, (ids[first:last] - start).to(chunk.device)]
+        return logits, tokens
+
+    def initial_weights(self) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+        """Head (V, Ht), final norm (Ht,) and the last layer's MLP (gate_proj, up_proj, down_proj)."""
+        try:
+            mlp = self.layers[-1].get_submodule("mlp")
+            parts = {name: mlp.get_parameter(f"{name}.weight") for name in ("gate_proj", "up_proj", "down_proj")}
+            return self.model.get_output_embeddings().weight, self.decoder.get_parameter("norm.weight"), parts
+        except AttributeError as error:
+            raise ValueError(
+                f"{type(self.model).__name__} has no gated MLP and final norm to start from ({error}); "
+                "set draft.init_from_target to false"
+            ) from error
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of any transformers causal LM, whatever the list is called."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers; features cannot be captured")
+
+
+def load_frozen_target(
+    path: Path, feature_layers: tuple[int, ...], device: torch.device, trust_remote_code: bool = False
+) -> FrozenTarget:
+    """Reads a checkpoint folder in its own dtype, on the CPU in fp32 (as it is served there)."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float32 if device.type == "cpu" else "auto",
+        attn_implementation="sdpa",
+        trust_remote_code=trust_remote_code,
+    )
+    model.to(device)
+    return FrozenTarget(model, feature_layers)

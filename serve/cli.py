@@ -1,0 +1,72 @@
+"""`serve --draft ckpt/`: reads the options, then runs the server until Ctrl-C.
+
+serve --draft runs/my-draft                          # the checkpoint names its target
+serve --target Qwen/Qwen3-8B --draft none --port 9000
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields, make_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slipstream.config import parse
+from slipstream.serve.client import EngineError
+from slipstream.serve.drafters.base import find_drafter
+from slipstream.serve.launch import serve
+from slipstream.serve.options import ServeConfig
+from slipstream.serve.worker import EngineFactory, build_engine
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    raise SystemExit(run(read_config(sys.argv[1:] if argv is None else argv)))
+
+
+def run(config: ServeConfig, make_engine: EngineFactory = build_engine) -> int:
+    """Serves until a signal; the process's exit status."""
+    try:
+        asyncio.run(serve(config, make_engine))
+    except KeyboardInterrupt:
+        return 0
+    except (ValueError, OSError, EngineError) as error:
+        print(f"serve: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def read_config(argv: Sequence[str]) -> ServeConfig:
+    """Exits with status 2 and one message on bad options."""
+    try:
+        options = options_class(find_draft(argv))
+        values = parse(options, argv, prog="serve", description="OpenAI-compatible server with speculative decoding.")
+    except (ValueError, OSError) as error:
+        print(f"serve: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    given = {option.name: getattr(values, option.name) for option in fields(ServeConfig)}
+    return ServeConfig(**{**given, "drafter": asdict(values.drafter)})
+
+
+def options_class(draft: str) -> Any:
+    """ServeConfig in which `drafter` is the Options of this draft's drafter."""
+    drafter = ("drafter", find_drafter(draft).Options)
+    return make_dataclass("ServeOptions", [drafter], bases=(ServeConfig,), frozen=True, kw_only=True)
+
+
+def find_draft(argv: Sequence[str]) -> str:
+    """The draft of the options, read ahead of them: it decides which others there are."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--draft")
+    parser.add_argument("--config", action="append", default=[])
+    known, _ = parser.parse_known_args(argv)
+    draft = ServeConfig().draft
+    for name in known.config:
+        draft = (yaml.safe_load(Path(name).read_text()) or {}).get("draft", draft)
+    return known.draft or draft
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What the HTTP process knows of the target: tokenizer, chat template, default sampling. Bodies in, Requests out."""
+
+import inspect
+import secrets
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from slipstream.models.checkpoint import read_json, resolve
+from slipstream.serve.detokenize import Decoder
+from slipstream.serve.options import ServeConfig, resolve_target
+from slipstream.serve.protocol import DEFAULT_COMPLETION_TOKENS, ApiError, Body, ChatBody, CompletionBody
+from slipstream.serve.request import Request, SamplingParams
+
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
+
+
+class Frontend:
+    """Tokenizer and rules of one target; holds nothing of a request."""
+
+    def __init__(self, config: ServeConfig, info: Any) -> None:
+        """`info`: the running engine's EngineInfo. Raises ValueError for a target that can not be read."""
+        target = resolve_target(config)
+        path = resolve(target, config.revision)
+        self.model_name = config.served_model_name or (path.resolve().name if Path(target).is_dir() else target)
+        self.sampling_defaults = read_sampling_defaults(path)
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=config.trust_remote_code
+        )
+        self.decoder = Decoder(self.tokenizer)
+        self.max_model_len, self.vocab_size = info.max_model_len, info.vocab_size
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            message = f"model {name!r} does not exist; this server has {self.model_name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def chat_prompt(self, body: ChatBody) -> list[int]:
+        if not self.tokenizer.chat_template:
+            raise ApiError(400, f"{self.model_name} has no chat template; use /v1/completions", "messages")
+        reserved = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        for name in body.chat_template_kwargs:
+            if name in reserved:
+                raise ApiError(400, f"chat_template_kwargs must not hold {name}", "chat_template_kwargs")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                body.messages,
+                tokenize=False,
+                add_generation_prompt=body.add_generation_prompt,
+                **body.chat_template_kwargs,
+            )
+        except TemplateError as error:
+            raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def completion_prompts(self, body: CompletionBody) -> list[list[int]]:
+        prompts: list[list[int]] = []
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                prompts.append(self.tokenizer(prompt).input_ids)
+                continue
+            wrong = [token for token in prompt if not 0 <= token < self.vocab_size]
+            if wrong:
+                message = f"prompt holds the token id {wrong[0]}; ids must be between 0 and {self.vocab_size - 1}"
+                raise ApiError(400, message, "prompt")
+            prompts.append(prompt)
+        return prompts
+
+    def requests(self, body: ChatBody | CompletionBody, response_id: str) -> list[Request]:
+        """One per choice: all choices of the first prompt, then of the next. Choices share the seed."""
+        if isinstance(body, ChatBody):
+            field, prompts = "messages", [self.chat_prompt(body)]
+        else:
+            field, prompts = "prompt", self.completion_prompts(body)
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        requests = []
+        for prompt in prompts:
+            params = self.sampling_params(body, len(prompt), seed, field)
+            for choice in range(body.n):
+                request_id = f"{response_id}-{len(requests)}"
+                requests.append(
+                    Request(id=request_id, prompt=prompt, params=params, choice=choice, namespace=body.cache_salt)
+                )
+        return requests
+
+    def sampling_params(self, body: Body, prompt_len: int, seed: int, field: str) -> SamplingParams:
+        if prompt_len == 0:
+            raise ApiError(400, f"{field} is empty: it must hold at least one token", field)
+        room = self.max_model_len - prompt_len
+        asked = f"the prompt has {prompt_len} tokens"
+        if body.max_tokens is not None:
+            asked += f" and max_tokens is {body.max_tokens}, together {prompt_len + body.max_tokens}"
+        if room < max(body.max_tokens or 1, 1):
+            message = f"{asked}; this model's context holds {self.max_model_len}, of which the answer needs at least 1"
+            raise ApiError(400, message, field, "context_length_exceeded")
+        unset_max_tokens = room if isinstance(body, ChatBody) else min(room, DEFAULT_COMPLETION_TOKENS)
+        given = {name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}
+        try:
+            return SamplingParams(
+                max_tokens=unset_max_tokens if body.max_tokens is None else body.max_tokens,
+                seed=seed,
+                ignore_eos=body.ignore_eos,
+                stop_token_ids=tuple(body.stop_token_ids),
+                **{**self.sampling_defaults, **given},
+            )
+        except ValueError as error:
+            raise ApiError(400, str(error), str(error).split()[0]) from error
+
+
+def read_sampling_defaults(path: Path) -> dict[str, Any]:
+    """What generation_config.json says of SAMPLING_FIELDS; without a word on temperature OpenAI's 1.0 stays."""
+    file = path / "generation_config.json"
+    if not file.exists():
+        return {}
+    generation = read_json(file)
+    return {name: generation[name] for name in SAMPLING_FIELDS if generation.get(name) is not None}

@@ -1,0 +1,95 @@
+"""The offline API: `LLM(target, draft).generate(prompts, params)`, with the same engine as the server and no HTTP."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from slipstream.models.checkpoint import resolve
+from slipstream.serve.detokenize import Decoder, Text, TextStream, WholeText
+from slipstream.serve.engine import Engine
+from slipstream.serve.options import EngineConfig, resolve_target
+from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One answer. `tokens` ends with the end-of-text token where there is one; `text` leaves it out."""
+
+    tokens: list[int]
+    text: str
+    finish_reason: FinishReason
+    stats: RequestStats
+
+
+class LLM:
+    """A target, with or without a draft, in this process. Keyword arguments are the fields of EngineConfig."""
+
+    def __init__(self, target: str = "", draft: str = "none", **options: Any) -> None:
+        config = EngineConfig(target=target, draft=draft, **options)
+        path = resolve(resolve_target(config), config.revision)
+        self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        self.engine = Engine(config)
+        self._decoder = Decoder(self.tokenizer)
+
+    def generate(
+        self,
+        prompts: Sequence[str | list[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        stop: tuple[str, ...] = (),
+        progress: bool = False,
+    ) -> list[Generation]:
+        """Answers in the order of the prompts: texts, tokenised as they stand, or token ids.
+
+        Raises ValueError for a prompt that cannot be served, before anything is generated.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"params has {len(each)} entries for {len(prompts)} prompts; give one, or one per prompt")
+        requests = [
+            Request(id=str(index), prompt=self.encode(prompt), params=one)
+            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True))
+        ]
+        for request in requests:
+            self.engine.check(request)
+        texts: list[Text] = [TextStream(self._decoder, stop) if stop else WholeText(self._decoder) for _ in requests]
+        answers: list[list[int]] = [[] for _ in requests]
+        pieces: list[list[str]] = [[] for _ in requests]
+        done: dict[int, Generation] = {}
+        with tqdm(total=len(requests), unit="answer", disable=not progress) as bar:
+            for output in self.stream(requests):
+                index = int(output.request_id)
+                answers[index] += output.tokens
+                pieces[index].append(texts[index].push(output.tokens, output.finish_reason))
+                ended = output
+                if texts[index].stopped and not output.finish_reason:
+                    ended = self.engine.abort(output.request_id) or output
+                if ended.finish_reason and index not in done:
+                    done[index] = _generation(answers[index], pieces[index], texts[index], ended)
+                    bar.update()
+        return [done[index] for index in range(len(requests))]
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Output]:
+        """Outputs of every request as they come. Requests are drawn while the engine has room, so they may be many."""
+        pending = iter(requests)
+        more = True
+        while more or self.engine.has_work:
+            while more and self.engine.num_open < 2 * self.engine.config.max_running:
+                request = next(pending, None)
+                more = request is not None
+                if request is not None:
+                    self.engine.add(request)
+            yield from self.engine.step()
+
+
+def _generation(tokens: list[int], pieces: list[str], text: Text, ended: Output) -> Generation:
+    assert ended.stats is not None
+    assert ended.finish_reason is not None
+    reason: FinishReason = "stop" if text.stopped else ended.finish_reason
+    return Generation(tokens[: text.num_tokens], "".join(pieces), reason, text.cut(replace(ended.stats)))

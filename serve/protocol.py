@@ -1,0 +1,213 @@
+"""What clients may ask: the bodies of /v1/completions and /v1/chat/completions, checked field by field.
+
+A field is understood, or known and without effect at the value sent, or refused by name: none is silently ignored.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions; a chat answer may fill the context
+ROLES = ("system", "developer", "user", "assistant")
+
+
+class ApiError(Exception):
+    """An error in OpenAI's shape; `param` names the field at fault."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error"
+        if self.status >= 500:
+            kind = "server_error"
+        elif self.status == 429:
+            kind = "rate_limit_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+# OpenAI's fields beyond those implemented, with the values that ask for nothing; null always does.
+# None: no value changes anything here.
+NEUTRAL: dict[str, tuple[Any, ...] | None] = {
+    "metadata": None,
+    "parallel_tool_calls": None,
+    "prompt_cache_key": None,
+    "prompt_cache_retention": None,
+    "safety_identifier": None,
+    "service_tier": None,
+    "store": None,
+    "user": None,
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...] | None] = {  # what an answer carries when it is sent back as a turn
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "refusal": (),
+    "tool_calls": ([],),
+}
+
+
+def understood_fields(
+    body: dict[str, Any], understood: set[str], neutral: dict[str, tuple[Any, ...] | None], where: str = ""
+) -> dict[str, Any]:
+    """`body` without nulls and without fields that ask for nothing. Raises ApiError naming any other field."""
+    unknown = sorted(body.keys() - understood - neutral.keys())
+    if unknown:
+        raise ApiError(400, f"unknown field: {', '.join(where + name for name in unknown)}", where + unknown[0])
+    for name in body.keys() & neutral.keys():
+        allowed = neutral[name]
+        if allowed is not None and body[name] is not None and not is_one_of(body[name], allowed):
+            remedy = " or ".join(["leave it out", *(f"send {value!r}" for value in allowed)])
+            raise ApiError(400, f"{where}{name} is not supported by this server; {remedy}", where + name)
+    return {name: value for name, value in body.items() if name in understood and value is not None}
+
+
+def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Equality that tells False from 0: `logprobs: 0` asks for something, `logprobs: false` does not."""
+    return any(value == other and (type(value) is bool) == (type(other) is bool) for other in allowed)
+
+
+def read_messages(value: Any) -> list[dict[str, str]]:
+    if not isinstance(value, list) or not value:
+        raise ApiError(400, "messages must be a list of at least one message", "messages")
+    return [read_message(message, f"messages.{index}") for index, message in enumerate(value)]
+
+
+def read_message(value: Any, where: str) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise ApiError(400, f"{where} must be an object with role and content", where)
+    message = understood_fields(value, {"role", "content", "name"}, NEUTRAL_IN_MESSAGE, f"{where}.")
+    if message.get("role") not in ROLES:
+        raise ApiError(
+            400, f"{where}.role is {message.get('role')!r}; it must be one of {', '.join(ROLES)}", f"{where}.role"
+        )
+    if not isinstance(message.get("name", ""), str):
+        raise ApiError(400, f"{where}.name must be a string", f"{where}.name")
+    message["content"] = read_content(message.get("content"), f"{where}.content")
+    if message["role"] == "developer":  # OpenAI's newer word; templates know the older one
+        message["role"] = "system"
+    return message
+
+
+def read_content(value: Any, where: str) -> str:
+    """A string, or text parts joined by line breaks."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise ApiError(400, f"{where} must be a string or a list of text parts", where)
+    for index, part in enumerate(value):
+        is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not is_text or part.keys() != {"type", "text"}:
+            message = f'{where}.{index} is not supported; parts must have the form {{"type": "text", "text": ...}}'
+            raise ApiError(400, message, f"{where}.{index}")
+    return "\n".join(part["text"] for part in value)
+
+
+def read_prompts(value: Any) -> list[str | list[int]]:
+    """A string, a list of token ids, or a list of either."""
+    prompts = value if isinstance(value, list) and not all(type(item) is int for item in value) else [value]
+    for index, prompt in enumerate(prompts):
+        is_tokens = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
+        if not is_tokens and not isinstance(prompt, str):
+            where = f"prompt.{index}" if isinstance(value, list) else "prompt"
+            raise ApiError(400, f"{where} must be a string or a list of token ids, and not empty", "prompt")
+    return prompts
+
+
+def read_stop(value: Any) -> list[str]:
+    strings = value if isinstance(value, list) else [value]
+    if not all(isinstance(string, str) and string for string in strings):
+        raise ApiError(400, "stop must be a string or a list of strings, none of them empty", "stop")
+    return strings
+
+
+class Body(BaseModel):
+    """Fields that both endpoints share. The ranges of sampling values are SamplingParams' business."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: "StreamOptions | None" = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(lt=2**31)] | None = None
+    min_p: float | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    stop: Annotated[list[str], BeforeValidator(read_stop)] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    cache_salt: str = ""  # requests share cached prompt prefixes only with requests of the same salt
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_fields(cls, body: Any) -> dict[str, Any]:
+        if isinstance(body, bytes):
+            raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
+        if not isinstance(body, dict):
+            raise ApiError(400, "the body must be a JSON object")
+        return understood_fields(body, set(cls.model_fields), NEUTRAL)
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool = False
+
+
+class ChatBody(Body):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[dict[str, str]], BeforeValidator(read_messages)]
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def merge_alias(self) -> "ChatBody":
+        if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise ApiError(400, "max_tokens and max_completion_tokens differ; send one of them", "max_tokens")
+            self.max_tokens = self.max_completion_tokens
+        return self
+
+
+class CompletionBody(Body):
+    """POST /v1/completions."""
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(read_prompts)]
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt)
