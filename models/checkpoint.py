@@ -65,7 +65,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def fuse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Joins q/k/v and gate/up along their output rows; a group that is not whole is left for the strict load to name."""
+    """Joins q/k/v and gate/up along their output rows; a group that is not whole is left for `load_strict` to name."""
     fused = dict(tensors)
     for joined, parts in FUSED.items():
         for key in [key for key in tensors if f".{parts[0]}." in key]:

@@ -47,9 +47,9 @@ class Eagle3Config:
     def from_target(
         cls, model: ModelConfig, /, *, draft_vocab_size: int, feature_layers: tuple[int, ...], **fields: Any
     ) -> "Eagle3Config":
-        """A draft of the target `model`'s own widths. `fields` override or add others (intermediate_size, target, ...)."""
-        shared = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
-        shared += ("rms_norm_eps", "max_position_embeddings", "rope")
+        """A draft as wide as the target `model`. `fields` override or add others (intermediate_size, target, ...)."""
+        shared = ["hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"]
+        shared += ["rms_norm_eps", "max_position_embeddings", "rope"]
         values = {name: getattr(model, name) for name in shared} | fields
         return cls(
             draft_vocab_size=draft_vocab_size,
@@ -77,6 +77,26 @@ class Eagle3Config:
         )
 
 
+class Midlayer(nn.Module):
+    """The decoder layer: attention reads [norm(embedding) ; norm(hidden)], the residual stream is `hidden`."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        layer, size, eps = config.layer_config(), config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        self.hidden_norm = RMSNorm(size, eps)
+        self.self_attn = SelfAttention(layer, 0, input_size=2 * size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = GatedMLP(size, config.intermediate_size)
+
+    def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> Tensor:
+        x = hidden + self.self_attn(self.attention_input(embeds, hidden), attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def attention_input(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+        return torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
+
+
 class Eagle3(nn.Module):
     """Leading dims are free. Buffers: d2t (Vd,) int64 offsets, t2d (V,) bool."""
 
@@ -86,19 +106,10 @@ class Eagle3(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.config = config
-        layer = config.layer_config()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
         self.fc = OutputSplitLinear(config.target_hidden_size * len(config.feature_layers), size, bias=False)
-        self.midlayer = nn.ModuleDict(
-            {
-                "input_layernorm": RMSNorm(size, eps),
-                "hidden_norm": RMSNorm(size, eps),
-                "self_attn": SelfAttention(layer, 0, input_size=2 * size),
-                "post_attention_layernorm": RMSNorm(size, eps),
-                "mlp": GatedMLP(size, config.intermediate_size),
-            }
-        )
-        self.norm = RMSNorm(size, eps)
+        self.midlayer = Midlayer(config)
+        self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = OutputSplitLinear(size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
@@ -134,7 +145,7 @@ class Eagle3(nn.Module):
             )
         self.lm_head.weight.copy_(head[self.target_ids.to(head.device)])
         self.norm.weight.copy_(final_norm)
-        block = self.midlayer["mlp"]
+        block = self.midlayer.mlp
         block.gate_up_proj.weight.copy_(torch.cat((mlp["gate_proj"], mlp["up_proj"])))
         block.down_proj.weight.copy_(mlp["down_proj"])
         self.fc.weight.zero_()
@@ -146,16 +157,12 @@ class Eagle3(nn.Module):
 
     def write_context(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> None:
         """Stores keys and values for rows (..., H) whose prediction nobody needs."""
-        self.midlayer["self_attn"].write(self._attention_input(embeds, hidden), attention)
+        self.midlayer.self_attn.write(self.midlayer.attention_input(embeds, hidden), attention)
 
     def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> Tensor:
         """embeds and hidden (..., H) -> (..., H), before the final norm: the state that recurs as `hidden`."""
-        x = hidden + self.midlayer["self_attn"](self._attention_input(embeds, hidden), attention)
-        return x + self.midlayer["mlp"](self.midlayer["post_attention_layernorm"](x))
+        return self.midlayer(embeds, hidden, attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., H) before the final norm -> (..., Vd)."""
         return self.lm_head(self.norm(hidden))
-
-    def _attention_input(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        return torch.cat((self.midlayer["input_layernorm"](embeds), self.midlayer["hidden_norm"](hidden)), dim=-1)

@@ -118,7 +118,7 @@ def usage(prompts: RequestStats, total: RequestStats) -> dict[str, Any]:
         },
         "speculation": {
             "rounds": total.rounds,
-            "accept_length": round(decoded / total.rounds, 4) if total.rounds else None,
+            "accept_length": decoded / total.rounds if total.rounds else None,
             "accepted_by_position": total.accepted_by_position,
         },
     }

@@ -53,13 +53,13 @@ class Frontend:
             )
         except TemplateError as error:
             raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
-        return self.tokenizer(text, add_special_tokens=False).input_ids
+        return self.encode(text, "messages", add_special_tokens=False)
 
     def completion_prompts(self, body: CompletionBody) -> list[list[int]]:
         prompts: list[list[int]] = []
         for prompt in body.prompt:
             if isinstance(prompt, str):
-                prompts.append(self.tokenizer(prompt).input_ids)
+                prompts.append(self.encode(prompt, "prompt", add_special_tokens=True))
                 continue
             wrong = [token for token in prompt if not 0 <= token < self.vocab_size]
             if wrong:
@@ -67,6 +67,13 @@ class Frontend:
                 raise ApiError(400, message, "prompt")
             prompts.append(prompt)
         return prompts
+
+    def encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()  # JSON can carry halves of characters, which no tokenizer takes
+        except UnicodeEncodeError as error:
+            raise ApiError(400, f"{field} is not valid text: {error}", field) from error
+        return self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
 
     def requests(self, body: ChatBody | CompletionBody, response_id: str) -> list[Request]:
         """One per choice: all choices of the first prompt, then of the next. Choices share the seed."""
@@ -93,7 +100,7 @@ class Frontend:
         if body.max_tokens is not None:
             asked += f" and max_tokens is {body.max_tokens}, together {prompt_len + body.max_tokens}"
         if room < max(body.max_tokens or 1, 1):
-            message = f"{asked}; this model's context holds {self.max_model_len}, of which the answer needs at least 1"
+            message = f"{asked}; this model's context holds {self.max_model_len} tokens, prompt and answer"
             raise ApiError(400, message, field, "context_length_exceeded")
         unset_max_tokens = room if isinstance(body, ChatBody) else min(room, DEFAULT_COMPLETION_TOKENS)
         given = {name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}

@@ -55,7 +55,7 @@ class LLM:
         ]
         for request in requests:
             self.engine.check(request)
-        texts: list[Text] = [TextStream(self._decoder, stop) if stop else WholeText(self._decoder) for _ in requests]
+        texts = [self._text(stop) for _ in requests]
         answers: list[list[int]] = [[] for _ in requests]
         pieces: list[list[str]] = [[] for _ in requests]
         done: dict[int, Generation] = {}
@@ -74,6 +74,9 @@ class LLM:
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+
+    def _text(self, stop: tuple[str, ...]) -> Text:
+        return TextStream(self._decoder, stop) if stop else WholeText(self._decoder)
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Output]:
         """Outputs of every request as they come. Requests are drawn while the engine has room, so they may be many."""

@@ -3,6 +3,7 @@
 A field is understood, or known and without effect at the value sent, or refused by name: none is silently ignored.
 """
 
+import json
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -78,7 +79,7 @@ def understood_fields(
     for name in body.keys() & neutral.keys():
         allowed = neutral[name]
         if allowed is not None and body[name] is not None and not is_one_of(body[name], allowed):
-            remedy = " or ".join(["leave it out", *(f"send {value!r}" for value in allowed)])
+            remedy = " or ".join(["leave it out", *(f"send {json.dumps(value)}" for value in allowed)])
             raise ApiError(400, f"{where}{name} is not supported by this server; {remedy}", where + name)
     return {name: value for name, value in body.items() if name in understood and value is not None}
 

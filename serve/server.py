@@ -172,10 +172,6 @@ def create_app(api: Api) -> FastAPI:
     async def on_validation_error(_: Request, error: RequestValidationError) -> Response:
         return api.error_response(validation_error(error))
 
-    @app.exception_handler(UnicodeEncodeError)
-    async def on_unicode_error(_: Request, error: UnicodeEncodeError) -> Response:
-        return api.error_response(ApiError(400, f"the text has no UTF-8 form: {error}"))
-
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"

@@ -21,13 +21,15 @@ FOREIGN_ARCHITECTURES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """Options of a drafter that has none."""
+
+
 class Drafter(ABC):
     """Proposes tokens for the target to verify. The engine asks only what stands here, never which drafter it is."""
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
-        """Options of a drafter, shown as --drafter.*; each drafter declares its own."""
-
+    Options: ClassVar[type] = NoOptions  # its dataclass of options, shown as --drafter.*
     feature_layers: tuple[
         int, ...
     ] = ()  # target states it reads: 0..n-1 = output of that layer, n = after the final norm

@@ -20,7 +20,7 @@ from slipstream.serve.drafters import base
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Eagle3Options:
     depth: int = 3
     """Tokens drafted per round; the target verifies depth + 1 nodes."""
 
@@ -30,7 +30,7 @@ class Options:
 
 
 class Drafter(base.Drafter):
-    Options = Options
+    Options = Eagle3Options
     lookahead = 1
 
     def __init__(self, module: Eagle3, depth: int) -> None:
@@ -42,7 +42,7 @@ class Drafter(base.Drafter):
         self.target_ids = module.target_ids
 
     @classmethod
-    def load(cls, draft: str, options: Options, target: Target) -> "Drafter":
+    def load(cls, draft: str, options: Eagle3Options, target: Target) -> "Drafter":
         weight = target.embed_tokens.weight
         return cls(load_eagle3(resolve(draft), target.config, weight.dtype, weight.device), options.depth)
 

@@ -1,0 +1,34 @@
+# make demo   train a draft for the bundled target, serve both, measure the speed-up (2 cores, no GPU, no hub)
+# make test   every test that needs no accelerator; make lint checks style and types
+PYTHON ?= python3
+DRAFT ?= eagle3
+BIN := .venv/bin
+
+.PHONY: demo test lint gpu-test clean
+
+demo: .venv/.installed
+	$(BIN)/python bench/demo.py --drafter $(DRAFT)
+
+# One thread: on small models two threads mostly wait for each other, and tests start processes of their own.
+test: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+gpu-test: .venv/.installed
+	$(BIN)/python -m pytest -m gpu
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	mkdir -p build/types && ln -sfn ../.. build/types/slipstream
+	MYPYPATH=build/types $(BIN)/mypy -p slipstream.models -p slipstream.serve -p slipstream.kernels
+
+# Wheels of torch's CPU build are small; on a machine with a GPU install torch first and it stays as it is.
+.venv/.installed: pyproject.toml
+	@start=$$(date +%s); set -e; \
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'; \
+	echo $$(( $$(date +%s) - start )) > $@; \
+	echo "installed in $$(cat $@) s"
+
+clean:
+	rm -rf .venv build *.egg-info runs

@@ -1,0 +1,158 @@
+"""An engine without a model for tests of what stands before it, and a server around it.
+
+Answers are the prompt's tokens again and again: one by the first step, then `ROUND` per step, as if two drafts were
+accepted. A request's namespace makes it misbehave: see `FakeEngine`.
+"""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from slipstream.serve.launch import Server, prepare
+from slipstream.serve.options import EngineConfig, ServeConfig
+from slipstream.serve.request import Output, Request, RequestStats
+from slipstream.serve.scheduler import QueueFull
+
+ROUND = 3
+CONTEXT = 256
+SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+TEMPLATE = (
+    "{%- for message in messages %}"
+    "{%- if message.content == 'refuse me' %}{{ raise_exception('that is refused') }}{%- endif %}"
+    "{{ '<|' + message.role + '|>' + message.content }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{{ suffix }}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FakeInfo:
+    max_model_len: int
+    vocab_size: int
+
+
+class FakeEngine:
+    """`namespace` of a request: "refuse" and "full" are refused, "crash" fails in the step, "error" ends with an error,
+    "slow" takes 10 ms per step."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.info = FakeInfo(config.max_model_len or CONTEXT, len(SPECIAL) + 256)
+        self.running: dict[str, Request] = {}
+        self.stats: dict[str, RequestStats] = {}
+        self.num_aborted = 0
+        self.largest_batch = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running)
+
+    def add(self, request: Request) -> None:
+        if request.namespace == "refuse":
+            raise ValueError("prompt is refused; ask for less")
+        if request.namespace == "full":
+            raise QueueFull("too many are waiting")
+        self.running[request.id] = request
+        self.stats[request.id] = RequestStats(prompt_tokens=len(request.prompt), prefills=1, cached_tokens=1)
+
+    def abort(self, request_id: str) -> Output | None:
+        if self.running.pop(request_id, None) is None:
+            return None
+        self.num_aborted += 1
+        return Output(request_id=request_id, tokens=[], finish_reason="abort", stats=self.stats.pop(request_id))
+
+    def step(self) -> list[Output]:
+        self.largest_batch = max(self.largest_batch, len(self.running))
+        if any(request.namespace == "slow" for request in self.running.values()):
+            time.sleep(0.01)
+        return [self.advance(request) for request in list(self.running.values())]
+
+    def advance(self, request: Request) -> Output:
+        if request.namespace == "crash":
+            raise RuntimeError("the device is on fire")
+        if request.namespace == "error":
+            del self.running[request.id]
+            return Output(request_id=request.id, tokens=[], finish_reason="abort", error="the request broke")
+        stats, params = self.stats[request.id], request.params
+        num_done = stats.completion_tokens
+        num_new = min(ROUND if num_done else 1, params.max_tokens - num_done)
+        tokens = [request.prompt[(num_done + i) % len(request.prompt)] for i in range(num_new)]
+        stops = {*params.stop_token_ids, *([] if params.ignore_eos else [0])}
+        ends = [index for index, token in enumerate(tokens) if token in stops]
+        tokens = tokens[: ends[0] + 1] if ends else tokens
+        self.count(stats, len(tokens))
+        reason = "stop" if ends else "length" if stats.completion_tokens == params.max_tokens else None
+        if reason is not None:
+            del self.running[request.id]
+        final = self.stats.pop(request.id) if reason else None
+        return Output(request_id=request.id, tokens=tokens, finish_reason=reason, stats=final)
+
+    def count(self, stats: RequestStats, num_tokens: int) -> None:
+        if stats.completion_tokens:
+            stats.rounds += 1
+            stats.drafted_tokens += ROUND - 1
+            stats.accepted_by_position += [0] * (ROUND - 1 - len(stats.accepted_by_position))
+            for position in range(min(num_tokens, ROUND - 1)):
+                stats.accepted_by_position[position] += 1
+        stats.completion_tokens += num_tokens
+
+    def metrics(self) -> dict[str, int]:
+        return {"running": len(self.running), "aborted": self.num_aborted, "largest_batch": self.largest_batch}
+
+
+def refuse_to_start(config: EngineConfig) -> FakeEngine:
+    raise ValueError(f"checkpoint {config.target} is cut short; fetch it again")
+
+
+def break_at_start(config: EngineConfig) -> FakeEngine:
+    raise RuntimeError("no driver")
+
+
+def never_start(config: EngineConfig) -> FakeEngine:
+    time.sleep(600)
+    raise AssertionError
+
+
+def write_target(path: Path, generation: dict[str, object] | None = None, chat: bool = True) -> Path:
+    """A folder with a byte tokenizer (4 special tokens, then one id per byte) and a generation_config.json."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(SPECIAL + alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=SPECIAL[0], additional_special_tokens=SPECIAL[1:]
+    )
+    fast.chat_template = TEMPLATE if chat else None
+    fast.save_pretrained(path)
+    (path / "generation_config.json").write_text(json.dumps(generation or {}))
+    return path
+
+
+@contextmanager
+def serving(config: ServeConfig) -> Iterator[Server]:
+    """A server with a FakeEngine process, on a thread of this process."""
+    servers: list[Server] = []
+
+    async def run() -> None:
+        async with prepare(config, FakeEngine) as server:
+            servers.append(server)
+            await server.serve([server.listener])
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    while thread.is_alive() and not (servers and servers[0].started):
+        time.sleep(0.01)
+    assert thread.is_alive(), "the server did not start"
+    try:
+        yield servers[0]
+    finally:
+        servers[0].should_exit = True
+        thread.join(30)
+        assert not thread.is_alive(), "the server did not end"

@@ -1,0 +1,179 @@
+"""Incremental text against decoding everything at once, and stop strings against a search over the full text."""
+
+import random
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from slipstream.serve.detokenize import Decoder, TextStream, WholeText
+from slipstream.serve.request import RequestStats
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. ",
+    "Grüße, 你好 世界! 👩‍👩‍👧 ",
+    "x = [1, 2, 3]\n\treturn x\n",
+] * 20
+SPECIAL = ["<s>", "</s>", "<|pad|>"]
+
+
+@cache
+def byte_level() -> PreTrainedTokenizerFast:
+    """GPT-2 style: any bytes, so random ids give broken characters."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<|pad|>")
+
+
+@cache
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """Llama-2 style: words carry their leading space, unknown characters become byte tokens."""
+    pieces = SPECIAL + [f"<0x{byte:02X}>" for byte in range(256)] + [chr(code) for code in range(33, 127)]
+    pieces += ["▁", "▁t", "he", "▁the", "▁the▁"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁the", "▁")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<|pad|>")
+
+
+TOKENIZERS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
+TEXTS = st.text(alphabet=st.one_of(st.sampled_from("the abX.\n▁"), st.characters(codec="utf-8")), max_size=60)
+
+
+def push_in_chunks(stream: TextStream | WholeText, tokens: list[int], seed: int, finish: str = "length") -> list[str]:
+    """Pushes `tokens` in random chunks; the last one carries the finish reason."""
+    chance = random.Random(seed)
+    pieces, start = [], 0
+    while start < len(tokens):
+        end = min(start + chance.randint(1, 5), len(tokens))
+        pieces.append(stream.push(tokens[start:end], finish if end == len(tokens) else None))
+        start = end
+    return pieces
+
+
+def naive_stop(text: str, stop: list[str]) -> int | None:
+    """Reads character by character; where the text is cut once a stop string is complete."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(string) for string in stop if text[:end].endswith(string)]
+        if starts:
+            return min(starts)
+    return None
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(text=TEXTS, seed=st.integers(0, 1000))
+@settings(max_examples=150, deadline=None)
+def test_pieces_join_to_the_full_decoding(name: str, text: str, seed: int) -> None:
+    tokenizer = TOKENIZERS[name]()
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    chance = random.Random(seed)
+    for _ in range(chance.randint(0, 3)):
+        tokens.insert(chance.randint(0, len(tokens)), chance.randrange(3))  # special tokens leave no text
+    expected = tokenizer.decode(tokens, skip_special_tokens=True)
+    for stream in (TextStream(Decoder(tokenizer)), WholeText(Decoder(tokenizer))):
+        assert "".join(push_in_chunks(stream, tokens, seed)) == expected
+        assert stream.num_tokens == len(tokens)
+
+
+@given(tokens=st.lists(st.integers(0, 399), min_size=1, max_size=60), seed=st.integers(0, 1000))
+@settings(max_examples=300, deadline=None)
+def test_random_ids_with_broken_characters(tokens: list[int], seed: int) -> None:
+    tokenizer = byte_level()
+    tokens = [token % len(tokenizer) for token in tokens]
+    pieces = push_in_chunks(TextStream(Decoder(tokenizer)), tokens, seed)
+    assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(
+    text=st.text(alphabet="abc 你👍\n", max_size=40),
+    stop=st.lists(st.text(alphabet="abc 你👍\n", min_size=1, max_size=4), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=300, deadline=None)
+def test_stop_strings_equal_a_naive_search(name: str, text: str, stop: list[str], seed: int) -> None:
+    tokenizer = TOKENIZERS[name]()
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    full = tokenizer.decode(tokens)
+    stream = TextStream(Decoder(tokenizer), stop)
+    shown = "".join(push_in_chunks(stream, tokens, seed))
+    cut = naive_stop(full, stop)
+    assert stream.stopped == (cut is not None)
+    assert shown == full[:cut]
+    if cut is None:
+        assert stream.num_tokens == len(tokens)
+        return
+    # The counted tokens are the fewest whose text holds a stop string.
+    assert naive_stop(tokenizer.decode(tokens[: stream.num_tokens]), stop) is not None
+    assert naive_stop(tokenizer.decode(tokens[: stream.num_tokens - 1]).rstrip("\ufffd"), stop) is None
+
+
+def test_text_that_may_begin_a_stop_string_waits() -> None:
+    tokenizer = byte_level()
+    stream = TextStream(Decoder(tokenizer), ["###", "#?"])
+    a, sharp, question = (tokenizer.convert_tokens_to_ids(token) for token in "a#?")
+    assert stream.push([a, sharp]) == "a"
+    assert stream.push([sharp]) == ""
+    assert stream.push([a]) == "##a"
+    assert stream.push([sharp, question, a], "length") == ""
+    assert stream.stopped
+    assert stream.num_tokens == 6
+    assert stream.push([a], "abort") == ""
+
+
+def test_half_characters_wait_and_the_end_shows_them() -> None:
+    tokenizer = byte_level()
+    first, *rest = tokenizer("\U0001f9ff", add_special_tokens=False).input_ids
+    stream = TextStream(Decoder(tokenizer))
+    assert stream.push([first]) == ""
+    assert stream.push(rest) == "\U0001f9ff"
+    assert stream.push([first], "length") == "\ufffd"
+
+
+def test_a_stop_id_is_counted_but_not_shown() -> None:
+    tokenizer = byte_level()
+    a, b = tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b")
+    for stream in (
+        TextStream(Decoder(tokenizer)),
+        TextStream(Decoder(tokenizer), ["zz"]),
+        WholeText(Decoder(tokenizer)),
+    ):
+        pieces = [stream.push([a]), stream.push([a, b], "stop")]
+        assert "".join(pieces) == "aa"
+        assert stream.num_tokens == 3
+
+
+def test_counts_without_what_came_after_the_stop_string() -> None:
+    tokenizer = byte_level()
+    a, dot = tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids(".")
+    stream = TextStream(Decoder(tokenizer), ["."])
+    stream.push([a])  # prompt pass
+    stream.push([a, a, a])  # two drafts accepted
+    stream.push([a, dot, a, a])  # three accepted, the second of them completes the stop string
+    stream.push([a, a])  # a round too late
+    stats = RequestStats(
+        prompt_tokens=5, completion_tokens=10, rounds=3, drafted_tokens=9, accepted_by_position=[3, 2, 1]
+    )
+    cut = stream.cut(stats)
+    assert (cut.prompt_tokens, cut.completion_tokens, cut.rounds, cut.drafted_tokens) == (5, 6, 2, 6)
+    assert cut.accepted_by_position == [2, 2, 0]
+
+
+def test_counts_are_untouched_without_a_stop_string() -> None:
+    stats = RequestStats(prompt_tokens=5, completion_tokens=1)
+    stream = TextStream(Decoder(byte_level()), ["."])
+    stream.push([4], "length")
+    assert stream.cut(stats) is stats

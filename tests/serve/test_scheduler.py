@@ -1,0 +1,200 @@
+"""Each rule of the scheduler by itself; tests/serve/test_scheduler_simulation.py tries them all together."""
+
+import pytest
+
+from slipstream.serve.request import Output
+from slipstream.serve.scheduler import QueueFull
+from slipstream.tests.serve.scheduler_recorder import STOP_ID, Recorder, count
+
+# Adding
+
+
+def test_queue_is_full_beyond_free_rows_and_max_waiting() -> None:
+    recorder = Recorder(max_running=1, max_waiting=2)
+    for name in "abc":
+        recorder.add(name, [5])
+    with pytest.raises(QueueFull, match="3 requests are waiting already .max_waiting is 2"):
+        recorder.add("d", [5])
+    recorder.prefill()
+    with pytest.raises(QueueFull, match="2 requests"):
+        recorder.add("d", [5])
+    recorder.scheduler.abort("b")
+    recorder.add("d", [5])
+    assert (recorder.scheduler.num_running, recorder.scheduler.num_waiting) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "message"),
+    [
+        (0, 1, "prompt is empty; it must hold"),
+        (100, 101, "prompt has 100 tokens and max_tokens is 101, together 201: more than max_model_len 200; shorten"),
+        (40, 37, "together 77: with 4 kept for drafting this never fits the KV cache of 80 tokens; .*kv_cache_tokens"),
+    ],
+)
+def test_what_can_never_run_is_refused(prompt_len: int, max_tokens: int, message: str) -> None:
+    recorder = Recorder(num_pages=21)
+    with pytest.raises(ValueError, match=message):
+        recorder.add("a", count(0, prompt_len), max_tokens)
+    assert not recorder.scheduler.has_work
+
+
+def test_ids_are_unique_while_a_request_lives() -> None:
+    recorder = Recorder()
+    recorder.add("a", [5])
+    with pytest.raises(ValueError, match="id 'a' belongs to a request that has not ended"):
+        recorder.add("a", [5])
+    recorder.scheduler.abort("a")
+    recorder.add("a", [5])
+
+
+def test_the_largest_request_that_fits_runs_to_its_end_alone() -> None:
+    recorder = Recorder(num_pages=21)
+    recorder.add("a", count(0, 40), 36)
+    recorder.prefill()
+    for _ in range(35):
+        outputs = recorder.round([7])
+    assert outputs[0].finish_reason == "length"
+
+
+# Order
+
+
+def test_prompts_are_cut_by_the_budget_and_taken_in_order() -> None:
+    recorder = Recorder(prefill_budget=10)
+    for name, start, length in (("a", 0, 12), ("b", 100, 5), ("c", 200, 30)):
+        recorder.add(name, count(start, length))
+    assert recorder.prefill() == [("a", 0, 10)]
+    assert recorder.scheduler.num_running == 1, "no one is admitted before there is budget"
+    assert recorder.decoding() == []
+    assert recorder.prefill() == [("a", 10, 12), ("b", 0, 5), ("c", 0, 3)]
+    assert [(output.request_id, output.tokens) for output in recorder.outputs] == [("a", [1]), ("b", [1])]
+    assert recorder.decoding() == ["a", "b"]
+    assert recorder.prefill() == [("c", 3, 13)]
+
+
+def test_a_large_prompt_is_not_overtaken() -> None:
+    recorder = Recorder(num_pages=21)
+    recorder.add("a", count(0, 40), 20)
+    recorder.prefill()
+    recorder.add("large", count(100, 60), 10)
+    recorder.add("small", [5], 1)
+    for _ in range(18):
+        assert recorder.prefill() == []
+        recorder.round([7])
+    recorder.round([7])  # the end of a
+    assert [name for name, _, _ in recorder.prefill()] == ["large", "small"]
+
+
+def test_rows_are_unique_and_reused_after_release() -> None:
+    recorder = Recorder(max_running=2)
+    for name in "abc":
+        recorder.add(name, [5], 2)
+    recorder.prefill()
+    recorder.round([7], [7])
+    recorder.prefill()
+    rows = {name: row for call, name, row in recorder.calls if call == "admit"}
+    assert sorted((rows["a"], rows["b"])) == [0, 1]
+    assert rows["c"] in (0, 1)
+    assert [call for call, _, _ in recorder.calls] == ["admit", "admit", "release", "release", "admit"]
+
+
+# Prefix reuse
+
+
+@pytest.mark.parametrize(("lookahead", "cached"), [(0, 8), (1, 4)])
+def test_a_prompt_reuses_pages_up_to_its_lookahead(lookahead: int, cached: int) -> None:
+    recorder = Recorder(lookahead=lookahead)
+    recorder.add("a", [*count(0, 8), 50, 51, 52])
+    recorder.prefill()
+    recorder.add("b", [*count(0, 8), 60, 61, 62])
+    assert recorder.prefill() == [("b", cached, 11)]
+    output = recorder.scheduler.abort("b")
+    assert output is not None
+    assert output.stats is not None
+    assert output.stats.cached_tokens == cached
+
+
+def test_a_prompt_in_cache_is_computed_from_its_last_page_on() -> None:
+    recorder = Recorder()
+    recorder.add("a", count(0, 8))
+    recorder.add("b", count(0, 8))
+    assert recorder.prefill() == [("a", 0, 8), ("b", 0, 8)]  # at once: nothing to share yet
+    recorder.add("c", count(0, 8))
+    assert recorder.prefill() == [("c", 4, 8)]
+
+
+def test_an_answer_is_reused_by_the_next_turn() -> None:
+    recorder = Recorder(lookahead=1)
+    recorder.add("a", count(0, 5), 8)
+    recorder.prefill()
+    recorder.round([20, 21, 22, 23])
+    recorder.round([24, 25, 26])
+    recorder.add("b", [*count(0, 5), 1, 20, 21, 22, 23, 24, 25, 26, 30])
+    assert recorder.prefill() == [("b", 12, 14)]
+
+
+# The end
+
+
+def test_a_stop_id_inside_a_round_ends_the_answer() -> None:
+    recorder = Recorder()
+    recorder.add("a", [5, 6])
+    recorder.prefill()
+    assert recorder.round([10, 11, 12, 13])[0] == Output(request_id="a", tokens=[10, 11, 12, 13])
+    output = recorder.round([14, STOP_ID, 15])[0]
+    assert (output.tokens, output.finish_reason) == ([14, STOP_ID], "stop")
+    assert output.stats is not None
+    assert output.stats.completion_tokens == 7
+    assert (output.stats.prefills, output.stats.rounds, output.stats.drafted_tokens) == (1, 2, 6)
+    assert output.stats.accepted_by_position == [2, 2, 1]
+    assert output.stats.accepted_tokens == 5
+    assert not recorder.scheduler.has_work
+
+
+def test_max_tokens_inside_a_round_ends_the_answer() -> None:
+    recorder = Recorder()
+    recorder.add("a", [5], 3)
+    recorder.prefill()
+    output = recorder.round([10, 11, 12, 13])[0]
+    assert (output.tokens, output.finish_reason) == ([10, 11], "length")
+    assert output.stats is not None
+    assert (output.stats.completion_tokens, output.stats.accepted_by_position) == (3, [1, 1])
+
+
+def test_a_request_may_end_at_its_first_token() -> None:
+    recorder = Recorder()
+    recorder.add("a", [5], 1)
+    recorder.add("b", [5], stop_token_ids=(1,))
+    recorder.prefill()
+    assert [output.finish_reason for output in recorder.outputs] == ["length", "stop"]
+    assert not recorder.scheduler.has_work
+
+
+def test_abort_in_every_state_frees_everything() -> None:
+    recorder = Recorder(max_running=2, prefill_budget=10)
+    for name, start, length in (("decoding", 0, 6), ("prefilling", 100, 20), ("waiting", 200, 5)):
+        recorder.add(name, count(start, length))
+    recorder.prefill()
+    for name in ("decoding", "prefilling", "waiting"):
+        output = recorder.scheduler.abort(name)
+        assert output is not None
+        assert (output.request_id, output.tokens, output.finish_reason) == (name, [], "abort")
+        assert recorder.scheduler.abort(name) is None
+        recorder.scheduler.check()
+    assert not recorder.scheduler.has_work
+    assert recorder.cache.num_available == recorder.cache.total_pages
+    assert [name for call, name, _ in recorder.calls if call == "release"] == ["decoding", "prefilling"]
+
+
+def test_work_that_was_under_way_for_a_lost_sequence_is_passed_over() -> None:
+    recorder = Recorder()
+    recorder.add("a", [5])
+    recorder.add("b", [6])
+    chunks = recorder.scheduler.next_prefill()
+    recorder.scheduler.abort("a")
+    outputs = recorder.scheduler.commit_prefill(chunks, [1, 1])
+    assert [output.request_id for output in outputs] == ["b"]
+    sequences = recorder.scheduler.next_round(4)
+    recorder.scheduler.abort("b")
+    assert recorder.scheduler.commit_round(sequences, [[7]], 3) == []
+    assert not recorder.scheduler.has_work

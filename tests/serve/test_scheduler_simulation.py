@@ -1,0 +1,257 @@
+"""Random operation sequences on a simulated engine: every answer equals the one computed alone and without a cache.
+
+The simulated KV of a token is a digest of all text that a real one would depend on, so a page that is shared wrongly,
+freed too early or published before it is complete shows as wrong content when a sequence reads it.
+"""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from slipstream.serve.cache import PageCache
+from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
+from slipstream.serve.scheduler import QueueFull, Scheduler
+from slipstream.serve.sequence import Sequence
+
+VOCAB_SIZE = 40
+STOP_IDS = frozenset({0})
+WIDTH = 5  # nodes of a round: at most 4 drafts accepted
+SCRATCH = 2
+RESERVE = WIDTH + SCRATCH
+MAX_MODEL_LEN = 70
+GARBAGE = -1
+
+
+def next_token(tokens: list[int]) -> int:
+    """The model: a function of all tokens and nothing else."""
+    return hash(tuple(tokens)) % VOCAB_SIZE
+
+
+def digests(namespace: str, tokens: list[int]) -> list[int]:
+    """Entry i stands for the first i tokens."""
+    found = [hash(namespace)]
+    for token in tokens:
+        found.append(hash((found[-1], token)))
+    return found
+
+
+def answer_alone(request: Request) -> tuple[list[int], FinishReason]:
+    params = request.params
+    stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else STOP_IDS)}
+    answer: list[int] = []
+    while len(answer) < params.max_tokens:
+        answer.append(next_token(request.prompt + answer))
+        if answer[-1] in stop_ids:
+            return answer, "stop"
+    return answer, "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    page_size: int
+    lookahead: int
+    num_pages: int
+    max_running: int
+    prefill_budget: int
+
+
+class Simulation:
+    """An engine whose passes read and write digests; it checks all it reads."""
+
+    def __init__(self, setting: Setting, rng: random.Random) -> None:
+        self.rng, self.lookahead, self.page_size = rng, setting.lookahead, setting.page_size
+        self.prefill_budget = setting.prefill_budget
+        self.cache = PageCache(setting.num_pages, setting.page_size)
+        self.target_kv = [[GARBAGE] * setting.page_size for _ in range(setting.num_pages)]
+        self.draft_kv = [[GARBAGE] * setting.page_size for _ in range(setting.num_pages)]
+        self.rows: dict[int, Sequence] = {}
+        self.scheduler = Scheduler(
+            cache=self.cache,
+            max_running=setting.max_running,
+            max_waiting=6,
+            max_model_len=MAX_MODEL_LEN,
+            prefill_budget=setting.prefill_budget,
+            stop_ids=STOP_IDS,
+            lookahead=setting.lookahead,
+            max_reserve=RESERVE,
+            on_admit=self._admit,
+            on_release=self._release,
+        )
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.rounds: dict[str, list[tuple[int, int]]] = {}  # of each round: tokens emitted before and after the cut
+        self.ended: dict[str, Output] = {}
+        self.num_refused = self.num_aborted = 0
+
+    def _admit(self, sequence: Sequence) -> None:
+        assert sequence.row not in self.rows, "the row was given before it was released"
+        assert len(sequence.pages) * self.page_size >= len(sequence.tokens) + RESERVE
+        self.rows[sequence.row] = sequence
+
+    def _release(self, sequence: Sequence) -> None:
+        assert self.rows.pop(sequence.row) is sequence
+        assert sequence.pages, "pages are still held when the row is released"
+
+    def add(self, request: Request) -> None:
+        try:
+            self.scheduler.add(request)
+        except QueueFull:
+            self.num_refused += 1
+        else:
+            self.requests[request.id] = request
+            self.answers[request.id], self.rounds[request.id] = [], []
+
+    def abort_one(self) -> None:
+        alive = sorted(self.requests.keys() - self.ended.keys())
+        if alive:
+            output = self.scheduler.abort(self.rng.choice(alive))
+            assert output is not None
+            self._take([output])
+            self.num_aborted += 1
+
+    def prefill(self, abort: bool = False) -> None:
+        chunks = self.scheduler.next_prefill()
+        assert sum(chunk.end - chunk.start for chunk in chunks) <= self.prefill_budget
+        first_tokens: list[int | None] = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            self._read(sequence)
+            known = list(sequence.tokens)
+            if chunk.is_last:
+                assert chunk.end == len(known)
+                known.append(next_token(known))
+                self._spoil(sequence, chunk.end)
+            self._write(sequence, chunk.start, chunk.end, known)
+            first_tokens.append(known[-1] if chunk.is_last else None)
+        if abort:
+            self.abort_one()
+        self._take(self.scheduler.commit_prefill(chunks, first_tokens))
+
+    def round(self, abort: bool = False) -> None:
+        sequences = self.scheduler.next_round(self.rng.randrange(WIDTH, RESERVE + 1))
+        emitted: list[list[int]] = []
+        for sequence in sequences:
+            self._read(sequence)
+            start, known = sequence.num_computed, list(sequence.tokens)
+            assert len(known) == start + 1
+            self._spoil(sequence, start, WIDTH)
+            for _ in range(self.rng.randrange(1, WIDTH + 1)):
+                known.append(next_token(known))
+            emitted.append(known[start + 1 :])
+            self._write(sequence, start, len(known) - 1, known)
+        if abort:
+            self.abort_one()
+        outputs = self.scheduler.commit_round(sequences, emitted, WIDTH - 1)
+        kept = {output.request_id: len(output.tokens) for output in outputs}
+        for sequence, tokens in zip(sequences, emitted, strict=True):
+            if sequence.request.id in kept:
+                self.rounds[sequence.request.id].append((len(tokens), kept[sequence.request.id]))
+        self._take(outputs)
+
+    def _read(self, sequence: Sequence) -> None:
+        text = digests(sequence.request.namespace, sequence.tokens)
+        for index in range(sequence.num_computed):
+            page, slot = sequence.pages[index // self.page_size], index % self.page_size
+            assert self.target_kv[page][slot] == text[index + 1]
+            if index + 1 + self.lookahead <= len(sequence.tokens):
+                assert self.draft_kv[page][slot] == text[index + 1 + self.lookahead]
+
+    def _write(self, sequence: Sequence, start: int, end: int, known: list[int]) -> None:
+        """Commits tokens [start, end); the drafter's KV as far as `known` tokens allow, in own pages only."""
+        text = digests(sequence.request.namespace, known)
+        first_own = len(sequence.table.nodes) * self.page_size
+        assert start >= first_own, "a shared page is written"
+        for index in range(max(start - self.lookahead, first_own), end):
+            page, slot = sequence.pages[index // self.page_size], index % self.page_size
+            self.target_kv[page][slot] = text[index + 1]
+            if index + 1 + self.lookahead < len(text):
+                self.draft_kv[page][slot] = text[index + 1 + self.lookahead]
+
+    def _spoil(self, sequence: Sequence, start: int, num_rows: int = RESERVE) -> None:
+        """What drafting and rejected nodes leave behind."""
+        for index in range(start, start + num_rows):
+            page, slot = sequence.pages[index // self.page_size], index % self.page_size
+            self.target_kv[page][slot] = self.draft_kv[page][slot] = GARBAGE
+
+    def _take(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            assert output.request_id not in self.ended, "an output after the last one"
+            self.answers[output.request_id] += output.tokens
+            assert (output.stats is None) == (output.finish_reason is None)
+            if output.finish_reason is not None:
+                self.ended[output.request_id] = output
+
+    def check_ended(self) -> None:
+        """Every request ended with the answer that it gets alone, and with true statistics."""
+        assert self.ended.keys() == self.requests.keys()
+        for name, output in self.ended.items():
+            answer, reason = answer_alone(self.requests[name])
+            if output.finish_reason == "abort":
+                assert self.answers[name] == answer[: len(self.answers[name])]
+            else:
+                assert (self.answers[name], output.finish_reason) == (answer, reason)
+            assert output.stats is not None
+            self._check_stats(name, output.stats)
+
+    def _check_stats(self, name: str, stats: RequestStats) -> None:
+        rounds = self.rounds[name]
+        assert stats.prompt_tokens == len(self.requests[name].prompt)
+        assert stats.completion_tokens == len(self.answers[name])
+        assert stats.completion_tokens - stats.prefills == sum(kept for _, kept in rounds)
+        assert stats.rounds == len(rounds)
+        assert stats.drafted_tokens == (WIDTH - 1) * len(rounds)
+        assert stats.cached_tokens in range(0, stats.prompt_tokens, self.page_size)
+        accepted = [sum(min(emitted - 1, kept) > position for emitted, kept in rounds) for position in range(WIDTH)]
+        assert stats.accepted_by_position == [count for count in accepted if count]
+
+
+def random_request(rng: random.Random, number: int, stems: list[list[int]]) -> Request:
+    prompt = rng.choice(stems)[: rng.randrange(30)] + rng.choices(range(1, 4), k=rng.randrange(1, 8))
+    params = SamplingParams(
+        max_tokens=rng.randrange(1, 32),
+        ignore_eos=rng.random() < 0.5,
+        stop_token_ids=(rng.randrange(VOCAB_SIZE),) if rng.random() < 0.2 else (),
+    )
+    return Request(id=f"request {number}", prompt=prompt, params=params, namespace=rng.choice(["", "", "other"]))
+
+
+SETTINGS = [
+    Setting(page_size, lookahead, 1 + -(-tokens // page_size), max_running, prefill_budget)
+    for page_size in (1, 4, 16)
+    for lookahead in (0, 1, 2)
+    for tokens, max_running, prefill_budget in ((80, 4, 16), (112, 8, 64), (112, 8, 5), (600, 3, 1000))
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_random_operations(setting: Setting) -> None:
+    rng = random.Random(str(setting))
+    simulation = Simulation(setting, rng)
+    stems = [rng.choices(range(1, 4), k=40) for _ in range(3)]
+    scheduler, number = simulation.scheduler, 0
+    for _ in range(700):
+        kind = rng.choices(["add", "prefill", "round", "abort"], weights=[6, 5, 8, 0.3])[0]
+        if kind == "add":
+            number += 1
+            simulation.add(random_request(rng, number, stems))
+        elif kind == "prefill":
+            simulation.prefill(abort=rng.random() < 0.03)
+        elif kind == "round":
+            simulation.round(abort=rng.random() < 0.03)
+        else:
+            simulation.abort_one()
+        scheduler.check()
+    for _ in range(10_000):
+        if not scheduler.has_work:
+            break
+        simulation.prefill()
+        simulation.round()
+        scheduler.check()
+    simulation.check_ended()
+    assert (scheduler.num_running, scheduler.num_waiting, simulation.rows) == (0, 0, {})
+    assert simulation.cache.num_available == simulation.cache.total_pages
+    assert min(simulation.num_refused, simulation.num_aborted) > 0
+    assert any(output.stats and output.stats.cached_tokens for output in simulation.ended.values())
+    if setting.prefill_budget in (16, 64):  # else prompts come too slowly to fill the cache, or it is large
+        assert scheduler.num_preemptions > 0, "the cache was meant to be too small"
