@@ -1,9 +1,16 @@
-"""Program options: a dataclass, overridden by YAML files, overridden by dotted flags (jsonargparse)."""
+"""Program options: a dataclass, overridden by YAML files, overridden by dotted flags (jsonargparse).
 
+Flags may be written with dashes (--max-length), switches without a value (--skip-bad) and lists as several words
+(--merge a b) or several flags (--endpoint a --endpoint b).
+"""
+
+import json
 import sys
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import is_dataclass
+from typing import Any, TypeVar, get_origin, get_type_hints
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -33,10 +40,11 @@ def parse(config_class: type[ConfigT], argv: Sequence[str] | None = None, *, pro
     Exits with status 2 and one message on a bad value or an unknown key; the message then lists the valid keys.
     """
     parser = build_parser(config_class, prog=prog, description=description)
-    return instantiate(parser, config_class, parse_or_exit(parser, argv))
+    words = expand(config_class, sys.argv[1:] if argv is None else argv)
+    return instantiate(parser, config_class, parse_or_exit(parser, words))
 
 
-def parse_or_exit(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
+def parse_or_exit(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     try:
         return parser.parse_args(argv)
     except Exception as error:  # jsonargparse and argparse raise several unrelated types; the process ends here
@@ -48,10 +56,65 @@ def parse_or_exit(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespa
 
 
 def instantiate(parser: ArgumentParser, config_class: type[ConfigT], namespace: Namespace) -> ConfigT:
-    values = parser.instantiate(namespace).as_dict()
-    values.pop("config", None)
     try:
+        values = parser.instantiate(namespace).as_dict()
+        values.pop("config", None)
         return config_class(**values)
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+def expand(config_class: type, argv: Sequence[str]) -> list[str]:
+    """Rewrites `argv` into the one form that the parser reads: --name=value, underscores in names, lists as JSON."""
+    types = option_types(config_class)
+    words, lists = list(argv), dict[str, list[Any]]()
+    result: list[str] = []
+    while words:
+        name, value = _option(words.pop(0), types)
+        option = name.removeprefix("--")
+        if get_origin(types.get(option)) in (list, tuple):
+            values = [value] if value is not None else _take_values(words)
+            lists.setdefault(option, []).extend(_items(values))
+        elif types.get(option) is bool and value is None and (not words or words[0].startswith("-")):
+            result.append(f"{name}=true")
+        else:
+            result.append(name if value is None else f"{name}={value}")
+    return result + [f"--{option}={json.dumps(values)}" for option, values in lists.items()]
+
+
+def option_types(config_class: type, prefix: str = "") -> dict[str, Any]:
+    """Type of every option by its dotted name."""
+    types: dict[str, Any] = {}
+    for name, kind in get_type_hints(config_class).items():
+        types |= option_types(kind, f"{prefix}{name}.") if is_dataclass(kind) else {prefix + name: kind}
+    return types
+
+
+def _option(word: str, types: dict[str, Any]) -> tuple[str, str | None]:
+    """Name with underscores and the value after '=', if any; other words and the keys of mappings pass unchanged."""
+    if word == "-o":
+        return "--output", None
+    if not word.startswith("--"):
+        return word, None
+    name, equals, value = word[2:].partition("=")
+    option = name.replace("-", "_")
+    if option not in types:
+        field, dot, key = name.partition(".")
+        option = field.replace("-", "_") + dot + key
+    return f"--{option}", value if equals else None
+
+
+def _take_values(words: list[str]) -> list[str]:
+    values = []
+    while words and not words[0].startswith("-"):
+        values.append(words.pop(0))
+    return values
+
+
+def _items(values: list[str]) -> list[Any]:
+    """The items of one flag; a value in brackets is itself a list."""
+    items: list[Any] = []
+    for value in values:
+        items += yaml.safe_load(value) if value.startswith("[") else [value]
+    return items

@@ -63,7 +63,8 @@ def filter_logits(scaled: Tensor, filters: Filters) -> Tensor:
     ranks = torch.arange(scaled.shape[-1], device=scaled.device)
     keep = (filters.top_k[:, None] == 0) | (ranks < filters.top_k[:, None])
     probs = ordered.masked_fill(~keep, -torch.inf).softmax(dim=-1)
-    keep &= probs.cumsum(dim=-1) - probs < filters.top_p[:, None]  # the token that crosses top_p stays
+    before = probs.cumsum(dim=-1) - probs  # in fp32 it passes 1 ahead of the end
+    keep &= (before < filters.top_p[:, None]) | (filters.top_p[:, None] == 1)  # the token that crosses top_p stays
     keep &= probs >= filters.min_p[:, None] * probs[:, :1]
     threshold = ordered.gather(1, keep.sum(dim=-1, keepdim=True).clamp_(min=1) - 1)
     return scaled.masked_fill(scaled < threshold, -torch.inf)

@@ -10,11 +10,10 @@ from torch import Tensor
 def ancestor_matrix(parents: Tensor) -> Tensor:
     """parents (B, N) int32 with parents[:, 0] = -1 and parents[:, i] < i -> (B, N, N) bool: j is i or above it."""
     B, N = parents.shape
-    matrix = torch.zeros(B, N, N, dtype=torch.bool, device=parents.device)
-    eye = torch.eye(N, dtype=torch.bool, device=parents.device)
-    for node in range(N):  # a parent's row is complete before its children ask for it
-        above = matrix[torch.arange(B), parents[:, node].clamp(min=0).long()] if node else matrix[:, 0]
-        matrix[:, node] = above | eye[node]
+    rows, above = torch.arange(B, device=parents.device), parents.clamp(min=0).long()
+    matrix = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)
+    for node in range(1, N):  # a parent's row is complete before its children ask for it
+        matrix[:, node] |= matrix[rows, above[:, node]]
     return matrix
 
 
@@ -33,7 +32,7 @@ def verify(tokens: Tensor, parents: Tensor, sampled: Tensor, ancestors: Tensor |
         accepted = matches.cummin(dim=1).values
         nodes = torch.arange(N, device=tokens.device).expand_as(tokens)
     else:
-        matches[:, 1:] = tokens[:, 1:] == sampled.gather(1, parents[:, 1:].long())
+        matches[:, 1:] = tokens[:, 1:] == sampled.gather(1, parents[:, 1:].clamp(min=0).long())
         accepted = (matches[:, None, :] | ~ancestors).all(dim=-1)
         # Siblings are distinct, so the accepted nodes are one path, and ids grow along it: sorting keeps its order.
         nodes = torch.where(accepted, torch.arange(N, device=tokens.device), N).sort(dim=1).values.clamp(max=N - 1)

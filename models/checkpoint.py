@@ -25,7 +25,7 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 def is_checkpoint(name: str) -> bool:
     """True for a local folder or a hub id (owner/name); False for the bare name of a drafter."""
-    return "/" in name or Path(name).is_dir()
+    return "/" in name or (name != "" and Path(name).is_dir())
 
 
 def resolve(name: str, revision: str | None = None) -> Path:
@@ -130,11 +130,15 @@ def write_checkpoint(
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """sha256 of what maps text to ids: the fast tokenizer's own description, else the sorted vocabulary."""
-    text = (
-        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(sorted(tokenizer.get_vocab().items()))
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
+    """sha256 of what maps text to ids: the fast tokenizer's own description, else the vocabulary."""
+    if not tokenizer.is_fast:
+        return _hash_json(tokenizer.get_vocab())
+    description = json.loads(tokenizer.backend_tokenizer.to_str())
+    return _hash_json(description | {"truncation": None, "padding": None})  # these remember the last call's arguments
+
+
+def _hash_json(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def weights_fingerprint(path: Path) -> str:

@@ -109,14 +109,15 @@ def default_feature_layers(num_layers: int) -> tuple[int, ...]:
     """The three target states an EAGLE3 draft reads, in our convention (layer outputs; num_layers = after final norm).
 
     Deep targets follow EAGLE-3: outputs of layers 1, N//2 - 1 and N - 4. Below 11 layers that rule repeats a layer or
-    leaves out the last ones, so shallow targets take an early one, a middle one and the state after the final norm,
-    which a draft that starts from the target's weights can read off directly.
+    stops far from the end, so shallow targets give an early, a middle and the last layer's output. The last one is
+    taken before the final norm: its scale is the one that the target's own MLP and norm, which the draft starts from,
+    were made for (docs/benchmarks.md, "What decides the accept length").
     """
     if num_layers >= 11:
         return (1, num_layers // 2 - 1, num_layers - 4)
     if num_layers < 3:
         raise ValueError(f"num_layers is {num_layers}; below 3 layers name feature_layers explicitly")
-    return (num_layers // 4, num_layers // 2, num_layers)
+    return (num_layers // 4, num_layers // 2, num_layers - 1)
 
 
 def check_feature_layers(layers: tuple[int, ...], num_layers: int) -> None:

@@ -14,6 +14,8 @@ from slipstream.models.eagle3 import Eagle3, Eagle3Config
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 # Flags of other trainers that change the network: a checkpoint that sets one is refused by name.
 UNSUPPORTED_FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "use_aux_norm", "mlp_bias")
+REQUIRED_FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
+REQUIRED_FIELDS += ("max_position_embeddings",)
 OWN_FIELDS = ("target", "target_revision", "target_fingerprint", "tokenizer_hash", "target_num_layers")
 
 
@@ -51,10 +53,15 @@ def config_from_json(values: Mapping[str, Any], target: ModelConfig) -> Eagle3Co
 
     Raises ValueError for what the network here cannot run and for a draft that does not fit `target`.
     """
+    missing = [name for name in REQUIRED_FIELDS if name not in values]
+    if missing:
+        raise ValueError(f"draft config lacks {', '.join(missing)}")
     eagle = values.get("eagle_config") or {}
     for flag in UNSUPPORTED_FLAGS:
         if values.get(flag) or eagle.get(flag):
             raise ValueError(f"draft config sets {flag}, which is not supported")
+    if values.get("sliding_window") and values.get("use_sliding_window", True):
+        raise ValueError(f"draft config sets sliding_window {values['sliding_window']}, which is not supported")
     if values.get("num_hidden_layers", 1) != 1 or values.get("hidden_act", "silu") != "silu":
         raise ValueError("draft config: num_hidden_layers must be 1 and hidden_act 'silu'")
     heads = values["num_attention_heads"]
@@ -112,14 +119,11 @@ def load_eagle3(path: Path, target: ModelConfig, dtype: torch.dtype, device: tor
         module = Eagle3(config)
     tensors = {_public_name(key): tensor for key, tensor in read_tensors(path).items()}
     tensors.pop("embed_tokens.weight", None)  # a copy of the target's, which the draft shares
-    _complete_vocabulary(tensors, config)
+    _complete_vocabulary(tensors, config, path)
     tensors = {
         key: tensor.to(device, dtype if tensor.is_floating_point() else None) for key, tensor in fuse(tensors).items()
     }
     load_strict(module, tensors, path)
-    ids = module.target_ids
-    if not bool(((ids >= 0) & (ids < config.vocab_size)).all()) or len(ids.unique()) != len(ids):
-        raise ValueError(f"{path}: d2t maps outside the target's {config.vocab_size} tokens or twice to one")
     return module.eval().requires_grad_(False)
 
 
@@ -128,12 +132,13 @@ def _public_name(key: str) -> str:
     return key.replace("layers.0.", "midlayer.", 1) if key.startswith("layers.0.") else key
 
 
-def _complete_vocabulary(tensors: dict[str, Tensor], config: Eagle3Config) -> None:
-    """EAGLE leaves d2t and t2d out when the draft has the full vocabulary; SGLang needs no t2d."""
+def _complete_vocabulary(tensors: dict[str, Tensor], config: Eagle3Config, path: Path) -> None:
+    """EAGLE leaves d2t out when the draft has the full vocabulary, others leave out t2d, which follows from d2t."""
     if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:
         tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
-    if "d2t" in tensors and "t2d" not in tensors:
-        ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    if "t2d" in tensors:
-        tensors["t2d"] = tensors["t2d"].bool()
+    if "d2t" not in tensors:
+        return
+    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    if not bool(((ids >= 0) & (ids < config.vocab_size)).all()) or len(ids.unique()) != len(ids):
+        raise ValueError(f"{path}: d2t maps outside the target's {config.vocab_size} tokens or twice to one")
+    tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -34,8 +35,9 @@ class TokenMap:
             raise ValueError(f"token map: ids {list(self.ids.shape)} and counts {list(self.counts.shape)} are no lists")
         if not bool((self.ids[1:] > self.ids[:-1]).all()):
             raise ValueError("token map: ids must be distinct and ascending")
-        if int(self.ids[0]) < 0 or int(self.ids[-1]) >= self.vocab_size:
-            raise ValueError(f"token map: id {int(self.ids[-1])} is outside the vocabulary of {self.vocab_size} tokens")
+        first, last = int(self.ids[0]), int(self.ids[-1])
+        if first < 0 or last >= self.vocab_size:
+            raise ValueError(f"token map: ids {first} to {last} leave the vocabulary of {self.vocab_size} tokens")
 
     @classmethod
     def build(cls, counts: Tensor, size: int, kept_ids: list[int], metadata: Mapping[str, Any]) -> "TokenMap":
@@ -54,12 +56,12 @@ class TokenMap:
                 f"size is {size}; it must hold the {len(kept)} special and added tokens and be at most the "
                 f"vocabulary of {vocab_size}"
             )
-        order = _ranking(counts, kept)
-        covered = counts[order].cumsum(0).double() / tokens_seen
+        order = _ranking(counts.numpy(), kept)
+        covered = np.cumsum(counts.numpy()[order]) / tokens_seen
         sizes = [n for n in reported_sizes(vocab_size, size) if n >= len(kept)]
         coverage = {str(n): round(float(covered[n - 1]), 6) for n in sizes}
         described = {**metadata, "kept_ids": kept, "tokens_seen": tokens_seen, "coverage": coverage}
-        return cls(order[:size].sort().values, counts, described)
+        return cls(torch.from_numpy(np.sort(order[:size])), counts, described)
 
     @property
     def vocab_size(self) -> int:
@@ -157,13 +159,12 @@ def atomic_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _ranking(counts: Tensor, kept: list[int]) -> Tensor:
-    """(V,) int64 all ids: the kept ones first, the others by falling count."""
-    forced = torch.tensor(kept, dtype=torch.int64)
-    order = counts.sort(descending=True, stable=True).indices
-    is_kept = torch.zeros(len(counts), dtype=torch.bool)
-    is_kept[forced] = True
-    return torch.cat((forced, order[~is_kept[order]]))
+def _ranking(counts: np.ndarray, kept: list[int]) -> np.ndarray:
+    """(V,) int64 all ids: the kept ones first, the others by falling count, equal counts by rising id."""
+    order = np.argsort(-counts, kind="stable")
+    is_kept = np.zeros(len(counts), np.bool_)
+    is_kept[kept] = True
+    return np.concatenate((np.array(kept, np.int64), order[~is_kept[order]]))
 
 
 def _save(value: Any, path: Path) -> None:

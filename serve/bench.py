@@ -1,36 +1,43 @@
-"""The load client: sends prompts to any OpenAI-compatible server and measures speed and acceptance.
+"""Measures any OpenAI-compatible server: speed, latency and, of our own server, acceptance.
 
-    python -m slipstream.serve.bench --base_url http://127.0.0.1:8000 --prompts questions.jsonl --concurrency 1,8
+    python -m slipstream.serve.bench --prompts questions.jsonl --base-url http://127.0.0.1:8000 --concurrency 1,8
 
-Prompts: JSON lines (also .gz) with `prompt` (text or token ids), `messages` (a last assistant turn is left out) or
-`turns` (the first one is asked). Every level of concurrency sends the same prompts, so a server with a prefix cache has
-seen them from the second level on. Ends in one line of JSON; status 1 if any request failed.
+Prompts are JSON lines (also .gz) with `prompt` (text or token ids), `messages` (a last assistant turn is left out) or
+`turns` (the first is asked). Every level of concurrency sends the same prompts, so that from the second on a server
+with a prefix cache has seen them. The last line of the output is JSON; the status is 1 if any request failed.
 """
 
-import asyncio
 import gzip
 import json
-import math
 import sys
-import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import httpx
-from tqdm import tqdm
-
 from slipstream.config import parse
+from slipstream.serve.load import LoadResult, Prompt, run_load
 
-Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, or messages
+COLUMNS = (  # heading, key of the summary, factor
+    ("conc", "concurrency", 1),
+    ("req", "requests", 1),
+    ("err", "errors", 1),
+    ("tok/s", "tok_s", 1),
+    ("latency p50 s", "latency_p50_s", 1),
+    ("p99", "latency_p99_s", 1),
+    ("ttft p50 ms", "ttft_p50_s", 1000),
+    ("p99", "ttft_p99_s", 1000),
+    ("itl p50 ms", "itl_p50_s", 1000),
+    ("p99", "itl_p99_s", 1000),
+    ("accept len", "accept_length", 1),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
     """Options of the load client."""
 
-    prompts: Path
+    prompts: str
     """File of prompts."""
     base_url: str = "http://127.0.0.1:8000"
     """The server, without /v1."""
@@ -39,9 +46,9 @@ class BenchConfig:
     concurrency: str = "1,8"
     """Requests open at once; several levels, parted by commas, are measured one after another."""
     num_prompts: int = 64
-    """Prompts of the file to send per level."""
+    """Prompts of the file to send at each level."""
     num_warmup: int = 2
-    """Requests sent before each level and not counted."""
+    """Requests before each level that do not count."""
     max_tokens: int = 128
     """Longest answer."""
     temperature: float = 0.0
@@ -49,172 +56,93 @@ class BenchConfig:
     seed: int = 0
     """Seed of every request."""
     stream: bool = False
-    """Stream the answers, which gives time to first token and between pieces, at some cost for the client."""
+    """Stream the answers: gives time to first token and between pieces, and costs the client more."""
     ignore_eos: bool = False
-    """Ask for answers of max_tokens in any case (not every server knows this)."""
+    """Ask for answers of exactly max_tokens; not every server knows this."""
 
     def __post_init__(self) -> None:
         if not all(level.strip().isdigit() and int(level) > 0 for level in self.concurrency.split(",")):
             raise ValueError(f"concurrency is {self.concurrency!r}; give positive numbers parted by commas")
-
-    @property
-    def levels(self) -> list[int]:
-        return [int(level) for level in self.concurrency.split(",")]
+        if self.num_prompts < 1:
+            raise ValueError(f"num_prompts is {self.num_prompts}; it must be at least 1")
 
 
-@dataclass(slots=True, kw_only=True)
-class Answer:
-    """What came back for one prompt."""
-
-    text: str = ""
-    finish_reason: str | None = None
-    completion_tokens: int = 0
-    latency_s: float = 0.0
-    arrivals_s: list[float] = field(default_factory=list)  # of each streamed piece, since the request
-    speculation: dict[str, Any] | None = None  # usage.speculation, from our server
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadResult:
-    """One level of concurrency; answers in the order of the prompts."""
-
-    concurrency: int
-    wall_s: float
-    answers: list[Answer]
-
-    @property
-    def good(self) -> list[Answer]:
-        return [answer for answer in self.answers if answer.error is None]
-
-    @property
-    def completion_tokens(self) -> int:
-        return sum(answer.completion_tokens for answer in self.good)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.completion_tokens / self.wall_s
-
-    @property
-    def num_rounds(self) -> int:
-        return sum(answer.speculation["rounds"] for answer in self.good if answer.speculation)
-
-    @property
-    def accept_length(self) -> float | None:
-        """Tokens per round, over all rounds; None where the server does not say."""
-        said = [answer.speculation for answer in self.good if answer.speculation and answer.speculation["rounds"]]
-        tokens = sum(speculation["accept_length"] * speculation["rounds"] for speculation in said)
-        return tokens / self.num_rounds if self.num_rounds else None
-
-    @property
-    def accept_rate_by_position(self) -> list[float]:
-        """Share of rounds in which the draft token at each position was accepted."""
-        counts: list[int] = []
-        for answer in self.good:
-            accepted = answer.speculation["accepted_by_position"] if answer.speculation else []
-            counts += [0] * (len(accepted) - len(counts))
-            for position, count in enumerate(accepted):
-                counts[position] += count
-        return [count / self.num_rounds for count in counts]
-
-    def summary(self) -> dict[str, Any]:
-        """Figures for tables and files; times in seconds."""
-        streamed = [answer.arrivals_s for answer in self.good if answer.arrivals_s]
-        gaps = [later - earlier for times in streamed for earlier, later in zip(times, times[1:], strict=False)]
-        return {
-            "concurrency": self.concurrency,
-            "requests": len(self.answers),
-            "errors": len(self.answers) - len(self.good),
-            "wall_s": self.wall_s,
-            "completion_tokens": self.completion_tokens,
-            "tok_s": self.tokens_per_second,
-            **percentiles("latency", [answer.latency_s for answer in self.good]),
-            **percentiles("ttft", [times[0] for times in streamed]),
-            **percentiles("itl", gaps),
-            "accept_length": self.accept_length,
-            "accept_rate_by_position": self.accept_rate_by_position,
-        }
+def read_prompts(path: str, count: int) -> list[Prompt]:
+    """The first `count` prompts. Raises ValueError naming the line that holds none."""
+    prompts: list[Prompt] = []
+    with gzip.open(path, "rt") if path.endswith(".gz") else open(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if len(prompts) == count:
+                break
+            try:
+                prompts.append(read_prompt(json.loads(line)))
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                raise ValueError(f"{path}:{number} has no prompt, messages or turns: {error!r}") from error
+    if not prompts:
+        raise ValueError(f"{path} is empty; it must hold at least one prompt")
+    return prompts
 
 
-def run_load(
-    base_url: str,
-    prompts: Sequence[Prompt],
-    *,
-    model: str | None = None,
-    concurrency: int = 1,
-    num_warmup: int = 0,
-    stream: bool = False,
-    **fields: Any,
-) -> LoadResult:
-    """Sends every prompt once, `concurrency` at a time. `fields` go into each request: max_tokens, temperature, seed …
-
-    A request that fails is an Answer with `error`. Raises ValueError if the server can not be reached at all.
-    """
-
-    async def run() -> LoadResult:
-        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        async with httpx.AsyncClient(base_url=base_url, limits=limits, timeout=httpx.Timeout(None, connect=10)) as client:
-            load = Load(client, {"model": model or await first_model(client), **fields}, stream)
-            await load.send_all([prompts[index % len(prompts)] for index in range(num_warmup)], concurrency)
-            start = time.perf_counter()
-            answers = await load.send_all(prompts, concurrency, progress=f"concurrency {concurrency}")
-            return LoadResult(concurrency=concurrency, wall_s=time.perf_counter() - start, answers=answers)
-
-    return asyncio.run(run())
+def read_prompt(row: dict[str, Any]) -> Prompt:
+    if "prompt" in row:
+        return row["prompt"]
+    if "turns" in row:
+        return [{"role": "user", "content": row["turns"][0]}]
+    messages = [{"role": message["role"], "content": message["content"]} for message in row["messages"]]
+    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
 
 
-async def first_model(client: httpx.AsyncClient) -> str:
+def table(results: Sequence[LoadResult]) -> str:
+    """One line per level; the accept rates by position stand last."""
+    rows = [[*(heading for heading, _, _ in COLUMNS), "accept rate by position"]]
+    for summary in (result.summary() for result in results):
+        cells = [cell(summary[key], factor) for _, key, factor in COLUMNS]
+        rows.append([*cells, " ".join(f"{rate:.2f}" for rate in summary["accept_rate_by_position"]) or "-"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def cell(value: float | None, factor: int) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value * factor:.2f}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(BenchConfig, argv, prog="bench", description="Load client for OpenAI-compatible servers.")
     try:
-        response = await client.get("/v1/models")
-        return response.raise_for_status().json()["data"][0]["id"]
-    except (httpx.HTTPError, KeyError, IndexError, json.JSONDecodeError) as error:
-        raise ValueError(f"base_url {client.base_url} does not answer as an OpenAI-compatible server: {error}") from error
+        results = measure(config)
+    except (ValueError, OSError) as error:
+        print(f"bench: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    print(table(results))
+    for message, count in Counter(error for result in results for error in result.errors).most_common():
+        print(f"{count} x {message}", file=sys.stderr)
+    print(json.dumps({**asdict(config), "results": [result.summary() for result in results]}))
+    raise SystemExit(1 if any(result.errors for result in results) else 0)
 
 
-class Load:
-    """Requests that differ in the prompt only."""
+def measure(config: BenchConfig) -> list[LoadResult]:
+    prompts = read_prompts(config.prompts, config.num_prompts)
+    fields: dict[str, Any] = {
+        "max_tokens": config.max_tokens,
+        "temperature": config.temperature,
+        "seed": config.seed,
+        **({"ignore_eos": True} if config.ignore_eos else {}),
+    }
+    return [
+        run_load(
+            config.base_url,
+            prompts,
+            model=config.model,
+            concurrency=int(level),
+            num_warmup=config.num_warmup,
+            stream=config.stream,
+            **fields,
+        )
+        for level in config.concurrency.split(",")
+    ]
 
-    def __init__(self, client: httpx.AsyncClient, fields: dict[str, Any], stream: bool) -> None:
-        self.client, self.fields = client, fields
-        if stream:
-            self.fields |= {"stream": True, "stream_options": {"include_usage": True}}
-        self.ask = self.ask_stream if stream else self.ask_whole
 
-    async def send_all(self, prompts: Sequence[Prompt], concurrency: int, progress: str | None = None) -> list[Answer]:
-        answers = [Answer() for _ in prompts]
-        waiting = iter(range(len(prompts)))
-        with tqdm(total=len(prompts), desc=progress, unit="req", disable=progress is None) as bar:
-
-            async def work() -> None:
-                for index in waiting:  # shared: each worker takes the next one
-                    await self.send(prompts[index], answers[index])
-                    bar.update()
-
-            await asyncio.gather(*(work() for _ in range(concurrency)))
-        return answers
-
-    async def send(self, prompt: Prompt, answer: Answer) -> None:
-        is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
-        path = "/v1/chat/completions" if is_chat else "/v1/completions"
-        body = {**self.fields, "messages" if is_chat else "prompt": prompt}
-        start = time.perf_counter()
-        try:
-            await self.ask(path, body, answer, start)
-        except (httpx.HTTPError, json.JSONDecodeError) as error:
-            answer.error = f"{type(error).__name__}: {error}"
-        answer.latency_s = time.perf_counter() - start
-
-    async def ask_whole(self, path: str, body: dict[str, Any], answer: Answer, _: float) -> None:
-        response = await self.client.post(path, json=body)
-        take(answer, read_event(response.content, response.status_code))
-
-    async def ask_stream(self, path: str, body: dict[str, Any], answer: Answer, start: float) -> None:
-        async with self.client.stream("POST", path, json=body) as response:
-            if response.status_code != 200:
-                take(answer, read_event(await response.aread(), response.status_code))
-                return
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                if take(answer, read_event(line[6:].encode(), 200)):
-                    answer.arrivals_s.append(time.perf_counter() - start)
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,8 @@ from slipstream.serve.launch import serve
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.worker import EngineFactory, build_engine
 
+DESCRIPTION = "OpenAI-compatible server with speculative decoding."
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     raise SystemExit(run(read_config(sys.argv[1:] if argv is None else argv)))
@@ -42,7 +44,7 @@ def read_config(argv: Sequence[str]) -> ServeConfig:
     """Exits with status 2 and one message on bad options."""
     try:
         options = options_class(find_draft(argv))
-        values = parse(options, argv, prog="serve", description="OpenAI-compatible server with speculative decoding.")
+        values = parse(options, argv, prog="serve", description=DESCRIPTION)
     except (ValueError, OSError) as error:
         print(f"serve: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error

@@ -6,6 +6,7 @@ Invariant: every submitted request gets exactly one end, an Output with a finish
 import asyncio
 import multiprocessing
 import signal
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
@@ -44,6 +45,10 @@ class EngineClient:
         self._is_ready = False
 
     @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
     def num_open(self) -> int:
         return len(self._receivers)
 
@@ -55,6 +60,7 @@ class EngineClient:
         arguments = (self._make_engine, self._config, engine_end)
         self._process = context.Process(target=run_engine, args=arguments, name="slipstream-engine", daemon=True)
         # Ctrl-C reaches every process of the terminal; the engine inherits this mask and leaves the matter to us.
+        resource_tracker.ensure_running()  # else its own start, within the process's, would unblock the signal
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             self._process.start()
@@ -77,15 +83,15 @@ class EngineClient:
         if request_id in self._receivers:
             self._send(Abort(request_id))
 
-    async def stop(self, reason: str = "the server is shutting down") -> None:
-        """Ends open requests and the process; safe to call again."""
+    def stop(self, reason: str = "the server is shutting down") -> None:
+        """Ends open requests and the process, and waits for it; safe to call again."""
         if self.failure is None:
             if self._is_ready:
                 self._send(None)
             else:
                 self._process.kill()  # amid loading: nothing is there to be ended in order
             self._end(reason)
-        await asyncio.to_thread(self._reap, STOP_SECONDS)
+        self._reap(STOP_SECONDS)
 
     def _send(self, message: Request | Abort | None) -> None:
         try:
@@ -104,7 +110,8 @@ class EngineClient:
         elif isinstance(message, Rejected):
             self._receivers.pop(message.request_id).fail(message.error)
         elif isinstance(message, Failed):
-            self._end(message.reason)
+            self._end(message.reason)  # which hangs up, and that ends the process
+            asyncio.get_running_loop().call_later(1.0, self._reap, STOP_SECONDS)
         else:
             self._is_ready = True
             self._info.set_result(message)

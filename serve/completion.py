@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from slipstream.serve.client import EngineClient, EngineError
 from slipstream.serve.detokenize import Decoder, Text, TextStream, WholeText
@@ -11,12 +12,21 @@ from slipstream.serve.metrics import Metrics, add_stats
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats
 
 
-class Delta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Delta:
     """New text of one choice; with a finish reason its last."""
 
     index: int
     text: str
     finish_reason: FinishReason | None
+
+
+class RequestFailed(Exception):
+    """The engine refused a request (`cause`: ValueError, QueueFull) or could not finish it (EngineError)."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 class Choice:
@@ -77,13 +87,13 @@ class Completion:
             self.engine.submit(request, self.choices[-1])
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Until every choice has ended. Raises what the engine says of a request it refuses, or EngineError."""
+        """Until every choice has ended. Raises RequestFailed for the first that fails; the others are aborted."""
         num_open = len(self.choices)
         while num_open:
             news = await self.news.get()
             if isinstance(news, Exception):
                 self.abort()
-                raise news
+                raise RequestFailed(news)
             num_open -= news.finish_reason is not None
             yield news
 

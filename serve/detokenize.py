@@ -79,7 +79,8 @@ class TextStream:
         self.stopped = False
 
     def push(self, tokens: list[int], finish_reason: FinishReason | None = None) -> str:
-        self._push_sizes.append(len(tokens))
+        if tokens:  # an abort's last Output has none: no pass stands behind it
+            self._push_sizes.append(len(tokens))
         if self.stopped:
             return ""
         shown = tokens[:-1] if finish_reason == "stop" else tokens
@@ -127,15 +128,16 @@ class TextStream:
         if self.num_tokens == stats.completion_tokens:
             return stats
         accepted = [0] * len(stats.accepted_by_position)
-        num_late, start = 0, 0
+        num_kept, num_late, start = 0, 0, 0
         for index, size in enumerate(self._push_sizes):
+            num_kept += start < self.num_tokens
             num_late += start >= self.num_tokens
             # A round's last token is the target's own; the first push is the prompt pass, which has no draft.
             num_accepted = min(size - 1, self.num_tokens - start) if index else 0
             for position in range(max(num_accepted, 0)):
                 accepted[position] += 1
             start += size
-        rounds = max(stats.rounds - num_late, 0)
+        rounds = max(min(stats.rounds - num_late, num_kept - 1), 0)  # of the last round no push may have come yet
         return replace(
             stats,
             completion_tokens=self.num_tokens,

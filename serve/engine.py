@@ -4,7 +4,6 @@ One step computes at most one batch of prompt chunks and one round for every req
 """
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +13,18 @@ from transformers import AutoConfig, GenerationConfig
 from slipstream.models.checkpoint import is_checkpoint, read_json, resolve, weights_fingerprint
 from slipstream.models.config import ModelConfig
 from slipstream.models.layers import RotaryEmbedding
-from slipstream.models.target import load_config, load_target
+from slipstream.models.target import Target, load_config, load_target
 from slipstream.serve.attention.base import Hybrid, find_backends
 from slipstream.serve.batch import Batch, KVSpec, Rows, SamplingMode
 from slipstream.serve.cache import PageCache
 from slipstream.serve.drafters.base import build_options, find_drafter
 from slipstream.serve.options import EngineConfig, resolve_target
 from slipstream.serve.pool import KVPool, bytes_per_token, free_bytes
-from slipstream.serve.request import Output, Request
+from slipstream.serve.request import EngineInfo, Output, Request
 from slipstream.serve.round import Runner
 from slipstream.serve.scheduler import Chunk, Scheduler, Sequence
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What a front end needs to know of a running engine."""
-
-    target: str
-    draft: str
-    width: int  # nodes verified per round, root included
-    max_model_len: int
-    vocab_size: int
-    stop_ids: frozenset[int]
-    kv_cache_tokens: int
 
 
 class Engine:
@@ -58,34 +44,26 @@ class Engine:
         self.width = max(self.drafter.widths)
         self.reserve = self.width + self.drafter.scratch(self.width)
 
-        max_model_len = pick_max_model_len(config.max_model_len, model)
         specs = [KVSpec(model.num_layers, model.num_kv_heads, model.head_dim, model.rope)]
         specs += [self.drafter.kv] if self.drafter.kv else []
-        row_pages = -(-(max_model_len + self.reserve) // config.page_size)
-        num_pages = self._num_pages(specs, dtype, row_pages)
-        pool = KVPool(specs, num_pages, config.page_size, dtype, self.device)
-        self.state = Rows(config.max_running, row_pages, config.page_size, self.width, self.device)
-        backends = find_backends(config.attention)
-        ropes = [RotaryEmbedding(s.rope, s.head_dim, row_pages * config.page_size).to(self.device) for s in specs]
-        attention = Hybrid(*(backends[phase](pool.groups[0], ropes[0]) for phase in ("prefill", "verify")))
-        draft_attention = backends["draft"](pool.groups[1], ropes[1]) if self.drafter.kv else None
-        self.drafter.attach(target, self.state, draft_attention)
-        self.runner = Runner(
-            target, attention, self.drafter, self.state, tuple(group.flatten(2, 3) for group in pool.groups)
-        )
+        longest = pick_max_model_len(config.max_model_len, model)
+        num_pages = self._num_pages(specs, dtype, longest)
+        max_model_len = self._fit_to_cache(longest, num_pages)
+        self.state = Rows(config.max_running, self._pages_for(max_model_len), config.page_size, self.width, self.device)
+        self.runner = self._build_runner(target, specs, KVPool(specs, num_pages, config.page_size, dtype, self.device))
         self.info = EngineInfo(
-            target_name,
-            config.draft,
-            self.width,
-            max_model_len,
-            model.vocab_size,
-            stop_ids(path),
-            (num_pages - 1) * config.page_size,
+            target=target_name,
+            draft=config.draft,
+            width=self.width,
+            max_model_len=max_model_len,
+            vocab_size=model.vocab_size,
+            stop_ids=stop_ids(path),
+            kv_cache_tokens=(num_pages - 1) * config.page_size,
         )
         self.scheduler = Scheduler(
             cache=PageCache(num_pages, config.page_size),
             max_running=config.max_running,
-            max_waiting=2**31,
+            max_waiting=2**31,  # the front end limits what waits
             max_model_len=max_model_len,
             prefill_budget=config.prefill_budget,
             stop_ids=self.info.stop_ids,
@@ -180,19 +158,41 @@ class Engine:
                 self.state.set_pages(sequence.row, sequence.pages)
                 self._num_uploaded[sequence.row] = len(sequence.pages)
 
-    def _num_pages(self, specs: list[KVSpec], dtype: torch.dtype, row_pages: int) -> int:
+    def _build_runner(self, target: Target, specs: list[KVSpec], pool: KVPool) -> Runner:
+        backends = find_backends(self.config.attention)
+        positions = self.state.pages.shape[1] * self.config.page_size
+        ropes = [RotaryEmbedding(spec.rope, spec.head_dim, positions).to(self.device) for spec in specs]
+        attention = Hybrid(*(backends[phase](pool.groups[0], ropes[0]) for phase in ("prefill", "verify")))
+        draft_attention = backends["draft"](pool.groups[1], ropes[1]) if self.drafter.kv else None
+        self.drafter.attach(target, self.state, draft_attention)
+        caches = tuple(group.flatten(2, 3) for group in pool.groups)
+        return Runner(target, attention, self.drafter, self.state, caches)
+
+    def _pages_for(self, num_tokens: int) -> int:
+        """Pages of a request of that many tokens, with the rows that drafting and verifying write behind them."""
+        return -(-(num_tokens + self.reserve) // self.config.page_size)
+
+    def _num_pages(self, specs: list[KVSpec], dtype: torch.dtype, max_model_len: int) -> int:
         """Pages of the pool, the dump page included: as asked for, else what memory allows and rows can use."""
-        page_size, most = self.config.page_size, self.config.max_running * row_pages
+        page_size = self.config.page_size
         if self.config.kv_cache_tokens is not None:
             return 1 + -(-self.config.kv_cache_tokens // page_size)
         page_bytes = bytes_per_token(specs, dtype) * page_size
         affordable = free_bytes(self.device, self.config.mem_fraction) // page_bytes
-        if affordable < row_pages:
+        return 1 + min(affordable, self.config.max_running * self._pages_for(max_model_len))
+
+    def _fit_to_cache(self, max_model_len: int, num_pages: int) -> int:
+        """The longest request that the cache can hold, at most `max_model_len`."""
+        fitting = (num_pages - 1) * self.config.page_size - self.reserve
+        if fitting >= max_model_len:
+            return max_model_len
+        if self.config.max_model_len is not None or fitting < 2:
             raise ValueError(
-                f"memory left for the KV cache holds {affordable * page_size} tokens and one request may need "
-                f"{row_pages * page_size}; lower max_model_len or raise mem_fraction"
+                f"the KV cache holds {max(fitting, 0)} tokens of one request and max_model_len is {max_model_len}; "
+                "lower max_model_len, or raise kv_cache_tokens or mem_fraction"
             )
-        return 1 + min(affordable, most)
+        logger.warning("max_model_len is %d instead of %d: the KV cache holds no more", fitting, max_model_len)
+        return fitting
 
     def _tensor(self, values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
@@ -223,6 +223,8 @@ def _sampling_mode(sequences: list[Sequence]) -> SamplingMode:
 
 
 def _pick_device(device: str) -> str:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda' and torch finds none; choose cpu, or install a CUDA build of torch")
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -53,7 +53,7 @@ class Frontend:
             )
         except TemplateError as error:
             raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
-        return self.encode(text, "messages", add_special_tokens=False)
+        return self.encode(str(text), "messages", add_special_tokens=False)
 
     def completion_prompts(self, body: CompletionBody) -> list[list[int]]:
         prompts: list[list[int]] = []
@@ -82,7 +82,7 @@ class Frontend:
         else:
             field, prompts = "prompt", self.completion_prompts(body)
         seed = secrets.randbits(63) if body.seed is None else body.seed
-        requests = []
+        requests: list[Request] = []
         for prompt in prompts:
             params = self.sampling_params(body, len(prompt), seed, field)
             for choice in range(body.n):

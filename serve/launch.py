@@ -35,7 +35,7 @@ class Server(uvicorn.Server):
         print(self.banner, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self.api.engine.stop()
+        self.api.engine.stop()
         await super().shutdown(sockets)
 
 
@@ -48,7 +48,7 @@ async def prepare(config: ServeConfig, make_engine: EngineFactory = build_engine
         frontend = Frontend(config, await engine.start())
         yield Server(Api(config, frontend, engine), config, listener)
     finally:
-        await engine.stop()
+        engine.stop()
         listener.close()
 
 

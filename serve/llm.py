@@ -1,6 +1,7 @@
 """The offline API: `LLM(target, draft).generate(prompts, params)`, with the same engine as the server and no HTTP."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,8 +60,9 @@ class LLM:
         answers: list[list[int]] = [[] for _ in requests]
         pieces: list[list[str]] = [[] for _ in requests]
         done: dict[int, Generation] = {}
-        with tqdm(total=len(requests), unit="answer", disable=not progress) as bar:
-            for output in self.stream(requests):
+        bar = tqdm(total=len(requests), unit="answer", disable=not progress)
+        with bar, closing(self.stream(requests)) as outputs:
+            for output in outputs:
                 index = int(output.request_id)
                 answers[index] += output.tokens
                 pieces[index].append(texts[index].push(output.tokens, output.finish_reason))
@@ -78,17 +80,29 @@ class LLM:
     def _text(self, stop: tuple[str, ...]) -> Text:
         return TextStream(self._decoder, stop) if stop else WholeText(self._decoder)
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[Output]:
-        """Outputs of every request as they come. Requests are drawn while the engine has room, so they may be many."""
+    def stream(self, requests: Iterable[Request]) -> Generator[Output, None, None]:
+        """Outputs of every request as they come. Requests are drawn while the engine has room, so they may be many.
+
+        Closing it, or an error, aborts those that have not ended.
+        """
         pending = iter(requests)
+        added: set[str] = set()
         more = True
-        while more or self.engine.has_work:
-            while more and self.engine.num_open < 2 * self.engine.config.max_running:
-                request = next(pending, None)
-                more = request is not None
-                if request is not None:
-                    self.engine.add(request)
-            yield from self.engine.step()
+        try:
+            while more or self.engine.has_work:
+                while more and self.engine.num_open < 2 * self.engine.config.max_running:
+                    request = next(pending, None)
+                    more = request is not None
+                    if request is not None:
+                        self.engine.add(request)
+                        added.add(request.id)
+                for output in self.engine.step():
+                    if output.finish_reason:
+                        added.discard(output.request_id)
+                    yield output
+        finally:
+            for name in added:
+                self.engine.abort(name)
 
 
 def _generation(tokens: list[int], pieces: list[str], text: Text, ended: Output) -> Generation:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from slipstream.kernels.kv import move_rows
 from slipstream.kernels.sampling import sample
@@ -119,6 +120,8 @@ class Runner:
         self.state.lengths[batch.rows] += verdict.lengths
 
     def _propose(self, batch: Batch, width: int) -> None:
+        """Stores `width` nodes; the row's others are unused, whatever an earlier proposal left there."""
         proposal = self.drafter.propose(batch, width)
-        self.state.tokens[batch.rows, :width] = proposal.tokens
-        self.state.parents[batch.rows, :width] = proposal.parents
+        unused = (0, self.state.tokens.shape[1] - width)
+        self.state.tokens[batch.rows] = pad(proposal.tokens, unused, value=-1)
+        self.state.parents[batch.rows] = pad(proposal.parents, unused, value=-1)

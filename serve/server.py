@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 
 from slipstream.serve.client import EngineClient, EngineError
-from slipstream.serve.completion import Completion
+from slipstream.serve.completion import Completion, RequestFailed
 from slipstream.serve.frontend import Frontend
 from slipstream.serve.metrics import CONTENT_TYPE, Metrics
 from slipstream.serve.options import ServeConfig
@@ -73,8 +73,8 @@ class Api:
             async for delta in completion.deltas():
                 texts[delta.index] += delta.text
                 reasons[delta.index] = delta.finish_reason or ""
-        except (EngineError, QueueFull, ValueError) as error:
-            raise api_error(error) from error
+        except RequestFailed as error:
+            raise api_error(error.cause) from error
         finally:
             completion.abort()
         return shape.whole(texts, reasons, completion.usage(body.n))
@@ -88,8 +88,8 @@ class Api:
             if body.include_usage:
                 yield sse(shape.closing(completion.usage(body.n)))
             yield DONE
-        except (EngineError, QueueFull, ValueError) as error:
-            failed = api_error(error)
+        except RequestFailed as error:
+            failed = api_error(error.cause)
             self.metrics.responses[failed.status] += 1
             yield sse(failed.body)
         finally:
@@ -128,13 +128,13 @@ class Api:
         }
 
 
-def api_error(error: Exception) -> ApiError:
-    """What a client is told of an error that the engine's side raised."""
-    if isinstance(error, QueueFull):
-        return ApiError(429, str(error), code="server_overloaded")
-    if isinstance(error, EngineError):
-        return ApiError(500, str(error), code="engine_failed")
-    return ApiError(400, str(error))
+def api_error(cause: Exception) -> ApiError:
+    """What a client is told of a failed request: overload, a dead engine, or a request that can not be served."""
+    if isinstance(cause, QueueFull):
+        return ApiError(429, str(cause), code="server_overloaded")
+    if isinstance(cause, EngineError):
+        return ApiError(500, str(cause), code="engine_failed")
+    return ApiError(400, str(cause))
 
 
 def validation_error(error: RequestValidationError) -> ApiError:

@@ -73,6 +73,8 @@ def run_engine(make_engine: EngineFactory, config: EngineConfig, connection: Con
     try:
         engine = start_engine(make_engine, config, connection)
         serve_requests(engine, inbox, connection)
+    except ConnectionError:  # the server ends and has hung up; what this step yields nobody waits for
+        raise SystemExit(1) from None
     except Exception as error:
         traceback.print_exc()  # before the message: the server hangs up when it has read it
         connection.send(Failed(f"{type(error).__name__}: {one_line(error)}"))

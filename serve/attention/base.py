@@ -49,10 +49,10 @@ def find_backends(option: str) -> dict[str, type[Backend]]:
     """The backend class of each phase from `--attention`: one name, or prefill=NAME,verify=NAME,draft=NAME."""
     if "=" not in option:
         return dict.fromkeys(PHASES, _find_backend(option))
-    names = dict(part.split("=", 1) for part in option.split(",") if "=" in part)
-    if set(names) != set(PHASES):
+    choices = [part.partition("=")[::2] for part in option.split(",")]
+    if sorted(phase for phase, _ in choices) != sorted(PHASES):
         raise ValueError(f"attention is {option!r}; write one name or prefill=NAME,verify=NAME,draft=NAME")
-    return {phase: _find_backend(name) for phase, name in names.items()}
+    return {phase: _find_backend(name) for phase, name in choices}
 
 
 def _find_backend(name: str) -> type[Backend]:

@@ -1,36 +1,19 @@
-"""An engine without a model for tests of what stands before it, and a server around it.
+"""An engine without a model, for tests of what stands before it.
 
 Answers are the prompt's tokens again and again: one by the first step, then `ROUND` per step, as if two drafts were
 accepted. A request's namespace makes it misbehave: see `FakeEngine`.
 """
 
-import asyncio
-import json
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
-from slipstream.serve.launch import Server, prepare
-from slipstream.serve.options import EngineConfig, ServeConfig
+from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Output, Request, RequestStats
 from slipstream.serve.scheduler import QueueFull
 
 ROUND = 3
 CONTEXT = 256
-SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-TEMPLATE = (
-    "{%- for message in messages %}"
-    "{%- if message.content == 'refuse me' %}{{ raise_exception('that is refused') }}{%- endif %}"
-    "{{ '<|' + message.role + '|>' + message.content }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{{ suffix }}"
-)
+VOCABULARY = 260  # 4 special tokens, 256 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +27,7 @@ class FakeEngine:
     "slow" takes 10 ms per step."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.info = FakeInfo(config.max_model_len or CONTEXT, len(SPECIAL) + 256)
+        self.info = FakeInfo(config.max_model_len or CONTEXT, VOCABULARY)
         self.running: dict[str, Request] = {}
         self.stats: dict[str, RequestStats] = {}
         self.num_aborted = 0
@@ -111,48 +94,10 @@ def refuse_to_start(config: EngineConfig) -> FakeEngine:
     raise ValueError(f"checkpoint {config.target} is cut short; fetch it again")
 
 
-def break_at_start(config: EngineConfig) -> FakeEngine:
+def break_at_start(_: EngineConfig) -> FakeEngine:
     raise RuntimeError("no driver")
 
 
-def never_start(config: EngineConfig) -> FakeEngine:
+def never_start(_: EngineConfig) -> FakeEngine:
     time.sleep(600)
     raise AssertionError
-
-
-def write_target(path: Path, generation: dict[str, object] | None = None, chat: bool = True) -> Path:
-    """A folder with a byte tokenizer (4 special tokens, then one id per byte) and a generation_config.json."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(SPECIAL + alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=SPECIAL[0], additional_special_tokens=SPECIAL[1:]
-    )
-    fast.chat_template = TEMPLATE if chat else None
-    fast.save_pretrained(path)
-    (path / "generation_config.json").write_text(json.dumps(generation or {}))
-    return path
-
-
-@contextmanager
-def serving(config: ServeConfig) -> Iterator[Server]:
-    """A server with a FakeEngine process, on a thread of this process."""
-    servers: list[Server] = []
-
-    async def run() -> None:
-        async with prepare(config, FakeEngine) as server:
-            servers.append(server)
-            await server.serve([server.listener])
-
-    thread = threading.Thread(target=asyncio.run, args=(run(),))
-    thread.start()
-    while thread.is_alive() and not (servers and servers[0].started):
-        time.sleep(0.01)
-    assert thread.is_alive(), "the server did not start"
-    try:
-        yield servers[0]
-    finally:
-        servers[0].should_exit = True
-        thread.join(30)
-        assert not thread.is_alive(), "the server did not end"

@@ -164,6 +164,7 @@ def test_counts_without_what_came_after_the_stop_string() -> None:
     stream.push([a, a, a])  # two drafts accepted
     stream.push([a, dot, a, a])  # three accepted, the second of them completes the stop string
     stream.push([a, a])  # a round too late
+    stream.push([], "abort")
     stats = RequestStats(
         prompt_tokens=5, completion_tokens=10, rounds=3, drafted_tokens=9, accepted_by_position=[3, 2, 1]
     )

@@ -1,0 +1,195 @@
+"""The main job end to end on the bundled target: answers, token map, draft, served comparison, report.
+
+    python bench/demo.py [--drafter eagle3] [--output runs/demo]
+
+Each step is an ordinary command of this repository, printed before it runs. Ends with a table, two plots and
+report.json in the output folder.
+"""
+
+import gzip
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.bench.demo_report import Comparison, write_report
+from slipstream.bench.server import running_server
+from slipstream.config import parse
+from slipstream.serve.load import LoadResult, run_load
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "assets" / "tiny-target"
+QUESTIONS = ROOT / "assets" / "gsm8k.jsonl.gz"
+CONCURRENCY = (1, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoConfig:
+    """Options of the demo."""
+
+    drafter: str = "eagle3"
+    """Which draft to train: a program of train/ with a recipe configs/DRAFTER/tiny.yaml."""
+    output: str = "runs/demo"
+    """Folder for everything that the demo makes; replaced if it exists."""
+    train_questions: int = 2000
+    """Questions whose answers the draft learns from."""
+    heldout_questions: int = 64
+    """Questions for evaluation, which neither target nor draft were trained on."""
+    max_tokens: int = 192
+    """Longest answer."""
+
+    def __post_init__(self) -> None:
+        found = sorted(path.parent.name for path in (ROOT / "configs").glob("*/tiny.yaml"))
+        if self.drafter not in found:
+            raise ValueError(f"drafter is {self.drafter!r}; recipes exist for {', '.join(found)}")
+
+
+def demo(config: DemoConfig) -> None:
+    began = time.perf_counter()
+    output = Path(config.output)
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    questions = write_questions(config, output / "questions.jsonl")
+    with step("1/5 The target answers the questions itself"):
+        program("data_tools/regenerate.py", data=output / "questions.jsonl", target=TARGET,
+                output=output / "answers.jsonl", max_tokens=config.max_tokens)  # fmt: skip
+        train_file, heldout_file = split_answers(output)
+        program("data_tools/prepare.py", data=train_file, heldout_data=heldout_file, target=TARGET,
+                output=output / "dataset")  # fmt: skip
+    with step("2/5 Which tokens does it use?"):
+        program("data_tools/frequency_map.py", data=output / "dataset", target=TARGET, size=1024,
+                output=output / "token_map.safetensors")  # fmt: skip
+    with step("3/5 Train the draft"):
+        train(config, output)
+    draft = output / "draft" / "best"
+    with step("4/5 Serve the held-out questions, without the draft and with it"):
+        baseline = measure("none", questions, config)
+        drafted = measure(str(draft), questions, config)
+    with step("5/5 Report"):
+        comparison = Comparison(
+            drafter=config.drafter,
+            baseline=baseline,
+            drafted=drafted,
+            history=[json.loads(line) for line in (output / "draft" / "metrics.jsonl").read_text().splitlines()],
+            install_s=read_install_time(),
+            total_s=time.perf_counter() - began,
+        )
+        write_report(comparison, output)
+    print_next_steps(draft, output)
+
+
+def write_questions(config: DemoConfig, path: Path) -> list[str]:
+    """Writes the chosen rows of the bundled GSM8K slice; returns the held-out questions."""
+    wanted = {"heldout": config.heldout_questions, "train": config.train_questions}
+    with gzip.open(QUESTIONS, "rt") as lines, path.open("w") as chosen:
+        heldout = []
+        for row in map(json.loads, lines):
+            wanted[row["split"]] -= 1
+            if wanted[row["split"]] < 0:
+                continue
+            chosen.write(json.dumps(row) + "\n")
+            if row["split"] == "heldout":
+                heldout.append(row["messages"][0]["content"])
+    return heldout
+
+
+def split_answers(output: Path) -> tuple[Path, Path]:
+    """Parts the answers as their questions were: files for training and for evaluation."""
+    split_of = {row["id"]: row["split"] for row in map(json.loads, (output / "questions.jsonl").open())}
+    paths = {name: output / f"{name}.jsonl" for name in ("train", "heldout")}
+    lines: dict[str, list[str]] = {name: [] for name in paths}
+    with (output / "answers.jsonl").open() as answers:
+        for line in answers:
+            lines[split_of[json.loads(line)["id"]]].append(line)
+    for name, path in paths.items():
+        path.write_text("".join(lines[name]))
+    return paths["train"], paths["heldout"]
+
+
+@contextmanager
+def step(title: str) -> Iterator[None]:
+    print(f"\n=== {title}", flush=True)
+    began = time.perf_counter()
+    yield
+    print(f"--- {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def program(script: str, **options: Any) -> None:
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    call([sys.executable, script, *flags])
+
+
+def train(config: DemoConfig, output: Path) -> None:
+    launcher = Path(sys.executable).parent / "accelerate"
+    call([str(launcher), "launch", "--config_file", "configs/accelerate/cpu.yaml", f"train/{config.drafter}.py",
+          "--config", f"configs/{config.drafter}/tiny.yaml", "--target", str(TARGET), "--data.path",
+          str(output / "dataset"), "--draft.vocabulary", str(output / "token_map.safetensors"), "--output",
+          str(output / "draft")])  # fmt: skip
+
+
+def call(command: Sequence[str]) -> None:
+    shown = [relative(word) for word in command]
+    print("$ " + shlex.join(shown), flush=True)
+    subprocess.run(command, check=True, cwd=ROOT)
+
+
+def relative(word: str) -> str:
+    return word.replace(f"{ROOT}/", "")
+
+
+def measure(draft: str, questions: Sequence[str], config: DemoConfig) -> dict[int, LoadResult]:
+    """Results by concurrency."""
+    prompts = [[{"role": "user", "content": question}] for question in questions]
+    command = [str(Path(sys.executable).parent / "serve"), "--target", str(TARGET), "--draft", draft]
+    print("$ " + shlex.join(relative(word) for word in command), flush=True)
+    with running_server(command) as base_url:
+        return {
+            concurrency: run_load(
+                base_url,
+                prompts,
+                concurrency=concurrency,
+                num_warmup=2,
+                max_tokens=config.max_tokens,
+                temperature=0.0,
+            )
+            for concurrency in CONCURRENCY
+        }
+
+
+def read_install_time() -> float | None:
+    """Seconds that `make` noted when it installed; None for an environment made otherwise."""
+    stamp = ROOT / ".venv" / ".installed"
+    return float(stamp.read_text()) if stamp.exists() and stamp.read_text().strip() else None
+
+
+def print_next_steps(draft: Path, output: Path) -> None:
+    print(
+        f"\nPlots and report: {output}/training.png, {output}/acceptance.png, {output}/report.json\n"
+        "Try next:\n"
+        f"  .venv/bin/serve --draft {draft}           # chat with it at http://127.0.0.1:8000/v1\n"
+        f"  .venv/bin/serve --draft {draft} --drafter.depth 5\n"
+        '  README.md, "A real model": the same steps for a model from the hub'
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(DemoConfig, argv, prog="demo", description="Trains a draft for the bundled target and measures it.")
+    try:
+        demo(config)
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(
+            f"demo: this command failed with status {error.returncode}: {shlex.join(error.cmd)}"
+        ) from error
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"demo: error: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

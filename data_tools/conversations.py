@@ -1,0 +1,142 @@
+"""A row's columns to an example, whatever the format.
+
+Formats, in this order: `input_ids` + `loss_mask`; `messages` or `conversations` (OpenAI's role/content or ShareGPT's
+from/value); `prompt` + `completion`; `text`. A malformed row raises RowError with its place and fault.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.data_tools.rows import Row, RowError
+
+Message = dict[str, Any]
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+}
+FORMATS = "messages, conversations, prompt + completion, text or input_ids + loss_mask"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """Exactly one of `input_ids`, `messages` and `text` is set."""
+
+    id: str | None = None
+    input_ids: Sequence[int] | None = None
+    loss_mask: Sequence[int] = ()  # as long as input_ids
+    tokenizer_hash: str | None = None  # of the tokenizer that input_ids come from, where the row says so
+    messages: list[Message] | None = None
+    tools: list[Any] | None = None
+    text: str | None = None
+    prompt: str = ""  # what precedes `text` and is not supervised
+
+
+def to_example(row: Row, columns: Mapping[str, Any], *, has_template: bool = True) -> Example:
+    """The example that `columns` hold. A `prompt` and `completion` of plain text are a user and an assistant turn, or,
+    for a target without a chat template, two texts that follow each other."""
+    identity = None if columns.get("id") is None else str(columns["id"])
+    present = {name for name, value in columns.items() if value is not None}
+    try:
+        if {"input_ids", "loss_mask"} <= present:
+            tokens = _tokens(columns["input_ids"], columns["loss_mask"])
+            return Example(id=identity, tokenizer_hash=columns.get("tokenizer_hash"), **tokens)
+        tools = _tools(columns.get("tools"))
+        if "messages" in present or "conversations" in present:
+            listed = columns["messages"] if "messages" in present else columns["conversations"]
+            return Example(id=identity, messages=_system(columns) + _messages(listed), tools=tools)
+        if {"prompt", "completion"} <= present:
+            return _completion(identity, columns["prompt"], columns["completion"], tools, has_template)
+        if "text" in present:
+            return Example(id=identity, text=_string("text", columns["text"]))
+    except ValueError as error:
+        raise RowError(f"{row.place}: {error}") from error
+    raise RowError(f"{row.place}: has {', '.join(sorted(present)) or 'no column'}; expected {FORMATS}")
+
+
+def content_hash(messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+    """Identifies a conversation by what it says."""
+    text = json.dumps([messages, tools], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _completion(identity: str | None, prompt: Any, completion: Any, tools: Any, has_template: bool) -> Example:
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return Example(id=identity, messages=_messages([*prompt, *completion]), tools=tools)
+    prompt, completion = _string("prompt", prompt), _string("completion", completion)
+    if not has_template:
+        return Example(id=identity, prompt=prompt, text=completion)
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    return Example(id=identity, messages=turns, tools=tools)
+
+
+def _tokens(input_ids: Any, loss_mask: Any) -> dict[str, Any]:
+    if not isinstance(input_ids, list) or not isinstance(loss_mask, list) or not input_ids:
+        raise ValueError("input_ids and loss_mask must be lists that are not empty")
+    if len(input_ids) != len(loss_mask):
+        raise ValueError(f"input_ids has {len(input_ids)} entries, loss_mask {len(loss_mask)}")
+    wrong = next((token for token in input_ids if type(token) is not int), None)
+    if wrong is not None:
+        raise ValueError(f"input_ids holds {wrong!r}, which is not a token id")
+    wrong = next((value for value in loss_mask if value not in (0, 1)), None)
+    if wrong is not None:
+        raise ValueError(f"loss_mask holds {wrong!r}; it must be 0 or 1")
+    return {"input_ids": input_ids, "loss_mask": loss_mask}
+
+
+def _messages(listed: Any) -> list[Message]:
+    if not isinstance(listed, list) or not listed:
+        raise ValueError("the conversation is not a list, or it is empty")
+    return [_message(number, entry) for number, entry in enumerate(listed, 1)]
+
+
+def _message(number: int, entry: Any) -> Message:
+    if not isinstance(entry, dict):
+        raise ValueError(f"message {number} is a {type(entry).__name__}, not an object")
+    message = {key: value for key, value in entry.items() if value is not None and key not in ("from", "value")}
+    role = message.get("role", entry.get("from"))
+    if not isinstance(role, str):
+        raise ValueError(f"message {number} has no role (`role` or `from`)")
+    content = message.get("content", entry.get("value"))
+    if content is None and "tool_calls" not in message:
+        raise ValueError(f"message {number} has no content (`content` or `value`)")
+    return message | {"role": ROLES.get(role, role), "content": _content(number, content)}
+
+
+def _content(number: int, content: Any) -> str:
+    """Plain text; the parts of a list are joined."""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "".join(_string(f"message {number}", part.get("text")) for part in content)
+    return "" if content is None else _string(f"message {number}", content)
+
+
+def _string(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} holds a {type(value).__name__}, not text")
+    return value
+
+
+def _system(columns: Mapping[str, Any]) -> list[Message]:
+    """ShareGPT rows may keep the system prompt in a column of its own."""
+    system = columns.get("system")
+    return [{"role": "system", "content": _string("system", system)}] if system else []
+
+
+def _tools(tools: Any) -> list[Any] | None:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"tools is not valid JSON: {error}") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise ValueError(f"tools holds a {type(tools).__name__}, not a list")
+    return tools

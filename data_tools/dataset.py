@@ -1,0 +1,135 @@
+"""Prepared datasets on disk: tokens and loss masks in two splits, and the report that says what they are.
+
+A folder that `datasets` loads (DatasetDict with "train" and "heldout"; columns input_ids list<int32>, loss_mask
+list<bool>) with report.json beside the splits. The folder appears whole or not at all.
+"""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+from datasets import Dataset, DatasetDict
+
+from slipstream.models.checkpoint import atomic_folder, read_json
+
+REPORT = "report.json"
+WRITE_ROWS = 1000
+SCHEMA = pyarrow.schema([("input_ids", pyarrow.list_(pyarrow.int32())), ("loss_mask", pyarrow.list_(pyarrow.bool_()))])
+Tokens = tuple[np.ndarray, np.ndarray]  # input_ids (S,) int32, loss_mask (S,) bool
+
+
+class RowWriter:
+    """Streams rows into one Arrow file and keeps their count and hash. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self.rows = self.tokens = self.supervised = 0
+        self._digest = hashlib.sha256()
+        self._pending: list[Tokens] = []
+        self._writer = pyarrow.ipc.new_stream(str(path), SCHEMA)
+
+    def __enter__(self) -> "RowWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._flush()
+        self._writer.close()
+
+    @property
+    def data_hash(self) -> str:
+        """sha256 of every row's length, ids and mask, in the order written."""
+        return self._digest.hexdigest()
+
+    def write(self, input_ids: np.ndarray, loss_mask: np.ndarray) -> None:
+        assert len(input_ids) == len(loss_mask)
+        self._digest.update(len(input_ids).to_bytes(4, "little") + input_ids.tobytes() + loss_mask.tobytes())
+        self._pending.append((input_ids, loss_mask))
+        self.rows += 1
+        self.tokens += len(input_ids)
+        self.supervised += int(loss_mask.sum())
+        if len(self._pending) == WRITE_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        offsets = np.cumsum([0, *(len(ids) for ids, _ in self._pending)], dtype=np.int32)
+        columns = [np.concatenate(column) for column in zip(*self._pending, strict=True)]
+        lists = [pyarrow.ListArray.from_arrays(offsets, pyarrow.array(column)) for column in columns]
+        self._writer.write_batch(pyarrow.record_batch(lists, schema=SCHEMA))
+        self._pending.clear()
+
+
+def write_dataset(
+    rows: Iterable[Tokens],
+    path: Path,
+    *,
+    heldout: float,
+    seed: int,
+    describe: Callable[[], Mapping[str, Any]],
+    heldout_rows: Iterable[Tokens] | None = None,
+) -> dict[str, Any]:
+    """Writes `rows`, shuffled by `seed`, with the share `heldout` (at least one row unless it is 0) in its own split.
+
+    With `heldout_rows` these are that split, in their order, and `heldout` is not used. Returns the report: what
+    `describe` says once all rows have passed, and the dataset's figures. Raises ValueError when no row is left for
+    training.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        with RowWriter(Path(folder) / "rows.arrow") as writer:
+            for ids, mask in rows:
+                writer.write(ids, mask)
+            num_rows = writer.rows
+            for ids, mask in heldout_rows or ():
+                writer.write(ids, mask)
+        described = describe()
+        splits = split_rows(num_rows, heldout if heldout_rows is None else 0.0, seed)
+        if heldout_rows is not None:
+            splits["heldout"] = np.arange(num_rows, writer.rows)
+        sizes = {name: len(numbers) for name, numbers in splits.items()}
+        report = {**described, **_figures(writer, heldout, seed), "split_rows": sizes}
+        rows_file = Dataset.from_file(str(Path(folder) / "rows.arrow"))
+        dataset = DatasetDict({name: rows_file.select(numbers) for name, numbers in splits.items()})
+        # An empty split saved in as many files as its size asks for, none, could not be loaded again.
+        num_shards = {name: None if size else 1 for name, size in sizes.items()}
+        with atomic_folder(path) as draft:
+            dataset.save_to_disk(draft, num_shards=num_shards)
+            (draft / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def split_rows(num_rows: int, heldout: float, seed: int) -> dict[str, np.ndarray]:
+    """Row numbers of each split, in the order of a shuffle that depends on `seed` and `num_rows` alone."""
+    order = np.random.default_rng(seed).permutation(num_rows)
+    num_heldout = max(1, round(num_rows * heldout)) if heldout > 0 else 0
+    if num_rows <= num_heldout:
+        raise ValueError(f"heldout is {heldout}, which leaves no row of {num_rows} for training; lower it or add data")
+    return {"train": order[num_heldout:], "heldout": order[:num_heldout]}
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """The report of a prepared dataset. Raises ValueError when `path` holds none."""
+    if not (path / REPORT).exists():
+        raise ValueError(f"{path} has no {REPORT}; make the dataset with `slipstream prepare`")
+    return read_json(path / REPORT)
+
+
+def is_prepared(path: Path) -> bool:
+    return (path / REPORT).exists() and (path / "dataset_dict.json").exists()
+
+
+def _figures(writer: RowWriter, heldout: float, seed: int) -> dict[str, Any]:
+    digest = hashlib.sha256(f"{writer.data_hash} {heldout} {seed}".encode())
+    return {
+        "tokens": writer.tokens,
+        "supervised_tokens": writer.supervised,
+        "supervised_share": round(writer.supervised / max(1, writer.tokens), 4),
+        "heldout": heldout,
+        "seed": seed,
+        "data_hash": digest.hexdigest(),
+    }

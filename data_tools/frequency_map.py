@@ -1,0 +1,223 @@
+"""Counts answer tokens and chooses the vocabulary of a draft.
+
+    python data_tools/frequency_map.py --data runs/data --size 32000 -o runs/tokens.safetensors
+    slipstream frequency-map --data chats.jsonl --target Qwen/Qwen3-8B --sglang-pt tokens.pt -o tokens.safetensors
+    slipstream frequency-map --merge a.safetensors b.safetensors -o c.safetensors
+
+Invariant: special and added tokens are always in the map; equal counts go to the lower id, so the same data gives the
+same file on every machine.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from os import sched_getaffinity
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import torch
+from datasets import load_from_disk
+from tqdm import tqdm
+
+from slipstream.data_tools.command_line import run
+from slipstream.data_tools.dataset import is_prepared, read_report
+from slipstream.data_tools.options import TokenizeOptions
+from slipstream.data_tools.prepare import Tally
+from slipstream.data_tools.rows import read_rows
+from slipstream.data_tools.target_tokenizer import load_target_tokenizer
+from slipstream.data_tools.tokenization import RowTokenizer, tokenize_rows
+from slipstream.models.token_map import TokenMap
+
+SHARD_ROWS = 1024
+BAR_WIDTH = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrequencyMapConfig(TokenizeOptions):
+    """Options of `slipstream frequency-map`. `data` may also name prepared datasets, of which `split` is counted."""
+
+    output: str = ""
+    """Safetensors file to write."""
+    size: int | None = None
+    """Tokens in the draft vocabulary. Default: a quarter of the target's."""
+    merge: tuple[str, ...] = ()
+    """Token maps of one tokenizer whose counts are added up, instead of `data`."""
+    sglang_pt: str | None = None
+    """Also write SGLang's token map (.pt) here."""
+    fr_spec: str | None = None
+    """Also write FR-Spec's frequency list (.pt) here."""
+
+    def __post_init__(self) -> None:
+        TokenizeOptions.__post_init__(self)
+        if not self.output:
+            raise ValueError("output is empty; name the safetensors file to write")
+        if bool(self.data) == bool(self.merge):
+            raise ValueError("give either data (datasets or conversations) or merge (token maps)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """Occurrences of each target id, and what they were counted over."""
+
+    counts: np.ndarray  # (V,) int64
+    tokenizer_hash: str
+    data_hash: str
+    kept_ids: tuple[int, ...]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run(
+        frequency_map,
+        FrequencyMapConfig,
+        argv,
+        prog="slipstream frequency-map",
+        description="Count answer tokens and choose a draft vocabulary.",
+    )
+
+
+def frequency_map(config: FrequencyMapConfig) -> None:
+    """Writes the files that `config` asks for and prints the coverage curve."""
+    token_map = build_map(count(config), config.size)
+    token_map.write(Path(config.output))
+    print(f"{config.output}:")
+    if config.sglang_pt is not None:
+        token_map.write_sglang(Path(config.sglang_pt))
+    if config.fr_spec is not None:
+        token_map.write_fr_spec(Path(config.fr_spec))
+    print(coverage_table(token_map))
+
+
+def count(config: FrequencyMapConfig) -> Counted:
+    """Counts what `config` names: token maps, prepared datasets or conversations."""
+    if config.merge:
+        return combine([from_map(Path(path)) for path in config.merge])
+    prepared = [is_prepared(Path(path)) for path in config.data]
+    if not any(prepared):
+        if not config.target:
+            raise ValueError(f"{config.data[0]} is no prepared dataset; to count conversations, name their --target")
+        return count_conversations(config)
+    if not all(prepared):
+        raise ValueError("data mixes prepared datasets and conversations; count them apart and --merge the maps")
+    return combine([count_dataset(Path(path), config) for path in config.data])
+
+
+def build_map(counted: Counted, size: int | None) -> TokenMap:
+    """The map of `size` tokens; by default a quarter of the vocabulary, or the kept ids if those are more."""
+    size = max(len(counted.counts) // 4, len(counted.kept_ids)) if size is None else size
+    metadata = {"tokenizer_hash": counted.tokenizer_hash, "data_hash": counted.data_hash}
+    return TokenMap.build(torch.from_numpy(counted.counts), size, list(counted.kept_ids), metadata)
+
+
+def combine(parts: Sequence[Counted]) -> Counted:
+    """Adds counts up; the order of `parts` does not matter. Raises ValueError when the tokenizers differ."""
+    first = parts[0]
+    for part in parts[1:]:
+        if part.tokenizer_hash != first.tokenizer_hash or len(part.counts) != len(first.counts):
+            raise ValueError(
+                f"the parts come from different tokenizers ({first.tokenizer_hash[:12]} of {len(first.counts)} ids, "
+                f"{part.tokenizer_hash[:12]} of {len(part.counts)}); only counts of one tokenizer can be added"
+            )
+    return Counted(
+        counts=np.sum([part.counts for part in parts], axis=0),
+        tokenizer_hash=first.tokenizer_hash,
+        data_hash=_joint_hash([part.data_hash for part in parts]),
+        kept_ids=tuple(sorted({token for part in parts for token in part.kept_ids})),
+    )
+
+
+def from_map(path: Path) -> Counted:
+    token_map = TokenMap.read(path)
+    return Counted(
+        counts=token_map.counts.numpy(),
+        tokenizer_hash=token_map.metadata["tokenizer_hash"],
+        data_hash=token_map.metadata["data_hash"],
+        kept_ids=tuple(token_map.metadata["kept_ids"]),
+    )
+
+
+def count_dataset(path: Path, config: FrequencyMapConfig) -> Counted:
+    """Counts a prepared dataset; with a target, for its vocabulary and its special tokens."""
+    report = read_report(path)
+    vocab_size, kept_ids = report["vocab_size"], tuple(report["kept_ids"])
+    if config.target:
+        target = load_target_tokenizer(config)
+        if target.hash != report["tokenizer_hash"]:
+            raise ValueError(f"{path} was prepared with another tokenizer than that of target {config.target}")
+        vocab_size, kept_ids = target.vocab_size, target.kept_ids
+    return Counted(
+        counts=count_tokens(path, config.split, vocab_size, config.num_proc),
+        tokenizer_hash=report["tokenizer_hash"],
+        data_hash=report["data_hash"],
+        kept_ids=kept_ids,
+    )
+
+
+def count_tokens(path: Path, split: str, vocab_size: int, threads: int | None = None) -> np.ndarray:
+    """(V,) int64 occurrences of every id among the supervised tokens of one split of a prepared dataset."""
+    splits = load_from_disk(path)
+    if split not in splits:
+        raise ValueError(f"split is {split!r}; {path} has {', '.join(splits)}")
+    shards = splits[split].data.table.to_batches(max_chunksize=SHARD_ROWS)  # views, no copies
+    total = np.zeros(vocab_size, np.int64)
+    # Threads, not processes: numpy lets go of the interpreter while it counts, and no buffer is copied between them.
+    with ThreadPoolExecutor(threads or len(sched_getaffinity(0))) as pool:
+        for counts in pool.map(lambda shard: _count_shard(shard, vocab_size), shards):
+            total += counts
+    return total
+
+
+def _count_shard(shard: pyarrow.RecordBatch, vocab_size: int) -> np.ndarray:
+    ids = shard.column("input_ids").flatten().to_numpy(zero_copy_only=True)
+    mask = shard.column("loss_mask").flatten().to_numpy(zero_copy_only=False)  # Arrow packs booleans into bits
+    return count_ids(ids[mask], vocab_size)
+
+
+def count_ids(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """(V,) int64 occurrences. Raises ValueError for an id outside the vocabulary."""
+    for wrong in (ids.min(initial=0), ids.max(initial=0)):
+        if not 0 <= wrong < vocab_size:
+            raise ValueError(
+                f"token id {wrong} lies outside the vocabulary of {vocab_size} tokens; is it the right target?"
+            )
+    return np.bincount(ids, minlength=vocab_size)
+
+
+def count_conversations(config: FrequencyMapConfig) -> Counted:
+    """Counts the supervised tokens of raw conversations, masked as `slipstream prepare` masks them."""
+    target = load_target_tokenizer(config)
+    counts, digest, tally = np.zeros(target.vocab_size, np.int64), hashlib.sha256(), Tally()
+    outcomes = tokenize_rows(read_rows(config), RowTokenizer(target, config))
+    kept = tally.kept(tqdm(outcomes, unit=" rows", desc="frequency-map"))
+    while shard := list(itertools.islice(kept, SHARD_ROWS)):
+        supervised = np.concatenate([ids[mask] for ids, mask in shard])
+        counts += count_ids(supervised, target.vocab_size)
+        digest.update(supervised.tobytes())
+    tally.check()
+    print(f"{tally.rows:,} rows, of which dropped: {dict(tally.dropped) or 'none'}")
+    return Counted(counts=counts, tokenizer_hash=target.hash, data_hash=digest.hexdigest(), kept_ids=target.kept_ids)
+
+
+def coverage_table(token_map: TokenMap) -> str:
+    """The coverage curve with bars, and what the chosen size covers."""
+    size, metadata = len(token_map.ids), token_map.metadata
+    lines = ["    tokens  coverage"]
+    for name, share in metadata["coverage"].items():
+        chosen = "  <- this map" if int(name) == size else ""
+        lines.append(f"{int(name):10,}  {share:8.2%}  {'#' * round(BAR_WIDTH * share):<{BAR_WIDTH}}{chosen}")
+    lines.append(
+        f"{size:,} of {token_map.vocab_size:,} tokens ({size / token_map.vocab_size:.0%} of the vocabulary) cover "
+        f"{token_map.coverage:.2%} of {metadata['tokens_seen']:,} answer tokens"
+    )
+    return "\n".join(lines)
+
+
+def _joint_hash(hashes: list[str]) -> str:
+    """One hash for several data sets, whatever their order; that of a single one is its own."""
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(sorted(hashes)).encode()).hexdigest()
+
+
+if __name__ == "__main__":
+    main()

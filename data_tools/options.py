@@ -1,0 +1,71 @@
+"""Options that the data programs share."""
+
+import datetime
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationOptions:
+    """Which conversations, and the target whose tokenizer and chat template render them."""
+
+    data: tuple[str, ...] = ()
+    """Files (.jsonl .json .parquet .arrow, also .gz), folders of them, saved datasets or hub ids."""
+    subset: str | None = None
+    """Configuration of a hub dataset."""
+    split: str = "train"
+    """Split of a hub or saved dataset."""
+    where: tuple[str, ...] = ()
+    """Keep rows with this column value: column=value. Several must all hold."""
+    limit: int | None = None
+    """Take this many rows only, counted after `where`."""
+    skip_bad: bool = False
+    """Count malformed rows instead of stopping at the first."""
+    target: str = ""
+    """Target model (folder or hub id), for its tokenizer and chat template."""
+    revision: str | None = None
+    """Hub revision of the target."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the target's tokenizer."""
+    chat_template: str | None = None
+    """File with a Jinja chat template that replaces the tokenizer's."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, such as --template.enable_thinking false."""
+    date: str = "2024-07-26"
+    """Date (year-month-day) that chat templates see as today's."""
+
+    def __post_init__(self) -> None:
+        for condition in self.where:
+            if "=" not in condition:
+                raise ValueError(f"where is {condition!r}; write column=value, such as split=train")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit is {self.limit}; it must be at least 1")
+        try:
+            datetime.date.fromisoformat(self.date)
+        except ValueError as error:
+            raise ValueError(f"date is {self.date!r}; write year-month-day, such as 2024-07-26") from error
+
+    @property
+    def conditions(self) -> dict[str, str]:
+        return dict(condition.split("=", 1) for condition in self.where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizeOptions(ConversationOptions):
+    """How rows become tokens and loss masks."""
+
+    turns: Literal["all", "last"] = "all"
+    """Answers to supervise. `last` also fits templates that rewrite earlier answers (thinking removed)."""
+    max_length: int = 4096
+    """Longer rows are cut to this many tokens."""
+    min_supervised: int = 1
+    """Rows with fewer supervised tokens, after the cut, are dropped."""
+    num_proc: int | None = None
+    """Processes that tokenize. Default: one per usable core, or one for little data."""
+
+    def __post_init__(self) -> None:
+        ConversationOptions.__post_init__(self)  # a slotted dataclass has no zero-argument super()
+        for name in ("max_length", "min_supervised", "num_proc"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")

@@ -1,0 +1,182 @@
+"""Turns conversations into tokens with a loss mask, ready to train on.
+
+    python data_tools/prepare.py --data chats.jsonl --target Qwen/Qwen3-8B --output runs/data
+    slipstream prepare --data assets/gsm8k.jsonl.gz --where split=train --target assets/tiny-target --output runs/data
+
+Invariant: every row read is kept, or counted in report.json with the reason why it was not.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from slipstream.data_tools.command_line import run, show_table
+from slipstream.data_tools.dataset import Tokens, write_dataset
+from slipstream.data_tools.options import TokenizeOptions
+from slipstream.data_tools.rows import read_rows
+from slipstream.data_tools.target_tokenizer import load_target_tokenizer
+from slipstream.data_tools.tokenization import Outcome, RowTokenizer, tokenize_rows
+
+EXAMPLES_PER_REASON = 3
+SHOWN_TOKENS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareConfig(TokenizeOptions):
+    """Options of `slipstream prepare`."""
+
+    output: str = ""
+    """Folder to write."""
+    overwrite: bool = False
+    """Replace `output` if it exists."""
+    heldout: float = 0.02
+    """Share of the rows that goes to the held-out split."""
+    heldout_data: tuple[str, ...] = ()
+    """Files whose rows are the held-out split, in their order, instead of a share of `data`."""
+    seed: int = 0
+    """Seed of the shuffle."""
+
+    def __post_init__(self) -> None:
+        TokenizeOptions.__post_init__(self)
+        if not self.output:
+            raise ValueError("output is empty; name the folder to write")
+        if not 0.0 <= self.heldout < 1.0:
+            raise ValueError(f"heldout is {self.heldout}; it must be at least 0 and below 1")
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts what became of the rows while they pass."""
+
+    rows: int = 0
+    filtered: int = 0
+    truncated: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    first: Tokens | None = None  # the first row kept
+
+    def kept(self, outcomes: Iterable[Outcome]) -> Iterator[Tokens]:
+        """Passes on the tokens of the rows that were kept."""
+        for outcome in outcomes:
+            self.filtered += outcome.status == "filtered"
+            self.rows += outcome.status != "filtered"
+            self.truncated += outcome.truncated
+            if outcome.status == "kept":
+                self.first = self.first or (outcome.input_ids, outcome.loss_mask)
+                yield outcome.input_ids, outcome.loss_mask
+            elif outcome.status != "filtered":
+                self._drop(outcome)
+
+    def _drop(self, outcome: Outcome) -> None:
+        reason = outcome.reason or "malformed"
+        self.dropped[reason] += 1
+        if self.dropped[reason] <= EXAMPLES_PER_REASON:
+            self.examples.setdefault(reason, []).append(outcome.detail)
+
+    def check(self) -> None:
+        """Raises ValueError when no row was kept."""
+        if self.first is not None:
+            return
+        if self.rows == 0:
+            hint = f"; all {self.filtered:,} rows fail --where" if self.filtered else "; the data is empty"
+            raise ValueError("no row to prepare" + hint)
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.dropped.most_common())
+        example = next(iter(self.examples.values()))[0]
+        raise ValueError(f"none of {self.rows:,} rows could be kept ({reasons}); the first: {example}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run(prepare, PrepareConfig, argv, prog="slipstream prepare", description="Conversations to tokens and loss masks.")
+
+
+def prepare(config: PrepareConfig) -> None:
+    """Writes the dataset that `config` asks for and prints its report and one example."""
+    output = Path(config.output)
+    if output.exists() and not config.overwrite:
+        raise ValueError(f"output {output} exists; name another folder or add --overwrite")
+    target = load_target_tokenizer(config)
+    tokenizer = RowTokenizer(target, config)
+    tally = Tally()
+    print(mask_rule(tokenizer))
+    rows = tally.kept(tqdm(tokenize_rows(read_rows(config), tokenizer), unit=" rows", desc="prepare"))
+    heldout = dataclasses.replace(config, data=config.heldout_data)
+    report = write_dataset(
+        rows,
+        output,
+        heldout=config.heldout,
+        seed=config.seed,
+        describe=lambda: describe(tokenizer, tally),
+        heldout_rows=tally.kept(tokenize_rows(read_rows(heldout), tokenizer)) if config.heldout_data else None,
+    )
+    show_report(report, output)
+    assert tally.first is not None
+    print(f"\nOne row, its supervised tokens in brackets:\n{marked(target.tokenizer, *tally.first)}")
+
+
+def mask_rule(tokenizer: RowTokenizer) -> str:
+    """One line that says how answers are found and what the template does with today's date."""
+    chat, options = tokenizer.chat, tokenizer.options
+    if chat is None:
+        return "The target has no chat template: conversations are refused, plain text is taken as it is."
+    tags = options.turns == "all" and chat.marks_generation(None)
+    how = "the template's {% generation %} tags" if tags else "rendering turn by turn"
+    date = f"; today's date in the template is frozen at {options.date}" if chat.inserts_date else ""
+    return f"Answers are found by {how}{date}."
+
+
+def describe(tokenizer: RowTokenizer, tally: Tally) -> dict[str, Any]:
+    """What report.json says about the rows and the target. Raises ValueError when no row was kept."""
+    tally.check()
+    target, options = tokenizer.target, tokenizer.options
+    frozen = tokenizer.chat is not None and tokenizer.chat.inserts_date
+    return {
+        "rows_in": tally.rows,
+        "rows_kept": tally.rows - tally.dropped.total(),
+        "rows_dropped": dict(tally.dropped.most_common()),
+        "rows_filtered": tally.filtered,
+        "rows_truncated": tally.truncated,
+        "dropped_examples": tally.examples,
+        "mask_rule": mask_rule(tokenizer),
+        "frozen_date": options.date if frozen else None,
+        "target": options.target,
+        "target_revision": options.revision,
+        "tokenizer_hash": target.hash,
+        "vocab_size": target.vocab_size,
+        "kept_ids": list(target.kept_ids),
+        "options": dataclasses.asdict(options),
+    }
+
+
+def show_report(report: Mapping[str, Any], output: Path) -> None:
+    figures: dict[str, object] = {name.replace("_", " "): report[name] for name in ("rows_in", "rows_kept")}
+    figures |= {f"  dropped: {reason}": count for reason, count in report["rows_dropped"].items()}
+    for name in ("rows_filtered", "rows_truncated", "tokens", "supervised_tokens"):
+        figures[name.replace("_", " ")] = report[name]
+    figures["supervised share"] = f"{report['supervised_share']:.1%}"
+    figures["split rows"] = ", ".join(f"{name} {count:,}" for name, count in report["split_rows"].items())
+    print(f"{output}:")
+    show_table(figures)
+    for reason, places in report["dropped_examples"].items():
+        print(f"  first {reason}: {places[0]}")
+
+
+def marked(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, mask: np.ndarray) -> str:
+    """The row's text with every supervised run of tokens in brackets; long rows are cut."""
+    ids, mask = ids[:SHOWN_TOKENS], mask[:SHOWN_TOKENS]
+    edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1), len(ids)]
+    text = ""
+    for start, end in zip(edges, edges[1:], strict=False):
+        run_text = str(tokenizer.decode(ids[start:end]))
+        text += f"⟦{run_text}⟧" if mask[start] else run_text
+    return text + (" …" if len(ids) == SHOWN_TOKENS else "")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Rows out of files, folders, saved datasets and hub datasets, each with the place that error messages name.
+
+Invariant: order is that of the arguments, then of file names, then of the file. Lines stay unparsed until `columns` is
+called, so that worker processes parse them and one malformed line harms no other.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pyarrow
+import pyarrow.parquet
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+from slipstream.data_tools.options import ConversationOptions
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow")
+
+
+class RowError(ValueError):
+    """A malformed row; the message names file, line and fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    place: str  # "file, line 3"
+    content: bytes | Mapping[str, Any]  # a line of JSON, or the columns of a row that was never text
+
+    def columns(self) -> Mapping[str, Any]:
+        """The row's columns. Raises RowError when the line is not a JSON object."""
+        if not isinstance(self.content, bytes):
+            return self.content
+        try:
+            row = json.loads(self.content)
+        except UnicodeDecodeError as error:
+            raise RowError(f"{self.place}: not valid UTF-8 (byte {error.start})") from error
+        except json.JSONDecodeError as error:
+            raise RowError(f"{self.place}: not valid JSON: {error.msg} at column {error.colno}") from error
+        if not isinstance(row, dict):
+            raise RowError(f"{self.place}: holds a {type(row).__name__}, not a JSON object")
+        return row
+
+
+def read_rows(options: ConversationOptions) -> Iterator[Row]:
+    """Every row of `options.data`. Raises ValueError for what cannot be found or opened, or when nothing is named."""
+    if not options.data:
+        raise ValueError("data is empty; name at least one file, folder or hub dataset")
+    for name in options.data:
+        path = Path(name)
+        if path.is_file():
+            yield from _read_file(path)
+        elif path.is_dir():
+            yield from _read_folder(path, options.split)
+        elif name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith(SUFFIXES):
+            yield from _read_hub(name, options)
+        else:
+            raise ValueError(f"data: {name} does not exist; name a file, a folder or a hub dataset such as owner/name")
+
+
+def matches(columns: Mapping[str, Any], conditions: Mapping[str, str], place: str) -> bool:
+    """Do all column=value conditions hold? Raises RowError for a column that the row lacks."""
+    for column, value in conditions.items():
+        if column not in columns:
+            raise RowError(f"{place}: no column {column!r} as `where` asks; it has {', '.join(sorted(columns))}")
+        if str(columns[column]) != value:
+            return False
+    return True
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".jsonl"):
+        yield from _read_lines(path)
+    elif name.endswith(".json"):
+        yield from _read_json(path)
+    elif name.endswith(".parquet"):
+        yield from _read_parquet(path)
+    elif name.endswith(".arrow"):
+        yield from _read_arrow(path)
+    else:
+        raise ValueError(f"data: {path} has no known ending; give one of {', '.join(SUFFIXES)}")
+
+
+def _read_folder(path: Path, split: str) -> Iterator[Row]:
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        yield from _read_dataset(load_from_disk(path), str(path), split)
+        return
+    files = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and not file.name.startswith("."))
+    if not files:
+        raise ValueError(f"data: folder {path} holds no file that ends in {', '.join(SUFFIXES)}")
+    for file in files:
+        yield from _read_file(file)
+
+
+def _read_hub(name: str, options: ConversationOptions) -> Iterator[Row]:
+    try:
+        dataset = load_dataset(name, options.subset, split=options.split)
+    except (ValueError, OSError) as error:  # datasets derives its own errors from these
+        raise ValueError(f"data: {name} is neither a local path nor a readable hub dataset: {error}") from error
+    yield from _read_dataset(dataset, name, options.split)
+
+
+def _read_dataset(dataset: Dataset | DatasetDict, name: str, split: str) -> Iterator[Row]:
+    if isinstance(dataset, DatasetDict):
+        if split not in dataset:
+            raise ValueError(f"split is {split!r}; {name} has {', '.join(dataset)}")
+        dataset = dataset[split]
+    for number, columns in enumerate(dataset):
+        yield Row(f"{name}, row {number}", columns)
+
+
+def _open(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+
+
+def _read_lines(path: Path) -> Iterator[Row]:
+    number = 0
+    with _open(path) as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield Row(f"{path}, line {number}", line)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path} is damaged or cut short after line {number}: {error}") from error
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    """A JSON array of objects, or lines of JSON."""
+    with _open(path) as file:
+        first = file.read(64).lstrip()[:1]
+    if first != b"[":
+        yield from _read_lines(path)
+        return
+    with _open(path) as file:
+        try:
+            items = json.load(file)
+        except (json.JSONDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path} is not valid JSON: {error}") from error
+    for number, item in enumerate(items, 1):
+        yield Row(f"{path}, item {number}", item if isinstance(item, dict) else json.dumps(item).encode())
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    try:
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1000)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a readable parquet file: {error}") from error
+    yield from _read_batches(path, batches)
+
+
+def _read_arrow(path: Path) -> Iterator[Row]:
+    """Arrow's file format, or its stream format as `datasets` writes it."""
+    source = pyarrow.memory_map(str(path))
+    try:
+        if source.read(6) == b"ARROW1":
+            reader = pyarrow.ipc.open_file(source)
+            batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            source.seek(0)
+            batches = iter(pyarrow.ipc.open_stream(source))
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a readable arrow file: {error}") from error
+    yield from _read_batches(path, batches)
+
+
+def _read_batches(path: Path, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[Row]:
+    number = 0
+    for batch in batches:
+        for columns in batch.to_pylist():
+            number += 1
+            yield Row(f"{path}, row {number}", columns)

@@ -1,0 +1,202 @@
+"""Load on any OpenAI-compatible server, and what came back: answers, times, acceptance. Imports no torch."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from tqdm import tqdm
+
+Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, or messages
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """What came back for one prompt."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    completion_tokens: int = 0
+    latency_s: float = 0.0
+    arrivals_s: list[float] = field(default_factory=list)  # of each streamed piece, since the request
+    rounds: int = 0  # these three from usage.speculation, which our server sends
+    decoded_tokens: int = 0  # emitted by rounds
+    accepted_by_position: list[int] = field(default_factory=list)
+    error: str | None = None
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Takes over a response body or one streamed event, of either endpoint."""
+        if "error" in event:
+            self.error = str(event["error"].get("message") if isinstance(event["error"], dict) else event["error"])
+            return
+        for choice in event["choices"]:
+            content = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
+            self.text += content.get("content") or ""
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        usage = event.get("usage") or {}
+        self.completion_tokens = usage.get("completion_tokens", self.completion_tokens)
+        speculation = usage.get("speculation") or {}
+        if speculation.get("rounds"):
+            self.rounds = speculation["rounds"]
+            self.decoded_tokens = round(speculation["accept_length"] * self.rounds)
+            self.accepted_by_position = speculation["accepted_by_position"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """One level of concurrency; answers in the order of the prompts."""
+
+    concurrency: int
+    wall_s: float
+    answers: list[Answer]
+
+    @property
+    def completed(self) -> list[Answer]:
+        return [answer for answer in self.answers if answer.error is None]
+
+    @property
+    def errors(self) -> list[str]:
+        return [answer.error for answer in self.answers if answer.error is not None]
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(answer.completion_tokens for answer in self.completed)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.completion_tokens / self.wall_s
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens per round, over all rounds; None where the server does not say."""
+        rounds = sum(answer.rounds for answer in self.completed)
+        return sum(answer.decoded_tokens for answer in self.completed) / rounds if rounds else None
+
+    @property
+    def accept_rate_by_position(self) -> list[float]:
+        """Share of all rounds in which the draft token at each position was accepted."""
+        rounds = sum(answer.rounds for answer in self.completed)
+        depth = max((len(answer.accepted_by_position) for answer in self.completed), default=0)
+        counts = [0] * depth
+        for answer in self.completed:
+            for position, count in enumerate(answer.accepted_by_position):
+                counts[position] += count
+        return [count / rounds for count in counts]
+
+    def summary(self) -> dict[str, Any]:
+        """Figures for tables and files; times in seconds, None where nothing was measured."""
+        streams = [answer.arrivals_s for answer in self.completed if answer.arrivals_s]
+        gaps = [later - earlier for times in streams for earlier, later in zip(times, times[1:], strict=False)]
+        return {
+            "concurrency": self.concurrency,
+            "requests": len(self.answers),
+            "errors": len(self.errors),
+            "wall_s": self.wall_s,
+            "completion_tokens": self.completion_tokens,
+            "tok_s": self.tokens_per_second,
+            **percentiles("latency", [answer.latency_s for answer in self.completed]),
+            **percentiles("ttft", [times[0] for times in streams]),
+            **percentiles("itl", gaps),  # between pieces, each of which may hold several tokens
+            "accept_length": self.accept_length,
+            "accept_rate_by_position": self.accept_rate_by_position,
+        }
+
+
+def percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    """p50 and p99: the smallest value that so many percent of the values do not exceed."""
+    ordered = sorted(values)
+    return {
+        f"{name}_p{percent}_s": ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else None
+        for percent in (50, 99)
+    }
+
+
+def run_load(
+    base_url: str,
+    prompts: Sequence[Prompt],
+    *,
+    model: str | None = None,
+    concurrency: int = 1,
+    num_warmup: int = 0,
+    stream: bool = False,
+    **fields: Any,
+) -> LoadResult:
+    """Sends every prompt once, `concurrency` at a time. `fields` go into each request: max_tokens, temperature, ...
+
+    A request that fails gives an Answer with `error`. Raises ValueError if there is no such server.
+    """
+
+    async def run() -> LoadResult:
+        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+        timeout = httpx.Timeout(None, connect=30.0)
+        async with httpx.AsyncClient(base_url=base_url, limits=limits, timeout=timeout) as client:
+            load = Load(client, {"model": model or await first_model(client), **fields}, stream)
+            await load.send_all([prompts[index % len(prompts)] for index in range(num_warmup)], concurrency, None)
+            start = time.perf_counter()
+            answers = await load.send_all(prompts, concurrency, f"concurrency {concurrency}")
+            return LoadResult(concurrency=concurrency, wall_s=time.perf_counter() - start, answers=answers)
+
+    return asyncio.run(run())
+
+
+async def first_model(client: httpx.AsyncClient) -> str:
+    try:
+        response = await client.get("/v1/models")
+        return str(response.raise_for_status().json()["data"][0]["id"])
+    except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
+        raise ValueError(f"base_url {client.base_url} is no OpenAI-compatible server: {error!r}") from error
+
+
+class Load:
+    """Requests that differ in the prompt only."""
+
+    def __init__(self, client: httpx.AsyncClient, fields: dict[str, Any], stream: bool) -> None:
+        self.client, self.fields = client, fields
+        self.request = self.request_stream if stream else self.request_whole
+        if stream:
+            self.fields |= {"stream": True, "stream_options": {"include_usage": True}}
+
+    async def send_all(self, prompts: Sequence[Prompt], concurrency: int, progress: str | None) -> list[Answer]:
+        answers = [Answer() for _ in prompts]
+        waiting = iter(range(len(prompts)))
+        with tqdm(total=len(prompts), desc=progress, unit="req", disable=progress is None) as bar:
+
+            async def work() -> None:
+                for index in waiting:  # shared: each worker takes the next one
+                    await self.send(prompts[index], answers[index])
+                    bar.update()
+
+            await asyncio.gather(*(work() for _ in range(concurrency)))
+        return answers
+
+    async def send(self, prompt: Prompt, answer: Answer) -> None:
+        is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
+        start = time.perf_counter()
+        try:
+            await self.request(path, {**self.fields, "messages" if is_chat else "prompt": prompt}, answer)
+        except (httpx.HTTPError, ValueError) as error:  # no connection, or a body that is not JSON
+            answer.error = repr(error)
+        answer.latency_s = time.perf_counter() - start
+        answer.arrivals_s = [arrival - start for arrival in answer.arrivals_s]
+        if answer.error is None and answer.finish_reason is None:
+            answer.error = "the answer broke off"
+
+    async def request_whole(self, path: str, body: dict[str, Any], answer: Answer) -> None:
+        answer.add((await self.client.post(path, json=body)).json())
+
+    async def request_stream(self, path: str, body: dict[str, Any], answer: Answer) -> None:
+        async with self.client.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                answer.add(json.loads(await response.aread()))
+                return
+            async for line in response.aiter_lines():
+                if not line.startswith("data:") or line.endswith("[DONE]"):
+                    continue
+                length = len(answer.text)
+                answer.add(json.loads(line[5:]))
+                if len(answer.text) > length:
+                    answer.arrivals_s.append(time.perf_counter())

@@ -1,0 +1,91 @@
+"""How the data programs read their flags, and the `slipstream` command with its verbs."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream import cli
+from slipstream.config import parse
+from slipstream.data_tools.command_line import run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    data: tuple[str, ...] = ()
+    output: str = ""
+    max_length: int = 5
+    skip_bad: bool = False
+    template: dict[str, Any] = field(default_factory=dict)
+
+
+def read(*words: str) -> Options:
+    return parse(Options, words, prog="test", description="test")
+
+
+def test_the_forms_of_a_flag() -> None:
+    everything = Options(data=("a", "b"), output="c", max_length=7, skip_bad=True)
+    assert read("--data", "a", "b", "-o", "c", "--max-length", "7", "--skip-bad") == everything
+    assert read("--skip-bad", "--data", "a", "--data=b", "--output=c", "--max_length=7") == everything
+    assert read("--data", "[a, b]", "--skip_bad", "true", "-o", "c", "--max-length=7") == everything
+    assert read("--skip-bad=false", "--data", "-o", "c") == Options(output="c")
+
+
+def test_dashes_in_values_and_keys_stay() -> None:
+    options = read("--data", "my-file", "--template.enable-it", "false", "--output", "a-b")
+    assert options == Options(data=("my-file",), output="a-b", template={"enable-it": False})
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "message"),
+    [
+        (ValueError("a is 1; make it 2"), 1, "error: a is 1; make it 2"),
+        (FileNotFoundError(2, "No such file", "x"), 1, "error: [Errno 2] No such file: 'x'"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_faults_become_one_sentence(
+    raised: BaseException, status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def program(_: Options) -> None:
+        raise raised
+
+    with pytest.raises(SystemExit) as caught:
+        run(program, Options, [], prog="test", description="test")
+    assert caught.value.code == status
+    assert capsys.readouterr().err == f"test: {message}\n"
+
+
+def test_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["-h"]):
+        cli.main(words)
+        output = capsys.readouterr().out
+        assert all(f"  {verb} " in output for verb in cli.VERBS)
+
+
+def test_an_unknown_verb_lists_the_valid_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["prepar"])
+    assert caught.value.code == 2
+    assert "unknown verb 'prepar'; valid verbs: prepare, regenerate, frequency-map" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_each_verb_is_its_program(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([verb, "--help"])
+    assert caught.value.code == 0
+    output = capsys.readouterr().out
+    assert f"slipstream {verb}" in output
+    assert "--output" in output
+
+
+def test_a_program_also_runs_as_a_script() -> None:
+    script = Path(cli.__file__).parent / "data_tools" / "prepare.py"
+    done = subprocess.run([sys.executable, script, "--output", "x", "--nonsense", "1"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--nonsense" in done.stderr
+    assert "valid options: chat_template, data, date" in done.stderr

@@ -1,0 +1,184 @@
+"""Every input format, from every kind of file, and the sentences that malformed rows get."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset, DatasetDict
+
+from slipstream.data_tools.conversations import to_example
+from slipstream.data_tools.options import ConversationOptions
+from slipstream.data_tools.rows import Row, RowError, read_rows
+from slipstream.tests.data_tools.chats import chat, write_jsonl
+
+TURNS = chat("Hello", "fine")
+ROWS = [
+    {"id": str(number), "split": "ab"[number % 2], "messages": chat("Hello", f"fine {number}")} for number in range(5)
+]
+
+
+def example(columns: dict[str, Any], **options: Any) -> Any:
+    return to_example(Row("file, line 3", columns), columns, **options)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"messages": TURNS},
+        {"conversations": TURNS},
+        {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "fine"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]},
+                      {"role": "assistant", "content": "fine", "name": None}]},
+        {"prompt": "Hello", "completion": "fine"},
+        {"prompt": TURNS[:1], "completion": TURNS[1:]},
+        {"messages": TURNS, "text": "ignored", "tools": "[]"},
+    ],
+)  # fmt: skip
+def test_conversation_formats_are_one(columns: dict[str, Any]) -> None:
+    result = example({"id": 7, **columns})
+    assert (result.id, result.messages, result.tools, result.text, result.input_ids) == ("7", TURNS, None, None, None)
+
+
+def test_other_formats() -> None:
+    assert example({"text": "Hello"}).text == "Hello"
+    tokens = example({"input_ids": [3, 4], "loss_mask": [0, True], "messages": TURNS})
+    assert (tokens.input_ids, list(tokens.loss_mask), tokens.messages) == ([3, 4], [0, 1], None)
+    assert example({"input_ids": None, "loss_mask": None, "messages": TURNS}).messages == TURNS
+    plain = example({"prompt": "Hello", "completion": "fine"}, has_template=False)
+    assert (plain.prompt, plain.text, plain.messages) == ("Hello", "fine", None)
+    tool = {"type": "function", "function": {"name": "add"}}
+    assert example({"messages": TURNS, "tools": json.dumps([tool])}).tools == [tool]
+    system = example({"system": "Be kind.", "conversations": TURNS}).messages
+    assert system == [{"role": "system", "content": "Be kind."}, *TURNS]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    assert example({"messages": [call]}).messages == [{**call, "content": ""}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "fault"),
+    [
+        ({"question": "?"}, "has question; expected messages, conversations"),
+        ({"messages": []}, "not a list, or it is empty"),
+        ({"messages": ["hi"]}, "message 1 is a str, not an object"),
+        ({"messages": [{"content": "hi"}]}, "message 1 has no role"),
+        ({"messages": [*TURNS, {"role": "user"}]}, "message 3 has no content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "message 1 holds a int, not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "message 1 holds a list, not text"),
+        ({"messages": TURNS, "tools": "{"}, "tools is not valid JSON"),
+        ({"prompt": "a", "completion": 3}, "completion holds a int, not text"),
+        ({"text": 3}, "text holds a int, not text"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "input_ids has 2 entries, loss_mask 1"),
+        ({"input_ids": [], "loss_mask": []}, "not empty"),
+        ({"input_ids": [1.5], "loss_mask": [1]}, "input_ids holds 1.5"),
+        ({"input_ids": [1], "loss_mask": [2]}, "loss_mask holds 2"),
+    ],
+)
+def test_malformed_rows_name_place_and_fault(columns: dict[str, Any], fault: str) -> None:
+    with pytest.raises(RowError, match=r"^file, line 3: ") as caught:
+        example(columns)
+    assert fault in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b'{"a": }', "not valid JSON: Expecting value at column 7"),
+        (b"[1]", "holds a list, not a JSON object"),
+        (b'{"a": "\xff"}', "not valid UTF-8"),
+    ],
+)
+def test_malformed_lines_name_place_and_fault(line: bytes, fault: str) -> None:
+    with pytest.raises(RowError, match=rf"^file, line 3: {fault}"):
+        Row("file, line 3", line).columns()
+
+
+def save(folder: Path, kind: str) -> Path:
+    """ROWS in a file or folder of the kind."""
+    path = folder / f"rows.{kind}"
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    if kind == "jsonl":
+        path.write_bytes(b"\n" + lines)
+    elif kind == "json":
+        path.write_bytes(b"\n " + json.dumps(ROWS, indent=1).encode())
+    elif kind == "lines.json":
+        path.write_bytes(lines)
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines))
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    elif kind == "arrow":
+        with pyarrow.ipc.new_file(path, (table := pyarrow.Table.from_pylist(ROWS)).schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    elif kind == "stream.arrow":
+        with pyarrow.ipc.new_stream(path, (table := pyarrow.Table.from_pylist(ROWS)).schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    elif kind == "saved":
+        Dataset.from_list(ROWS).save_to_disk(path)
+    elif kind == "splits":
+        DatasetDict({"test": Dataset.from_list(ROWS), "train": Dataset.from_list(ROWS[:1])}).save_to_disk(path)
+    elif kind == "folder":
+        path.mkdir()
+        write_jsonl(path / "a.jsonl", ROWS[:2])
+        write_jsonl(path / "b.jsonl", ROWS[2:])
+        (path / "README.md").write_text("no data")
+    return path
+
+
+KINDS = "jsonl json lines.json jsonl.gz parquet arrow stream.arrow saved splits folder"
+
+
+@pytest.mark.parametrize("kind", KINDS.split())
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
+    options = ConversationOptions(data=(str(save(tmp_path, kind)),), split="test")
+    assert [row.columns() for row in read_rows(options)] == ROWS
+
+
+def test_several_sources_follow_each_other(tmp_path: Path) -> None:
+    options = ConversationOptions(data=(str(save(tmp_path, "parquet")), str(save(tmp_path, "jsonl"))))
+    rows = list(read_rows(options))
+    assert [row.columns() for row in rows] == ROWS + ROWS
+    assert rows[4].place.endswith("rows.parquet, row 5")
+    assert rows[5].place.endswith("rows.jsonl, line 2")  # line 1 is empty
+
+
+def damaged_gzip(path: Path) -> Path:
+    data = b"".join(json.dumps({"text": f"{number**7}"}).encode() + b"\n" for number in range(20000))
+    path.write_bytes(gzip.compress(data)[:-9000])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "absent.jsonl", "absent.jsonl does not exist; name a file"),
+        (lambda folder: folder, "holds no file that ends in"),
+        (lambda folder: write_jsonl(folder / "a.csv", []), "a.csv has no known ending"),
+        (lambda folder: write_jsonl(folder / "a.parquet", [1]), "a.parquet is not a readable parquet file"),
+        (lambda folder: write_jsonl(folder / "a.arrow", [1]), "a.arrow is not a readable arrow file"),
+        (lambda folder: write_jsonl(folder / "a.json", [[1, 2], [3]]), "a.json is not valid JSON: Extra data: line 2"),
+        (lambda folder: damaged_gzip(folder / "a.jsonl.gz"), r"a.jsonl.gz is damaged or cut short after line \d+"),
+        (lambda folder: save(folder, "splits"), "split is 'dev'; .* has test, train"),
+    ],
+)
+def test_unreadable_data_gets_one_sentence(tmp_path: Path, make: Callable[[Path], Path], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(read_rows(ConversationOptions(data=(str(make(tmp_path)),), split="dev")))
+
+
+def test_no_data_is_an_error() -> None:
+    with pytest.raises(ValueError, match="data is empty"):
+        list(read_rows(ConversationOptions()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"where": ("split",)}, "column=value"), ({"limit": 0}, "limit is 0"), ({"date": "26 July"}, "year-month-day")],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ConversationOptions(**options)

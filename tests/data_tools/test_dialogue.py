@@ -1,0 +1,176 @@
+"""Dialogues: which conversations are answered, under which ids, and when a row is given up. And the journal."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.data_tools.chat_template import ChatTemplate
+from slipstream.data_tools.dialogue import Answer, Dialogue, DialogueReader, Result, converse, row_seed, split_questions
+from slipstream.data_tools.journal import Journal, sort_rows
+from slipstream.data_tools.options import ConversationOptions
+from slipstream.data_tools.rows import RowError
+from slipstream.tests.data_tools.chats import CHATML, THINKING, build_tokenizer, chat, write_jsonl
+
+
+def turns(letters: str) -> list[dict[str, str]]:
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return [{"role": roles[letter], "content": str(number)} for number, letter in enumerate(letters)]
+
+
+@pytest.mark.parametrize(
+    ("letters", "questions"),
+    [
+        ("ua", [[0]]),
+        ("u", [[0]]),
+        ("suaua", [[0, 1], [3]]),
+        ("suau", [[0, 1], [3]]),
+        ("aua", [[1]]),
+        ("uaa", [[0]]),
+        ("uuatua", [[0, 1], [3, 4]]),
+        ("sa", []),
+        ("uas", [[0]]),
+    ],
+)
+def test_every_user_turn_gets_an_answer(letters: str, questions: list[list[int]]) -> None:
+    messages = turns(letters)
+    assert split_questions(messages) == [[messages[index] for index in question] for question in questions]
+
+
+def read(folder: Path, rows: list[Any], **options: Any) -> tuple[list[Dialogue], DialogueReader]:
+    reader = DialogueReader(ConversationOptions(data=(str(write_jsonl(folder / "rows.jsonl", rows)),), **options))
+    return list(reader), reader
+
+
+def test_ids_are_unique_and_stable(tmp_path: Path) -> None:
+    rows = [
+        {"id": "a", "messages": chat("Hello", "one")},
+        {"id": "a", "messages": chat("Hello", "two")},  # the same question: a duplicate, whatever its answer was
+        {"id": "a", "messages": chat("What?", "one")},  # another one under the same id
+        {"messages": chat("Hello", "one")},
+        {"conversations": [{"from": "human", "value": "Hello"}]},  # the same content without an id
+        {"id": 3, "messages": chat("Hello")},
+    ]
+    dialogues, reader = read(tmp_path, rows)
+    ids = [dialogue.id for dialogue in dialogues]
+    assert ids[0] == "a"
+    assert ids[1].startswith("a-")
+    assert len(ids[2]) == 32
+    assert ids[3] == "3"
+    assert reader.dropped == {"duplicate": 2}
+    assert reader.ids == {identity: position for position, identity in enumerate(ids)}
+    assert [dialogue.id for dialogue in read(tmp_path, rows)[0]] == ids
+
+
+def test_what_cannot_be_answered_is_counted(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    rows = [{"messages": turns("sa")}, {"messages": [*chat("a"), call]}, {"text": "no chat"}, {"messages": chat("b")}]
+    dialogues, reader = read(tmp_path, rows, skip_bad=True)
+    assert len(dialogues) == 1
+    assert reader.dropped == {"no_user_turn": 1, "tool_calls": 1, "malformed": 1}
+    with pytest.raises(RowError, match="line 3: is no conversation"):
+        read(tmp_path, rows)
+
+
+def test_where_and_limit(tmp_path: Path) -> None:
+    rows = [{"id": str(n), "split": "ab"[n % 2], "messages": chat(f"{n}")} for n in range(9)]
+    dialogues, _ = read(tmp_path, rows, where=("split=b",), limit=3)
+    assert [dialogue.id for dialogue in dialogues] == ["1", "3", "5"]
+
+
+def test_row_seeds_fit_31_bits_and_differ() -> None:
+    seeds = {row_seed(seed, str(row)) for seed in range(3) for row in range(100)}
+    assert len(seeds) == 300
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def drive(template: str | None, questions: list[str], answers: list[Answer], keep_cut: bool = True) -> Any:
+    """The prompts that a dialogue asks for and its result."""
+    wrapped = None
+    if template is not None:
+        wrapped = ChatTemplate(build_tokenizer(template), date="2024-07-26", variables={})
+    conversing = converse(Dialogue("x", [chat(question) for question in questions]), wrapped, keep_cut=keep_cut)
+    prompts = []
+    try:
+        prompts.append(next(conversing))
+        for answer in answers:
+            prompts.append(conversing.send(answer))
+    except StopIteration as stop:
+        return prompts, stop.value
+    raise AssertionError("the dialogue did not end")
+
+
+def say(text: str, **fields: Any) -> Answer:
+    return Answer(**{"text": text, "finish_reason": "stop", "num_tokens": 1, **fields})
+
+
+def test_a_dialogue_asks_turn_by_turn_with_its_own_answers() -> None:
+    prompts, result = drive(CHATML, ["Hello", "What?"], [say("fine"), say("four")])
+    messages = chat("Hello", "fine", "What?", "four")
+    assert [prompt.messages for prompt in prompts] == [messages[:1], messages[:3]]
+    tokenizer = build_tokenizer(CHATML)
+    for prompt in prompts:
+        expected = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=True)
+        assert prompt.token_ids == expected["input_ids"]
+    assert result == Result(id="x", row={"id": "x", "messages": messages, "finish_reason": "stop"})
+
+
+def test_exact_tokens_are_written_for_a_single_answer() -> None:
+    (prompt,), result = drive(CHATML, ["Hello"], [say("fine", token_ids=[50, 51, 2])])
+    assert result.row["input_ids"] == prompt.token_ids + [50, 51, 2]
+    assert result.row["loss_mask"] == [0] * len(prompt.token_ids) + [1, 1, 1]
+    _, several = drive(CHATML, ["Hello", "What?"], [say("fine", token_ids=[50]), say("four", token_ids=[51])])
+    assert several.row.keys() == {"id", "messages", "finish_reason"}
+
+
+def test_a_template_that_rewrites_earlier_answers_ends_the_row() -> None:
+    thought = say("<think>hm</think>fine")
+    prompts, result = drive(THINKING, ["Hello", "What?"], [thought, thought])
+    assert (len(prompts), result) == (1, Result(id="x", dropped="history_rewritten"))
+    assert drive(THINKING, ["Hello"], [thought])[1].row is not None
+    assert drive(THINKING, ["Hello", "What?"], [say("fine"), thought])[1].row is not None
+    # Where the endpoint renders, nobody can know.
+    assert drive(None, ["Hello", "What?"], [thought, thought])[1].row is not None
+
+
+def test_a_template_that_refuses_drops_the_row() -> None:
+    assert drive("{{ raise_exception('no') }}", ["Hello"], []) == ([], Result(id="x", dropped="template_refuses"))
+
+
+def test_cut_answers_are_kept_or_dropped() -> None:
+    cut = say("fine", finish_reason="length")
+    assert drive(CHATML, ["Hello"], [cut])[1].row["finish_reason"] == "length"
+    assert drive(CHATML, ["Hello", "What?"], [cut], keep_cut=False)[1] == Result(id="x", dropped="cut_by_max_tokens")
+
+
+def test_reasoning_returned_apart_is_kept_apart() -> None:
+    _, result = drive(None, ["Hello"], [say("fine", reasoning="hm")])
+    assert result.row["messages"][-1] == {"role": "assistant", "content": "fine", "reasoning_content": "hm"}
+
+
+def test_a_journal_cuts_off_a_half_written_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for half in (b'{"id": "c", "mess', b'{"id": "c"}', b""):
+        path.write_bytes(b'{"id": "a"}\n{"id": "b"}\n' + half)
+        with Journal(path) as journal:
+            assert journal.ids == {"a", "b"}
+            journal.append({"id": "d", "text": "ü"})
+            lines = path.read_text().splitlines()  # flushed before the journal is closed
+        assert [json.loads(line)["id"] for line in lines] == ["a", "b", "d"]
+
+
+def test_a_journal_refuses_foreign_files_and_second_writers(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": "a"}\n{"text": "b"}\n')
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 2: holds no row with an id"):
+        Journal(path)
+    path.unlink()
+    with Journal(path), pytest.raises(ValueError, match="being written by another process"):
+        Journal(path)
+
+
+def test_rows_are_put_in_the_order_of_the_input(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"id": identity} for identity in "dxbcya"])
+    sort_rows(path, {identity: position for position, identity in enumerate("abcd")})
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == list("abcdxy")

@@ -1,0 +1,159 @@
+"""`slipstream frequency-map` against collections.Counter."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import load_from_disk
+
+from slipstream.data_tools import frequency_map, prepare
+from slipstream.data_tools.dataset import write_dataset
+from slipstream.models.token_map import TokenMap, read_fr_spec, read_sglang
+from slipstream.tests.data_tools.chats import CHATML, chat, write_jsonl
+
+ROWS = [{"messages": chat(f"What is {n}?", f"It is {n * n}. Hello there")} for n in range(300)]
+SPECIAL = list(range(8))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
+    """A folder with conversations (rows.jsonl) and the dataset prepared from them (prepared)."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = write_jsonl(folder / "rows.jsonl", ROWS)
+    prepare.main(["--data", str(rows), "--target", str(target), "--output", str(folder / "prepared")])
+    return folder
+
+
+def counter(prepared: Path, *splits: str) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    for split in splits:
+        for row in load_from_disk(prepared)[split]:
+            pairs = zip(row["input_ids"], row["loss_mask"], strict=True)
+            counts.update(token for token, supervised in pairs if supervised)
+    return counts
+
+
+def chosen(counts: Counter[int], size: int) -> list[int]:
+    others = sorted(set(range(512)) - set(SPECIAL), key=lambda token: (-counts[token], token))
+    return sorted(SPECIAL + others[: size - len(SPECIAL)])
+
+
+def run(folder: Path, *arguments: object) -> TokenMap:
+    frequency_map.main([*map(str, arguments), "-o", str(folder / "map.safetensors")])
+    return TokenMap.read(folder / "map.safetensors")
+
+
+def as_counter(token_map: TokenMap) -> Counter[int]:
+    return Counter({token: count for token, count in enumerate(token_map.counts.tolist()) if count})
+
+
+def test_counts_the_supervised_training_tokens(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    token_map = run(tmp_path, "--data", data / "prepared", "--size", 40)
+    counts = counter(data / "prepared", "train")
+    report = json.loads((data / "prepared" / "report.json").read_text())
+    assert as_counter(token_map) == counts
+    assert token_map.ids.tolist() == chosen(counts, 40)
+    assert token_map.vocab_size == 512
+    metadata = token_map.metadata
+    assert (metadata["tokens_seen"], metadata["kept_ids"]) == (counts.total(), SPECIAL)
+    assert (metadata["tokenizer_hash"], metadata["data_hash"]) == (report["tokenizer_hash"], report["data_hash"])
+    covered = sum(counts[token] for token in chosen(counts, 40)) / counts.total()
+    assert metadata["coverage"] == {"40": round(covered, 6), "512": 1.0}
+    output = capsys.readouterr().out
+    assert f"40 of 512 tokens (8% of the vocabulary) cover {covered:.2%} of {counts.total():,} answer tokens" in output
+    assert f"        40  {covered:8.2%}  " + "#" * round(40 * covered) in output
+
+
+def test_default_size_is_a_quarter_of_the_vocabulary(tmp_path: Path, data: Path) -> None:
+    assert len(run(tmp_path, "--data", data / "prepared").ids) == 128
+
+
+def test_splits_shards_and_threads_add_up(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frequency_map, "SHARD_ROWS", 7)
+    token_map = run(tmp_path, "--data", data / "prepared", "--split", "heldout", "--num-proc", 3)
+    assert as_counter(token_map) == counter(data / "prepared", "heldout")
+    twice = run(tmp_path, "--data", data / "prepared", data / "prepared", "--num-proc", 2)
+    once = counter(data / "prepared", "train")
+    assert as_counter(twice) == once + once
+
+
+def test_conversations_count_as_their_prepared_dataset(tmp_path: Path, data: Path, target: Path) -> None:
+    raw = run(tmp_path, "--data", data / "rows.jsonl", "--target", target, "--size", 40)
+    assert as_counter(raw) == counter(data / "prepared", "train", "heldout")
+
+
+def test_merged_maps_add_their_counts_in_any_order(tmp_path: Path, data: Path) -> None:
+    for split in ("train", "heldout"):
+        run(tmp_path, "--data", data / "prepared", "--split", split).write(tmp_path / f"{split}.safetensors")
+    parts = [tmp_path / "train.safetensors", tmp_path / "heldout.safetensors"]
+    merged = run(tmp_path, "--merge", *parts, "--size", 40)
+    counts = counter(data / "prepared", "train", "heldout")
+    assert as_counter(merged) == counts
+    assert merged.ids.tolist() == chosen(counts, 40)
+    again = run(tmp_path, "--merge", *reversed(parts), "--size", 40)
+    assert again.metadata == merged.metadata
+    assert merged.metadata["data_hash"] != TokenMap.read(parts[0]).metadata["data_hash"]
+
+
+def test_public_files(tmp_path: Path, data: Path) -> None:
+    files = ("--sglang-pt", tmp_path / "sglang.pt", "--fr-spec", tmp_path / "fr_spec.pt")
+    token_map = run(tmp_path, "--data", data / "prepared", "--size", 40, *files)
+    counts = counter(data / "prepared", "train")
+    assert read_sglang(tmp_path / "sglang.pt").tolist() == token_map.ids.tolist() == chosen(counts, 40)
+    by_count = sorted(chosen(counts, 40), key=lambda token: (-counts[token], token))
+    assert read_fr_spec(tmp_path / "fr_spec.pt") == by_count
+
+
+def write_tokens(path: Path, ids: list[int]) -> None:
+    """A prepared dataset with one training row of these supervised tokens."""
+    row = (np.array(ids, np.int32), np.ones(len(ids), np.bool_))
+    report = {"vocab_size": 512, "kept_ids": SPECIAL, "tokenizer_hash": "other"}
+    write_dataset([row], path, heldout=0, seed=0, describe=lambda: report)
+
+
+def error(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object) -> str:
+    with pytest.raises(SystemExit):
+        run(folder, *arguments)
+    assert not (folder / "map.safetensors").exists()
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_ids_outside_the_vocabulary_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (512, -1):
+        write_tokens(tmp_path / f"data{wrong}", [10, wrong])
+        message = error(capsys, tmp_path, "--data", tmp_path / f"data{wrong}")
+        assert f"token id {wrong} lies outside the vocabulary of 512 tokens" in message
+
+
+def test_other_tokenizers_are_refused(
+    tmp_path: Path, data: Path, target: Path, make_folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tokens(tmp_path / "foreign", [10, 11])
+    both = error(capsys, tmp_path, "--data", data / "prepared", tmp_path / "foreign")
+    assert "different tokenizers" in both
+    assert "with another tokenizer" in error(capsys, tmp_path, "--data", tmp_path / "foreign", "--target", target)
+    # The same tokenizer in a model with more ids: the map follows the model.
+    larger = run(tmp_path, "--data", data / "prepared", "--target", make_folder(CHATML, 640))
+    assert larger.vocab_size == 640
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "either data"),
+        (("--data", "a", "--merge", "b"), "either data"),
+        (("--data", "absent"), "absent is no prepared dataset; to count conversations, name their --target"),
+        (("--merge", "absent"), "absent is missing, damaged or no safetensors file"),
+        (("--data", "PREPARED", "rows.jsonl"), "mixes prepared datasets and conversations"),
+        (("--data", "PREPARED", "--split", "test"), "split is 'test'; "),
+        (("--data", "PREPARED", "--size", "4"), "size is 4; it must hold the 8 special"),
+    ],
+)
+def test_impossible_runs_get_one_sentence(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    words = [str(data / "prepared") if word == "PREPARED" else word for word in arguments]
+    assert message in error(capsys, tmp_path, *words)

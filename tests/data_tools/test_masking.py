@@ -1,0 +1,159 @@
+"""Loss masks against tokens put together by hand, for templates with and without generation tags."""
+
+import datetime
+from typing import Any
+
+import pytest
+
+from slipstream.data_tools.chat_template import ChatTemplate, RowDropped, freeze_date, has_generation_tag
+from slipstream.data_tools.masking import mask_conversation
+from slipstream.tests.data_tools.chats import (
+    CHATML,
+    CHATML_TAGGED,
+    LLAMA,
+    THINKING,
+    Pieces,
+    build_tokenizer,
+    chat,
+    join,
+)
+
+CONVERSATION = [{"role": "system", "content": "You are fine."}, *chat("Hello there", "How are you?", "What?", "four. ")]
+CHATML_PIECES = [
+    ("<|im_start|>system\n", False),
+    ("You are fine.<|im_end|>\n<|im_start|>user\n", False),
+    ("Hello there<|im_end|>\n<|im_start|>assistant\n", False),
+    ("How are you?<|im_end|>", True),
+    ("\n<|im_start|>user\n", False),
+    ("What?<|im_end|>\n<|im_start|>assistant\n", False),
+    ("four. <|im_end|>", True),
+]
+LLAMA_PIECES = [
+    ("<s><|head|>system<|/head|>Today: 05 Mar 2023<|eot|>", False),
+    ("<|head|>system<|/head|>\n\n", False),
+    ("You are fine.<|eot|><|head|>user<|/head|>\n\n", False),
+    ("Hello there<|eot|><|head|>assistant<|/head|>\n\n", False),
+    ("How are you?<|eot|>", True),
+    ("<|head|>user<|/head|>\n\n", False),
+    ("What?<|eot|><|head|>assistant<|/head|>\n\n", False),
+    ("four.<|eot|>", True),
+]
+
+
+def mask(template: str, messages: list[Any], *, turns: Any = "all", end: str = "<|im_end|>") -> Any:
+    tokenizer = build_tokenizer(template, end)
+    wrapped = ChatTemplate(tokenizer, date="2023-03-05", variables={})
+    return mask_conversation(wrapped, messages, None, turns=turns, end_ids=frozenset([tokenizer.eos_token_id]))
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "pieces"),
+    [
+        (CHATML_TAGGED, "<|im_end|>", [*CHATML_PIECES, ("\n", False)]),
+        (CHATML, "<|im_end|>", [*CHATML_PIECES, ("\n", False)]),
+        (LLAMA, "<|eot|>", LLAMA_PIECES),
+    ],
+    ids=["tags", "rendered", "llama"],
+)
+def test_masks_equal_the_tokens_cut_by_hand(template: str, end: str, pieces: Pieces) -> None:
+    assert mask(template, CONVERSATION, end=end) == join(build_tokenizer(template, end), pieces)
+
+
+def test_turns_last_supervises_the_last_answer_only() -> None:
+    pieces = [(text, supervised and index == 6) for index, (text, supervised) in enumerate(CHATML_PIECES)]
+    for template in (CHATML, CHATML_TAGGED):
+        assert mask(template, CONVERSATION, turns="last") == join(build_tokenizer(template), [*pieces, ("\n", False)])
+
+
+def test_tags_agree_with_transformers_token_mask() -> None:
+    tokenizer = build_tokenizer(CHATML_TAGGED)
+    expected = tokenizer.apply_chat_template(CONVERSATION, return_dict=True, return_assistant_tokens_mask=True)
+    ids, supervised = mask(CHATML_TAGGED, CONVERSATION)
+    assert ids == expected["input_ids"]
+    assert [int(value) for value in supervised] == expected["assistant_masks"]
+
+
+def test_turns_after_the_last_answer_are_left_out() -> None:
+    assert mask(CHATML, [*CONVERSATION, {"role": "user", "content": "more"}]) == mask(CHATML, CONVERSATION)
+
+
+def test_without_a_known_end_token_the_whole_turn_is_supervised() -> None:
+    pieces = [*CHATML_PIECES[:3], ("How are you?<|im_end|>\n", True)]
+    assert mask(CHATML, CONVERSATION[:3], end="<|eot|>") == join(build_tokenizer(CHATML), pieces)
+
+
+THINKING_CHAT = chat("Hello", "<think>hm</think>fine", "What?", "<think>so</think>four")
+
+
+def test_rewritten_history_drops_the_row_but_not_its_last_answer() -> None:
+    with pytest.raises(RowDropped, match="history_rewritten"):
+        mask(THINKING, THINKING_CHAT)
+    pieces = [
+        ("<|im_start|>user\n", False),
+        ("Hello<|im_end|>\n<|im_start|>assistant\n", False),
+        ("fine<|im_end|>\n<|im_start|>user\n", False),
+        ("What?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("<think>so</think>four<|im_end|>", True),
+        ("\n", False),
+    ]
+    assert mask(THINKING, THINKING_CHAT, turns="last") == join(build_tokenizer(THINKING), pieces)
+
+
+def test_single_turn_of_a_thinking_template_is_kept() -> None:
+    ids, supervised = mask(THINKING, THINKING_CHAT[:2])
+    text = build_tokenizer(THINKING).decode([token for token, value in zip(ids, supervised, strict=True) if value])
+    assert text == "<think>hm</think>fine<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        # "Assistant:" + " " is how the prompt ends, but " fine" is one token with its space.
+        ("{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
+         "{% if add_generation_prompt %}assistant: {% endif %}", chat("Hello", "fine"), "unstable_boundary"),
+        ("{% for m in messages %}{{ '<|head|>' + m['content'] }}{% endfor %}"
+         "{% if add_generation_prompt %}<|head|><think>{% endif %}", chat("Hello", "fine"), "prompt_rewritten"),
+        (CHATML, chat("Hello", "fine")[1:], "starts_with_assistant"),
+        (CHATML, chat("Hello"), "no_assistant_turn"),
+        ("{{ raise_exception('roles must alternate') }}", chat("Hello", "fine"), "template_refuses: roles must"),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_masked_are_dropped_with_a_reason(template: str, messages: list[Any], reason: str) -> None:
+    with pytest.raises(RowDropped, match=reason):
+        mask(template, messages)
+
+
+def test_a_tag_inside_a_comment_or_text_is_no_tag() -> None:
+    assert has_generation_tag("a{%- generation -%}b{%- endgeneration -%}")
+    assert not has_generation_tag("{# {% generation %} #}{% raw %}{% generation %}{% endraw %}{{ generation }}")
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0]['content'] }}{% generation %}{% endgeneration %}",
+                                      "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}"])  # fmt: skip
+def test_tags_that_mark_nothing_or_everything_are_refused(template: str) -> None:
+    with pytest.raises(ValueError, match="mark nothing, or everything"):
+        mask(template, CONVERSATION)
+
+
+def test_missing_and_broken_templates_are_refused() -> None:
+    with pytest.raises(ValueError, match="no chat template; give one with --chat-template"):
+        ChatTemplate(build_tokenizer(None), date="2024-07-26", variables={})
+    for broken in ("{% if %}", "{{ 'a"):
+        with pytest.raises(ValueError, match="not valid Jinja"):
+            mask(broken, CONVERSATION)
+
+
+def test_template_variables_reach_the_template() -> None:
+    wrapped = ChatTemplate(build_tokenizer("{{ mood }}{{ bos_token }}"), date="2024-07-26", variables={"mood": "calm"})
+    assert wrapped.render(chat("x"), None) == "calm<s>"
+
+
+def test_a_frozen_date_changes_nothing_else() -> None:
+    source = "  {%- if true %}\n    {%- set d = strftime_now('%d %b %Y, %A') %}\n{%- endif %}\n{{ d }} end\n"
+    tokenizer = build_tokenizer(source)
+    unfrozen = tokenizer.apply_chat_template(chat("x"), tokenize=False)
+    frozen = freeze_date(source, datetime.date(2023, 3, 5))
+    rendered = tokenizer.apply_chat_template(chat("x"), chat_template=frozen, tokenize=False)
+    assert rendered == "05 Mar 2023, Sunday" + unfrozen[unfrozen.index(" end") :]
+    assert unfrozen[0].isdigit()
+    assert freeze_date("no date", datetime.date(2023, 3, 5)) == "no date"

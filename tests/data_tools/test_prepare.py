@@ -1,0 +1,218 @@
+"""`slipstream prepare` from file to dataset."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Features, List, Value, load_from_disk
+from transformers import AutoTokenizer
+
+from slipstream.data_tools import tokenization
+from slipstream.data_tools.prepare import main
+from slipstream.tests.data_tools.chats import CHATML, LLAMA, THINKING, chat, join, write_jsonl
+
+ROWS = [{"id": str(n), "split": "ab"[n % 2], "messages": chat(f"What is {n}?", f"It is {n}.")} for n in range(20)]
+
+
+def expected(target: Path, number: int) -> tuple[list[int], list[bool]]:
+    pieces = [
+        ("<|im_start|>user\n", False),
+        (f"What is {number}?<|im_end|>\n<|im_start|>assistant\n", False),
+        (f"It is {number}.<|im_end|>", True),
+        ("\n", False),
+    ]
+    return join(AutoTokenizer.from_pretrained(target), pieces)
+
+
+def prepare(folder: Path, target: Path, rows: list[Any], *options: str) -> tuple[Any, dict[str, Any]]:
+    """The dataset and the report of one run."""
+    data = write_jsonl(folder / "rows.jsonl", rows)
+    main(["--data", str(data), "--target", str(target), "--output", str(folder / "out"), "--overwrite", *options])
+    return load_from_disk(folder / "out"), json.loads((folder / "out" / "report.json").read_text())
+
+
+def as_set(dataset: Any, *splits: str) -> set[tuple[tuple[int, ...], tuple[bool, ...]]]:
+    return {(tuple(row["input_ids"]), tuple(row["loss_mask"])) for split in splits for row in dataset[split]}
+
+
+def test_dataset_and_report(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dataset, report = prepare(tmp_path, target, ROWS, "--heldout", "0.2")
+    rows = [expected(target, number) for number in range(20)]
+    assert as_set(dataset, "train", "heldout") == {(tuple(ids), tuple(mask)) for ids, mask in rows}
+    assert not as_set(dataset, "train") & as_set(dataset, "heldout")
+    assert report["split_rows"] == {"train": 16, "heldout": 4}
+    assert (report["rows_in"], report["rows_kept"], report["rows_dropped"]) == (20, 20, {})
+    assert report["tokens"] == sum(len(ids) for ids, _ in rows)
+    assert report["supervised_tokens"] == sum(sum(mask) for _, mask in rows)
+    assert report["vocab_size"] == 512
+    assert report["kept_ids"] == list(range(8))
+    assert dataset["train"].features == Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("bool"))})
+    assert (
+        "<|im_start|>user\nWhat is 0?<|im_end|>\n<|im_start|>assistant\n⟦It is 0.<|im_end|>⟧" in capsys.readouterr().out
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl"]
+
+
+def test_seed_decides_the_order(tmp_path: Path, target: Path) -> None:
+    def order(*options: str) -> tuple[list[Any], str]:
+        dataset, report = prepare(tmp_path, target, ROWS, *options)
+        return list(dataset["train"]["input_ids"]), report["data_hash"]
+
+    assert order("--seed", "1") == order("--seed", "1")
+    assert order("--seed", "1")[0] != order("--seed", "2")[0]
+    assert order("--seed", "1")[1] != order("--seed", "2")[1]
+    assert order("--heldout", "0")[1] != order("--heldout", "0.5")[1]
+
+
+def test_processes_change_nothing(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenization, "CHUNK_ROWS", 5)
+    rows = [{"messages": chat(f"What is {n}?", f"It is {n}.")} for n in range(200)]
+    rows[150] = {"messages": chat("no answer")}
+    one, two = (prepare(tmp_path, target, rows, "--num-proc", processes) for processes in "12")
+    assert list(one[0]["train"]["input_ids"]) == list(two[0]["train"]["input_ids"])
+    assert {**one[1], "options": None} == {**two[1], "options": None}
+    assert one[1]["rows_kept"] == 199
+
+
+def test_a_held_out_file_is_that_split_in_its_order(tmp_path: Path, target: Path) -> None:
+    other = write_jsonl(tmp_path / "other.jsonl", ROWS[15:])
+    dataset, report = prepare(tmp_path, target, ROWS[:15], "--heldout-data", str(other))
+    assert list(dataset["heldout"]["input_ids"]) == [expected(target, number)[0] for number in range(15, 20)]
+    assert as_set(dataset, "train") == {tuple(map(tuple, expected(target, number))) for number in range(15)}
+    assert (report["rows_in"], report["split_rows"]) == (20, {"train": 15, "heldout": 5})
+
+
+def test_where_and_limit(tmp_path: Path, target: Path) -> None:
+    dataset, report = prepare(tmp_path, target, ROWS, "--where", "split=b", "--limit", "4", "--heldout", "0")
+    assert as_set(dataset, "train") == {tuple(map(tuple, expected(target, number))) for number in (1, 3, 5, 7)}
+    assert (report["rows_in"], report["rows_filtered"], len(dataset["heldout"])) == (4, 4, 0)
+
+
+def test_long_rows_are_cut_and_rows_with_too_little_left_dropped(tmp_path: Path, target: Path) -> None:
+    ids, mask = expected(target, 1)
+    length = mask.index(True) + 2
+    longer = {"messages": chat("What is 1? " * 9, "It is 1.")}
+    options = ("--max-length", str(length), "--min-supervised", "2", "--heldout", "0")
+    dataset, report = prepare(tmp_path, target, [ROWS[1], longer], *options)
+    assert as_set(dataset, "train") == {(tuple(ids[:length]), tuple(mask[:length]))}
+    assert (report["rows_truncated"], report["rows_dropped"]) == (1, {"too_few_supervised_tokens": 1})
+    assert "0 of" in report["dropped_examples"]["too_few_supervised_tokens"][0]
+
+
+def test_every_format_meets_in_one_dataset(tmp_path: Path, target: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    rows = [
+        {"conversations": [{"from": "human", "value": "What is 1?"}, {"from": "gpt", "value": "It is 1."}]},
+        {"prompt": "What is 2?", "completion": "It is 2."},
+        {"text": "Hello there"},
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "messages": chat("not", "used")},
+    ]
+    dataset, _ = prepare(tmp_path, target, rows, "--heldout", "0")
+    text = tokenizer("Hello there")["input_ids"]
+    assert as_set(dataset, "train") == {
+        *(tuple(map(tuple, expected(target, number))) for number in (1, 2)),
+        (tuple(text), (True,) * len(text)),
+        ((5, 6, 7), (False, True, True)),
+    }
+
+
+def test_target_without_template_takes_plain_completions(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    target = make_folder(None)
+    dataset, report = prepare(tmp_path, target, [{"prompt": "What?\n", "completion": "It is."}], "--heldout", "0")
+    pieces = [("What?\n", False), ("It is.<|im_end|>", True)]
+    ids, mask = join(AutoTokenizer.from_pretrained(target), pieces)
+    assert as_set(dataset, "train") == {(tuple(ids), tuple(mask))}
+    assert report["vocab_size"] == 315  # no model config: the tokenizer's
+
+
+def test_dropped_rows_are_counted_by_reason(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    thinking = chat("Hello", "<think>hm</think>fine", "What?", "four")
+    rows = [ROWS[0], {"messages": thinking}, {"messages": chat("What?")}, {"messages": chat("a", "b")[1:]}]
+    _, report = prepare(tmp_path, make_folder(THINKING), rows, "--heldout", "0")
+    assert report["rows_dropped"] == {"history_rewritten": 1, "no_assistant_turn": 1, "starts_with_assistant": 1}
+    assert "rows.jsonl, line 2" in report["dropped_examples"]["history_rewritten"][0]
+    _, report = prepare(tmp_path, make_folder(THINKING), rows[:2], "--heldout", "0", "--turns", "last")
+    assert report["rows_dropped"] == {}
+
+
+def test_the_date_in_a_template_is_frozen_and_said(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    target = make_folder(LLAMA, end="<|eot|>")
+    dataset, report = prepare(tmp_path, target, ROWS[:1], "--heldout", "0", "--date", "2023-03-05")
+    text = AutoTokenizer.from_pretrained(target).decode(dataset["train"][0]["input_ids"])
+    assert "Today: 05 Mar 2023" in text
+    assert report["frozen_date"] == "2023-03-05"
+
+
+def test_chat_template_file_and_variables(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    (tmp_path / "mine.jinja").write_text("{{ greeting }}" + CHATML)
+    options = ("--chat-template", str(tmp_path / "mine.jinja"), "--template.greeting", "<s>", "--heldout", "0")
+    target = make_folder(None)
+    dataset, _ = prepare(tmp_path, target, ROWS[3:4], *options)
+    ids, mask = expected(target, 3)
+    assert as_set(dataset, "train") == {((0, *ids), (False, *mask))}
+
+
+def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    foreign = {"input_ids": [5], "loss_mask": [1], "tokenizer_hash": "other"}
+    bad = [{"messages": []}, {"input_ids": [512], "loss_mask": [1]}, foreign]
+    data = write_jsonl(tmp_path / "rows.jsonl", [*ROWS[:3], *bad])
+    with data.open("a") as file:
+        file.write('{"messages": [')  # cut short
+    arguments = ["--data", str(data), "--target", str(target), "--output", str(tmp_path / "out"), "--heldout", "0"]
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(
+        f"slipstream prepare: error: {data}, line 4: the conversation is not a list, or it is empty"
+    )
+    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    main([*arguments, "--skip-bad"])
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["rows_in"], report["rows_kept"], report["rows_dropped"]) == (7, 3, {"malformed": 4})
+    assert "outside the vocabulary of 512" in report["dropped_examples"]["malformed"][1]
+    assert "line 6: its input_ids come from another tokenizer" in report["dropped_examples"]["malformed"][2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([], (), "no row to prepare; the data is empty"),
+        (ROWS[:2], ("--where", "split=z"), "no row to prepare; all 2 rows fail --where"),
+        (ROWS[:2], ("--where", "part=a"), "no column 'part' as `where` asks; it has id, messages, split"),
+        ([{"messages": chat("x")}], (), r"none of 1 rows could be kept \(no_assistant_turn 1\)"),
+        (ROWS[:1], ("--heldout", "0.5"), "leaves no row of 1 for training"),
+        (ROWS[:1], ("--target", "/absent"), "target /absent does not exist"),
+        (ROWS[:1], ("--target", ""), "target is empty"),
+        (ROWS[:1], ("--chat-template", "/absent"), "No such file"),
+    ],
+)
+def test_impossible_runs_get_one_sentence(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str], rows: Any, options: Any, message: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        prepare(tmp_path, target, rows, *options)
+    assert caught.value.code == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("slipstream prepare: error: ")
+    assert re.search(message, error)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_an_existing_output_is_kept(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(tmp_path, target, ROWS)
+    with pytest.raises(SystemExit):
+        main(["--data", "unread.jsonl", "--target", str(target), "--output", str(tmp_path / "out")])
+    assert "exists; name another folder or add --overwrite" in capsys.readouterr().err
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(
+    tmp_path: Path, make_folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        prepare(tmp_path, make_folder(CHATML, 300), ROWS)
+    assert "token id 314, its config.json a vocab_size of 300" in capsys.readouterr().err

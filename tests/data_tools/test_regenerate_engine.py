@@ -1,0 +1,183 @@
+"""`slipstream regenerate` with an engine in the same process: answers, options, drops, interrupts."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+
+from slipstream.data_tools import prepare, regenerate
+from slipstream.models.checkpoint import tokenizer_hash
+from slipstream.serve.request import Output
+from slipstream.tests.data_tools.chats import CHATML, LLAMA, build_tokenizer, chat
+from slipstream.tests.data_tools.fake_answers import FakeLLM
+from slipstream.tests.data_tools.regeneration import EXPECTED, ROWS, answered, error, lines, report, run
+from slipstream.tests.random_targets import SHAPE, save_random_target
+
+
+@pytest.fixture
+def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
+    """The engines that programs made, in place of the real one."""
+    made: list[FakeLLM] = []
+
+    def make(*arguments: Any, **options: Any) -> FakeLLM:
+        made.append(FakeLLM(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(regenerate, "LLM", make)
+    return made
+
+
+def test_engine_answers_every_turn(tmp_path: Path, target: Path, llms: list[FakeLLM]) -> None:
+    rows = run(tmp_path, "--target", target, "--temperature", 0.7, "--engine.max_running", 3, "--draft", "d")
+    assert [row["id"] for row in rows] == [row["id"] for row in ROWS]
+    assert [row["messages"] for row in rows] == EXPECTED
+    (llm,) = llms
+    assert llm.options == {"draft": "d", "revision": None, "trust_remote_code": False, "max_running": 3}
+    assert llm.most_running == llm.room
+    assert {request.params.temperature for request in llm.requests} == {0.7}
+    assert (report(tmp_path)["rows_in"], report(tmp_path)["rows_kept"]) == (30, 30)
+    assert "input_ids" not in rows[4]  # three answers
+
+
+@pytest.mark.usefixtures("llms")
+def test_engine_rows_hold_the_exact_tokens_and_prepare_takes_them(tmp_path: Path, target: Path) -> None:
+    rows = run(tmp_path, "--target", target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    for row, messages in zip(rows, EXPECTED, strict=True):
+        if row["id"] == "row4":
+            continue
+        prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
+        answer = tokenizer(messages[-1]["content"] + "<|im_end|>")["input_ids"]
+        assert row["input_ids"] == prompt + answer
+        assert row["loss_mask"] == [0] * len(prompt) + [1] * len(answer)
+    assert {row.get("tokenizer_hash") for row in rows} == {None, tokenizer_hash(tokenizer)}
+    out = str(tmp_path / "prepared")
+    prepare.main(["--data", str(tmp_path / "out.jsonl"), "--target", str(target), "--output", out])
+    prepared = json.loads((tmp_path / "prepared" / "report.json").read_text())
+    assert prepared["rows_kept"] == 30
+
+
+@pytest.mark.usefixtures("llms")
+def test_turns_that_come_due_when_no_dialogue_is_left(tmp_path: Path, target: Path) -> None:
+    rows = run(tmp_path, "--target", target, rows=ROWS[4:5])
+    assert [row["messages"] for row in rows] == EXPECTED[4:5]
+
+
+@pytest.mark.usefixtures("llms")
+def test_answers_depend_on_seed_and_id_alone(tmp_path: Path, target: Path) -> None:
+    whole = run(tmp_path, "--target", target, "--seed", 5)
+    assert [row["messages"] for row in whole] == [answered(row, 5) for row in ROWS]
+    alone = run(tmp_path, "--target", target, "--seed", 5, "--overwrite", rows=ROWS[7:8])
+    assert alone == [whole[7]]
+
+
+def test_the_context_bounds_answers_and_prompts(tmp_path: Path, target: Path, llms: list[FakeLLM]) -> None:
+    long = {"id": "long", "messages": chat("What is it? " * 30)}
+    rows = run(tmp_path, "--target", target, "--engine.max_model_len", 60, rows=[*ROWS[:2], long])
+    assert [row["id"] for row in rows] == ["row0", "row1"]
+    assert report(tmp_path)["rows_dropped"] == {"prompt_too_long": 1}
+    assert all(len(request.prompt) + request.params.max_tokens == 60 for request in llms[0].requests)
+
+
+def test_cut_answers(tmp_path: Path, target: Path, llms: list[FakeLLM]) -> None:
+    rows = run(tmp_path, "--target", target, "--max-tokens", 3, rows=ROWS[:2])
+    assert [row["finish_reason"] for row in rows] == ["length", "length"]
+    assert [sum(row["loss_mask"]) for row in rows] == [3, 3]
+    options = ("--target", target, "--max-tokens", 3, "--cut", "drop", "--overwrite")
+    assert run(tmp_path, *options, rows=ROWS[:2]) == []
+    assert report(tmp_path)["rows_dropped"] == {"cut_by_max_tokens": 2}
+    run(tmp_path, *options[:-1], rows=ROWS[:2])
+    assert llms[-1].requests == []  # what was dropped on purpose is not tried again
+
+
+@pytest.mark.usefixtures("llms")
+def test_rows_that_the_engine_ends_are_failures(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def stream(_: FakeLLM, requests: Any) -> Iterator[Output]:
+        for request in requests:
+            yield Output(request_id=request.id, tokens=[], finish_reason="abort", error="out of pages")
+
+    monkeypatch.setattr(FakeLLM, "stream", stream)
+    assert "2 rows failed (out of pages)" in error(capsys, tmp_path, "--target", target, rows=ROWS[:2])
+    assert report(tmp_path)["rows_failed"] == 2
+
+
+def test_a_run_is_continued_where_it_was_interrupted(
+    tmp_path: Path, target: Path, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(tmp_path, "--target", target)
+    stream = FakeLLM.stream
+
+    def interrupted(self: FakeLLM, requests: Any) -> Iterator[Output]:
+        for number, output in enumerate(stream(self, requests)):
+            if number == 40:
+                raise KeyboardInterrupt
+            yield output
+
+    monkeypatch.setattr(FakeLLM, "stream", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        run(tmp_path, "--target", target, "--overwrite")
+    assert caught.value.code == 130
+    monkeypatch.setattr(FakeLLM, "stream", stream)
+    begun = lines(tmp_path)
+    assert 0 < len(begun) < 30
+    assert run(tmp_path, "--target", target) == whole
+    assert len({request.id for request in llms[-1].requests}) == 30 - len(begun)
+
+
+@pytest.mark.usefixtures("llms")
+def test_a_file_has_one_recipe(tmp_path: Path, target: Path, capsys: Any) -> None:
+    run(tmp_path, "--target", target, rows=ROWS[:2])
+    assert "seed is 1, but" in error(capsys, tmp_path, "--target", target, "--seed", 1)
+    assert "was begun with 0" in error(capsys, tmp_path, "--target", target, "--seed", 1)
+    assert len(run(tmp_path, "--target", target, rows=ROWS[:3])) == 3  # more data is no other recipe
+    (tmp_path / "out.jsonl.report").unlink()
+    assert "name another or add --overwrite" in error(capsys, tmp_path, "--target", target)
+
+
+def test_the_date_in_prompts_is_frozen(
+    tmp_path: Path, make_folder: Callable[..., Path], llms: list[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, "--target", make_folder(LLAMA, end="<|eot|>"), "--date", "2023-03-05", rows=ROWS[:2])
+    assert "frozen at 2023-03-05" in capsys.readouterr().out
+    assert "Today: 05 Mar 2023<|eot|>" in llms[0].tokenizer.decode(llms[0].requests[0].prompt)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "target and endpoint are empty"),
+        (("--endpoint", "x", "--draft", "d"), "draft and engine are for a target in this process"),
+        (("--target", "x", "--engine.speed", "9"), "engine has no option speed"),
+        (("--target", "x", "--temperature", "-1"), "temperature is -1.0"),
+        (("--target", "x", "--concurrency", "0"), "concurrency is 0"),
+        (("--target", "/absent"), "target /absent does not exist"),
+    ],
+)
+def test_bad_options_get_one_sentence(tmp_path: Path, options: tuple[str, ...], message: str, capsys: Any) -> None:
+    assert message in error(capsys, tmp_path, *options)
+
+
+@pytest.mark.usefixtures("llms")
+def test_empty_data_is_an_error(tmp_path: Path, target: Path, capsys: Any) -> None:
+    assert "no conversation to answer" in error(capsys, tmp_path, "--target", target, rows=[])
+
+
+def test_the_real_engine_writes_what_the_target_generates(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(CHATML)
+    shape = {**SHAPE, "vocab_size": 320, "head_dim": 16, "eos_token_id": tokenizer.eos_token_id}
+    save_random_target(Qwen3Config(**shape), tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = run(tmp_path, "--target", tmp_path / "model", "--max-tokens", 12, rows=ROWS[:6])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="float32")
+    for row in rows:
+        if row["id"] == "row4":
+            continue
+        prompt = tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True, return_tensors="pt")
+        generated = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0].tolist()
+        assert row["input_ids"] == generated
+        assert sum(row["loss_mask"]) == len(generated) - prompt["input_ids"].shape[1]

@@ -1,0 +1,128 @@
+"""The frozen target against transformers' own output_hidden_states and logits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from slipstream.models import frozen_target
+from slipstream.models.frozen_target import FrozenTarget, load_frozen_target
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=3)),
+}
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return FAMILIES[request.param]().eval()
+
+
+def hidden_states(model: PreTrainedModel, tokens: Tensor) -> list[Tensor]:
+    """Our ids: output of layer i, then the state after the final norm."""
+    with torch.no_grad():
+        return list(model(input_ids=tokens, output_hidden_states=True).hidden_states[1:])
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 4), (3, 1), (4, 0, 2)])
+def test_features_are_the_named_states_in_the_order_named(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
+    tokens = torch.randint(0, 50, (2, 9))
+    with torch.no_grad():
+        last_layer = {}
+        handle = (
+            model.get_decoder().layers[3].register_forward_hook(lambda _m, _i, output: last_layer.update(out=output))
+        )
+        states = hidden_states(model, tokens)
+        handle.remove()
+    # transformers reports the normed state in place of the last layer's output: take that from the layer itself
+    by_id = {**dict(enumerate(states[:3])), 3: last_layer["out"], 4: states[3]}
+    features, final = FrozenTarget(model, layers).features(tokens, torch.arange(9).expand(2, -1))
+    torch.testing.assert_close(features, torch.cat([by_id[layer] for layer in layers], dim=-1))
+    torch.testing.assert_close(final, states[3])
+
+
+def test_packed_documents_do_not_see_each_other(model: PreTrainedModel) -> None:
+    first, second, third = torch.randint(0, 50, (7,)), torch.randint(0, 50, (5,)), torch.randint(0, 50, (10,))
+    padding = torch.zeros(3, dtype=torch.int64)
+    tokens = torch.stack((torch.cat((first, second, padding)), torch.cat((third, padding, padding))[:15]))
+    positions = torch.zeros(2, 15, dtype=torch.int64)
+    positions[0, :7], positions[0, 7:12], positions[1, :10] = torch.arange(7), torch.arange(5), torch.arange(10)
+    features, _ = FrozenTarget(model, (1, 4)).features(tokens, positions)
+    for document, found in ((first, features[0, :7]), (second, features[0, 7:12]), (third, features[1, :10])):
+        states = hidden_states(model, document[None])
+        torch.testing.assert_close(found, torch.cat((states[1], states[3]), dim=-1)[0])
+
+
+def test_logits_in_chunks_equal_the_whole_head(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen_target, "VOCABULARY_CHUNK", 7)
+    states, ids = torch.randn(6, 16), torch.tensor([0, 3, 6, 7, 8, 20, 21, 48, 49])
+    expected = model.get_output_embeddings()(states)
+    logits, best = FrozenTarget(model, (1,)).logits(states, ids)
+    torch.testing.assert_close(logits, expected[:, ids].detach())
+    assert best.tolist() == expected.argmax(dim=-1).tolist()
+
+
+def test_equal_logits_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen_target, "VOCABULARY_CHUNK", 7)
+    model = FAMILIES["llama"]()
+    model.lm_head.weight.data[[12, 30]] = 9.0  # in different chunks
+    assert FrozenTarget(model, (1,)).logits(torch.ones(1, 16), torch.arange(50))[1].tolist() == [12]
+
+
+def test_nothing_is_trained_and_the_head_is_not_run() -> None:
+    model = FAMILIES["llama"]().train()
+    target = FrozenTarget(model, (1,))
+    calls = []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    features, final = target.features(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None])
+    assert not calls
+    assert not features.requires_grad
+    assert not final.requires_grad
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_initial_weights_are_the_head_the_final_norm_and_the_last_mlp() -> None:
+    model = FAMILIES["qwen3"]()
+    head, norm, mlp = FrozenTarget(model, (1,)).initial_weights()
+    assert head is model.model.embed_tokens.weight  # tied
+    assert norm is model.model.norm.weight
+    assert mlp["down_proj"] is model.model.layers[3].mlp.down_proj.weight
+    assert set(mlp) == {"gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("layers", [(5,), (-1, 2), (1, 1), ()])
+def test_bad_feature_layers_are_refused(layers: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="feature_layers is"):
+        FrozenTarget(FAMILIES["llama"](), layers)
+
+
+def test_loads_a_bf16_checkpoint_in_fp32_on_the_cpu(tmp_path: Path) -> None:
+    FAMILIES["llama"]().to(torch.bfloat16).save_pretrained(tmp_path)
+    target = load_frozen_target(tmp_path, (1,), torch.device("cpu"))
+    assert target.embed(torch.tensor([3])).dtype == torch.float32

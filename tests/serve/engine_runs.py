@@ -1,0 +1,82 @@
+"""What the engine's tests share: engines over tiny targets, prompts, and running requests to their end."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.serve.engine import Engine
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
+
+VOCAB = 120  # of the tiny targets
+
+
+def build_engine(target: Path, draft: Path | str = "none", **options: Any) -> Engine:
+    config: dict[str, Any] = {"target": str(target), "draft": str(draft), "max_running": 8, "kv_cache_tokens": 2048}
+    return Engine(EngineConfig(**config | options))
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    """Without the targets' special ids."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB) for _ in range(length)]
+
+
+def make_request(name: str, prompt: list[int], **params: Any) -> Request:
+    return Request(id=name, prompt=prompt, params=SamplingParams(**{"max_tokens": 24, "temperature": 0.0} | params))
+
+
+@dataclass(slots=True)
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # index of the first token of each output
+    finish_reason: FinishReason | None = None
+    stats: RequestStats | None = None
+
+    @property
+    def counts(self) -> RequestStats:
+        assert self.stats is not None, "the request has not ended"
+        return self.stats
+
+
+def collect(outputs: list[Output], answers: dict[str, Answer]) -> None:
+    for output in outputs:
+        assert output.error is None
+        answer = answers.setdefault(output.request_id, Answer())
+        assert answer.finish_reason is None, "an output after the last one"
+        answer.starts.append(len(answer.tokens))
+        answer.tokens += output.tokens
+        answer.finish_reason, answer.stats = output.finish_reason, output.stats
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[str, Answer]:
+    """Answers by request id, once all have ended and nothing is left behind."""
+    answers: dict[str, Answer] = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        collect(engine.step(), answers)
+    engine.scheduler.check()
+    assert engine.num_open == 0
+    assert answers.keys() == {request.id for request in requests}
+    for answer in answers.values():
+        assert answer.finish_reason is not None
+        assert answer.counts.completion_tokens == len(answer.tokens)
+    return answers
+
+
+def inside_drafts(answer: Answer) -> list[int]:
+    """Indices of tokens that came first among several of one round: an answer that ends there ends inside a draft."""
+    ends = [*answer.starts[1:], len(answer.tokens)]
+    return [start for start, end in zip(answer.starts, ends, strict=True) if end - start > 1]
+
+
+def tokens_of(answers: dict[str, Answer]) -> dict[str, list[int]]:
+    return {name: answer.tokens for name, answer in answers.items()}
+
+
+def acceptance(answers: dict[str, Answer]) -> float:
+    """Accepted share of all drafted tokens."""
+    counts = [answer.counts for answer in answers.values()]
+    return sum(one.accepted_tokens for one in counts) / sum(one.drafted_tokens for one in counts)

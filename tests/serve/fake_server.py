@@ -1,0 +1,89 @@
+"""The real HTTP server around a FakeEngine process, a target for it (a tokenizer without weights), and what its tests
+share."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from slipstream.serve.launch import Server, prepare
+from slipstream.serve.options import ServeConfig
+from slipstream.tests.serve.fake_engine import FakeEngine
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MODEL = "byte-model"
+HELLO = [{"role": "user", "content": "hello"}]
+SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+TEMPLATE = (
+    "{%- for message in messages %}"
+    "{%- if message.content == 'refuse me' %}{{ raise_exception('that is refused') }}{%- endif %}"
+    "{{ '<|' + message.role + '|>' + message.content }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{{ suffix }}"
+)
+
+
+def write_target(path: Path, generation: dict[str, object] | None = None, chat: bool = True) -> Path:
+    """A folder with a byte tokenizer (4 special tokens, then one id per byte) and a generation_config.json."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(SPECIAL + alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=SPECIAL[0], additional_special_tokens=SPECIAL[1:]
+    )
+    fast.chat_template = TEMPLATE if chat else None
+    fast.save_pretrained(path)
+    (path / "generation_config.json").write_text(json.dumps(generation or {}))
+    return path
+
+
+@contextmanager
+def serving(config: ServeConfig) -> Iterator[Server]:
+    """A server with a FakeEngine process, on a thread of this process."""
+    servers: list[Server] = []
+
+    async def run() -> None:
+        async with prepare(config, FakeEngine) as server:
+            servers.append(server)
+            await server.serve([server.listener])
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    while thread.is_alive() and not (servers and servers[0].started):
+        time.sleep(0.01)
+    assert thread.is_alive(), "the server did not start"
+    try:
+        yield servers[0]
+    finally:
+        servers[0].should_exit = True
+        thread.join(30)
+        assert not thread.is_alive(), "the server did not end"
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The JSON of every server-sent event; the stream must end with [DONE]."""
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def gauge(client: httpx.Client, name: str) -> float:
+    lines = client.get("/metrics").text.splitlines()
+    return float(next(line.split()[-1] for line in lines if line.startswith(f"slipstream_{name} ")))
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come true"
+        time.sleep(0.02)

@@ -1,0 +1,265 @@
+"""Every attention backend that runs here against one loop per request, query and head."""
+
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.models.config import RopeConfig
+from slipstream.models.layers import RotaryEmbedding
+from slipstream.serve.attention.base import PHASES, Backend, Hybrid, find_backends
+from slipstream.serve.attention.sdpa import Backend as SDPABackend
+from slipstream.serve.batch import Batch, Rows
+
+NUM_LAYERS, LAYER, HEAD_DIM, NUM_ROWS, MAX_LEN, THETA = 2, 1, 8, 6, 96, 100.0
+BACKENDS = [SDPABackend]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Committed lengths and new queries of each request, and who sees whom."""
+
+    mask: str
+    lengths: tuple[int, ...]
+    query_lens: tuple[int, ...]
+    parents: tuple[tuple[int, ...], ...] = ()  # of each request's queries, trees only
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    page_size: int = 16
+
+
+def random_parents(count: int, seed: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return (-1, *(rng.randrange(node) for node in range(1, count)))
+
+
+CASES = {
+    "ragged prefill": Case(mask="causal", lengths=(0, 0, 0), query_lens=(1, 17, 40)),
+    "ragged prefill with prefix": Case(mask="causal", lengths=(16, 5, 33, 0), query_lens=(3, 20, 1, 16)),
+    "one request": Case(mask="causal", lengths=(31,), query_lens=(4,)),
+    "decode": Case(mask="causal", lengths=(1, 16, 60, 15), query_lens=(1,) * 4),
+    "chain round": Case(mask="causal", lengths=(0, 9, 14, 47), query_lens=(5,) * 4),
+    "pages of one token": Case(mask="causal", lengths=(3, 0, 21), query_lens=(4, 7, 2), page_size=1),
+    "chain round, pages of one token": Case(mask="causal", lengths=(3, 30), query_lens=(4, 4), page_size=1),
+    "one KV head": Case(mask="causal", lengths=(3, 18), query_lens=(6, 6), num_kv_heads=1),
+    "no sharing of heads": Case(mask="causal", lengths=(3, 18), query_lens=(6, 6), num_kv_heads=4),
+    "six heads for two": Case(mask="causal", lengths=(3, 18), query_lens=(6, 2), num_heads=6),
+    "block": Case(mask="block", lengths=(12, 0, 30), query_lens=(5, 5, 5)),
+    "ragged block": Case(mask="block", lengths=(12, 4), query_lens=(5, 9), page_size=1),
+    **{
+        f"tree {seed}": Case(
+            mask="tree",
+            lengths=(7, 15, 0),
+            query_lens=(9,) * 3,
+            parents=tuple(random_parents(9, 10 * seed + row) for row in range(3)),
+            page_size=(16, 1)[seed % 2],
+        )
+        for seed in range(4)
+    },
+    "chain as a tree": Case(mask="tree", lengths=(5,), query_lens=(4,), parents=((-1, 0, 1, 2),)),
+}
+
+
+def ancestors_of(node: int, parents: tuple[int, ...]) -> set[int]:
+    return {node} if parents[node] < 0 else {node} | ancestors_of(parents[node], parents)
+
+
+def visible(case: Case, request: int, query: int) -> set[int]:
+    """Which of the request's new tokens a query sees; it sees all committed ones."""
+    if case.mask == "causal":
+        return set(range(query + 1))
+    if case.mask == "block":
+        return set(range(case.query_lens[request]))
+    return ancestors_of(query, case.parents[request])
+
+
+def depth(case: Case, request: int, query: int) -> int:
+    return query if case.mask != "tree" else len(ancestors_of(query, case.parents[request])) - 1
+
+
+def turn(x: Tensor, position: int) -> Tensor:
+    """x (..., D) as complex numbers (x[i], x[i + D / 2]), each turned by its angle."""
+    half = HEAD_DIM // 2
+    angles = position * THETA ** (-torch.arange(half, dtype=torch.float64) * 2 / HEAD_DIM)
+    pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+class Scene:
+    """A cache full of noise, page tables in random order, and the committed keys and values in their slots."""
+
+    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.case, num_pages = case, NUM_ROWS * MAX_LEN // case.page_size + 1
+        shape = (NUM_LAYERS, 2, num_pages, case.page_size, case.num_kv_heads, HEAD_DIM)
+        self.cache = torch.randn(shape, generator=generator).to(dtype)
+        self.state = Rows(NUM_ROWS, MAX_LEN // case.page_size, case.page_size, 1, torch.device("cpu"))
+        pages = torch.randperm(num_pages - 1, generator=generator) + 1
+        self.state.pages.copy_(pages.view(NUM_ROWS, -1))
+        self.rows = torch.randperm(NUM_ROWS, generator=generator)[: len(case.lengths)].tolist()
+        total = sum(case.query_lens)
+        self.q = torch.randn(total, case.num_heads, HEAD_DIM, generator=generator).to(dtype)
+        self.k, self.v = (torch.randn(total, *shape[4:], generator=generator).to(dtype) for _ in range(2))
+        for request, length in enumerate(case.lengths):
+            for position in range(length):
+                keys = self.cache[LAYER, 0].flatten(0, 1)
+                keys[self.slot(request, position)] = turn(keys[self.slot(request, position)], position).to(dtype)
+
+    def slot(self, request: int, position: int) -> int:
+        page = int(self.state.pages[self.rows[request], position // self.case.page_size])
+        return page * self.case.page_size + position % self.case.page_size
+
+    def batch(self, spare: int) -> Batch:
+        """`spare`: how far the host's bounds lie above the true lengths."""
+        case = self.case
+        queries = [(request, query) for request, count in enumerate(case.query_lens) for query in range(count)]
+        matrices = [
+            [[key in visible(case, request, query) for key in range(count)] for query in range(count)]
+            for request, count in enumerate(case.query_lens)
+        ]
+        return Batch(
+            state=self.state,
+            rows=torch.tensor(self.rows),
+            lengths=torch.tensor(case.lengths),
+            positions=torch.tensor([case.lengths[request] + depth(case, request, query) for request, query in queries]),
+            slots=torch.tensor([self.slot(request, case.lengths[request] + query) for request, query in queries]),
+            query_lens=case.query_lens,
+            kv_bounds=tuple(
+                length + count + spare for length, count in zip(case.lengths, case.query_lens, strict=True)
+            ),
+            ancestors=torch.tensor(matrices) if case.mask == "tree" else None,
+        )
+
+    def expected(self) -> Tensor:
+        case, out = self.case, torch.zeros(self.q.shape, dtype=torch.float64)
+        group = case.num_heads // case.num_kv_heads
+        keys, values = self.cache[LAYER].flatten(1, 2).double()
+        start = 0
+        for request, count in enumerate(case.query_lens):
+            length = case.lengths[request]
+            past = [self.slot(request, position) for position in range(length)]
+            turned = [turn(self.k[start + j], length + depth(case, request, j)) for j in range(count)]
+            for query in range(count):
+                seen = sorted(visible(case, request, query))
+                for head in range(case.num_heads):
+                    shared = head // group
+                    q = turn(self.q[start + query, head], length + depth(case, request, query))
+                    k = [keys[slot, shared] for slot in past] + [turned[j][shared] for j in seen]
+                    v = [values[slot, shared] for slot in past] + [self.v[start + j, shared].double() for j in seen]
+                    weights = (torch.stack(k) @ q / math.sqrt(HEAD_DIM)).softmax(-1)
+                    out[start + query, head] = weights @ torch.stack(v)
+            start += count
+        return out
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_attention_equals_a_loop(name: str, backend: type[Backend], dtype: torch.dtype, tolerance: float) -> None:
+    scene = Scene(CASES[name], dtype)
+    expected, before = scene.expected(), scene.cache.clone()
+    attention = backend(scene.cache, RotaryEmbedding(RopeConfig(THETA), HEAD_DIM, MAX_LEN))
+    for spare in (0, 20):  # the second pass writes the same rows again
+        batch = scene.batch(spare)
+        attention.plan(batch)
+        out = attention.attend(scene.q, scene.k, scene.v, LAYER, CASES[name].mask)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(scene.cache[0], before[0]), "another layer's KV changed"
+    keys, values = scene.cache[LAYER].flatten(1, 2)
+    for index, (slot, position) in enumerate(zip(batch.slots.tolist(), batch.positions.tolist(), strict=True)):
+        torch.testing.assert_close(keys[slot].double(), turn(scene.k[index], position), atol=tolerance, rtol=tolerance)
+        assert torch.equal(values[slot], scene.v[index])
+    untouched = torch.ones(len(keys), dtype=torch.bool).index_fill_(0, batch.slots, False)
+    assert torch.equal(scene.cache[LAYER].flatten(1, 2)[:, untouched], before[LAYER].flatten(1, 2)[:, untouched])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_write_stores_what_attend_stores(backend: type[Backend]) -> None:
+    caches = []
+    for writes_only in (True, False):
+        scene = Scene(CASES["ragged prefill with prefix"], torch.float32)
+        attention = backend(scene.cache, RotaryEmbedding(RopeConfig(THETA), HEAD_DIM, MAX_LEN))
+        attention.plan(scene.batch(0))
+        if writes_only:
+            attention.write(scene.k, scene.v, LAYER)
+        else:
+            attention.attend(scene.q, scene.k, scene.v, LAYER, "causal")
+        caches.append(scene.cache)
+    assert torch.equal(*caches)
+
+
+def test_every_backend_of_the_folder_is_tested() -> None:
+    folder = Path(__file__).parents[2] / "serve/attention"
+    names = {path.stem for path in folder.glob("*.py")} - {"base"}
+    assert {backend.__module__.rsplit(".", 1)[-1] for backend in BACKENDS} == names
+
+
+class Recorder:
+    """A backend that notes its calls."""
+
+    needs_host_lengths = False
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def plan(self, batch: Batch) -> None:
+        self.calls.append(f"{self.name} plan")
+
+    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
+        self.calls.append(f"{self.name} write")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: str) -> Tensor:
+        self.calls.append(f"{self.name} attend")
+        return q
+
+
+def test_hybrid_hands_each_phase_to_its_backend() -> None:
+    calls: list[str] = []
+    hybrid = Hybrid(Recorder("prefill", calls), Recorder("verify", calls))
+    scene = Scene(CASES["decode"], torch.float32)
+    verify = scene.batch(0)
+    state = (verify.state, verify.rows, verify.lengths, verify.positions, verify.slots, verify.query_lens)
+    prefill = Batch(*state, verify.kv_bounds, next_tokens=torch.zeros(4, dtype=torch.int64))
+    for batch in (prefill, verify, prefill):
+        hybrid.plan(batch)
+        hybrid.write(scene.k, scene.v, 0)
+        hybrid.attend(scene.q, scene.k, scene.v, 0, "causal")
+    passes = ("prefill", "verify", "prefill")
+    assert calls == [f"{phase} {call}" for phase in passes for call in ("plan", "write", "attend")]
+
+
+def test_hybrid_needs_host_lengths_where_its_verify_backend_does() -> None:
+    calls: list[str] = []
+    needy = Recorder("flash", calls)
+    needy.needs_host_lengths = True
+    assert Hybrid(Recorder("prefill", calls), needy).needs_host_lengths
+    assert not Hybrid(needy, Recorder("verify", calls)).needs_host_lengths
+
+
+def test_backends_are_found_by_name_or_by_phase() -> None:
+    assert find_backends("sdpa") == dict.fromkeys(PHASES, SDPABackend)
+    assert find_backends("draft=sdpa,prefill=sdpa,verify=sdpa") == dict.fromkeys(PHASES, SDPABackend)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("nope", r"attention backend 'nope' does not exist; found: .*sdpa"),
+        ("base", r"attention backend 'base' does not exist; found: .*sdpa"),
+        ("", r"attention backend '' does not exist"),
+        ("prefill=sdpa,verify=nope,draft=sdpa", "attention backend 'nope' does not exist"),
+        ("prefill=sdpa,verify=sdpa", "attention is 'prefill=sdpa,verify=sdpa'; write one name or prefill=NAME"),
+        ("prefill=sdpa,verify=sdpa,decode=sdpa", "write one name or prefill=NAME,verify=NAME,draft=NAME"),
+        ("sdpa,prefill=sdpa,verify=sdpa,draft=sdpa", "write one name or prefill=NAME,verify=NAME,draft=NAME"),
+        ("prefill=sdpa,prefill=sdpa,verify=sdpa,draft=sdpa", "write one name or prefill=NAME,verify=NAME,draft=NAME"),
+    ],
+)
+def test_wrong_backend_options_name_the_fault(option: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_backends(option)

@@ -1,0 +1,128 @@
+"""The load client against the real server over a fake engine, and its figures against plain arithmetic."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.serve.bench import main, read_prompts
+from slipstream.serve.launch import Server
+from slipstream.serve.load import Answer, LoadResult, percentiles, run_load
+from slipstream.tests.serve.fake_engine import ROUND
+from slipstream.tests.serve.fake_server import HELLO
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("concurrency", [1, 5])
+def test_answers_come_in_the_order_of_the_prompts(server: Server, stream: bool, concurrency: int) -> None:
+    prompts = [*(f"prompt {index}" for index in range(7)), [104, 105], HELLO]
+    result = run_load(server.url, prompts, concurrency=concurrency, stream=stream, num_warmup=2, max_tokens=10)
+    assert result.errors == []
+    texts = [answer.text for answer in result.answers]
+    assert texts[:7] == [(f"prompt {index}" * 2)[:10] for index in range(7)]
+    assert texts[8] == "hellohe"  # three of its ten tokens are the template's and leave no text
+    assert [answer.completion_tokens for answer in result.answers] == [10] * 9
+    assert result.completion_tokens == 90
+    assert result.accept_length == 9 / 3
+    assert result.accept_rate_by_position == [1.0] * (ROUND - 1)
+    summary = result.summary()
+    assert (summary["requests"], summary["errors"]) == (9, 0)
+    assert (summary["ttft_p50_s"] is not None) == stream
+    for answer in result.answers:
+        assert answer.arrivals_s == sorted(answer.arrivals_s)
+        assert all(0 < arrival <= answer.latency_s for arrival in answer.arrivals_s)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_failures_are_counted_not_hidden(server: Server, stream: bool) -> None:
+    result = run_load(server.url, ["fine", "x" * 300], stream=stream, max_tokens=4)
+    assert [answer.error is None for answer in result.answers] == [True, False]
+    assert "300" in result.errors[0]
+    assert result.completion_tokens == 4
+
+
+def test_a_server_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="base_url"):
+        run_load("http://127.0.0.1:9", ["x"])
+
+
+def test_the_program(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompts.jsonl.gz"
+    with gzip.open(file, "wt") as lines:
+        lines.writelines(json.dumps({"prompt": f"prompt {index}"}) + "\n" for index in range(6))
+    flags = ["--prompts", str(file), "--base-url", server.url, "--concurrency", "1,3", "--num-prompts", "5", "--stream"]
+    with pytest.raises(SystemExit) as ended:
+        main([*flags, "--max-tokens", "10"])
+    assert ended.value.code == 0
+    heading, first, second, last = capsys.readouterr().out.splitlines()
+    assert "tok/s" in heading
+    assert first.split()[:3] == ["1", "5", "0"]
+    assert second.split()[:3] == ["3", "5", "0"]
+    report = json.loads(last)
+    assert (report["max_tokens"], report["temperature"]) == (10, 0.0)
+    assert [level["concurrency"] for level in report["results"]] == [1, 3]
+    assert [level["completion_tokens"] for level in report["results"]] == [50, 50]
+    assert all(level["itl_p99_s"] > 0 for level in report["results"])
+    with pytest.raises(SystemExit) as ended:
+        main([*flags, "--max-tokens", "1000"])
+    assert ended.value.code == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--prompts", "/no/such/file"], "/no/such/file"),
+        (["--prompts", "x", "--concurrency", "1,two"], "concurrency"),
+        (["--prompts", "x", "--num-prompts", "0"], "num_prompts"),
+        ([], "prompts"),
+    ],
+)
+def test_bad_options(flags: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    assert ended.value.code == 2
+    assert word in capsys.readouterr().err
+
+
+def test_forms_of_prompts(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "text"},
+        {"prompt": [1, 2]},
+        {"id": 7, "messages": [{"role": "user", "content": "q", "id": 3}, {"role": "assistant", "content": "a"}]},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]},
+        {"turns": ["first", "second"]},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_prompts(str(file), 9) == [
+        "text",
+        [1, 2],
+        [{"role": "user", "content": "q"}],
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
+        [{"role": "user", "content": "first"}],
+    ]
+    assert len(read_prompts(str(file), 2)) == 2
+    file.write_text('{"prompt": "x"}\n{"text": "y"}\n')
+    with pytest.raises(ValueError, match="prompts.jsonl:2"):
+        read_prompts(str(file), 9)
+    file.write_text("")
+    with pytest.raises(ValueError, match="empty"):
+        read_prompts(str(file), 9)
+
+
+def test_figures() -> None:
+    answers = [
+        Answer(completion_tokens=11, latency_s=1.0, rounds=5, decoded_tokens=10, accepted_by_position=[4, 1]),
+        Answer(completion_tokens=31, latency_s=3.0, rounds=10, decoded_tokens=30, accepted_by_position=[9, 7, 4]),
+        Answer(completion_tokens=99, latency_s=9.0, error="broken"),
+    ]
+    result = LoadResult(concurrency=2, wall_s=4.0, answers=answers)
+    assert result.tokens_per_second == 42 / 4
+    assert result.accept_length == 40 / 15
+    assert result.accept_rate_by_position == [13 / 15, 8 / 15, 4 / 15]
+    summary = result.summary()
+    assert (summary["latency_p50_s"], summary["latency_p99_s"]) == (1.0, 3.0)
+    assert summary["ttft_p50_s"] is None
+    assert percentiles("x", list(range(1, 101))) == {"x_p50_s": 50, "x_p99_s": 99}
+    assert percentiles("x", [7.0]) == {"x_p50_s": 7.0, "x_p99_s": 7.0}

@@ -1,0 +1,220 @@
+"""The engine: what it loads and refuses, how it sizes memory, what it tells."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.models.checkpoint import weights_fingerprint
+from slipstream.serve import engine as engine_module
+from slipstream.serve.engine import stop_ids
+from slipstream.tests.random_drafts import save_random_draft
+from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run, tokens_of
+
+MakeTarget = Callable[[str], Path]
+
+
+@pytest.fixture
+def target(make_target: MakeTarget) -> Path:
+    return make_target("llama")
+
+
+@pytest.fixture
+def draft(target: Path, tmp_path: Path) -> Path:
+    save_random_draft(target, tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    """None deletes a field."""
+    config = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+@pytest.fixture
+def changed_target(target: Path, tmp_path: Path) -> Callable[..., Path]:
+    """The target with other fields in its config.json."""
+
+    def change(**values: Any) -> Path:
+        shutil.copytree(target, tmp_path / "changed")
+        change_config(tmp_path / "changed", **values)
+        return tmp_path / "changed"
+
+    return change
+
+
+def test_info_tells_what_front_ends_need(target: Path, draft: Path) -> None:
+    info = build_engine(target, draft, drafter={"depth": 5}, max_model_len=100, kv_cache_tokens=500).info
+    assert (info.target, info.draft, info.width) == (str(target), str(draft), 6)
+    assert (info.max_model_len, info.vocab_size, info.stop_ids) == (100, 120, frozenset([2]))
+    assert info.kv_cache_tokens == 512, "whole pages of 16"
+    assert build_engine(target).info.width == 1
+
+
+def test_a_draft_names_its_target(draft: Path, target: Path) -> None:
+    assert build_engine("", draft).info.target == str(target)  # type: ignore[arg-type]
+    change_config(draft, target=None)
+    with pytest.raises(ValueError, match="names no target; add --target"):
+        build_engine("", draft)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="target is empty and draft 'none' is not a checkpoint that names one"):
+        build_engine("")  # type: ignore[arg-type]
+    assert build_engine(target, draft).info.target == str(target)
+
+
+def test_a_draft_for_other_weights_is_a_warning(draft: Path, target: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    change_config(draft, target_fingerprint=weights_fingerprint(target))
+    build_engine(target, draft)
+    assert not caplog.messages
+    change_config(draft, target_fingerprint="0" * 64)
+    build_engine(target, draft)
+    assert "was trained for other weights" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 257}, "max_model_len is 257; this target allows at most 256"),
+        ({"attention": "nope"}, "attention backend 'nope' does not exist"),
+        ({"drafter": {"width": 3}}, "drafter option 'width' does not exist; valid: depth"),
+        ({"drafter": {"depth": 0}}, "drafter.depth is 0"),
+        ({"target": "/no/such/target"}, "checkpoint /no/such/target does not exist"),
+        ({"draft": "/no/such/draft"}, "checkpoint /no/such/draft does not exist"),
+        ({"draft": "medusa"}, "drafter 'medusa' does not exist"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str, target: Path, draft: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_engine(**{"target": target, "draft": draft} | options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
+def test_a_missing_gpu_is_a_sentence(target: Path) -> None:
+    with pytest.raises(ValueError, match="device is 'cuda' and torch finds none; choose cpu"):
+        build_engine(target, device="cuda")
+
+
+def test_a_draft_for_another_target_is_refused(target: Path, draft: Path) -> None:
+    change_config(draft, vocab_size=119, draft_vocab_size=119)
+    with pytest.raises(ValueError, match="vocab_size is 119 in the draft and 120 in the target"):
+        build_engine(target, draft)
+
+
+def test_an_architecture_that_cannot_be_served_is_refused(changed_target: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match="architecture GemmaForCausalLM cannot be served; supported: LlamaForCausalLM"):
+        build_engine(changed_target(architectures=["GemmaForCausalLM"]))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 5, "prompt is empty"),
+        ([5, 120], 5, r"token id outside 0\.\.119"),
+        ([5, -1], 5, r"token id outside 0\.\.119"),
+        ([5] * 200, 57, "prompt has 200 tokens and max_tokens is 57, together 257: more than max_model_len 90"),
+        ([5] * 60, 40, "prompt has 60 tokens and max_tokens is 40, together 100: more than max_model_len 90"),
+    ],
+)
+def test_requests_that_can_never_run_are_refused(
+    prompt: list[int], max_tokens: int, message: str, target: Path, draft: Path
+) -> None:
+    engine = build_engine(target, draft, kv_cache_tokens=96)
+    with pytest.raises(ValueError, match=message):
+        engine.add(make_request("0", prompt, max_tokens=max_tokens))
+    assert not engine.has_work
+    engine.scheduler.check()
+
+
+def test_an_open_id_cannot_be_used_twice(target: Path) -> None:
+    engine = build_engine(target)
+    engine.add(make_request("0", [5]))
+    with pytest.raises(ValueError, match="id '0' belongs to a request that has not ended"):
+        engine.add(make_request("0", [6]))
+
+
+def test_the_cache_holds_what_memory_allows(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of this target takes 2 x 4 layers x 2 heads x 8 x 4 bytes = 512 bytes."""
+    monkeypatch.setattr(engine_module, "free_bytes", lambda *_: 1000 * 512)
+    engine = build_engine(target, kv_cache_tokens=None)
+    assert engine.info.kv_cache_tokens == 1000 // 16 * 16
+    monkeypatch.setattr(engine_module, "free_bytes", lambda *_: 200 * 512)
+    with pytest.raises(ValueError, match="holds 192 tokens and one request may need 272; lower max_model_len"):
+        build_engine(target, kv_cache_tokens=None)
+    assert build_engine(target, kv_cache_tokens=None, max_model_len=100).info.kv_cache_tokens == 192
+    monkeypatch.setattr(engine_module, "free_bytes", lambda *_: 10**9)
+    assert build_engine(target, kv_cache_tokens=None).info.kv_cache_tokens == 8 * 272, "all that 8 rows can use"
+
+
+def test_a_drafts_own_cache_counts(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "free_bytes", lambda *_: 1000 * 512)
+    assert build_engine(target, draft, kv_cache_tokens=None).info.kv_cache_tokens == 1000 * 4 // 5 // 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": [2, 7]}, {}, {2, 7}),
+        ({"eos_token_id": 9}, {}, {9}),
+        ({}, {}, set()),
+        (None, {"eos_token_id": [4, 5]}, {4, 5}),
+    ],
+)
+def test_stop_ids_come_from_the_generation_config(
+    generation: dict[str, Any] | None, config: dict[str, Any], expected: set[int], changed_target: Callable[..., Path]
+) -> None:
+    folder = changed_target(**config)
+    (folder / "generation_config.json").unlink()
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert stop_ids(folder) == expected
+
+
+def test_a_sliding_window_limits_the_context(make_target: MakeTarget, tmp_path: Path) -> None:
+    shutil.copytree(make_target("mistral"), tmp_path / "windowed")
+    change_config(tmp_path / "windowed", sliding_window=64)
+    assert build_engine(tmp_path / "windowed").info.max_model_len == 64
+    with pytest.raises(ValueError, match="max_model_len is 65; this target allows at most 64"):
+        build_engine(tmp_path / "windowed", max_model_len=65)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs(dtype: str, target: Path, draft: Path) -> None:
+    """Rounding may pick other tokens than fp32, but without a draft and with it the counts are right."""
+    requests = [make_request(str(seed), random_prompt(9, seed), temperature=1.0, seed=seed) for seed in range(3)]
+    for name in ("none", draft):
+        engine = build_engine(target, name, dtype=dtype)
+        assert next(iter(engine.runner.target.parameters())).dtype == getattr(torch, dtype)
+        answers = run(engine, requests)
+        assert all(0 <= token < 120 for tokens in tokens_of(answers).values() for token in tokens)
+
+
+def test_metrics_count_requests(target: Path) -> None:
+    engine = build_engine(target, max_running=2)
+    assert not engine.has_work
+    for index in range(5):
+        engine.add(make_request(str(index), [5, 6], max_tokens=3, ignore_eos=True))
+    assert engine.metrics() == {"running": 0, "waiting": 5}
+    engine.step()
+    assert engine.metrics() == {"running": 2, "waiting": 3}
+    assert engine.num_open == 5
+    while engine.has_work:
+        engine.step()
+    assert engine.metrics() == {"running": 0, "waiting": 0}
+    assert engine.step() == []
+
+
+def test_every_token_is_counted(target: Path, draft: Path) -> None:
+    """A round emits its accepted tokens and one of the target's own; the prompt's pass emits the first."""
+    requests = [make_request(str(seed), random_prompt(9, seed), max_tokens=50, seed=seed) for seed in range(4)]
+    for answer in run(build_engine(target, draft), requests).values():
+        counts = answer.counts
+        assert (counts.prompt_tokens, counts.prefills) == (9, 1)
+        assert counts.drafted_tokens == 3 * counts.rounds
+        full = counts.prefills + counts.rounds + counts.accepted_tokens
+        assert full - 1 <= counts.completion_tokens <= full, "only the last round may be cut"
+        assert len(answer.starts) == 1 + counts.rounds

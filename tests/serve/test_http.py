@@ -1,0 +1,182 @@
+"""Answers of the HTTP server over a fake engine process, which repeats the prompt's own tokens again and again."""
+
+from itertools import cycle, islice
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from slipstream.serve.launch import Server
+from slipstream.tests.serve.fake_engine import CONTEXT, ROUND
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, SPECIAL, events, gauge, wait_until
+
+
+def repeated(prompt: str, num_tokens: int) -> str:
+    """What the fake engine answers; each byte is one token."""
+    return bytes(islice(cycle(prompt.encode()), num_tokens)).decode(errors="replace")
+
+
+def test_completion(client: httpx.Client) -> None:
+    body = client.post(COMPLETIONS, json={"prompt": "Zoë 👍!", "max_tokens": 23}).json()
+    assert body["object"] == "text_completion"
+    assert body["model"] == MODEL
+    [choice] = body["choices"]
+    assert (choice["index"], choice["finish_reason"]) == (0, "length")
+    assert choice["text"] == repeated("Zoë 👍!", 23)
+    prompt_len, rounds = len("Zoë 👍!".encode()), -(-22 // ROUND)
+    assert body["usage"] == {
+        "prompt_tokens": prompt_len,
+        "completion_tokens": 23,
+        "total_tokens": prompt_len + 23,
+        "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"accepted_prediction_tokens": 15, "rejected_prediction_tokens": 1},
+        "speculation": {"rounds": rounds, "accept_length": 22 / rounds, "accepted_by_position": [8, 7]},
+    }
+
+
+def test_chat_renders_the_template(client: httpx.Client) -> None:
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": [], "annotations": []},
+    ]
+    rendered = "<|system|>be brief<|user|>a\nb<|assistant|>c<|assistant|>"
+    num_tokens = len("be briefa\nbc") + 4
+    body = client.post(CHAT, json={"messages": messages, "max_tokens": num_tokens}).json()
+    assert body["object"] == "chat.completion"
+    assert body["usage"]["prompt_tokens"] == num_tokens
+    message = body["choices"][0]["message"]
+    assert message["role"] == "assistant"
+    plain = rendered
+    for special in SPECIAL:
+        plain = plain.replace(special, "")
+    assert message["content"] == plain
+
+
+def test_chat_template_options(client: httpx.Client) -> None:
+    request = {"messages": HELLO, "add_generation_prompt": False, "chat_template_kwargs": {"suffix": "??"}}
+    body = client.post(CHAT, json={**request, "max_tokens": 8}).json()
+    assert body["choices"][0]["message"]["content"] == "hello??"
+
+
+@pytest.mark.parametrize("prompt", ["hello", [104, 101, 108], ["abc", "defg"], [[104, 105], [106]], ["a", [104]]])
+def test_prompt_forms_and_n(client: httpx.Client, prompt: Any) -> None:
+    body = client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 4, "n": 2}).json()
+    single = isinstance(prompt, str) or isinstance(prompt[0], int)
+    prompts = [prompt] if single else prompt
+    assert [choice["index"] for choice in body["choices"]] == list(range(2 * len(prompts)))
+    lengths = [len(part) for part in prompts]
+    assert body["usage"]["prompt_tokens"] == sum(lengths)
+    assert body["usage"]["completion_tokens"] == 8 * len(prompts)
+    texts = [choice["text"] for choice in body["choices"]]
+    assert texts[::2] == texts[1::2]
+    expected = [client.post(COMPLETIONS, json={"prompt": part, "max_tokens": 4}).json() for part in prompts]
+    assert texts[::2] == [answer["choices"][0]["text"] for answer in expected]
+
+
+def test_streams_equal_whole_answers(client: httpx.Client) -> None:
+    for path, request in (
+        (CHAT, {"messages": [{"role": "user", "content": "héllo 👍"}]}),
+        (COMPLETIONS, {"prompt": "héllo 👍"}),
+    ):
+        request = {**request, "max_tokens": 26, "n": 2}
+        whole = client.post(path, json=request).json()
+        streamed = events(
+            client.post(path, json={**request, "stream": True, "stream_options": {"include_usage": True}})
+        )
+        texts, reasons = ["", ""], [None, None]
+        for event in streamed[:-1]:
+            assert event["usage"] is None
+            [choice] = event["choices"]
+            texts[choice["index"]] += choice["delta"].get("content", "") if path == CHAT else choice["text"]
+            reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
+        expected = [choice["message"]["content"] if path == CHAT else choice["text"] for choice in whole["choices"]]
+        assert texts == expected
+        assert reasons == [choice["finish_reason"] for choice in whole["choices"]]
+        assert streamed[-1]["choices"] == []
+        assert streamed[-1]["usage"] == whole["usage"]
+        assert len({event["id"] for event in streamed}) == 1
+        if path == CHAT:
+            assert streamed[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert len(streamed) > 2 * 26 / ROUND, "text comes round by round"
+
+
+def test_streams_have_usage_only_when_asked(client: httpx.Client) -> None:
+    for event in events(client.post(COMPLETIONS, json={"prompt": "ab", "max_tokens": 4, "stream": True})):
+        assert "usage" not in event
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", ["lo w", ["zzz", "o wo", "lo w"], ["d", "ld"]])
+def test_stop_strings(client: httpx.Client, stop: str | list[str], stream: bool) -> None:
+    full = repeated("hello world", 200)
+    strings = [stop] if isinstance(stop, str) else stop
+    end, start = min((full.find(s) + len(s), full.find(s)) for s in strings if s in full)
+    request = {"prompt": "hello world", "max_tokens": 200, "stop": stop, "cache_salt": "slow"}
+    if stream:
+        answers = events(
+            client.post(COMPLETIONS, json={**request, "stream": True, "stream_options": {"include_usage": True}})
+        )
+        text = "".join(event["choices"][0]["text"] for event in answers[:-1])
+        reason, usage = answers[-2]["choices"][0]["finish_reason"], answers[-1]["usage"]
+    else:
+        body = client.post(COMPLETIONS, json=request).json()
+        text, reason, usage = body["choices"][0]["text"], body["choices"][0]["finish_reason"], body["usage"]
+    assert (text, reason) == (full[:start], "stop")
+    assert usage["completion_tokens"] == end, "tokens up to the one that completes the stop string; one byte each"
+    assert usage["speculation"]["rounds"] == -(-(end - 1) // ROUND)
+    wait_until(lambda: gauge(client, "engine_running") == 0, "the engine is free")
+
+
+def test_stop_ids(client: httpx.Client) -> None:
+    eos, assistant = 0, 3
+    prompt = [104, 105, assistant, 106, eos, 107]
+    for request, num_tokens in (
+        ({}, 5),
+        ({"stop_token_ids": [assistant]}, 3),
+        ({"ignore_eos": True}, 20),
+        ({"ignore_eos": True, "stop_token_ids": [105]}, 2),
+    ):
+        body = client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 20, **request}).json()
+        assert body["usage"]["completion_tokens"] == num_tokens
+        assert body["choices"][0]["finish_reason"] == ("length" if num_tokens == 20 else "stop")
+    assert (
+        body["choices"][0]["text"]
+        == client.post(COMPLETIONS, json={"prompt": [104], "max_tokens": 1}).json()["choices"][0]["text"]
+    ), "the stop id is counted and not shown"
+
+
+def test_models(client: httpx.Client) -> None:
+    [model] = client.get("/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == (MODEL, CONTEXT)
+    assert client.get(f"/v1/models/{MODEL}").json() == model
+    assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_openai_client_works_unchanged(server: Server) -> None:
+    api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in api.models.list()] == [MODEL]
+    assert api.models.retrieve(MODEL).id == MODEL
+    chat = api.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=13, n=2, seed=1, user="me")
+    assert [choice.message.content for choice in chat.choices] == ["hellohello"] * 2
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens_details is not None
+    assert chat.usage.completion_tokens_details.accepted_prediction_tokens == 2 * 8
+    options = {"include_usage": True}
+    chunks = list(
+        api.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=13, stream=True, stream_options=options)
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "hellohello"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 13
+    text = api.completions.create(model=MODEL, prompt="abc", max_tokens=5, stop=["z"])
+    assert text.choices[0].text == "abcab"
+    pieces = api.completions.create(model=MODEL, prompt="abc", max_tokens=5, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == "abcab"
+    turns = [*HELLO, chat.choices[0].message, {"role": "user", "content": "more"}]
+    assert api.chat.completions.create(model=MODEL, messages=turns, max_tokens=1).choices
+    with pytest.raises(openai.BadRequestError, match="300"):
+        api.completions.create(model=MODEL, prompt="x" * 300)
+    with pytest.raises(openai.NotFoundError):
+        api.completions.create(model="other", prompt="x")

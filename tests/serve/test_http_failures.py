@@ -1,0 +1,103 @@
+"""Clients that leave, more clients than there is room for, an engine that dies."""
+
+import asyncio
+import json
+import os
+import resource
+import signal
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+from slipstream.serve.launch import Server
+from slipstream.serve.options import ServeConfig
+from slipstream.tests.serve.fake_server import COMPLETIONS, gauge, serving, wait_until
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_request(client: httpx.Client, server: Server, stream: bool) -> None:
+    aborted = gauge(client, "engine_aborted")
+    body = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow", "stream": stream, "n": 2}
+    with httpx.Client(base_url=server.url) as leaving:
+        if stream:
+            with leaving.stream("POST", COMPLETIONS, json=body) as response:
+                assert next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                leaving.post(COMPLETIONS, json=body, timeout=0.2)
+    wait_until(lambda: gauge(client, "engine_aborted") == aborted + 2, "both choices were aborted")
+    wait_until(lambda: gauge(client, "open_requests") == 0, "nothing is open")
+
+
+async def ask_raw(server: Server, stream: bool) -> int:
+    """Status of a request over a connection of its own; a 200 must have a whole answer behind it."""
+    host, port = server.listener.getsockname()
+    reader, writer = await asyncio.open_connection(host, port)
+    body = json.dumps({"prompt": "abc", "max_tokens": 40, "cache_salt": "slow", "stream": stream})
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    answer = (await reader.read()).decode()
+    writer.close()
+    status = int(answer.split()[1])
+    assert status != 200 or '"finish_reason":"length"' in answer
+    return status
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Both ends of a thousand connections are in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 4096), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_files")
+def test_a_thousand_clients_each_get_an_answer_or_429(byte_target: str) -> None:
+    config = ServeConfig(target=byte_target, port=0, max_running=4, max_waiting=8)
+    with serving(config) as server, httpx.Client(base_url=server.url) as client:
+
+        async def flood() -> list[int]:
+            return await asyncio.gather(*(ask_raw(server, stream=index % 2 == 0) for index in range(1000)))
+
+        statuses = asyncio.run(flood())
+        assert set(statuses) == {200, 429}
+        assert statuses.count(200) >= 12
+        assert gauge(client, "engine_largest_batch") <= 12, "never more open than max_running + max_waiting"
+        assert gauge(client, "open_requests") == 0
+        assert client.post(COMPLETIONS, json={"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize("cause", ["SIGKILL", "crash"])
+def test_the_end_of_the_engine_ends_every_request(byte_target: str, cause: str) -> None:
+    with serving(ServeConfig(target=byte_target, port=0)) as server, httpx.Client(base_url=server.url) as client:
+
+        async def ask_and_break() -> tuple[httpx.Response, httpx.Response]:
+            async with httpx.AsyncClient(base_url=server.url, timeout=30) as two:
+                body = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow"}
+                whole = asyncio.create_task(two.post(COMPLETIONS, json=body))
+                stream = asyncio.create_task(two.post(COMPLETIONS, json={**body, "stream": True}))
+                while (await two.get("/metrics")).text.find("slipstream_open_requests 2") < 0:
+                    await asyncio.sleep(0.01)
+                if cause == "SIGKILL":
+                    os.kill(server.api.engine.pid or 0, signal.SIGKILL)
+                else:
+                    assert (await two.post(COMPLETIONS, json={"prompt": "x", "cache_salt": "crash"})).status_code == 500
+                return await whole, await stream
+
+        whole, stream = asyncio.run(ask_and_break())
+        reason = "killed by signal 9" if cause == "SIGKILL" else "the device is on fire"
+        assert whole.status_code == 500
+        assert reason in whole.json()["error"]["message"]
+        last = [line for line in stream.text.split("\n\n") if line][-1]
+        assert reason in json.loads(last[6:])["error"]["message"]
+        health = client.get("/health")
+        assert health.status_code == 503
+        assert reason in health.json()["reason"]
+        refused = client.post(COMPLETIONS, json={"prompt": "x"})
+        assert refused.status_code == 503
+        assert reason in refused.json()["error"]["message"]
+        assert gauge(client, "engine_up") == 0
+        wait_until(lambda: not psutil.pid_exists(server.api.engine.pid or 0), "the dead process was reaped")

@@ -1,0 +1,158 @@
+"""The offline API: answers in order, text and stop strings, streaming of many requests, interruption."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from slipstream.serve.llm import LLM, Generation
+from slipstream.serve.request import Request, SamplingParams
+from slipstream.tests.random_drafts import save_random_draft
+from slipstream.tests.random_targets import FAMILIES, save_random_target
+from slipstream.tests.serve.engine_runs import VOCAB, make_request, random_prompt
+
+PROMPTS = [random_prompt(length, length) for length in (4, 20, 1, 9, 33)]
+PARAMS = [
+    SamplingParams(max_tokens=20 + seed, temperature=temperature, seed=seed)
+    for seed, temperature in enumerate((0.0, 1.0, 1.0, 0.7, 0.0))
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target whose tokenizer gives id 17 the text "w17", and a draft for it. Ids 0..2 are special."""
+    target, draft = (tmp_path_factory.mktemp("models") / name for name in ("target", "draft"))
+    save_random_target(FAMILIES["qwen3"], target)
+    special = ["<pad>", "<bos>", "<eos>"]
+    words = special + [f"w{index}" for index in range(len(special), VOCAB)]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    ).save_pretrained(target)
+    save_random_draft(target, draft)
+    return target, draft
+
+
+@pytest.fixture(scope="module")
+def plain(folders: tuple[Path, Path]) -> LLM:
+    return LLM(str(folders[0]), max_running=4, kv_cache_tokens=1024)
+
+
+@pytest.fixture(scope="module")
+def drafted(folders: tuple[Path, Path]) -> LLM:
+    """The target comes from the draft's config."""
+    return LLM(draft=str(folders[1]), max_running=4, kv_cache_tokens=1024)
+
+
+def words(tokens: list[int]) -> str:
+    return " ".join(f"w{token}" for token in tokens if token > 2)
+
+
+def tokens_of(answers: list[Generation]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+def test_answers_come_in_the_order_of_the_prompts(plain: LLM, drafted: LLM) -> None:
+    expected = [plain.generate([prompt], one)[0] for prompt, one in zip(PROMPTS, PARAMS, strict=True)]
+    for llm in (plain, drafted):
+        answers = llm.generate(PROMPTS, PARAMS)
+        assert tokens_of(answers) == tokens_of(expected)
+        for prompt, params, answer in zip(PROMPTS, PARAMS, answers, strict=True):
+            assert answer.text == words(answer.tokens)
+            assert (answer.stats.prompt_tokens, answer.stats.completion_tokens) == (len(prompt), len(answer.tokens))
+            ended = "stop" if answer.tokens[-1] == 2 else "length"
+            assert answer.finish_reason == ended
+            assert ended == "stop" or len(answer.tokens) == params.max_tokens
+
+
+def test_prompts_may_be_texts(plain: LLM) -> None:
+    answers = plain.generate([words(prompt) for prompt in PROMPTS], PARAMS[1])
+    assert tokens_of(answers) == tokens_of(plain.generate(PROMPTS, PARAMS[1]))
+
+
+def test_stop_strings_cut_text_tokens_and_counts(plain: LLM, drafted: LLM) -> None:
+    """At every place of an answer, so that some of them lie inside a draft and one in the prompt's own pass."""
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=3)
+    whole = plain.generate([PROMPTS[1]], params)[0].tokens
+    for token in [token for token in whole if token > 2]:
+        stop = f"w{token}"
+        end = next(index for index, other in enumerate(whole) if f"w{other}".startswith(stop)) + 1
+        for llm in (plain, drafted):
+            (answer,) = llm.generate([PROMPTS[1]], params, stop=("never", stop))
+            assert (answer.tokens, answer.finish_reason) == (whole[:end], "stop")
+            assert answer.text.strip() == words(whole[: end - 1])
+            counts = answer.stats
+            assert counts.completion_tokens == end
+            assert end <= 1 + counts.rounds + counts.accepted_tokens <= end + 1, "the last round may be cut"
+            assert (counts.rounds > 0) == (end > 1)
+            assert counts.drafted_tokens == counts.rounds * (llm.engine.width - 1)
+            assert not llm.engine.has_work
+            llm.engine.scheduler.check()
+
+
+def test_a_stop_string_may_span_tokens(plain: LLM, drafted: LLM) -> None:
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=3)
+    whole = plain.generate([PROMPTS[1]], params)[0].tokens
+    for llm in (plain, drafted):
+        (answer,) = llm.generate([PROMPTS[1]], params, stop=(words(whole[10:13]) + " ",))
+        assert answer.text == words(whole[:10]) + " "
+        assert answer.tokens == whole[:14], "the space comes with the token behind it"
+
+
+def test_parameters_are_one_or_one_per_prompt(plain: LLM) -> None:
+    with pytest.raises(ValueError, match="params has 2 entries for 5 prompts; give one, or one per prompt"):
+        plain.generate(PROMPTS, PARAMS[:2])
+    assert plain.generate([], PARAMS[0]) == []
+
+
+@pytest.mark.parametrize("prompt", [[], [5] * 300, [5, 500], ""])
+def test_a_bad_prompt_is_refused_before_anything_runs(prompt: str | list[int], plain: LLM) -> None:
+    with pytest.raises(ValueError, match="prompt"):
+        plain.generate([PROMPTS[0], prompt], PARAMS[0])
+    assert not plain.engine.has_work
+
+
+def test_stream_draws_requests_as_there_is_room(plain: LLM) -> None:
+    drawn = 0
+
+    def requests() -> Iterator[Request]:
+        nonlocal drawn
+        for index in range(40):
+            drawn += 1
+            yield make_request(str(index), [5 + index], max_tokens=3, ignore_eos=True)
+
+    ended = 0
+    for output in plain.stream(requests()):
+        ended += output.finish_reason is not None
+        assert drawn - ended <= 2 * 4 + 4, "at most two batches wait, and one has just ended"
+    assert ended == drawn == 40
+
+
+def test_generation_can_be_interrupted_and_started_again(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens_of(plain.generate(PROMPTS, PARAMS))
+    steps = 0
+
+    def interrupted(step: Callable[[], list[object]] = plain.engine.step) -> list[object]:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plain.engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            plain.generate(PROMPTS, PARAMS)
+    assert not plain.engine.has_work, "what was cut off does not run on"
+    plain.engine.scheduler.check()
+    assert tokens_of(plain.generate(PROMPTS, PARAMS)) == expected
+
+
+def test_progress_counts_answers(plain: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    plain.generate(PROMPTS, PARAMS)
+    assert capsys.readouterr().err == ""
+    plain.generate(PROMPTS, PARAMS, progress=True)
+    assert "5/5" in capsys.readouterr().err

@@ -1,0 +1,266 @@
+"""Losslessness: with any drafter, in any batch, the tokens are those of the target alone.
+
+The reference is `--draft none`, one request at a time; its greedy answers are those of transformers' generate.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slipstream.serve.engine import Engine
+from slipstream.serve.request import Request
+from slipstream.tests.random_drafts import save_random_draft
+from slipstream.tests.random_targets import FAMILIES
+from slipstream.tests.serve.engine_runs import (
+    Answer,
+    acceptance,
+    build_engine,
+    collect,
+    inside_drafts,
+    make_request,
+    random_prompt,
+    run,
+    tokens_of,
+)
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {"temperature": 1.0},
+    "full": {"temperature": 0.6, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
+}
+# Drafter -> what makes its checkpoint for a target; none where it needs no checkpoint.
+CHECKPOINTS: dict[str, Callable[[Path, Path], None] | None] = {
+    "none": None,
+    "eagle3": lambda target, folder: save_random_draft(target, folder, draft_vocab_size=100),
+}
+FOLDER = Path(__file__).parents[2] / "serve/drafters"
+DRAFTERS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "base")
+BuildDrafted = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def build(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> BuildDrafted:
+    """(family, drafter, engine options) -> engine. A new drafter of the folder needs an entry in CHECKPOINTS."""
+    folders: dict[tuple[str, str], Path] = {}
+
+    def make(family: str, drafter: str, **options: Any) -> Engine:
+        save, key = CHECKPOINTS[drafter], (family, drafter)
+        if save is None:
+            return build_engine(make_target(family), drafter, **options)
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("drafts") / drafter
+            save(make_target(family), folders[key])
+        return build_engine(make_target(family), folders[key], **options)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def reference(build: BuildDrafted) -> Callable[[str, list[Request]], dict[str, list[int]]]:
+    """Tokens by request id: no draft, one request at a time, pages of the default size."""
+    known: dict[tuple[str, str], list[int]] = {}
+    engines: dict[str, Engine] = {}
+
+    def tokens(family: str, requests: list[Request]) -> dict[str, list[int]]:
+        for request in requests:
+            if (family, repr(request)) not in known:
+                engine = engines.setdefault(family, build(family, "none", max_running=1))
+                known[family, repr(request)] = run(engine, [request])[request.id].tokens
+        return {request.id: known[family, repr(request)] for request in requests}
+
+    return tokens
+
+
+Reference = Callable[[str, list[Request]], dict[str, list[int]]]
+
+
+def uneven_requests(sampling: dict[str, Any]) -> list[Request]:
+    """Eight, of all lengths: shorter and longer than a page, ending at different times."""
+    lengths = ((1, 30), (5, 3), (15, 24), (16, 1), (17, 17), (33, 12), (48, 30), (70, 8))
+    return [
+        make_request(f"{length}+{answer}", random_prompt(length, length), max_tokens=answer, seed=length, **sampling)
+        for length, answer in lengths
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("max_running", [1, 8])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_drafter_changes_no_token(
+    family: str,
+    sampling: str,
+    page_size: int,
+    max_running: int,
+    drafter: str,
+    build: BuildDrafted,
+    reference: Reference,
+) -> None:
+    requests = uneven_requests(SAMPLINGS[sampling])
+    answers = run(build(family, drafter, max_running=max_running, page_size=page_size), requests)
+    assert tokens_of(answers) == reference(family, requests)
+    if drafter != "none":
+        assert 0.1 < acceptance(answers) < 0.9, "the test needs drafts that are right now and then"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_is_transformers_generate(
+    family: str, make_target: Callable[[str], Path], reference: Reference
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(make_target(family), dtype=torch.float32)
+    requests = uneven_requests(SAMPLINGS["greedy"])
+    for request, tokens in zip(requests, reference(family, requests).values(), strict=True):
+        prompt, length = torch.tensor([request.prompt]), request.params.max_tokens
+        expected = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=length
+        )
+        assert tokens == expected[0, len(request.prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen3", "llama"}))
+def test_every_family_takes_a_draft(family: str, build: BuildDrafted, reference: Reference) -> None:
+    requests = uneven_requests(SAMPLINGS["plain"])
+    answers = run(build(family, "eagle3"), requests)
+    assert tokens_of(answers) == reference(family, requests)
+    assert acceptance(answers) > 0
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_rows_of_one_batch_sample_each_in_its_own_way(drafter: str, build: BuildDrafted, reference: Reference) -> None:
+    prompt = random_prompt(20, 1)
+    requests = [make_request(name, prompt, seed=4, **sampling) for name, sampling in SAMPLINGS.items()]
+    requests += [Request(id=f"choice {n}", prompt=prompt, params=requests[1].params, choice=n) for n in range(1, 4)]
+    answers = tokens_of(run(build("qwen3", drafter), requests))
+    assert answers == reference("qwen3", requests)
+    assert len({tuple(tokens) for tokens in answers.values()}) == len(requests), "choices differ"
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("options", [{"prefill_budget": 7}, {"prefill_budget": 7, "page_size": 1}, {"max_running": 3}])
+def test_requests_may_arrive_late_and_in_chunks(
+    drafter: str, options: dict[str, Any], build: BuildDrafted, reference: Reference
+) -> None:
+    requests, answers = uneven_requests(SAMPLINGS["plain"]), dict[str, Answer]()
+    engine, late = build("llama", drafter, **options), iter(requests)
+    for request in late:
+        engine.add(request)
+        collect(engine.step(), answers)
+    while engine.has_work:
+        collect(engine.step(), answers)
+    engine.scheduler.check()
+    assert tokens_of(answers) == reference("llama", requests)
+
+
+@pytest.mark.parametrize("ending", ["stop token", "max_tokens"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_an_answer_may_end_inside_a_draft(
+    ending: str, page_size: int, build: BuildDrafted, reference: Reference
+) -> None:
+    engine = build("qwen3", "eagle3", page_size=page_size)
+    requests = [make_request(str(seed), random_prompt(8, seed), temperature=1.0, seed=seed) for seed in range(8)]
+    whole, shorter, expected = run(engine, requests), [], {}
+    for request in requests:
+        tokens = whole[request.id].tokens
+        for index in inside_drafts(whole[request.id]):
+            if index and tokens[index] not in tokens[:index]:
+                end = {"max_tokens": index + 1} if ending == "max_tokens" else {"stop_token_ids": (tokens[index],)}
+                name = f"{request.id} to {index}"
+                shorter.append(make_request(name, request.prompt, temperature=1.0, seed=request.params.seed, **end))
+                expected[name] = tokens[: index + 1]
+    assert len(shorter) > 8
+    answers = run(build("qwen3", "eagle3", page_size=page_size), shorter)
+    assert tokens_of(answers) == expected == reference("qwen3", shorter)
+    assert {answer.finish_reason for answer in answers.values()} == {"stop" if ending == "stop token" else "length"}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_the_models_own_stop_ids_end_an_answer(drafter: str, build: BuildDrafted) -> None:
+    """Id 2 is the targets' eos."""
+    endless = [
+        make_request(str(seed), random_prompt(5, seed), temperature=1.0, seed=seed, max_tokens=100, ignore_eos=True)
+        for seed in range(8)
+    ]
+    whole = tokens_of(run(build("llama", drafter), endless))
+    assert {len(tokens) for tokens in whole.values()} == {100}
+    ending = [
+        make_request(request.id, request.prompt, temperature=1.0, seed=request.params.seed, max_tokens=100)
+        for request in endless
+        if 2 in whole[request.id]
+    ]
+    assert ending, "no text has the stop id: choose other seeds"
+    for name, answer in run(build("llama", drafter), ending).items():
+        assert answer.tokens == whole[name][: whole[name].index(2) + 1]
+        assert answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_preemption_changes_no_token(drafter: str, page_size: int, build: BuildDrafted, reference: Reference) -> None:
+    requests = [
+        make_request(str(seed), random_prompt(10, seed), temperature=1.0, seed=seed, max_tokens=40) for seed in range(6)
+    ]
+    engine = build("qwen3", drafter, kv_cache_tokens=112, page_size=page_size)
+    assert tokens_of(run(engine, requests)) == reference("qwen3", requests)
+    assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_prefix_hit_changes_no_token(drafter: str, sampling: str, build: BuildDrafted, reference: Reference) -> None:
+    first = make_request("first", random_prompt(50, 9), seed=1, **SAMPLINGS[sampling])
+    engine = build("llama", drafter)
+    tokens = run(engine, [first])["first"].tokens
+    later = [
+        make_request("again", first.prompt, seed=1, **SAMPLINGS[sampling]),
+        make_request("continued", first.prompt + tokens, seed=2, **SAMPLINGS[sampling]),
+        make_request("parted", first.prompt[:40] + random_prompt(20, 3), seed=3, **SAMPLINGS[sampling]),
+    ]
+    private = Request(id="private", prompt=first.prompt, params=first.params, namespace="another")
+    answers = run(engine, [*later, private])
+    cached = {name: answer.counts.cached_tokens for name, answer in answers.items()}
+    assert cached == {"again": 48, "continued": 64, "parted": 32, "private": 0}
+    assert tokens_of(answers) == reference("llama", [*later, private])
+    assert answers["again"].tokens == answers["private"].tokens == tokens
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_an_abort_leaves_the_others_alone(drafter: str, steps: int, build: BuildDrafted, reference: Reference) -> None:
+    """Before the first step, inside a chunked prompt, while decoding; what it had was a beginning of its answer."""
+    requests = uneven_requests(SAMPLINGS["plain"])
+    engine, answers = build("qwen3", drafter, prefill_budget=40, max_running=5), dict[str, Answer]()
+    for request in requests:
+        engine.add(request)
+    for _ in range(steps):
+        collect(engine.step(), answers)
+    aborted = [request.id for request in requests[::3] if not answers.get(request.id, Answer()).finish_reason]
+    outputs = [engine.abort(name) for name in aborted]
+    collect([output for output in outputs if output], answers)
+    engine.scheduler.check()
+    assert {answers[name].finish_reason for name in aborted} == {"abort"}
+    assert engine.abort(aborted[0]) is None
+    while engine.has_work:
+        collect(engine.step(), answers)
+    engine.scheduler.check()
+    expected = reference("qwen3", requests)
+    for request in requests:
+        tokens = answers[request.id].tokens
+        assert tokens == expected[request.id][: len(tokens) if request.id in aborted else None]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_the_context_can_be_used_to_its_last_token(
+    drafter: str, page_size: int, build: BuildDrafted, reference: Reference
+) -> None:
+    request = make_request("long", random_prompt(216, 5), max_tokens=40, temperature=1.0, ignore_eos=True)
+    engine = build("llama", drafter, page_size=page_size)
+    assert engine.info.max_model_len == 256
+    answers = run(engine, [request])
+    assert tokens_of(answers) == reference("llama", [request])
+    assert len(answers["long"].tokens) == 40

@@ -1,0 +1,181 @@
+"""Options of `serve`, what it says when it can not start, and how it ends."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from slipstream.config import build_parser, option_names
+from slipstream.serve.cli import options_class, read_config, run
+from slipstream.serve.options import ServeConfig
+from slipstream.tests.serve.fake_engine import FakeEngine, refuse_to_start
+from slipstream.tests.serve.fake_server import write_target
+
+OPTIONS = [  # frozen: a new one is a decision, and there are never more than 20
+    "attention",
+    "device",
+    "draft",
+    "dtype",
+    "host",
+    "kv_cache_tokens",
+    "max_model_len",
+    "max_running",
+    "max_waiting",
+    "mem_fraction",
+    "page_size",
+    "port",
+    "prefill_budget",
+    "revision",
+    "served_model_name",
+    "target",
+    "trust_remote_code",
+]
+START = """
+from slipstream.serve.cli import run
+from slipstream.serve.options import ServeConfig
+from slipstream.tests.serve.fake_engine import FakeEngine, never_start
+raise SystemExit(run(ServeConfig(target={target!r}, port=0), {engine}))
+"""
+
+
+def draft_folder(path: Path) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"drafter": "eagle3", "target": "someone/target"}))
+    return str(path)
+
+
+@pytest.mark.parametrize(("draft", "extra"), [("none", []), ("eagle3", ["drafter", "drafter.depth"])])
+def test_the_options_are_frozen(draft: str, extra: list[str]) -> None:
+    parser = build_parser(options_class(draft), prog="serve", description="")
+    assert option_names(parser) == sorted(OPTIONS + extra)
+
+
+def test_the_draft_decides_which_options_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draft = draft_folder(tmp_path / "draft")
+    config = read_config(["--draft", draft, "--drafter.depth", "5", "--max-model-len", "64", "--trust-remote-code"])
+    assert (config.draft, config.drafter, config.target) == (draft, {"depth": 5}, "")
+    assert (config.max_model_len, config.trust_remote_code) == (64, True)
+    with pytest.raises(SystemExit) as ended:
+        read_config(["--target", "x", "--drafter.depth", "5"])
+    assert ended.value.code == 2
+    assert "drafter.depth" in capsys.readouterr().err
+
+
+def test_options_from_a_file_and_flags_over_them(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"draft: {draft_folder(tmp_path / 'draft')}\ndrafter:\n  depth: 7\nport: 1234\n")
+    config = read_config(["--config", str(file), "--port=4321"])
+    assert (config.drafter, config.port) == ({"depth": 7}, 4321)
+
+
+def test_print_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_config(["--draft", draft_folder(tmp_path / "draft"), "--print_config"])
+    assert ended.value.code == 0
+    assert "depth: 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--prot", "1"], ["prot", "valid options", "port"]),
+        (["--port", "many"], ["port", "many"]),
+        (["--page-size", "17"], ["page_size", "17", "16"]),
+        (["--draft", "nonsense"], ["nonsense", "eagle3", "none"]),
+        (["--draft", "/no/such/folder"], ["/no/such/folder", "does not exist"]),
+        (["--draft", "eagle3", "--drafter.depth", "99"], ["drafter.depth", "99", "63"]),
+        (["--config", "/no/such/file.yaml"], ["/no/such/file.yaml"]),
+    ],
+)
+def test_bad_options_end_with_a_sentence(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_config(argv)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("serve: error: ")
+    assert "Traceback" not in error
+    for word in words:
+        assert word in error
+
+
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run(ServeConfig(target="x", port=port), FakeEngine) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert str(port) in line
+    assert "--port" in line
+
+
+def test_a_bad_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(ServeConfig(target="x", port=0), refuse_to_start) == 1
+    assert capsys.readouterr().err == "serve: error: checkpoint x is cut short; fetch it again\n"
+
+
+def test_a_target_that_does_not_exist(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(ServeConfig(target="/no/such/target", port=0)) == 1
+    error = capfd.readouterr().err
+    assert error.startswith("serve: error: ")
+    assert "/no/such/target" in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("end", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_signal_ends_both_processes(tmp_path: Path, end: signal.Signals, status: int) -> None:
+    script = START.format(target=str(write_target(tmp_path)), engine="FakeEngine")
+    with start(script) as server:
+        assert server.stdout is not None
+        first, second = server.stdout.readline(), server.stdout.readline()
+        url = first.split(" at ")[1].split()[0]
+        assert tmp_path.name in first
+        assert second.startswith(f"curl {url}/v1/chat/completions ")
+        assert httpx.get(f"{url}/health").status_code == 200
+        with httpx.stream(
+            "POST",
+            f"{url}/v1/completions",
+            json={"prompt": "x", "max_tokens": 250, "stream": True, "cache_salt": "slow"},
+        ) as stream:
+            lines = stream.iter_lines()
+            assert next(lines)
+            children = psutil.Process(server.pid).children()
+            os.killpg(server.pid, end)  # as Ctrl-C does: to every process of the terminal
+            assert "shutting down" in "".join(lines) or end == signal.SIGTERM
+        _, error = server.communicate(timeout=20)
+        assert server.returncode == status
+        assert "Traceback" not in error
+    psutil.wait_procs(children, timeout=20)
+    assert not any(child.is_running() for child in children)
+
+
+def test_ctrl_c_while_the_engine_loads(tmp_path: Path) -> None:
+    with start(START.format(target=str(tmp_path), engine="never_start")) as server:
+        process = psutil.Process(server.pid)
+        deadline = time.monotonic() + 30
+        while not (children := process.children()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.5)
+        os.killpg(server.pid, signal.SIGINT)
+        _, error = server.communicate(timeout=20)
+        assert server.returncode == 0
+        assert "Traceback" not in error
+    psutil.wait_procs(children, timeout=20)
+    assert not any(child.is_running() for child in children)
+
+
+def start(script: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )

@@ -1,0 +1,188 @@
+"""The engine's process and the server's side of its pipe."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import psutil
+import pytest
+
+from slipstream.serve.client import EngineClient, EngineError
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import Output, Request, SamplingParams
+from slipstream.serve.scheduler import QueueFull
+from slipstream.serve.worker import Abort, EngineFactory, Rejected, serve_requests
+from slipstream.tests.serve.fake_engine import (
+    VOCABULARY,
+    FakeEngine,
+    break_at_start,
+    never_start,
+    refuse_to_start,
+)
+
+
+def request(name: str, max_tokens: int = 7, namespace: str = "") -> Request:
+    return Request(id=name, prompt=[5, 6, 7], params=SamplingParams(max_tokens=max_tokens), namespace=namespace)
+
+
+class Wire(list):
+    """Stands for the connection: keeps what is sent."""
+
+    send = list.append
+
+
+def run_script(*messages: Request | Abort | None) -> Wire:
+    """All messages are there before the loop starts."""
+    inbox: SimpleQueue = SimpleQueue()
+    for message in messages:
+        inbox.put(message)
+    wire = Wire()
+    serve_requests(FakeEngine(EngineConfig()), inbox, wire)
+    return wire
+
+
+class Collector:
+    """A receiver that remembers."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.end: asyncio.Future[str | Exception] = asyncio.get_running_loop().create_future()
+
+    def receive(self, output: Output) -> None:
+        self.tokens += output.tokens
+        if output.finish_reason is not None:
+            self.end.set_result(output.finish_reason)
+
+    def fail(self, error: Exception) -> None:
+        self.end.set_result(error)
+
+
+def with_client(test: Callable, make_engine: EngineFactory = FakeEngine) -> None:
+    async def run() -> None:
+        client = EngineClient(EngineConfig(target="ckpt"), make_engine)
+        try:
+            await test(client)
+        finally:
+            client.stop()
+            assert not psutil.pid_exists(client.pid or 0)
+
+    asyncio.run(run())
+
+
+def test_the_loop_ends_at_once_when_told() -> None:
+    assert run_script(None) == []
+
+
+def test_refusals_are_sent_with_their_error() -> None:
+    wire = run_script(request("a", namespace="refuse"), request("b", namespace="full"), None)
+    refused = [message for message in wire if isinstance(message, Rejected)]
+    assert [(message.request_id, type(message.error)) for message in refused] == [("a", ValueError), ("b", QueueFull)]
+
+
+def test_refused_aborted_and_broken_requests_all_end() -> None:
+    async def run(client: EngineClient) -> None:
+        await client.start()
+        refused, full, aborted, broken = (Collector() for _ in range(4))
+        client.submit(request("refused", namespace="refuse"), refused)
+        client.submit(request("full", namespace="full"), full)
+        assert isinstance(await refused.end, ValueError)
+        assert isinstance(await full.end, QueueFull)
+        client.submit(request("aborted", max_tokens=10**6, namespace="slow"), aborted)
+        client.abort("aborted")
+        client.abort("aborted")
+        client.abort("unknown")
+        assert await aborted.end == "abort"
+        client.submit(request("broken", namespace="crash"), broken)
+        error = await broken.end
+        assert isinstance(error, EngineError)
+        assert str(error) == client.failure == "RuntimeError: the device is on fire"
+        with pytest.raises(EngineError, match="on fire"):
+            client.submit(request("late"), Collector())
+
+    with_client(run)
+
+
+@pytest.mark.parametrize(
+    ("make_engine", "sentence"),
+    [
+        (refuse_to_start, "checkpoint ckpt is cut short; fetch it again"),
+        (break_at_start, "RuntimeError: no driver"),
+    ],
+)
+def test_a_failed_start_says_why(make_engine: EngineFactory, sentence: str) -> None:
+    async def run(client: EngineClient) -> None:
+        with pytest.raises(EngineError) as caught:
+            await client.start()
+        assert str(caught.value) == sentence
+
+    with_client(run, make_engine)
+
+
+def test_answers_come_back_whole_and_large_prompts_block_nobody() -> None:
+    async def run(client: EngineClient) -> None:
+        info = await client.start()
+        assert info.vocab_size == VOCABULARY
+        collectors = [Collector() for _ in range(200)]
+        prompt = list(range(4, VOCABULARY)) * 40  # 10,000 tokens: in sum far more than the pipe holds
+        for index, collector in enumerate(collectors):
+            params = SamplingParams(max_tokens=30)
+            client.submit(Request(id=str(index), prompt=prompt, params=params, namespace="slow"), collector)
+        assert client.num_open == 200
+        for collector in collectors:
+            assert await collector.end == "length"
+            assert collector.tokens == prompt[:30]
+        assert client.num_open == 0
+        while client.metrics["running"]:  # comes with the last outputs or right after them
+            await asyncio.sleep(0.01)
+
+    with_client(run)
+
+
+def test_stopping_while_the_engine_loads() -> None:
+    async def run(client: EngineClient) -> None:
+        starting = asyncio.create_task(client.start())
+        await asyncio.sleep(0.2)
+        client.stop()
+        with pytest.raises(EngineError, match="shutting down"):
+            await starting
+
+    with_client(run, never_start)
+
+
+SERVER = """
+import asyncio
+from slipstream.serve.client import EngineClient
+from slipstream.serve.options import EngineConfig
+from slipstream.tests.serve.fake_engine import FakeEngine, never_start
+
+async def main():
+    client = EngineClient(EngineConfig(), {engine})
+    starting = asyncio.create_task(client.start())
+    await asyncio.sleep(0)
+    {ready}
+    print(client.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "ready"), [("FakeEngine", "await starting"), ("never_start", "await asyncio.sleep(0.5)")]
+)
+def test_the_engine_does_not_outlive_the_server(engine: str, ready: str) -> None:
+    script = SERVER.format(engine=engine, ready=ready)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        process = psutil.Process(int(server.stdout.readline()))
+        assert process.is_running()
+        os.kill(server.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the engine lives on"
+        time.sleep(0.05)

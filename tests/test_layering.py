@@ -1,0 +1,122 @@
+"""Who imports whom, read from the sources; and how long files and functions may be."""
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from slipstream.tests.test_packaging import ROOT, python_files
+
+FILES = python_files()
+MODULES = {".".join(file.with_suffix("").parts): file for file in FILES}
+# Folder -> what of this package it may import.
+ALLOWED = {
+    "kernels": ("kernels",),
+    "models": ("kernels", "models"),
+    "train": ("config", "kernels", "models", "train"),
+    "serve": ("config", "kernels", "models", "serve"),
+    "data_tools": ("config", "models", "data_tools", "serve.llm", "serve.options", "serve.request"),
+}
+TRACKERS = ("wandb", "tensorboard")
+HTTP = ("fastapi", "starlette", "uvicorn", "httpx")
+# Modules (in one process) -> packages that none of them may load, not even through another module.
+NOT_LOADED = {
+    ("scheduler", "cache", "sequence", "request", "detokenize"): ("torch", "transformers", *HTTP),
+    ("engine", "llm"): (*HTTP, *TRACKERS),
+}
+
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse((ROOT / file).read_text())
+
+
+def imports_of(file: Path) -> set[str]:
+    """Every imported name, wherever it stands: "a.b" for `import a.b`; "a.b" and "a.b.c" for `from a.b import c`."""
+    names: set[str] = set()
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are absolute"
+            names |= {f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def own_imports(file: Path) -> set[str]:
+    """Modules of this package that `file` imports, named from the root."""
+    names = {name.removeprefix("slipstream.") for name in imports_of(file) if name.startswith("slipstream.")}
+    return names & MODULES.keys()
+
+
+def is_within(module: str, prefixes: tuple[str, ...]) -> bool:
+    return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
+
+
+@pytest.mark.parametrize("folder", ALLOWED)
+def test_imports_point_downwards(folder: str) -> None:
+    files = [file for file in FILES if file.parts[0] == folder]
+    assert files
+    wrong = {
+        f"{file} imports {module}"
+        for file in files
+        for module in own_imports(file)
+        if not is_within(module, ALLOWED[folder])
+    }
+    assert not wrong
+
+
+def test_everything_is_imported_by_its_full_name() -> None:
+    """`import models.target` would work from the root and nowhere else, and load a second copy."""
+    folders = tuple(ALLOWED)
+    assert not [f"{file}: {name}" for file in FILES for name in imports_of(file) if is_within(name, folders)]
+
+
+def test_only_the_drafters_folder_names_a_drafter() -> None:
+    drafters = {name for name in MODULES if is_within(name, ("serve.drafters",))} - {"serve.drafters.base"}
+    assert {"serve.drafters.none", "serve.drafters.eagle3"} <= drafters
+    wrong = {
+        f"{file} imports {module}"
+        for file in FILES
+        if file.parts[0] != "tests" and file.parts[:2] != ("serve", "drafters")
+        for module in own_imports(file) & drafters
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("modules", NOT_LOADED)
+def test_light_modules_stay_light(modules: tuple[str, ...]) -> None:
+    lines = [f"import slipstream.serve.{module}" for module in modules]
+    lines += ["import sys", f"loaded = [name for name in {NOT_LOADED[modules]} if name in sys.modules]"]
+    lines += ["assert not loaded, loaded"]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd="/")
+
+
+def test_trackers_are_imported_where_they_are_used() -> None:
+    """Not at the top of any module, so that nothing needs them installed."""
+    wrong = {
+        f"{file} imports {name}"
+        for file in FILES
+        if file.parts[0] != "tests"
+        for node in tree_of(file).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+        if is_within(name, (*TRACKERS, "torch.utils.tensorboard"))
+    }
+    assert not wrong
+
+
+def test_files_and_functions_are_short() -> None:
+    long = []
+    for file in FILES:
+        num_lines = len((ROOT / file).read_text().splitlines())
+        long += [f"{file}: {num_lines} lines"] if num_lines > 300 else []
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                num_lines = node.end_lineno - node.lineno + 1
+                long += [f"{file}: {node.name} has {num_lines} lines"] if num_lines > 60 else []
+    assert not long

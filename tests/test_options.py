@@ -1,0 +1,71 @@
+"""Options and sampling parameters: a bad value is a sentence with its name, itself and what to do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.serve.options import EngineConfig, ServeConfig, resolve_target
+from slipstream.serve.request import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("dtype", "int8", "choose one of auto, float32, bfloat16, float16"),
+        ("device", "tpu", "choose one of auto, cpu, cuda"),
+        ("page_size", 8, "choose one of 1, 16, 32, 64"),
+        ("page_size", 0, "choose one of 1, 16, 32, 64"),
+        ("max_model_len", 0, "it must be at least 1"),
+        ("max_running", 0, "it must be at least 1"),
+        ("prefill_budget", -5, "it must be at least 1"),
+        ("kv_cache_tokens", 0, "it must be at least 1"),
+        ("mem_fraction", 0.0, "it must be between 0.05 and 0.98"),
+        ("mem_fraction", 1.5, "it must be between 0.05 and 0.98"),
+    ],
+)
+@pytest.mark.parametrize("config", [EngineConfig, ServeConfig])
+def test_bad_engine_options_are_sentences(config: type[EngineConfig], field: str, value: Any, remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field} is {value!r}; {remedy}$"):
+        config(**{"target": "owner/model", field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("max_tokens", 0, "at least 1"),
+        ("temperature", -0.1, "between 0 and 100"),
+        ("temperature", 101.0, "between 0 and 100"),
+        ("temperature", float("nan"), "between 0 and 100"),
+        ("top_k", -1, r"0 \(off\) or a positive number"),
+        ("top_p", 0.0, "above 0 and at most 1"),
+        ("top_p", 1.1, "above 0 and at most 1"),
+        ("min_p", -0.1, "between 0 and 1"),
+        ("min_p", 1.1, "between 0 and 1"),
+    ],
+)
+def test_bad_sampling_parameters_are_sentences(field: str, value: Any, remedy: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field} is {value}; it must be {remedy}$"):
+        SamplingParams(**{"max_tokens": 5, field: value})
+
+
+def test_limits_themselves_are_allowed() -> None:
+    SamplingParams(max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    SamplingParams(max_tokens=1, temperature=100.0, top_k=10**6, top_p=1e-6, min_p=1.0)
+    EngineConfig(max_model_len=1, max_running=1, prefill_budget=1, kv_cache_tokens=1, mem_fraction=0.98)
+
+
+def test_the_target_is_the_one_asked_for_or_the_drafts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"target": "owner/model"}))
+    assert resolve_target(EngineConfig(draft=str(tmp_path))) == "owner/model"
+    assert resolve_target(EngineConfig(draft=str(tmp_path), target="other/model")) == "other/model"
+    assert resolve_target(EngineConfig(target="other/model")) == "other/model"
+
+
+def test_a_draft_without_a_target_needs_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"draft {tmp_path} names no target; add --target"):
+        resolve_target(EngineConfig(draft=str(tmp_path)))
+    with pytest.raises(ValueError, match="target is empty and draft 'none' is not a checkpoint .* add --target"):
+        resolve_target(EngineConfig())

@@ -1,0 +1,60 @@
+"""The package as pyproject.toml describes it, and file names that hide no installed module."""
+
+import importlib
+import importlib.machinery
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+NOT_INSTALLED = ("tests", "bench", "configs", "assets", "docs")
+SCRIPT_FOLDERS = ("train", "data_tools", "bench")  # `python train/eagle3.py` puts its folder first on sys.path
+
+
+def python_files() -> list[Path]:
+    """Relative to the root, without virtual environments and what a build leaves."""
+    skipped = {path.parent.name for path in ROOT.glob("*/pyvenv.cfg")} | {"build", "dist"}
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and path.name not in skipped]
+    files = [*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
+    return [file.relative_to(ROOT) for file in files]
+
+
+def test_the_package_list_is_the_tree() -> None:
+    folders = {file.parent for file in python_files() if file.parts[0] not in NOT_INSTALLED}
+    packages = {".".join(("slipstream", *folder.parts)) for folder in folders}
+    assert PROJECT["tool"]["setuptools"]["packages"] == sorted(packages)
+    assert PROJECT["tool"]["setuptools"]["package-dir"] == {"slipstream": "."}
+
+
+def test_only_the_root_has_an_init_file() -> None:
+    """With one in kernels/, `import kernels` from the root would hide the package that transformers looks for."""
+    assert [file for file in python_files() if file.name == "__init__.py"] == [Path("__init__.py")]
+
+
+def test_no_script_hides_an_installed_module() -> None:
+    elsewhere = [entry for entry in sys.path if "site-packages" in entry or ROOT not in Path(entry or ".").parents]
+    elsewhere = [entry for entry in elsewhere if Path(entry or ".").resolve() != ROOT]
+    for file in python_files():
+        if file.parts[0] in SCRIPT_FOLDERS:
+            assert file.stem not in sys.stdlib_module_names, f"{file} hides a module of the standard library"
+            found = importlib.machinery.PathFinder.find_spec(file.stem, elsewhere)
+            assert found is None, f"{file} hides {found.origin if found else ''}"
+
+
+def test_no_file_is_named_after_nothing() -> None:
+    vague = {"utils", "util", "common", "helpers", "misc"}
+    assert not [file for file in python_files() if vague & {*file.parent.parts, file.stem}]
+
+
+@pytest.mark.parametrize("script", PROJECT["project"]["scripts"])
+def test_console_scripts_lead_to_a_function(script: str) -> None:
+    module, function = PROJECT["project"]["scripts"][script].split(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_version_is_the_packages() -> None:
+    module = PROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"].removesuffix(".__version__")
+    assert importlib.import_module(module).__version__

@@ -1,0 +1,135 @@
+"""A tiny random target with a tokenizer, a token map and a prepared dataset of multi-turn documents, as files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from slipstream.models.checkpoint import tokenizer_hash
+from slipstream.models.config import ModelConfig
+from slipstream.models.eagle3 import Eagle3, Eagle3Config
+from slipstream.models.frozen_target import FrozenTarget
+from slipstream.models.layers import RotaryEmbedding
+from slipstream.models.token_map import TokenMap
+from slipstream.tests.random_targets import FAMILIES, save_random_target
+from slipstream.train.eagle3 import DraftOptions, Eagle3Training
+
+DRAFT_VOCAB_SIZE = 40
+FEATURE_LAYERS = (2, 0, 4)  # neither ascending nor the default: a swap shows
+SaveData = Callable[..., Path]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Sums in the same order here and in the processes that some tests start."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target")
+    save_random_target(FAMILIES["qwen3"], path)
+    words = {str(number): number for number in range(FAMILIES["qwen3"].vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def target_model(target_path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(target_path).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def token_map(target_model: PreTrainedModel) -> TokenMap:
+    """Every other token from 5 on, so that draft ids are far from target ids."""
+    counts = torch.zeros(target_model.config.vocab_size, dtype=torch.int64)
+    counts[5 : 5 + 2 * DRAFT_VOCAB_SIZE : 2] = 3
+    return TokenMap.build(counts, DRAFT_VOCAB_SIZE, [], {})
+
+
+@pytest.fixture
+def training(target_model: PreTrainedModel, token_map: TokenMap) -> Eagle3Training:
+    """A random draft in training: 4 steps, depth 3."""
+    torch.manual_seed(3)
+    config = ModelConfig.from_hf(AutoConfig.for_model(**target_model.config.to_dict()))
+    draft = Eagle3(Eagle3Config.from_target(config, draft_vocab_size=DRAFT_VOCAB_SIZE, feature_layers=FEATURE_LAYERS))
+    draft.set_vocabulary(token_map.ids)
+    for parameter in draft.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    rope = RotaryEmbedding(config.rope, config.head_dim, 128)
+    return Eagle3Training(draft, FrozenTarget(target_model, FEATURE_LAYERS), rope, DraftOptions(ttt_steps=4), depth=3)
+
+
+def random_document(generator: torch.Generator, vocab_size: int = 120) -> tuple[list[int], list[bool]]:
+    """One to three turns, each a prompt of 2 to 9 tokens and an answer of 1 to 9."""
+    mask: list[bool] = []
+    for _ in range(int(torch.randint(1, 4, (), generator=generator))):
+        prompt, answer = torch.randint(1, 10, (2,), generator=generator).tolist()
+        mask += [False] * (prompt + 1) + [True] * answer
+    return torch.randint(0, vocab_size, (len(mask),), generator=generator).tolist(), mask
+
+
+def random_dataset(count: int, seed: int) -> Dataset:
+    generator = torch.Generator().manual_seed(seed)
+    documents = [random_document(generator) for _ in range(count)]
+    columns: dict[str, list[Any]] = {"input_ids": [ids for ids, _ in documents], "loss_mask": [m for _, m in documents]}
+    return Dataset.from_dict(columns)
+
+
+@pytest.fixture(scope="session")
+def save_data(target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> SaveData:
+    def save(train: Dataset, heldout: Dataset, **changes: Any) -> Path:
+        path = tmp_path_factory.mktemp("data")
+        DatasetDict(train=train, heldout=heldout).save_to_disk(path)
+        report = {
+            "tokenizer_hash": tokenizer_hash(AutoTokenizer.from_pretrained(target_path)),
+            "data_hash": "0123",
+            "split_rows": {"train": len(train), "heldout": len(heldout)},
+        }
+        (path / "report.json").write_text(json.dumps(report | changes))
+        return path
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def data_path(save_data: SaveData) -> Path:
+    return save_data(random_dataset(60, seed=1), random_dataset(9, seed=2))
+
+
+@pytest.fixture(scope="session")
+def vocabulary_path(token_map: TokenMap, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vocabulary") / "map.safetensors"
+    token_map.write(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def arguments(target_path: Path, data_path: Path, vocabulary_path: Path) -> Callable[..., list[str]]:
+    """Flags of a run of 6 steps in a second; `changes` replace or add dotted options, with __ for the dot."""
+    standard = {
+        "target": target_path,
+        "data.path": data_path,
+        "data.max_length": 40,
+        "data.batch_size": 2,
+        "draft.vocabulary": vocabulary_path,
+        "draft.feature_layers": "[2, 0, 4]",
+        "draft.ttt_steps": 3,
+        "optim.steps": 6,
+        "optim.lr": 1e-2,
+        "evaluation.every": 3,
+        "checkpoint.every": 2,
+    }
+
+    def build(output: Path, **changes: Any) -> list[str]:
+        options = standard | {name.replace("__", "."): value for name, value in changes.items()} | {"output": output}
+        return [f"--{name}={value}" for name, value in options.items()]
+
+    return build

@@ -1,0 +1,146 @@
+"""Packing and order against dict and loop models; what cannot be trained on is refused."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from slipstream.models.checkpoint import tokenizer_hash
+from slipstream.tests.train.conftest import SaveData, random_dataset
+from slipstream.train.batches import (
+    Batch,
+    PackedRows,
+    batches_per_epoch,
+    collate,
+    evaluation_batches,
+    load_prepared,
+    measure,
+    pack,
+    training_batches,
+)
+
+
+def naive_pack(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Longest first, each to the row where it leaves the least room, the most recent one among equals."""
+    rows: list[list[int]] = []
+    rooms: list[int] = []
+    stamp: list[int] = []
+    for tick, item in enumerate(sorted(range(len(lengths)), key=lambda item: -lengths[item])):
+        fitting = [row for row, room in enumerate(rooms) if room >= lengths[item]]
+        if fitting:
+            row = min(fitting, key=lambda row: (rooms[row], -stamp[row]))
+        else:
+            row = len(rows)
+            rows, rooms, stamp = [*rows, []], [*rooms, capacity], [*stamp, 0]
+        rows[row].append(item)
+        rooms[row] -= lengths[item]
+        stamp[row] = tick
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_packing_is_best_fit_decreasing(seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 21, 100)
+    assert pack(lengths, 20) == naive_pack(lengths.tolist(), 20)
+
+
+def test_measure_counts_what_can_be_learnt() -> None:
+    documents = [
+        ([1] * 6, [False, False, True, True, False, True]),  # 3 supervised, two of them adjacent
+        ([1] * 6, [False, True, False, True, False, True]),  # never two in a row
+        ([1] * 12, [False] * 7 + [True] * 5),  # one of them within 8 tokens
+        ([1] * 12, [False] * 5 + [True] * 7),  # three of them within 8 tokens
+        ([1] * 3, [True, True, True]),  # the first token is nobody's prediction
+        ([], []),
+    ]
+    dataset = Dataset.from_dict({"input_ids": [d[0] for d in documents], "loss_mask": [d[1] for d in documents]})
+    lengths, targets = measure(dataset, 8)
+    assert lengths.tolist() == [6, 6, 8, 8, 3, 0]
+    assert targets.tolist() == [3, 0, 0, 3, 2, 0]
+    rows = PackedRows(dataset, 8)
+    assert sorted(itertools.chain(*rows.rows)) == [0, 3, 4]
+    assert (rows.num_dropped, rows.num_supervised) == (3, 8)
+
+
+def test_collate_lays_documents_out_with_padding() -> None:
+    batch = collate([[([1, 2, 3], [False, True, True]), ([4, 5], [True, True])], [([6, 7, 8, 9], [False] * 4)]], 3)
+    assert batch.tokens.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]]
+    assert batch.documents.tolist() == [[0, 0, 0, 1, 1], [2, 2, 2, -1, -1]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 0, 0]]
+    assert batch.supervised.tolist() == [[False, True, True, False, True], [False] * 5]
+    assert batch.num_supervised == 3
+
+
+def documents_of(batch: Batch) -> list[tuple[int, ...]]:
+    numbers = range(int(batch.documents.max()) + 1)
+    return sorted(tuple(batch.tokens[batch.documents == number].tolist()) for number in numbers)
+
+
+@pytest.fixture(scope="module")
+def rows() -> PackedRows:
+    return PackedRows(random_dataset(60, seed=4), 40)
+
+
+def take(rows: PackedRows, count: int, *, start: int = 0, size: int = 2, process: int = 0, num: int = 1) -> list[Batch]:
+    return list(itertools.islice(training_batches(rows, size, 7, start, process, num), count))
+
+
+def test_an_epoch_is_a_permutation_and_epochs_differ(rows: PackedRows) -> None:
+    per_epoch = batches_per_epoch(rows, 2, 1)
+    first, second = (take(rows, per_epoch, start=start) for start in (0, per_epoch))
+    left_out = len(rows) - 2 * per_epoch
+    for epoch in (first, second):
+        found = sum(len(documents_of(batch)) for batch in epoch)
+        assert found >= sum(len(row) for row in rows.rows) - left_out * max(len(row) for row in rows.rows)
+        assert len({document for batch in epoch for document in documents_of(batch)}) == found
+    assert any(not torch.equal(a.tokens, b.tokens) for a, b in zip(first, second, strict=True))
+
+
+def test_order_continues_from_any_batch_across_epochs(rows: PackedRows) -> None:
+    count = 2 * batches_per_epoch(rows, 2, 1) + 3
+    whole = take(rows, count)
+    for start in (1, batches_per_epoch(rows, 2, 1), count - 1):
+        for found, expected in zip(take(rows, count - start, start=start), whole[start:], strict=True):
+            assert torch.equal(found.tokens, expected.tokens)
+
+
+def test_processes_share_the_batch_of_one(rows: PackedRows) -> None:
+    whole = take(rows, 5, size=4)
+    parts = [take(rows, 5, size=2, process=process, num=2) for process in range(2)]
+    for batch, first, second in zip(whole, *parts, strict=True):
+        assert documents_of(batch) == sorted(documents_of(first) + documents_of(second))
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_evaluation_sees_every_row_once_in_equally_many_batches(rows: PackedRows, num: int) -> None:
+    found = [list(evaluation_batches(rows, 2, process, num)) for process in range(num)]
+    assert len({len(batches) for batches in found}) == 1
+    documents = [d for batches in found for batch, is_new in batches if is_new for d in documents_of(batch)]
+    assert sorted(documents) == sorted(tuple(rows.dataset[i]["input_ids"][:40]) for row in rows.rows for i in row)
+
+
+def test_too_few_rows_are_refused(rows: PackedRows) -> None:
+    with pytest.raises(ValueError, match=r"data.batch_size x 3 processes needs 300; lower"):
+        batches_per_epoch(rows, 100, 3)
+
+
+def test_a_split_that_supervises_nothing_is_refused() -> None:
+    dataset = Dataset.from_dict({"input_ids": [[1, 2, 3]], "loss_mask": [[False] * 3]})
+    with pytest.raises(ValueError, match="no document of 1 has two supervised tokens"):
+        PackedRows(dataset, 8)
+
+
+def test_prepared_data_must_be_whole_and_of_this_tokenizer(save_data: SaveData, target_path: Path) -> None:
+    expected = tokenizer_hash(AutoTokenizer.from_pretrained(target_path))
+    some, nothing = random_dataset(4, seed=0), Dataset.from_dict({"input_ids": [], "loss_mask": []})
+    assert len(load_prepared(save_data(some, some), expected).train) == 4
+    with pytest.raises(ValueError, match="another tokenizer .hash 99999999"):
+        load_prepared(save_data(some, some, tokenizer_hash="9" * 64), expected)
+    with pytest.raises(ValueError, match="split train is empty"):
+        load_prepared(save_data(nothing, some), expected)
+    with pytest.raises(ValueError, match="holds no report.json"):
+        load_prepared(target_path, expected)

@@ -1,0 +1,158 @@
+"""Loss, mask, metrics and the simulated walk against naive loops over documents, tokens and steps."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from slipstream.models.token_map import TokenMap
+from slipstream.tests.train.conftest import random_document
+from slipstream.tests.train.naive_draft import NaiveDraft
+from slipstream.train.batches import collate
+from slipstream.train.eagle3 import Eagle3Training
+
+STEPS, DECAY, DEPTH = 4, 0.8, 3
+Document = tuple[list[int], list[bool]]
+
+
+def documents(seed: int) -> list[list[Document]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [[random_document(generator) for _ in range(count)] for count in (2, 1, 3)]
+
+
+def supervised_throughout(mask: list[bool], first: int, last: int) -> bool:
+    return last < len(mask) and all(mask[first : last + 1])
+
+
+def naive_terms(
+    training: Eagle3Training, model: PreTrainedModel, ids: Tensor, document: Document
+) -> Iterator[tuple[int, Tensor | None, bool]]:
+    """Per counting (row, step) of one document: step, cross-entropy (or None outside the vocabulary), agreement."""
+    tokens, mask = torch.tensor(document[0]), document[1]
+    states = NaiveDraft(training.draft, model).chain(tokens, STEPS)
+    with torch.no_grad():
+        target_logits = model(input_ids=tokens[None]).logits[0]  # (S, V)
+    for t in range(len(tokens)):
+        for step in range(STEPS):
+            if not supervised_throughout(mask, t + 1, t + 2 + step):
+                continue
+            teacher = target_logits[t + 1 + step]
+            best = int(teacher.argmax())
+            draft_logits = training.draft.logits(states[t, step])
+            cross_entropy = -(teacher[ids].softmax(dim=0) * draft_logits.log_softmax(dim=0)).sum()
+            agrees = int(ids[draft_logits.argmax()]) == best
+            yield step, cross_entropy if best in ids.tolist() else None, agrees
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_loss_gradient_and_metrics_equal_the_loops(
+    training: Eagle3Training, target_model: PreTrainedModel, token_map: TokenMap, seed: int
+) -> None:
+    rows = documents(seed)
+    terms = [
+        term
+        for row in rows
+        for document in row
+        for term in naive_terms(training, target_model, token_map.ids, document)
+    ]
+    expected = sum((DECAY**step * loss for step, loss, _ in terms if loss is not None), torch.zeros(()))
+    loss, metrics = training.loss(collate(rows, 64))
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    for step in range(STEPS):
+        agreements = [agrees for s, _, agrees in terms if s == step]
+        assert metrics[f"accept_rate_{step}"].tolist() == [sum(agreements), len(agreements)]
+    assert any(loss is None for _, loss, _ in terms)
+    parameters = list(training.draft.parameters())
+    for found, wanted in zip(
+        torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+
+
+def test_rows_that_do_not_count_get_no_gradient(training: Eagle3Training) -> None:
+    batch = collate(documents(0), 64)
+    logits: list[Tensor] = []
+    training.draft.lm_head.register_forward_hook(lambda _m, _i, output: logits.append(output))
+    rows, _, _, final = training.read(batch, STEPS)
+    known = training.draft.t2d[training.target.logits(final[rows.asking + 1], training.target_ids)[1]]
+    loss, _ = training.loss(batch)
+    for step, gradient in enumerate(torch.autograd.grad(loss, logits)):
+        has_gradient = gradient.abs().sum(dim=-1) > 0
+        assert torch.equal(has_gradient, rows.counts[step, : len(gradient)] & known[step:])
+
+
+def test_the_teacher_is_beyond_the_gradient_and_the_target_is_not_saved(training: Eagle3Training) -> None:
+    assert {name.split(".")[0] for name in training.state_dict()} == {"draft"}
+    training.loss(collate(documents(0), 64))[0].backward()
+    assert all(parameter.grad is None for parameter in training.target.model.parameters())
+    assert all(parameter.grad is not None for parameter in training.parameters())
+
+
+def half_predictable(training: Eagle3Training, model: PreTrainedModel, document: Document, seed: int) -> Document:
+    """The document with chains of 0 to DEPTH + 1 of the draft's own proposals written into its answers."""
+    naive, generator = NaiveDraft(training.draft, model), torch.Generator().manual_seed(seed)
+    tokens, mask = list(document[0]), document[1]
+    position = 2
+    while position < len(tokens):
+        length = int(torch.randint(0, DEPTH + 2, (), generator=generator)) if mask[position] else 0
+        chain = naive.propose(torch.tensor(tokens[:position]), length) if length else []
+        for token in chain:
+            if position < len(tokens) and mask[position]:
+                tokens[position] = token
+                position += 1
+        position += 1
+    return tokens, mask
+
+
+def naive_walk(training: Eagle3Training, model: PreTrainedModel, document: Document) -> tuple[int, int, list[int]]:
+    """Emitted tokens after the first, rounds, and rounds by accepted position, of a server that answers this text."""
+    naive, (tokens, mask) = NaiveDraft(training.draft, model), document
+    emitted = rounds = 0
+    accepted_by_position = [0] * DEPTH
+    first = 0
+    while first < len(tokens):
+        if not mask[first]:
+            first += 1
+            continue
+        last = first
+        while last + 1 < len(tokens) and mask[last + 1]:
+            last += 1
+        root = first
+        while root < last:
+            proposed = naive.propose(torch.tensor(tokens[: root + 1]), DEPTH)
+            num_accepted = 0
+            while num_accepted < DEPTH and root + 1 + num_accepted <= last:
+                if proposed[num_accepted] != tokens[root + 1 + num_accepted]:
+                    break
+                accepted_by_position[num_accepted] += 1
+                num_accepted += 1
+            new_root = min(root + num_accepted + 1, last)
+            emitted, rounds, root = emitted + new_root - root, rounds + 1, new_root
+        first = last + 1
+    return emitted, rounds, accepted_by_position
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_walk_equals_a_server_that_runs_the_chain(
+    training: Eagle3Training, target_model: PreTrainedModel, seed: int
+) -> None:
+    rows = [[half_predictable(training, target_model, document, seed) for document in row] for row in documents(seed)]
+    walks = [naive_walk(training, target_model, document) for row in rows for document in row]
+    emitted, rounds = sum(walk[0] for walk in walks), sum(walk[1] for walk in walks)
+    training.eval()
+    with torch.no_grad():
+        loss, metrics = training(collate(rows, 64))
+    assert float(loss) == 0.0
+    assert metrics["accept_length"].tolist() == [emitted, rounds]
+    for position in range(DEPTH):
+        assert metrics[f"accept_rate_{position}"].tolist() == [sum(walk[2][position] for walk in walks), rounds]
+    assert int(metrics["accept_rate_2"][0]) > 0  # whole chains are accepted somewhere
+
+
+def test_a_walk_without_a_round_has_no_length(training: Eagle3Training) -> None:
+    """An answer of one token comes from the prompt's pass alone."""
+    document = ([3, 4, 5, 6, 7], [False, True, False, True, True])
+    metrics = training.evaluate(collate([[document]], 64))
+    assert metrics["accept_length"].tolist() == [1, 1]

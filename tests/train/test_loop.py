@@ -1,0 +1,260 @@
+"""Whole runs: what does not change them (accumulation, processes, kills), what they leave behind, what they refuse."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from slipstream.models.config import ModelConfig
+from slipstream.models.eagle3_checkpoint import load_eagle3
+from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE, SaveData, random_dataset
+from slipstream.train import eagle3
+from slipstream.train.checkpoints import clean
+from slipstream.train.eagle3 import Eagle3Training, main
+from slipstream.train.loop import Loop, lr_factor
+from slipstream.train.trackers import read_lines
+
+Arguments = Callable[..., list[str]]
+ROOT = Path(__file__).parents[2]
+TIMING = "tokens_per_second"
+
+
+def records(output: Path) -> list[dict[str, float]]:
+    """metrics.jsonl without what differs between two equal runs."""
+    return [
+        {name: value for name, value in line.items() if name != TIMING} for line in read_lines(output / "metrics.jsonl")
+    ]
+
+
+def weights(output: Path, step: int = 6) -> dict[str, Tensor]:
+    """The fp32 weights that the run would continue from."""
+    return load_file(output / f"step-{step}" / "state" / "model.safetensors")
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    """Bit for bit."""
+    assert records(found) == records(expected)
+    for name, tensor in weights(expected).items():
+        assert torch.equal(weights(found)[name], tensor), name
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, arguments: Arguments) -> Path:
+    """A run that nothing disturbed."""
+    output = tmp_path_factory.mktemp("finished")
+    main(arguments(output))
+    return output
+
+
+def start_program(arguments: list[str], *launcher: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, *launcher, str(ROOT / "train" / "eagle3.py"), *arguments]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def test_a_run_leaves_servable_checkpoints_and_a_log(finished: Path, target_path: Path) -> None:
+    assert sorted(path.name for path in finished.iterdir()) == ["best", "metrics.jsonl", "step-4", "step-6"]
+    target = ModelConfig.from_hf(AutoConfig.from_pretrained(target_path))
+    for name in ("best", "step-6"):
+        draft = load_eagle3(finished / name, target, torch.float32, torch.device("cpu"))
+        assert draft.config.draft_vocab_size == DRAFT_VOCAB_SIZE
+        assert draft.config.feature_layers == (2, 0, 4)
+        assert draft.config.target == str(target_path)
+    torch.testing.assert_close(draft.fc.weight, weights(finished)["draft.fc.weight"], rtol=1e-2, atol=1e-2)  # bf16
+    lines = records(finished)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if "eval_accept_length" in line] == [3, 6]
+    assert all(line["eval_accept_length"] >= 1 for line in lines if "eval_accept_length" in line)
+    run = json.loads((finished / "best" / "run.json").read_text())
+    assert run["data_hash"] == "0123"
+    assert run["versions"]["torch"] == torch.__version__
+    assert run["best_accept_length"] == max(line.get("eval_accept_length", 0) for line in lines)
+
+
+def test_a_few_documents_are_learnt(tmp_path: Path, arguments: Arguments, save_data: SaveData) -> None:
+    """With the whole target vocabulary, so that nothing is out of reach."""
+    data = save_data(random_dataset(6, seed=1), random_dataset(2, seed=2))
+    changes = {"data__path": data, "data__batch_size": 1, "optim__accumulation": 3, "draft__vocabulary": "null"}
+    main(arguments(tmp_path, optim__steps=150, evaluation__every=999, checkpoint__every=999, **changes))
+    first, last = records(tmp_path)[0], records(tmp_path)[-1]
+    assert last["loss"] < first["loss"]
+    for step in range(3):
+        assert first[f"accept_rate_{step}"] < 0.5
+        assert last[f"accept_rate_{step}"] > 0.7
+
+
+def test_accumulation_equals_a_bigger_batch(tmp_path: Path, arguments: Arguments) -> None:
+    main(arguments(tmp_path / "batch", data__batch_size=4))
+    main(arguments(tmp_path / "window", data__batch_size=2, optim__accumulation=2))
+    for found, expected in zip(records(tmp_path / "window"), records(tmp_path / "batch"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    for name, tensor in weights(tmp_path / "batch").items():
+        torch.testing.assert_close(weights(tmp_path / "window")[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path, arguments: Arguments) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    program = start_program(arguments(tmp_path / "two"), *launcher)
+    main(arguments(tmp_path / "one", data__batch_size=4))
+    printed, _ = program.communicate(timeout=300)
+    assert program.returncode == 0, printed
+    for found, expected in zip(records(tmp_path / "two"), records(tmp_path / "one"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    for name, tensor in weights(tmp_path / "one").items():
+        torch.testing.assert_close(weights(tmp_path / "two")[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, arguments: Arguments, finished: Path) -> None:
+    program = start_program(arguments(tmp_path))
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "step-2").exists() and program.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    program.kill()
+    program.communicate()
+    assert not (tmp_path / "step-6").exists(), "the kill came too late to prove anything"
+    main(arguments(tmp_path))
+    assert_same_run(tmp_path, finished)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_saves_and_continues_bit_for_bit(
+    tmp_path: Path,
+    arguments: Arguments,
+    finished: Path,
+    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train_step = Loop.train_step
+
+    def interrupted_step(loop: Loop, interrupted: bool) -> tuple[dict[str, float], bool]:
+        if loop.progress.step == 2:
+            os.kill(os.getpid(), number)
+        return train_step(loop, interrupted)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "train_step", interrupted_step)
+        with pytest.raises(SystemExit) as stop:
+            main(arguments(tmp_path))
+    assert stop.value.code == 130
+    assert "stopped; step 4 of 6 is saved" in capsys.readouterr().out
+    main(arguments(tmp_path))
+    assert_same_run(tmp_path, finished)
+
+
+def test_best_follows_accept_length_and_survives_resume(
+    tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = iter([2.0, 5.0, 3.0, 4.0])
+    script = {"value": 0.0}
+
+    def evaluate(_training: Eagle3Training, _batch: object) -> dict[str, Tensor]:
+        return {"accept_length": torch.tensor([script["value"], 1.0])}
+
+    evaluate_all = Loop.evaluate
+
+    def next_length(loop: Loop) -> dict[str, float]:
+        script["value"] = next(lengths)
+        return evaluate_all(loop)
+
+    monkeypatch.setattr(Eagle3Training, "evaluate", evaluate)
+    monkeypatch.setattr(Loop, "evaluate", next_length)
+    monkeypatch.setattr(eagle3.PackedRows, "__len__", lambda rows: min(2, len(rows.rows)))  # one held-out batch
+    main(arguments(tmp_path, evaluation__every=2, data__batch_size=2))
+    assert json.loads((tmp_path / "best" / "run.json").read_text())["step"] == 4
+    shutil.rmtree(tmp_path / "step-6")
+    main(arguments(tmp_path, evaluation__every=2, data__batch_size=2))  # its length of 4 is below the best of 5
+    assert json.loads((tmp_path / "best" / "run.json").read_text())["step"] == 4
+
+
+def test_unfinished_writes_are_cleaned_up(tmp_path: Path) -> None:
+    for name in (".best.abc.tmp", ".best.abc.old", ".step-4.xyz.old", "step-4"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "was").write_text(name)
+    clean(tmp_path)
+    assert {path.name: (path / "was").read_text() for path in tmp_path.iterdir()} == {
+        "best": ".best.abc.old",
+        "step-4": "step-4",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optim__lr": 0.5}, r"optim.lr is 0.5, but the run in .*step-6 has 0.01; give the same value"),
+        ({"draft__ttt_steps": 4}, r"draft.ttt_steps is 4, but"),
+        ({"resume": "never"}, r"holds a run \(step-6\); name another"),
+    ],
+)
+def test_another_run_is_not_continued(
+    finished: Path, arguments: Arguments, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments(finished, **changes))
+    assert re.search(message, str(stop.value.code))
+
+
+def test_what_does_not_change_the_run_may_change(finished: Path, arguments: Arguments) -> None:
+    main(arguments(finished, checkpoint__keep=1, tracker__name="another"))
+    assert records(finished)[-1]["step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft__feature_layers": "[1, 9]"}, "feature_layers is [1, 9]; name distinct states 0..3"),
+        ({"draft__feature_layers": "[1, 1]"}, "feature_layers is [1, 1]; name distinct states 0..3"),
+        ({"draft__intermediate_size": 64}, "init_from_target needs a draft as wide as its target"),
+        ({"data__batch_size": 500}, "data.batch_size x 1 processes needs 500"),
+        ({"data__path": "/nowhere"}, "data.path /nowhere holds no report.json"),
+        ({"target": "/nowhere"}, "/nowhere"),
+        ({"optim__lr": 1e30, "optim__clip": 1e30}, "lower optim.lr"),
+    ],
+)
+def test_bad_options_end_in_a_sentence(
+    tmp_path: Path, arguments: Arguments, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments(tmp_path, **changes))
+    assert message in str(stop.value.code)
+
+
+def test_a_draft_of_other_width_starts_at_random(tmp_path: Path, arguments: Arguments) -> None:
+    main(arguments(tmp_path, draft__intermediate_size=64, draft__init_from_target="false", optim__steps=1))
+    assert weights(tmp_path, 1)["draft.midlayer.mlp.down_proj.weight"].shape == (32, 64)
+
+
+def test_a_map_of_another_target_is_refused(tmp_path: Path, arguments: Arguments) -> None:
+    path = tmp_path / "map.safetensors"
+    eagle3.TokenMap.build(torch.ones(50, dtype=torch.int64), 20, [], {}).write(path)
+    with pytest.raises(SystemExit) as stop:
+        main(arguments(tmp_path / "output", draft__vocabulary=path))
+    assert "was counted over 50 tokens, the target has 120" in str(stop.value.code)
+
+
+def test_learning_rate_is_torchs_cosine_after_the_warm_up() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=90)
+    for step in range(10, 100):
+        assert lr_factor(step, 100, 0.1) == pytest.approx(schedule.get_last_lr()[0], abs=1e-9)
+        optimizer.step()
+        schedule.step()
+    assert [lr_factor(step, 100, 0.1) for step in range(10)] == pytest.approx([(step + 1) / 10 for step in range(10)])
+
+
+def test_random_documents_have_something_to_learn() -> None:
+    assert any(sum(mask) > 2 for mask in random_dataset(60, seed=1)["loss_mask"])

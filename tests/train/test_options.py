@@ -1,0 +1,74 @@
+"""The options of training programs are frozen here: adding one is an edit of this list, and is meant to hurt."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+
+from slipstream.config import build_parser, option_names, parse
+from slipstream.train.eagle3 import Eagle3Options
+
+ROOT = Path(__file__).parents[2]
+EAGLE3_OPTIONS = """
+    checkpoint.every checkpoint.keep data.batch_size data.max_length data.path draft.feature_layers
+    draft.init_from_target draft.intermediate_size draft.ttt_decay draft.ttt_steps draft.vocabulary
+    evaluation.depth evaluation.documents evaluation.every optim.accumulation optim.betas optim.clip
+    optim.epochs optim.lr optim.name optim.steps optim.warmup_ratio optim.weight_decay output precision resume
+    revision seed target tracker.name tracker.project tracker.tensorboard tracker.wandb trust_remote_code
+"""
+
+
+def parse_eagle3(*argv: str) -> Eagle3Options:
+    return parse(Eagle3Options, argv, prog="train/eagle3.py", description="")
+
+
+def test_the_options_are_these() -> None:
+    groups = {"checkpoint", "data", "draft", "evaluation", "optim", "tracker"}
+    names = set(option_names(build_parser(Eagle3Options, prog="", description=""))) - groups
+    assert sorted(names) == sorted(EAGLE3_OPTIONS.split())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "eagle3").glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_parse_and_flags_win(path: Path) -> None:
+    options = parse_eagle3(f"--config={path}", "--optim.lr=0.25")
+    assert options.optim.lr == 0.25
+    assert options.data.batch_size == yaml.safe_load(path.read_text())["data"]["batch_size"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_reads_its_configs(path: Path) -> None:
+    config = load_config_from_file(str(path))
+    assert config.num_machines == 1
+    assert config.num_processes >= 1
+
+
+def test_there_is_an_accelerate_config_for_each_kind_of_run() -> None:
+    names = {path.stem for path in (ROOT / "configs" / "accelerate").glob("*.yaml")}
+    assert names == {"cpu", "single", "ddp", "fsdp", "zero2", "zero3"}
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--optim.lr=0", "optim.lr is 0.0; give a positive number"),
+        ("--optim.accumulation=0", "optim.accumulation is 0; give at least 1"),
+        ("--optim.warmup_ratio=1.5", "optim.warmup_ratio is 1.5"),
+        ("--draft.ttt_steps=0", "draft.ttt_steps is 0"),
+        ("--evaluation.depth=0", "evaluation.depth is 0; give at least 1"),
+        ("--draft.steps=3", "valid options"),
+        ("--resume=yes", "resume"),
+    ],
+)
+def test_bad_values_are_named(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_eagle3("--target=t", "--output=o", "--data.path=d", argument)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train").glob("*.py")), ids=lambda path: path.stem)
+def test_no_file_beside_a_program_hides_a_module(path: Path) -> None:
+    """`python train/eagle3.py` puts train/ first on the path."""
+    assert importlib.util.find_spec(path.stem) is None

@@ -1,0 +1,51 @@
+"""The simulated accept length: held-out answers walked the way a server walks them.
+
+The prompt's pass gives an answer's first token. Each round starts at the last emitted token (the root), and emits the
+drafted tokens that agree with the text, then one of the target's own, cut at the answer's end. Accept length is
+(emitted tokens - 1) / rounds, summed over answers. The draft's chain is the one that training-time test predicts at the
+root's row, exactly, since both read the same tokens as long as they agree.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from slipstream.train.batches import Batch
+
+
+def walk_answers(batch: Batch, asking: Tensor, accepted: Tensor, depth: int) -> dict[str, Tensor]:
+    """Sums over the batch's answers as metrics (sum, count): `accept_length` and, per draft position, `accept_rate_i`.
+
+    `asking` (N,) rows of the flattened batch, `accepted` (N,) leading draft tokens of that row which agree with the
+    text of its answer; the root is the token after the row. Both on the host.
+    """
+    accepted_at = torch.zeros(batch.tokens.numel(), dtype=torch.int64).index_copy(0, asking, accepted).tolist()
+    emitted, rounds, by_position = 0, 0, [0] * depth
+    for first, last in answers(batch):
+        emitted += last - first
+        root = first
+        while root < last:
+            num_accepted = accepted_at[root - 1]
+            rounds += 1
+            for position in range(num_accepted):
+                by_position[position] += 1
+            root = min(root + num_accepted + 1, last)
+    metrics = {"accept_length": torch.tensor([emitted, rounds])}
+    return metrics | {f"accept_rate_{i}": torch.tensor([count, rounds]) for i, count in enumerate(by_position)}
+
+
+def answers(batch: Batch) -> Iterator[tuple[int, int]]:
+    """First and last token of every run of supervised tokens of one document, as indices into the flattened batch."""
+    supervised, documents = batch.supervised.flatten(), batch.documents.flatten()
+    joined = supervised[1:] & supervised[:-1] & (documents[1:] == documents[:-1])
+    begins = supervised.clone()
+    begins[1:] &= ~joined
+    ends = supervised.clone()
+    ends[:-1] &= ~joined
+    yield from zip(begins.nonzero().flatten().tolist(), ends.nonzero().flatten().tolist(), strict=True)
+
+
+def count_accepted(predicted: Tensor, text: Tensor, counts: Tensor) -> Tensor:
+    """Leading agreements: predicted and text (S, N) target ids, counts (S, N) bool where the text goes on -> (N,)."""
+    return ((predicted == text) & counts).long().cumprod(dim=0).sum(dim=0)

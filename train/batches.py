@@ -1,0 +1,195 @@
+"""From a prepared dataset to packed batches, in an order that (seed, number of the batch) alone decides.
+
+Documents are packed whole into rows of `max_length`; longer ones are cut at it, never split over rows. Letters: B rows,
+S tokens in a row.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset, load_from_disk
+from torch import Tensor
+from tqdm import tqdm
+
+from slipstream.models.checkpoint import read_json
+
+SCAN_ROWS = 4096  # documents measured at once
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Packed rows. Padding: document -1, token 0, position 0, unsupervised."""
+
+    tokens: Tensor  # (B, S) int64
+    documents: Tensor  # (B, S) int64, counted from 0 through the batch, in reading order
+    positions: Tensor  # (B, S) int64, from 0 in each document
+    supervised: Tensor  # (B, S) bool; never a document's first token, which nothing predicts
+
+    @property
+    def num_supervised(self) -> int:
+        return int(self.supervised.sum())
+
+
+class PackedRows:
+    """The documents of one split that can be learnt from, and how they share rows."""
+
+    def __init__(self, dataset: Dataset, max_length: int, limit: int | None = None) -> None:
+        """`limit` keeps the first documents only. Raises ValueError for a split that supervises nothing."""
+        self.dataset = dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
+        self.max_length = max_length
+        lengths, targets = measure(self.dataset, max_length)
+        documents = np.flatnonzero(targets)
+        if not len(documents):
+            raise ValueError(
+                f"no document of {len(self.dataset)} has two supervised tokens in a row within data.max_length "
+                f"{max_length}; raise data.max_length, or prepare conversations that have answers"
+            )
+        self.num_dropped = len(self.dataset) - len(documents)
+        self.num_supervised = int(targets.sum())
+        self.rows = [[int(documents[item]) for item in row] for row in pack(lengths[documents], max_length)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, rows: list[int]) -> Batch:
+        """The rows of these numbers, padded to the longest."""
+        fetched = [self.dataset[self.rows[row]] for row in rows]
+        documents = [list(zip(row["input_ids"], row["loss_mask"], strict=True)) for row in fetched]
+        return collate(documents, self.max_length)
+
+
+def collate(rows: list[list[tuple[list[int], list[bool]]]], max_length: int) -> Batch:
+    """`rows` hold documents, a document its tokens and their loss mask."""
+    width = max(sum(min(len(tokens), max_length) for tokens, _ in row) for row in rows)
+    shape = (len(rows), width)
+    tokens, documents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+    positions, supervised = np.zeros(shape, np.int64), np.zeros(shape, bool)
+    numbers = itertools.count()
+    for index, row in enumerate(rows):
+        start = 0
+        for ids, mask in row:
+            end = start + min(len(ids), max_length)
+            tokens[index, start:end] = ids[:max_length]
+            documents[index, start:end] = next(numbers)
+            positions[index, start:end] = np.arange(end - start)
+            supervised[index, start + 1 : end] = mask[1:max_length]
+            start = end
+    return Batch(*(torch.from_numpy(array) for array in (tokens, documents, positions, supervised)))
+
+
+def measure(dataset: Dataset, max_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Per document: its length cut at `max_length`, and its supervised tokens, 0 if no two of them are adjacent."""
+    lengths, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    tables = dataset.with_format("arrow").iter(batch_size=SCAN_ROWS)
+    num_tables = -(-len(dataset) // SCAN_ROWS)
+    for table in tqdm(tables, "measuring documents", num_tables, unit="batch", disable=num_tables == 1):
+        length, target = measure_table(table, max_length)
+        lengths.append(length)
+        targets.append(target)
+    return np.concatenate(lengths), np.concatenate(targets)
+
+
+def measure_table(table: pa.Table, max_length: int) -> tuple[np.ndarray, np.ndarray]:
+    length = pc.list_value_length(table["input_ids"]).to_numpy().astype(np.int64)
+    supervised = pc.list_flatten(table["loss_mask"]).to_numpy()
+    document = np.repeat(np.arange(len(length)), length)
+    position = np.arange(len(document)) - np.repeat(np.cumsum(length) - length, length)
+    supervised = supervised & (position > 0) & (position < max_length)
+    adjacent = supervised & np.append(supervised[1:] & (position[1:] > 0), False)
+    count = np.bincount(document[supervised], minlength=len(length))
+    count[np.bincount(document[adjacent], minlength=len(length)) == 0] = 0
+    return np.minimum(length, max_length), count
+
+
+def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Best-fit decreasing: each item goes where it leaves the least room. Items of each row, rows in creation order."""
+    rows: list[list[int]] = []
+    rows_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0  # bit r is set while a row with room r exists: the lowest bit at or above a length is its best fit
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = rows_by_room[room].pop()
+            if not rows_by_room[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(item)
+        if room > length:
+            rows_by_room[room - length].append(row)
+            rooms |= 1 << (room - length)
+    return rows
+
+
+def batches_per_epoch(rows: PackedRows, batch_size: int, num_processes: int) -> int:
+    """Forward passes of an epoch; the rows that do not fill a last one are left to other epochs."""
+    needed = batch_size * num_processes
+    if len(rows) < needed:
+        raise ValueError(
+            f"the train split packs into {len(rows)} rows, data.batch_size x {num_processes} processes needs "
+            f"{needed}; lower data.batch_size or data.max_length"
+        )
+    return len(rows) // needed
+
+
+def training_batches(
+    rows: PackedRows, batch_size: int, seed: int, start: int, process: int, num_processes: int
+) -> Iterator[Batch]:
+    """Endless batches of one process from batch number `start` on; each epoch is a new permutation of the rows."""
+    per_epoch = batches_per_epoch(rows, batch_size, num_processes)
+    while True:
+        epoch, first = divmod(start, per_epoch)
+        order = np.random.default_rng((seed, epoch)).permutation(len(rows)).tolist()
+        for number in range(first, per_epoch):
+            offset = (number * num_processes + process) * batch_size
+            yield rows.batch(order[offset : offset + batch_size])
+        start = (epoch + 1) * per_epoch
+
+
+def evaluation_batches(
+    rows: PackedRows, batch_size: int, process: int, num_processes: int
+) -> Iterator[tuple[Batch, bool]]:
+    """One pass over every row, split over processes. All processes get equally many batches, as sharded models need:
+    a process that runs out repeats the first one, marked False."""
+    step = batch_size * num_processes
+    for first in range(0, len(rows), step):
+        offset = first + process * batch_size
+        chosen = list(range(offset, min(offset + batch_size, len(rows))))
+        yield rows.batch(chosen or [0]), bool(chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedData:
+    train: Dataset
+    heldout: Dataset
+    report: dict[str, Any]  # report.json of data_tools/prepare.py: tokenizer_hash, data_hash, counts
+
+
+def load_prepared(path: Path, tokenizer_hash: str) -> PreparedData:
+    """Reads the folder that prepare.py wrote. Raises ValueError unless it is one, made with the target's tokenizer."""
+    report_path = path / "report.json"
+    if not report_path.is_file():
+        raise ValueError(f"data.path {path} holds no report.json; make the folder with `slipstream prepare`")
+    report = read_json(report_path)
+    if report["tokenizer_hash"] != tokenizer_hash:
+        raise ValueError(
+            f"data.path {path} was prepared with another tokenizer (hash {report['tokenizer_hash'][:12]}, the target's "
+            f"is {tokenizer_hash[:12]}); prepare it again with --target set to this target"
+        )
+    for name in ("train", "heldout"):
+        if not report["split_rows"].get(name):
+            raise ValueError(
+                f"data.path {path}: split {name} is empty; prepare more conversations or a larger --heldout"
+            )
+    splits = load_from_disk(str(path))
+    return PreparedData(splits["train"], splits["heldout"], report)

@@ -1,0 +1,156 @@
+"""The output folder of a run: step-N (servable, with the state to resume from) and best (servable).
+
+Invariant: a folder is written under a temporary name and renamed, so whatever bears its name is complete, and a run
+killed at any moment continues from the newest step-N as if it had not been.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+
+from slipstream.models.checkpoint import atomic_folder
+
+WriteDraft = Callable[[Mapping[str, Tensor], Path, Mapping[str, Any]], None]  # state_dict, folder, contents of run.json
+FREE_OPTIONS = ("output", "resume", "tracker.", "checkpoint.", "evaluation.every")  # may differ when a run continues
+
+
+@dataclass(slots=True)
+class Progress:
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # supervised tokens seen, all processes
+    best_step: int = 0
+    best_accept_length: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)  # of the latest evaluation
+
+
+def provenance(data_hash: str) -> dict[str, Any]:
+    """What produced a checkpoint, for its run.json."""
+    root = Path(__file__).parent
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    packages = ("slipstream", "torch", "transformers", "accelerate")
+    return {
+        "argv": sys.argv,
+        "git_revision": git.stdout.strip() or None,
+        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+        "data_hash": data_hash,
+    }
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
+class Checkpoints:
+    """Every method is called by all processes; the first one writes what is not sharded.
+
+    `identity` holds what a run must agree in to be continued: its options and the hashes of what they name. `run` is
+    the provenance that goes into every run.json. `write_draft` writes a servable folder from a full state dict.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        output: Path,
+        keep: int,
+        identity: Mapping[str, Any],
+        run: Mapping[str, Any],
+        write_draft: WriteDraft,
+    ) -> None:
+        self.accelerator = accelerator
+        self.model = model
+        self.output = output
+        self.keep = keep
+        self.identity = json.loads(json.dumps(flatten(identity)))
+        self.run = run
+        self.write_draft = write_draft
+
+    def resume(self, resume: str) -> Progress:
+        """Loads the newest checkpoint, if there is one, into what the accelerator prepared. Raises ValueError if
+        `resume` is "never" or if the run that wrote it differs from this one."""
+        if self.accelerator.is_main_process:
+            self.output.mkdir(parents=True, exist_ok=True)
+            clean(self.output)
+        self.accelerator.wait_for_everyone()
+        found = step_folders(self.output)
+        if not found:
+            return Progress()
+        if resume == "never":
+            raise ValueError(
+                f"output {self.output} holds a run ({found[-1].name}); name another one or use resume auto"
+            )
+        saved = json.loads((found[-1] / "state" / "progress.json").read_text())
+        self.check_identity(saved["identity"], found[-1])
+        self.accelerator.load_state(str(found[-1] / "state"))
+        self.accelerator.step = 0  # checkpoints lie between accumulation windows
+        return Progress(**saved["progress"])
+
+    def check_identity(self, saved: Mapping[str, Any], folder: Path) -> None:
+        for name in sorted(self.identity.keys() | saved.keys()):
+            here, there = self.identity.get(name), saved.get(name)
+            if here != there and not name.startswith(FREE_OPTIONS):
+                raise ValueError(
+                    f"{name} is {here!r}, but the run in {folder} has {there!r}; give the same value to continue "
+                    "it, or another output to start afresh"
+                )
+
+    def save_best(self, progress: Progress) -> None:
+        self._save(self.output / "best", progress, with_state=False)
+
+    def save_step(self, progress: Progress) -> None:
+        folder = self.output / f"step-{progress.step}"
+        self._save(folder, progress, with_state=True)
+        if self.accelerator.is_main_process:
+            for old in step_folders(self.output)[: -self.keep]:
+                doomed = old.with_name(f".{old.name}.tmp")
+                old.rename(doomed)
+                shutil.rmtree(doomed)
+        self.accelerator.wait_for_everyone()
+
+    def _save(self, path: Path, progress: Progress, *, with_state: bool) -> None:
+        tensors = self.accelerator.get_state_dict(self.model)
+        with ExitStack() as stack:
+            shared: list[Any] = [None]
+            if self.accelerator.is_main_process:
+                shared = [stack.enter_context(atomic_folder(path))]
+                self.write_draft(tensors, shared[0], {**self.run, **asdict(progress)})
+            folder = broadcast_object_list(shared)[0]
+            if with_state:
+                self.accelerator.save_state(str(folder / "state"))
+            if with_state and self.accelerator.is_main_process:
+                values = {"progress": asdict(progress), "identity": self.identity}
+                (folder / "state" / "progress.json").write_text(json.dumps(values, indent=2) + "\n")
+            self.accelerator.wait_for_everyone()
+        self.accelerator.wait_for_everyone()
+
+
+def step_folders(output: Path) -> list[Path]:
+    """step-N folders, oldest first."""
+    return sorted(output.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def clean(output: Path) -> None:
+    """Removes what a killed run was writing, and puts back a folder that it was about to replace."""
+    for path in output.glob(".*.old"):
+        original = output / path.name.split(".")[1]
+        if original.exists():
+            shutil.rmtree(path)
+        else:
+            path.rename(original)
+    for path in output.glob(".*.tmp"):
+        shutil.rmtree(path)

@@ -1,0 +1,217 @@
+"""The loop of every training program: accumulation, clipping, schedule, evaluation, trackers, checkpoints, resume.
+
+A drafter's loss is a sum over supervised tokens. It is divided by their number over all processes and the whole
+accumulation window, known before the first forward pass, so neither of them changes what is learnt.
+"""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
+from accelerate.utils import parse_flag_from_env
+from torch import nn
+from tqdm import tqdm
+
+from slipstream.train.batches import PackedRows, batches_per_epoch, evaluation_batches, training_batches
+from slipstream.train.checkpoints import Checkpoints, Progress
+from slipstream.train.optimizers import build_optimizers
+from slipstream.train.options import RunOptions
+from slipstream.train.trackers import open_trackers
+from slipstream.train.training import DraftTraining, Metrics, add, reduce
+
+SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+
+def start(options: RunOptions) -> Accelerator:
+    """The accelerator of this process, as `accelerate launch` set it up."""
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    has_bf16 = not on_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    bf16 = options.precision == "bf16" or (options.precision == "auto" and has_bf16)
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision="bf16" if bf16 else "no",
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    if on_cpu and torch.get_num_threads() < (os.cpu_count() or 1) // accelerator.num_processes:
+        accelerator.print(
+            f"uses {torch.get_num_threads()} of {os.cpu_count()} cores; OMP_NUM_THREADS sets their number"
+        )
+    accelerator.gradient_accumulation_steps = options.optim.accumulation
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # clips and accumulates by its own configuration
+        accelerator.state.deepspeed_plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": options.data.batch_size,
+            "gradient_accumulation_steps": options.optim.accumulation,
+            "gradient_clipping": options.optim.clip,
+        }
+    torch.manual_seed(options.seed)
+    return accelerator
+
+
+def fit(
+    accelerator: Accelerator,
+    training: DraftTraining,
+    train: PackedRows,
+    heldout: PackedRows,
+    options: RunOptions,
+    identity: Mapping[str, Any],
+    run: Mapping[str, Any],
+) -> Progress:
+    """Trains to the last step; at SIGINT or SIGTERM saves after the step at hand and exits with status 130.
+
+    `identity`: hashes of what the options name, compared when a run continues. `run`: provenance for every run.json.
+    """
+    output, optim = Path(options.output), options.optim
+    optimizers = build_optimizers(training, optim)
+    if len(optimizers) > 1 and accelerator.distributed_type in SHARDING:
+        raise ValueError(
+            f"optim.name is 'muon', which needs whole matrices, and {accelerator.distributed_type.value} shards them; "
+            "use adamw, or the ddp configuration"
+        )
+    model, *optimizers = accelerator.prepare(training, *optimizers)
+    identity = {**asdict(options), **identity, "num_processes": accelerator.num_processes}
+    checkpoints = Checkpoints(accelerator, model, output, options.checkpoint.keep, identity, run, training.write)
+    progress = checkpoints.resume(options.resume)
+    loop = Loop(accelerator, model, optimizers, options, train, heldout, progress)
+    is_main = accelerator.is_main_process
+    trackers = open_trackers(output, options.tracker, identity, progress.step) if is_main else []
+    bar = tqdm(total=loop.num_steps, initial=progress.step, unit="step", disable=not is_main)
+    stopped = False
+    with ExitStack() as stack:
+        for tracker in trackers:
+            stack.callback(tracker.close)
+        interrupt = stack.enter_context(Interrupt())
+        stack.enter_context(bar)
+        while progress.step < loop.num_steps and not stopped:
+            record, stopped = loop.train_step(interrupt.received)
+            is_last = progress.step == loop.num_steps
+            if is_last or progress.step % options.evaluation.every == 0:
+                record |= loop.evaluate()
+                if progress.best_step == progress.step:
+                    checkpoints.save_best(progress)
+            for tracker in trackers:
+                tracker.log(progress.step, record)
+            if is_last or stopped or progress.step % options.checkpoint.every == 0:
+                checkpoints.save_step(progress)
+            show(bar, record, progress)
+    if progress.step < loop.num_steps:
+        accelerator.print(f"stopped; step {progress.step} of {loop.num_steps} is saved, the same command continues")
+        raise SystemExit(130)
+    return progress
+
+
+class Loop:
+    """One optimizer step, one evaluation; `progress` is updated in place."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        options: RunOptions,
+        train: PackedRows,
+        heldout: PackedRows,
+        progress: Progress,
+    ) -> None:
+        self.accelerator = accelerator
+        self.model = model
+        self.optimizers = optimizers
+        self.options = options
+        self.heldout = heldout
+        self.progress = progress
+        rank, processes = accelerator.process_index, accelerator.num_processes
+        size, window = options.data.batch_size, options.optim.accumulation
+        per_epoch = batches_per_epoch(train, size, processes)
+        self.num_steps = options.optim.steps or math.ceil(options.optim.epochs * per_epoch / window)
+        self.batches = training_batches(train, size, options.seed, progress.step * window, rank, processes)
+
+    def train_step(self, interrupted: bool) -> tuple[dict[str, float], bool]:
+        """Numbers of the step, and whether any process was interrupted."""
+        accelerator, optim, began = self.accelerator, self.options.optim, time.perf_counter()
+        lr = optim.lr * lr_factor(self.progress.step, self.num_steps, optim.warmup_ratio)
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = lr
+        window = [next(self.batches) for _ in range(optim.accumulation)]
+        num_tokens = torch.tensor(float(sum(batch.num_supervised for batch in window)), device=accelerator.device)
+        # Processes average their gradients and the accelerator divides by the window: both are undone here.
+        scale = accelerator.num_processes * optim.accumulation / accelerator.reduce(num_tokens, "sum")
+        totals: Metrics = {"interrupted": torch.tensor([float(interrupted), 1.0], device=accelerator.device)}
+        for batch in window:
+            with accelerator.accumulate(self.model):
+                loss, metrics = self.model(batch)
+                accelerator.backward(loss * scale)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(self.model.parameters(), optim.clip)
+                for optimizer in self.optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            add(totals, metrics | {"loss": torch.stack((loss.detach(), loss.new_tensor(batch.num_supervised)))})
+        sums = reduce(accelerator, totals)
+        stopped = sums.pop("interrupted")[0] > 0
+        record = {name: total / max(count, 1.0) for name, (total, count) in sums.items()}
+        if not math.isfinite(record["loss"]):
+            raise ValueError(f"loss is {record['loss']} at step {self.progress.step + 1}; lower optim.lr {optim.lr}")
+        self.progress.step += 1
+        self.progress.tokens += int(sums["loss"][1])
+        rate = sums["loss"][1] / (time.perf_counter() - began)
+        norms = {} if norm is None else {"grad_norm": float(norm)}
+        return record | norms | {"lr": lr, "tokens": self.progress.tokens, "tokens_per_second": rate}, stopped
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Metrics over the held-out rows, under `eval_` names; a best accept length is entered in the progress."""
+        accelerator, totals = self.accelerator, Metrics()
+        self.model.eval()
+        batches = evaluation_batches(
+            self.heldout, self.options.data.batch_size, accelerator.process_index, accelerator.num_processes
+        )
+        for batch, is_new in batches:
+            add(totals, self.model(batch)[1], weight=int(is_new))
+        self.model.train()
+        metrics = {name: total / max(count, 1.0) for name, (total, count) in reduce(accelerator, totals).items()}
+        self.progress.metrics = metrics
+        if metrics["accept_length"] > self.progress.best_accept_length:
+            self.progress.best_step, self.progress.best_accept_length = self.progress.step, metrics["accept_length"]
+        return {f"eval_{name}": value for name, value in metrics.items()}
+
+
+def lr_factor(step: int, num_steps: int, warmup_ratio: float) -> float:
+    """Share of the peak learning rate in step 0..num_steps-1: linear up, then a cosine that ends just above zero."""
+    warmup = math.ceil(warmup_ratio * num_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, num_steps - warmup)))
+
+
+def show(bar: tqdm, record: Mapping[str, float], progress: Progress) -> None:
+    shown = {"loss": f"{record['loss']:.3f}", "tok/s": f"{record['tokens_per_second']:.0f}"}
+    if "accept_length" in progress.metrics:
+        shown["accept"] = f"{progress.metrics['accept_length']:.2f}"
+    bar.set_postfix(shown, refresh=False)
+    bar.update()
+
+
+class Interrupt:
+    """Notes SIGINT and SIGTERM instead of ending the process; a second SIGINT ends it as usual."""
+
+    def __enter__(self) -> "Interrupt":
+        self.received = False
+        self.previous = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        self.received = True
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __exit__(self, *_exception: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,107 @@
+"""Options that every training program shares; a program's own dataclass adds its target and draft to `RunOptions`."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    path: str
+    """prepared dataset (data_tools/prepare.py): splits train and heldout"""
+    max_length: int = 2048
+    """tokens in a packed row; longer documents are cut"""
+    batch_size: int = 1
+    """packed rows in a forward pass of one process"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimOptions:
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw for everything; muon: Muon for hidden matrices, which learn about twice as fast in short runs"""
+    lr: float = 1e-4
+    """peak learning rate"""
+    epochs: int = 1
+    """passes over the training split; `steps` overrides it"""
+    steps: int | None = None
+    """optimizer steps"""
+    accumulation: int = 1
+    """forward passes per optimizer step"""
+    warmup_ratio: float = 0.015
+    """share of the steps with linear warm-up; a cosine to zero follows"""
+    clip: float = 0.5
+    """largest gradient norm"""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay of the two moments"""
+    weight_decay: float = 0.0
+    """AdamW's decoupled decay"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    every: int = 500
+    """steps between evaluations; the last step is always evaluated"""
+    depth: int = 3
+    """tokens drafted in a round of the simulated accept length, which chooses the best checkpoint"""
+    documents: int = 200
+    """held-out documents used"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    every: int = 1000
+    """steps between checkpoints; the last step is always saved"""
+    keep: int = 2
+    """step checkpoints kept; `best` is kept beside them"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerOptions:
+    """metrics.jsonl is always written to the output folder."""
+
+    wandb: bool = False
+    """log to Weights & Biases, offline where no key is set up"""
+    tensorboard: bool = False
+    """write TensorBoard event files to the output folder"""
+    project: str = "slipstream"
+    """project of the W&B run"""
+    name: str | None = None
+    """name of the W&B run; default: the output folder's"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    output: str
+    """folder for checkpoints, metrics.jsonl and trackers"""
+    data: DataOptions
+    optim: OptimOptions = field(default_factory=OptimOptions)
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    tracker: TrackerOptions = field(default_factory=TrackerOptions)
+    resume: Literal["auto", "never"] = "auto"
+    """auto continues from the newest checkpoint in `output`; never refuses an output that holds one"""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """auto is bf16 autocast on a GPU and fp32 on the CPU; weights and optimizer stay fp32"""
+    seed: int = 0
+    """seed of the weights and of the order of the data"""
+
+    def __post_init__(self) -> None:
+        at_least_one = {
+            "data.max_length": self.data.max_length,
+            "data.batch_size": self.data.batch_size,
+            "optim.epochs": self.optim.epochs,
+            "optim.steps": 1 if self.optim.steps is None else self.optim.steps,
+            "optim.accumulation": self.optim.accumulation,
+            "evaluation.every": self.evaluation.every,
+            "evaluation.depth": self.evaluation.depth,
+            "evaluation.documents": self.evaluation.documents,
+            "checkpoint.every": self.checkpoint.every,
+            "checkpoint.keep": self.checkpoint.keep,
+        }
+        for name, value in at_least_one.items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}; give at least 1")
+        for name, number in (("optim.lr", self.optim.lr), ("optim.clip", self.optim.clip)):
+            if number <= 0:
+                raise ValueError(f"{name} is {number}; give a positive number")
+        if not 0 <= self.optim.warmup_ratio < 1:
+            raise ValueError(f"optim.warmup_ratio is {self.optim.warmup_ratio}; give a share such as 0.015")

@@ -1,0 +1,52 @@
+"""What a drafter brings to `fit`, and the sums that its metrics are."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from slipstream.train.batches import Batch
+
+Metrics = dict[str, Tensor]  # name -> (2,): a sum, and the count that divides it once all are added up
+
+
+class DraftTraining(nn.Module, ABC):
+    """What `fit` trains: its parameters are the draft's; a frozen target must not be a submodule.
+
+    Everything goes through forward, because that is where DDP, FSDP and ZeRO gather weights and reduce gradients.
+    """
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """The loss is zero in evaluation mode."""
+        if self.training:
+            return self.loss(batch)
+        metrics = self.evaluate(batch)
+        return torch.zeros(()), metrics
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Sum over the supervised tokens of `batch`, which lies on the host, and metrics."""
+
+    @abstractmethod
+    def evaluate(self, batch: Batch) -> Metrics:
+        """Metrics of held-out rows; `accept_length` is among them and chooses the best checkpoint."""
+
+    @abstractmethod
+    def write(self, state: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
+        """Writes a servable checkpoint of this module's full `state` into an existing folder; `run` is its run.json."""
+
+
+def add(totals: Metrics, metrics: Metrics, weight: int = 1) -> None:
+    for name, value in metrics.items():
+        totals[name] = totals.get(name, 0) + weight * value.detach().double()
+
+
+def reduce(accelerator: Accelerator, totals: Metrics) -> dict[str, tuple[float, float]]:
+    """Sum and count over all processes, which hold the same names."""
+    names = sorted(totals)
+    stacked = torch.stack([totals[name].to(accelerator.device) for name in names])
+    return dict(zip(names, map(tuple, accelerator.reduce(stacked, "sum").tolist()), strict=True))  # sync
