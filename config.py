@@ -87,7 +87,11 @@ def option_types(config_class: type, prefix: str = "") -> dict[str, Any]:
     """Type of every option by its dotted name."""
     types: dict[str, Any] = {}
     for name, kind in get_type_hints(config_class).items():
-        types |= option_types(kind, f"{prefix}{name}.") if is_dataclass(kind) else {prefix + name: kind}
+        types |= (
+            option_types(kind, f"{prefix}{name}.")
+            if isinstance(kind, type) and is_dataclass(kind)
+            else {prefix + name: kind}
+        )
     return types
 
 

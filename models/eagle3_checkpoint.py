@@ -14,8 +14,10 @@ from slipstream.models.eagle3 import Eagle3, Eagle3Config
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 # Flags of other trainers that change the network: a checkpoint that sets one is refused by name.
 UNSUPPORTED_FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "use_aux_norm", "mlp_bias")
-REQUIRED_FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
-REQUIRED_FIELDS += ("max_position_embeddings",)
+REQUIRED_FIELDS = [
+    *("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps"),
+    "max_position_embeddings",
+]
 OWN_FIELDS = ("target", "target_revision", "target_fingerprint", "tokenizer_hash", "target_num_layers")
 
 

@@ -109,5 +109,5 @@ def load_frozen_target(
         attn_implementation="sdpa",
         trust_remote_code=trust_remote_code,
     )
-    model.to(device)
+    nn.Module.to(model, device)
     return FrozenTarget(model, feature_layers)

@@ -27,8 +27,11 @@ class Decoder:
 class Text(Protocol):
     """Takes the tokens of one request as they come and says which text may be shown."""
 
-    num_tokens: int  # tokens that belong to the answer: none after the one that completes a stop string
     stopped: bool  # a stop string was found; later tokens change nothing
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that belong to the answer: none after the one that completes a stop string."""
 
     def push(self, tokens: list[int], finish_reason: FinishReason | None = None) -> str:
         """New text. With `finish_reason` nothing is held back; after "stop" the last token is a stop id, not text."""

@@ -151,6 +151,10 @@ def build_draft(options: Eagle3Options, config: ModelConfig, path: Path, hash_of
             f"draft.vocabulary {draft.vocabulary} was counted over {token_map.vocab_size} tokens, the target has "
             f"{config.vocab_size}; make a map for this target"
         )
+    if token_map is not None and token_map.metadata.get("tokenizer_hash", hash_of_tokenizer) != hash_of_tokenizer:
+        raise ValueError(
+            f"draft.vocabulary {draft.vocabulary} was counted with another tokenizer; make a map for this target"
+        )
     layers = draft.feature_layers or default_feature_layers(config.num_layers)
     check_feature_layers(layers, config.num_layers)
     ids = torch.arange(config.vocab_size) if token_map is None else token_map.ids
@@ -205,7 +209,7 @@ def describe(accelerator: Accelerator, train_rows: PackedRows, heldout_rows: Pac
     for name, rows in (("train", train_rows), ("heldout", heldout_rows)):
         accelerator.print(
             f"{name}: {rows.num_supervised} supervised tokens in {len(rows)} rows of {rows.max_length}, "
-            f"{rows.num_dropped} documents without any left out"
+            f"{rows.num_dropped} documents left out for having no two in a row"
         )
 
 

@@ -26,7 +26,6 @@ class Rows:
     keys: Tensor  # (K,) int64: reading order of the concatenation [context, asking]
     asking_positions: Tensor  # (N,) int64 position in the document
     context_positions: Tensor  # (C,) int64
-    biases: list[Tensor]  # per document (its asking rows, its keys) fp32: 0 where visible, else -inf
     num_asking: list[int]  # per document
     num_keys: list[int]  # per document
 
@@ -39,7 +38,6 @@ class Rows:
             keys=self.keys.to(device),
             asking_positions=self.asking_positions.to(device),
             context_positions=self.context_positions.to(device),
-            biases=[bias.to(device) for bias in self.biases],
         )
 
 
@@ -56,7 +54,6 @@ def find_rows(batch: Batch, num_steps: int) -> Rows:
     num_keys = documents[keys].unique_consecutive(return_counts=True)[1]
     context = is_key.index_fill(0, asking, False).nonzero().squeeze(1)
     positions = batch.positions.flatten()
-    splits = zip(asking.split(num_asking.tolist()), keys.split(num_keys.tolist()), strict=True)
     return Rows(
         asking=asking,
         context=context,
@@ -64,7 +61,6 @@ def find_rows(batch: Batch, num_steps: int) -> Rows:
         keys=torch.cat((context, asking)).argsort(),
         asking_positions=positions[asking],
         context_positions=positions[context],
-        biases=[torch.zeros(len(q), len(k)).masked_fill(k > q.unsqueeze(1), -torch.inf) for q, k in splits],
         num_asking=num_asking.tolist(),
         num_keys=num_keys.tolist(),
     )
@@ -92,6 +88,7 @@ class TTTAttention:
         self.context: tuple[Tensor, Tensor] | None = None
         self.keys: list[Tensor] = []  # per document (K, G, D), rotated
         self.values: list[Tensor] = []
+        self.biases: list[Tensor] = []  # per document (N * R, K): 0 where visible, else -inf
         self.own: list[tuple[Tensor, Tensor]] = []  # per later step k, v (N, G, 1, D)
 
     def next_step(self) -> None:
@@ -108,16 +105,17 @@ class TTTAttention:
         assert mask == "causal"
         cos, sin = self.rope.cos_sin(self.rows.asking_positions + self.step)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q = (q * q.shape[-1] ** -0.5).unflatten(1, (k.shape[1], -1))  # (N, G, R, D): R query heads per KV head
         if self.step == 0:
             self._store_step_0(k, v)
+            self._make_biases(q.shape[2], q.dtype)
         else:
             self.own.append((k.unsqueeze(2), v.unsqueeze(2)))
-        q = (q * q.shape[-1] ** -0.5).unflatten(1, (k.shape[1], -1))  # (N, G, R, D): R query heads per KV head
         own_scores = q.new_empty(*q.shape[:3], 0)  # (N, G, R, steps so far)
         if self.own:
             own_scores = torch.stack([(q * own_k).sum(-1) for own_k, _ in self.own], dim=-1)
         asked = (x.split(self.rows.num_asking) for x in (q, own_scores))
-        documents = zip(*asked, self.keys, self.values, self.rows.biases, strict=True)
+        documents = zip(*asked, self.keys, self.values, self.biases, strict=True)
         outputs, weights = zip(*(attend_document(*document) for document in documents), strict=True)
         output, own_weights = torch.cat(outputs), torch.cat(weights)
         for index, (_, own_v) in enumerate(self.own):
@@ -129,17 +127,24 @@ class TTTAttention:
         for own, context, store in ((k, self.context[0], self.keys), (v, self.context[1], self.values)):
             store += torch.cat((context, own)).index_select(0, self.rows.keys).split(self.rows.num_keys)
 
+    def _make_biases(self, heads: int, dtype: torch.dtype) -> None:
+        keys = torch.cat((self.rows.context, self.rows.asking))[self.rows.keys]
+        splits = zip(self.rows.asking.split(self.rows.num_asking), keys.split(self.rows.num_keys), strict=True)
+        for asking, seen in splits:
+            bias = torch.zeros(len(asking), len(seen), dtype=dtype, device=keys.device)
+            bias.masked_fill_(seen > asking.unsqueeze(1), -torch.inf)
+            self.biases.append(bias.repeat_interleave(heads, dim=0))
+
 
 def attend_document(q: Tensor, own_scores: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """One document: q (N, G, R, D) scaled, own_scores (N, G, R, S), k and v (K, G, D), bias (N, K).
+    """One document: q (N, G, R, D) scaled, own_scores (N, G, R, S), k and v (K, G, D), bias (N * R, K).
 
     Returns the step-0 keys' part of the output (N, G, R, D) and the weights of the own steps (N, G, R, S).
     """
     num_rows, groups, heads, size = q.shape
     num_keys = len(k)
     folded = q.transpose(0, 1).reshape(groups, num_rows * heads, size)  # heads of a group share its keys
-    bias = bias.to(q.dtype).repeat_interleave(heads, dim=0).expand(groups, -1, -1)
-    scores = torch.baddbmm(bias, folded, k.permute(1, 2, 0))  # (G, N * R, K)
+    scores = torch.baddbmm(bias.expand(groups, -1, -1), folded, k.permute(1, 2, 0))  # (G, N * R, K)
     own_scores = own_scores.transpose(0, 1).reshape(groups, num_rows * heads, -1)
     weights = torch.softmax(torch.cat((scores, own_scores), dim=-1), dim=-1, dtype=torch.float32).to(v.dtype)
     output = weights[..., :num_keys] @ v.transpose(0, 1)

@@ -140,14 +140,32 @@ def test_an_open_id_cannot_be_used_twice(target: Path) -> None:
 def test_the_cache_holds_what_memory_allows(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token of this target takes 2 x 4 layers x 2 heads x 8 x 4 bytes = 512 bytes."""
     monkeypatch.setattr(engine_module, "free_bytes", lambda *_: 1000 * 512)
-    engine = build_engine(target, kv_cache_tokens=None)
-    assert engine.info.kv_cache_tokens == 1000 // 16 * 16
-    monkeypatch.setattr(engine_module, "free_bytes", lambda *_: 200 * 512)
-    with pytest.raises(ValueError, match="holds 192 tokens and one request may need 272; lower max_model_len"):
-        build_engine(target, kv_cache_tokens=None)
-    assert build_engine(target, kv_cache_tokens=None, max_model_len=100).info.kv_cache_tokens == 192
+    assert build_engine(target, kv_cache_tokens=None).info.kv_cache_tokens == 1000 // 16 * 16
     monkeypatch.setattr(engine_module, "free_bytes", lambda *_: 10**9)
     assert build_engine(target, kv_cache_tokens=None).info.kv_cache_tokens == 8 * 272, "all that 8 rows can use"
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_tokens": 192}, {"kv_cache_tokens": None}])
+def test_a_small_cache_limits_the_context(
+    options: dict[str, Any],
+    target: Path,
+    draft: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A request as long as the limit runs; a limit that was asked for is kept or refused."""
+    monkeypatch.setattr(engine_module, "free_bytes", lambda *_: 200 * 640)
+    engine = build_engine(target, draft, **options)
+    assert engine.info.max_model_len == 192 - 6
+    assert "max_model_len is 186 instead of 256: the KV cache holds no more" in caplog.text
+    run(engine, [make_request("0", random_prompt(150, 0), max_tokens=36, ignore_eos=True)])
+    assert build_engine(target, draft, max_model_len=186, **options).info.max_model_len == 186
+    with pytest.raises(
+        ValueError, match="holds 186 tokens of one request and max_model_len is 187; lower max_model_len"
+    ):
+        build_engine(target, draft, max_model_len=187, **options)
+    with pytest.raises(ValueError, match="the KV cache holds 0 tokens of one request"):
+        build_engine(target, draft, drafter={"depth": 60}, **options | {"kv_cache_tokens": 100})
 
 
 def test_a_drafts_own_cache_counts(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
