@@ -8,6 +8,7 @@ report.json in the output folder.
 
 import gzip
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -137,7 +138,9 @@ def train(config: DemoConfig, output: Path) -> None:
 def call(command: Sequence[str]) -> None:
     shown = [relative(word) for word in command]
     print("$ " + shlex.join(shown), flush=True)
-    subprocess.run(command, check=True, cwd=ROOT)
+    # accelerate would give a single process one thread.
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
+    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | threads)
 
 
 def relative(word: str) -> str:

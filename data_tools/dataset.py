@@ -92,7 +92,7 @@ def write_dataset(
         if heldout_rows is not None:
             splits["heldout"] = np.arange(num_rows, writer.rows)
         sizes = {name: len(numbers) for name, numbers in splits.items()}
-        report = {**described, **_figures(writer, heldout, seed), "split_rows": sizes}
+        report = {**described, **_figures(writer, heldout, seed, sizes), "split_rows": sizes}
         rows_file = Dataset.from_file(str(Path(folder) / "rows.arrow"))
         dataset = DatasetDict({name: rows_file.select(numbers) for name, numbers in splits.items()})
         # An empty split saved in as many files as its size asks for, none, could not be loaded again.
@@ -123,8 +123,8 @@ def is_prepared(path: Path) -> bool:
     return (path / REPORT).exists() and (path / "dataset_dict.json").exists()
 
 
-def _figures(writer: RowWriter, heldout: float, seed: int) -> dict[str, Any]:
-    digest = hashlib.sha256(f"{writer.data_hash} {heldout} {seed}".encode())
+def _figures(writer: RowWriter, heldout: float, seed: int, sizes: Mapping[str, int]) -> dict[str, Any]:
+    digest = hashlib.sha256(f"{writer.data_hash} {heldout} {seed} {sorted(sizes.items())}".encode())
     return {
         "tokens": writer.tokens,
         "supervised_tokens": writer.supervised,

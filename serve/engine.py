@@ -18,7 +18,7 @@ from slipstream.serve.attention.base import Hybrid, find_backends
 from slipstream.serve.batch import Batch, KVSpec, Rows, SamplingMode
 from slipstream.serve.cache import PageCache
 from slipstream.serve.drafters.base import build_options, find_drafter
-from slipstream.serve.options import EngineConfig, resolve_target
+from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.pool import KVPool, bytes_per_token, free_bytes
 from slipstream.serve.request import EngineInfo, Output, Request
 from slipstream.serve.round import Runner
@@ -32,8 +32,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        target_name = resolve_target(config)
-        path = resolve(target_name, config.revision)
+        target_name, path = find_target(config)
         model = load_config(path, config.trust_remote_code)
         self.device = torch.device(_pick_device(config.device))
         dtype = _pick_dtype(config.dtype, path, self.device)

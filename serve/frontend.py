@@ -8,9 +8,9 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from slipstream.models.checkpoint import read_json, resolve
+from slipstream.models.checkpoint import read_json
 from slipstream.serve.detokenize import Decoder
-from slipstream.serve.options import ServeConfig, resolve_target
+from slipstream.serve.options import ServeConfig, find_target
 from slipstream.serve.protocol import DEFAULT_COMPLETION_TOKENS, ApiError, Body, ChatBody, CompletionBody
 from slipstream.serve.request import Request, SamplingParams
 
@@ -22,8 +22,7 @@ class Frontend:
 
     def __init__(self, config: ServeConfig, info: Any) -> None:
         """`info`: the running engine's EngineInfo. Raises ValueError for a target that can not be read."""
-        target = resolve_target(config)
-        path = resolve(target, config.revision)
+        target, path = find_target(config)
         self.model_name = config.served_model_name or (path.resolve().name if Path(target).is_dir() else target)
         self.sampling_defaults = read_sampling_defaults(path)
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

@@ -8,10 +8,9 @@ from typing import Any
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from slipstream.models.checkpoint import resolve
 from slipstream.serve.detokenize import Decoder, Text, TextStream, WholeText
 from slipstream.serve.engine import Engine
-from slipstream.serve.options import EngineConfig, resolve_target
+from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
 
 
@@ -30,7 +29,7 @@ class LLM:
 
     def __init__(self, target: str = "", draft: str = "none", **options: Any) -> None:
         config = EngineConfig(target=target, draft=draft, **options)
-        path = resolve(resolve_target(config), config.revision)
+        _, path = find_target(config)
         self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         self.engine = Engine(config)
         self._decoder = Decoder(self.tokenizer)

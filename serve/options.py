@@ -1,6 +1,7 @@
 """Options of the engine and of the server, and the rule that finds the target. Imports no HTTP package."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
@@ -23,7 +24,7 @@ class EngineConfig:
     device: str = "auto"
     """auto, cpu or cuda."""
     attention: str = "sdpa"
-    """Attention backend: a file of serve/attention."""
+    """Attention backend (a file of serve/attention), or one per phase: prefill=NAME,verify=NAME,draft=NAME."""
     max_model_len: int | None = None
     """Longest prompt plus answer in tokens. Default: what the target was made for."""
     page_size: int = 16
@@ -70,13 +71,18 @@ class ServeConfig(EngineConfig):
     """Requests that may wait beyond the running ones before new ones get status 429."""
 
 
-def resolve_target(config: EngineConfig) -> str:
-    """The target to load: `config.target`, else the one that the draft checkpoint names."""
+def find_target(config: EngineConfig) -> tuple[str, Path]:
+    """Name and folder of the target: `config.target`, else the one, and its revision, that the draft names."""
     if config.target:
-        return config.target
-    if is_checkpoint(config.draft):
-        named = read_json(resolve(config.draft) / "config.json").get("target")
-        if named:
-            return str(named)
+        return config.target, resolve(config.target, config.revision)
+    if not is_checkpoint(config.draft):
+        raise ValueError(f"target is empty and draft {config.draft!r} is not a checkpoint that names one; add --target")
+    named = read_json(resolve(config.draft) / "config.json")
+    if not named.get("target"):
         raise ValueError(f"draft {config.draft} names no target; add --target")
-    raise ValueError(f"target is empty and draft {config.draft!r} is not a checkpoint that names one; add --target")
+    try:
+        return named["target"], resolve(named["target"], config.revision or named.get("target_revision"))
+    except ValueError as error:
+        raise ValueError(
+            f"the target that draft {config.draft} names cannot be read ({error}); add --target"
+        ) from error

@@ -164,7 +164,7 @@ def build_draft(options: Eagle3Options, config: ModelConfig, path: Path, hash_of
             draft_vocab_size=len(ids),
             feature_layers=layers,
             intermediate_size=draft.intermediate_size or config.intermediate_size,
-            target=options.target,
+            target=str(path.resolve()) if Path(options.target).is_dir() else options.target,
             target_revision=options.revision,
             target_fingerprint=weights_fingerprint(path),
             tokenizer_hash=hash_of_tokenizer,
