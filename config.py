@@ -21,7 +21,7 @@ ConfigT = TypeVar("ConfigT")
 def build_parser(config_class: type, *, prog: str, description: str) -> ArgumentParser:
     """Parser with one dotted flag per field of `config_class` (nested dataclasses included), `--config` and
     `--print_config`."""
-    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
+    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with these options; may be given more than once")
     parser.add_class_arguments(config_class, as_group=False)
     return parser

@@ -39,9 +39,9 @@ class DemoConfig:
     """Which draft to train: a program of train/ with a recipe configs/DRAFTER/tiny.yaml."""
     output: str = "runs/demo"
     """Folder for everything that the demo makes; replaced if it exists."""
-    train_questions: int = 2000
+    train_questions: int = 1100
     """Questions whose answers the draft learns from."""
-    heldout_questions: int = 64
+    heldout_questions: int = 40
     """Questions for evaluation, which neither target nor draft were trained on."""
     max_tokens: int = 192
     """Longest answer."""

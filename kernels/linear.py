@@ -16,8 +16,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.numel() // x.shape[-1]
     if x.is_cuda or rows > FEW_ROWS or weight.requires_grad:
         return F.linear(x, weight, bias)
-    flat = x.reshape(rows, x.shape[-1])
-    columns = flat.repeat(2, 1) if rows == 1 else flat
-    out = (weight @ columns.t())[:, :rows].t().contiguous()
+    flat = x if x.dim() == 2 else x.reshape(rows, x.shape[-1])
+    out = (weight @ flat.repeat(2, 1).t())[:, :1] if rows == 1 else weight @ flat.t()
+    out = out.t().contiguous()
     out = out if bias is None else out + bias
-    return out.view(*x.shape[:-1], len(weight))
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], len(weight))

@@ -40,13 +40,14 @@ class Runner:
         ends = batch.lengths + query_lens
         last = query_lens.cumsum(0) - 1
         sampled = sample(self.target.logits(hidden[last]), ends, batch.sampling)
-        done = torch.tensor(is_last, device=tokens.device).nonzero().flatten()
+        ending = [row for row, ends_here in enumerate(is_last) if ends_here]
+        done = torch.tensor(ending, dtype=torch.int64, device=tokens.device)
         assert batch.next_tokens is not None
         batch.next_tokens[last[done]] = sampled[done]
         self.state.lengths[batch.rows] = ends.int()
         self.drafter.observe(batch, features, None)
-        if len(done):
-            bounds = tuple(bound for bound, ends_here in zip(batch.kv_bounds, is_last, strict=True) if ends_here)
+        if ending:
+            bounds = tuple(batch.kv_bounds[row] for row in ending)
             finished = replace(
                 batch,
                 rows=batch.rows[done],
@@ -123,5 +124,5 @@ class Runner:
         """Stores `width` nodes; the row's others are unused, whatever an earlier proposal left there."""
         proposal = self.drafter.propose(batch, width)
         unused = (0, self.state.tokens.shape[1] - width)
-        self.state.tokens[batch.rows] = pad(proposal.tokens, unused, value=-1)
-        self.state.parents[batch.rows] = pad(proposal.parents, unused, value=-1)
+        for stored, nodes in ((self.state.tokens, proposal.tokens), (self.state.parents, proposal.parents)):
+            stored[batch.rows] = pad(nodes, unused, value=-1) if unused[1] else nodes

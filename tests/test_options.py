@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.serve.options import EngineConfig, ServeConfig, resolve_target
+from slipstream.serve.options import EngineConfig, ServeConfig, find_target
 from slipstream.serve.request import SamplingParams
 
 
@@ -57,15 +57,25 @@ def test_limits_themselves_are_allowed() -> None:
 
 
 def test_the_target_is_the_one_asked_for_or_the_drafts(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"target": "owner/model"}))
-    assert resolve_target(EngineConfig(draft=str(tmp_path))) == "owner/model"
-    assert resolve_target(EngineConfig(draft=str(tmp_path), target="other/model")) == "other/model"
-    assert resolve_target(EngineConfig(target="other/model")) == "other/model"
+    folders = {name: tmp_path / name for name in ("draft", "named", "asked")}
+    for folder in folders.values():
+        folder.mkdir()
+    (folders["draft"] / "config.json").write_text(json.dumps({"target": str(folders["named"])}))
+    draft, named, asked = (str(folder) for folder in folders.values())
+    assert find_target(EngineConfig(draft=draft)) == (named, folders["named"])
+    assert find_target(EngineConfig(draft=draft, target=asked)) == (asked, folders["asked"])
+    assert find_target(EngineConfig(target=asked)) == (asked, folders["asked"])
+
+
+def test_the_drafts_target_has_to_be_there(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"target": "/nowhere/model"}))
+    with pytest.raises(ValueError, match="the target that draft .* names cannot be read .* add --target"):
+        find_target(EngineConfig(draft=str(tmp_path)))
 
 
 def test_a_draft_without_a_target_needs_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=f"draft {tmp_path} names no target; add --target"):
-        resolve_target(EngineConfig(draft=str(tmp_path)))
+        find_target(EngineConfig(draft=str(tmp_path)))
     with pytest.raises(ValueError, match="target is empty and draft 'none' is not a checkpoint .* add --target"):
-        resolve_target(EngineConfig())
+        find_target(EngineConfig())

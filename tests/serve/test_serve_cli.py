@@ -179,3 +179,14 @@ def start(script: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+
+
+@pytest.mark.parametrize("flag", ["--drafter.dept", "--por", "--max-model"])
+def test_flags_are_not_abbreviated(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An abbreviation would turn a typing error into another option."""
+    with pytest.raises(SystemExit) as caught:
+        read_config(["--draft", "eagle3", flag, "3"])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert "unrecognized arguments" in error
+    assert "valid options: attention, device, draft" in error

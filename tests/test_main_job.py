@@ -1,0 +1,133 @@
+"""The main job on the bundled target: its own answers, a draft trained on them, and the pair served.
+
+Oracles: the same engine without a draft, transformers' generate, and the accept length that training simulated.
+"""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slipstream.data_tools.dataset import Tokens, write_dataset
+from slipstream.data_tools.frequency_map import main as make_token_map
+from slipstream.models.checkpoint import tokenizer_hash
+from slipstream.serve.llm import LLM, Generation
+from slipstream.serve.request import SamplingParams
+from slipstream.train.eagle3 import main as train
+from slipstream.train.trackers import read_lines
+
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "assets" / "tiny-target"
+DEPTH = 3
+
+
+@pytest.fixture(scope="module")
+def target() -> LLM:
+    return LLM(str(TARGET))
+
+
+def prompts(llm: LLM, split: str, count: int) -> list[list[int]]:
+    with gzip.open(ROOT / "assets" / "gsm8k.jsonl.gz", "rt") as lines:
+        rows = [row for row in map(json.loads, lines) if row["split"] == split][:count]
+    return [
+        llm.tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=False)
+        for row in rows
+    ]
+
+
+def answer(llm: LLM, questions: list[list[int]], max_tokens: int, temperature: float = 0.0) -> list[Generation]:
+    params = [
+        SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed) for seed in range(len(questions))
+    ]
+    return llm.generate(questions, params)
+
+
+def rows_of(questions: list[list[int]], answers: list[Generation]) -> list[Tokens]:
+    rows = []
+    for question, reply in zip(questions, answers, strict=True):
+        ids = np.array(question + reply.tokens, dtype=np.int32)
+        rows.append((ids, np.arange(len(ids)) >= len(question)))
+    return rows
+
+
+def save_answers(llm: LLM, path: Path, train_rows: list[Tokens], heldout_rows: list[Tokens]) -> None:
+    described = {"tokenizer_hash": tokenizer_hash(llm.tokenizer), "vocab_size": 4096, "kept_ids": list(range(20))}
+    write_dataset(
+        train_rows, path, heldout=0.0, seed=0, describe=lambda: described | {"target": ""}, heldout_rows=heldout_rows
+    )
+
+
+def accept_length(answers: list[Generation]) -> float:
+    emitted = sum(reply.stats.completion_tokens - reply.stats.prefills for reply in answers)
+    return emitted / sum(reply.stats.rounds for reply in answers)
+
+
+def test_an_overfitted_draft_is_accepted_whole(target: LLM, tmp_path: Path) -> None:
+    """One batch learnt by heart: every round emits depth + 1 tokens."""
+    questions = prompts(target, "heldout", 3)
+    answers = answer(target, questions, max_tokens=4 * (DEPTH + 1) + 1)
+    assert {reply.finish_reason for reply in answers} == {"length"}
+    rows = rows_of(questions, answers)
+    save_answers(target, tmp_path / "data", rows, rows)
+    train(
+        ["--target", str(TARGET), "--output", str(tmp_path / "draft"), "--data.path", str(tmp_path / "data")]
+        + ["--data.max_length", "512", "--optim.name", "muon", "--optim.lr", "5e-3", "--optim.steps", "60"]
+        + ["--draft.ttt_steps", str(DEPTH), "--evaluation.every", "1000", "--checkpoint.every", "1000"]
+    )
+    drafted = LLM(draft=str(tmp_path / "draft" / "best"), drafter={"depth": DEPTH})
+    served = answer(drafted, questions, max_tokens=4 * (DEPTH + 1) + 1)
+    assert [reply.tokens for reply in served] == [reply.tokens for reply in answers]
+    assert accept_length(served) == DEPTH + 1
+
+
+@pytest.fixture(scope="module")
+def trained(target: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft trained for about two minutes on the target's answers; held out are the questions that tests serve."""
+    folder = tmp_path_factory.mktemp("main_job")
+    splits = {split: prompts(target, split, count) for split, count in (("train", 400), ("heldout", 64))}
+    rows = {split: rows_of(asked, answer(target, asked, max_tokens=192)) for split, asked in splits.items()}
+    save_answers(target, folder / "data", rows["train"], rows["heldout"])
+    make_token_map(["--data", str(folder / "data"), "--size", "1024", "--output", str(folder / "map.safetensors")])
+    train(
+        ["--config", str(ROOT / "configs" / "eagle3" / "tiny.yaml"), "--target", str(TARGET), "--output"]
+        + [str(folder / "draft"), "--data.path", str(folder / "data"), "--draft.vocabulary"]
+        + [str(folder / "map.safetensors"), "--optim.epochs", "2", "--evaluation.documents", "64"]
+    )
+    return folder / "draft"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_64_answers_are_the_same_with_and_without_the_draft(target: LLM, trained: Path, temperature: float) -> None:
+    questions = prompts(target, "heldout", 64)
+    alone = LLM(str(TARGET), max_running=1)
+    expected = [reply.tokens for reply in answer(alone, questions, 128, temperature)]
+    for draft in ("none", str(trained / "best")):
+        for max_running in (1, 8):
+            llm = LLM(str(TARGET), draft, max_running=max_running)
+            served = answer(llm, questions, 128, temperature)
+            assert [reply.tokens for reply in served] == expected, f"{draft} at batch {max_running}"
+            assert draft == "none" or accept_length(served) > 1.2
+
+
+@pytest.mark.slow
+def test_64_greedy_answers_are_those_of_transformers(target: LLM, trained: Path) -> None:
+    questions = prompts(target, "heldout", 64)
+    served = answer(LLM(str(TARGET), str(trained / "best")), questions, 128)
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    for question, reply in zip(questions, served, strict=True):
+        found = model.generate(torch.tensor([question]), do_sample=False, max_new_tokens=128)
+        assert found[0, len(question) :].tolist() == reply.tokens
+
+
+@pytest.mark.slow
+def test_the_simulated_accept_length_is_the_served_one(target: LLM, trained: Path) -> None:
+    """Both walk the same texts; they differ by bf16 weights on disk only."""
+    records = read_lines(trained / "metrics.jsonl")
+    simulated = max(record["eval_accept_length"] for record in records if "eval_accept_length" in record)
+    served = answer(LLM(draft=str(trained / "best"), drafter={"depth": DEPTH}), prompts(target, "heldout", 64), 192)
+    assert accept_length(served) == pytest.approx(simulated, rel=0.03)
