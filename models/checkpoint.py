@@ -105,7 +105,10 @@ def load_strict(module: nn.Module, tensors: Mapping[str, Tensor], source: Path |
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A fresh folder that takes the place of `path` only if the block succeeds; a kill leaves `path` as it was."""
+    """A fresh folder that takes the place of `path` only if the block succeeds.
+
+    A kill leaves `path` as it was; between the last two renames the old folder stands beside it as .NAME.*.old.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     try:
