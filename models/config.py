@@ -110,8 +110,8 @@ def default_feature_layers(num_layers: int) -> tuple[int, ...]:
 
     Deep targets follow EAGLE-3: outputs of layers 1, N//2 - 1 and N - 4. Below 11 layers that rule repeats a layer or
     stops far from the end, so shallow targets give an early, a middle and the last layer's output. The last one is
-    taken before the final norm: its scale is the one that the target's own MLP and norm, which the draft starts from,
-    were made for (docs/benchmarks.md, "What decides the accept length").
+    taken before the final norm because drafts learnt faster from it (docs/benchmarks.md, "What decides the accept
+    length").
     """
     if num_layers >= 11:
         return (1, num_layers // 2 - 1, num_layers - 4)

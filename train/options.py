@@ -17,7 +17,7 @@ class DataOptions:
 @dataclass(frozen=True, kw_only=True)
 class OptimOptions:
     name: Literal["adamw", "muon"] = "adamw"
-    """adamw for everything; muon: Muon for hidden matrices, which learn about twice as fast in short runs"""
+    """adamw for everything; muon: Muon for hidden matrices, which helps short runs"""
     lr: float = 1e-4
     """peak learning rate"""
     epochs: int = 1
