@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.models.token_map import atomic_file
+from slipstream.models.checkpoint import atomic_file
 
 
 class Journal:

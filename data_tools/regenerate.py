@@ -25,8 +25,7 @@ from slipstream.data_tools.engine_answers import EngineAnswers
 from slipstream.data_tools.journal import Journal, sort_rows
 from slipstream.data_tools.regenerate_options import RegenerateConfig
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
-from slipstream.models.checkpoint import read_json
-from slipstream.models.token_map import atomic_file
+from slipstream.models.checkpoint import atomic_file, read_json
 from slipstream.serve.llm import LLM
 
 

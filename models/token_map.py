@@ -5,9 +5,7 @@ them; `counts` covers the whole vocabulary, so any other size can be cut from th
 """
 
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from slipstream.models.checkpoint import atomic_file
 
 METADATA_KEY = "token_map"
 SMALLEST_REPORTED_SIZE = 1024
@@ -145,18 +145,6 @@ def reported_sizes(vocab_size: int, size: int) -> list[int]:
         sizes.add(power)
         power *= 2
     return sorted(sizes)
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary name that takes the place of `path` only if the block succeeds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _ranking(counts: np.ndarray, kept: list[int]) -> np.ndarray:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from slipstream.models.checkpoint import is_checkpoint, read_json, resolve, weights_fingerprint
+from slipstream.models.checkpoint import is_checkpoint, read_json, resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.config import ModelConfig
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import Target, load_config, load_target
@@ -39,7 +39,7 @@ class Engine:
         target = load_target(path, model, dtype, self.device)
         drafter_class = find_drafter(config.draft)
         self.drafter = drafter_class.load(config.draft, build_options(drafter_class, config.drafter), target)
-        _check_fingerprint(config.draft, path)
+        _warn_if_changed(config.draft, path, config.trust_remote_code)
         self.width = max(self.drafter.widths)
         self.reserve = self.width + self.drafter.scratch(self.width)
 
@@ -107,7 +107,12 @@ class Engine:
 
     def metrics(self) -> dict[str, int]:
         """Gauges of this moment; counts of requests come with their Outputs."""
-        return {"running": self.scheduler.num_running, "waiting": self.scheduler.num_waiting}
+        scheduler = self.scheduler
+        return {
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "preemptions": scheduler.num_preemptions,
+        }
 
     def _prefill(self, chunks: list[Chunk]) -> list[int | None]:
         tokens: list[int] = []
@@ -236,12 +241,17 @@ def _pick_dtype(name: str, path: Path, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _check_fingerprint(draft: str, target: Path) -> None:
-    """A draft for other weights still gives right output, only fewer accepted tokens: worth a warning, not an end."""
+def _warn_if_changed(draft: str, target: Path, trust_remote_code: bool) -> None:
+    """A draft for another target still gives right output, only fewer accepted tokens: worth a warning, not an end."""
     if not is_checkpoint(draft):
         return
-    expected = read_json(resolve(draft) / "config.json").get("target_fingerprint")
+    config = read_json(resolve(draft) / "config.json")
+    message = "draft %s was trained for other %s than %s holds: expect fewer accepted tokens"
+    expected = config.get("target_fingerprint")
     if expected and expected != weights_fingerprint(target):
-        logger.warning(
-            "draft %s was trained for other weights than %s holds: expect fewer accepted tokens", draft, target
-        )
+        logger.warning(message, draft, "weights", target)
+    expected = config.get("tokenizer_hash")
+    if expected and expected != tokenizer_hash(
+        AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
+    ):
+        logger.warning(message, draft, "tokenizer rules", target)

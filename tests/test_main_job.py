@@ -66,7 +66,7 @@ def accept_length(answers: list[Generation]) -> float:
     return emitted / sum(reply.stats.rounds for reply in answers)
 
 
-def test_an_overfitted_draft_is_accepted_whole(target: LLM, tmp_path: Path) -> None:
+def test_an_overfitted_draft_is_accepted_whole(target: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One batch learnt by heart: every round emits depth + 1 tokens."""
     questions = prompts(target, "heldout", 3)
     answers = answer(target, questions, max_tokens=4 * (DEPTH + 1) + 1)
@@ -78,10 +78,20 @@ def test_an_overfitted_draft_is_accepted_whole(target: LLM, tmp_path: Path) -> N
         + ["--data.max_length", "512", "--optim.name", "muon", "--optim.lr", "5e-3", "--optim.steps", "60"]
         + ["--draft.ttt_steps", str(DEPTH), "--evaluation.every", "1000", "--checkpoint.every", "1000"]
     )
+    caplog.clear()
     drafted = LLM(draft=str(tmp_path / "draft" / "best"), drafter={"depth": DEPTH})
     served = answer(drafted, questions, max_tokens=4 * (DEPTH + 1) + 1)
     assert [reply.tokens for reply in served] == [reply.tokens for reply in answers]
     assert accept_length(served) == DEPTH + 1
+    check_warning_for_another_tokenizer(tmp_path / "draft" / "best", caplog)
+
+
+def check_warning_for_another_tokenizer(draft: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert not caplog.messages
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"tokenizer_hash": "0" * 64}))
+    LLM(draft=str(draft))
+    assert "was trained for other tokenizer rules" in caplog.text
 
 
 @pytest.fixture(scope="module")

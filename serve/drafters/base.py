@@ -69,19 +69,19 @@ class Drafter(ABC):
         """The request in `row` ended or was preempted; `tokens` is all of it."""
 
 
-def find_drafter(draft: str, revision: str | None = None) -> type[Drafter]:
+def find_drafter(draft: str) -> type[Drafter]:
     """The class for a bare name (a file of this folder) or for a checkpoint (its config.json names the drafter)."""
-    name = drafter_name(draft, revision)
+    name = drafter_name(draft)
     found = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "base")
     if name not in found:
         raise ValueError(f"drafter {name!r} does not exist; name a checkpoint folder or one of: {', '.join(found)}")
     return importlib.import_module(f"slipstream.serve.drafters.{name}").Drafter
 
 
-def drafter_name(draft: str, revision: str | None = None) -> str:
+def drafter_name(draft: str) -> str:
     if not is_checkpoint(draft):
         return draft
-    config = read_json(resolve(draft, revision) / "config.json")
+    config = read_json(resolve(draft) / "config.json")
     if "drafter" in config:
         return str(config["drafter"])
     architecture = (config.get("architectures") or ["(none)"])[0]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.models.token_map import TokenMap, atomic_file, read_fr_spec, read_sglang, reported_sizes
+from slipstream.models.checkpoint import atomic_file
+from slipstream.models.token_map import TokenMap, read_fr_spec, read_sglang, reported_sizes
 
 SPECIAL = [0, 1, 63]
 

@@ -216,13 +216,13 @@ def test_metrics_count_requests(target: Path) -> None:
     assert not engine.has_work
     for index in range(5):
         engine.add(make_request(str(index), [5, 6], max_tokens=3, ignore_eos=True))
-    assert engine.metrics() == {"running": 0, "waiting": 5}
+    assert engine.metrics() == {"running": 0, "waiting": 5, "preemptions": 0}
     engine.step()
-    assert engine.metrics() == {"running": 2, "waiting": 3}
+    assert engine.metrics() == {"running": 2, "waiting": 3, "preemptions": 0}
     assert engine.num_open == 5
     while engine.has_work:
         engine.step()
-    assert engine.metrics() == {"running": 0, "waiting": 0}
+    assert engine.metrics() == {"running": 0, "waiting": 0, "preemptions": 0}
     assert engine.step() == []
 
 
