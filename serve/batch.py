@@ -99,7 +99,7 @@ class Batch:
     mode: SamplingMode = "greedy"
     roots: Tensor | None = None  # (B,) int64 last emitted tokens, where a round begins
     next_tokens: Tensor | None = None  # (T,) int64 the token after each query; prefill only
-    ancestors: Tensor | None = None  # (B, N, N) bool; tree passes only
+    ancestors: Tensor | None = None  # (B, N) int64 bit masks (kernels/verify.py); tree passes only
 
     @property
     def sampling(self) -> Sampling:

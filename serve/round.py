@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from slipstream.kernels.kv import move_rows
 from slipstream.kernels.sampling import sample
-from slipstream.kernels.verify import ancestor_matrix, verify
+from slipstream.kernels.verify import ancestor_masks, unpack, verify
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, Proposal, Rows, SamplingMode, Verdict
@@ -91,8 +91,8 @@ class Runner:
         lengths = state.lengths[rows].long()
         order = lengths[:, None] + torch.arange(width, device=rows.device)  # (B, N) where each node's KV goes
         branching = self.drafter.branches and width > 1
-        ancestors = ancestor_matrix(proposal.parents) if branching else None
-        positions = order if ancestors is None else lengths[:, None] + ancestors.sum(dim=-1) - 1
+        ancestors = ancestor_masks(proposal.parents) if branching else None
+        positions = order if ancestors is None else lengths[:, None] + unpack(ancestors).sum(dim=-1) - 1
         batch = Batch(
             state=state,
             rows=rows,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from slipstream.kernels.verify import unpack
 from slipstream.models.layers import Mask, RotaryEmbedding, rotate
 from slipstream.serve.batch import Batch
 
@@ -90,7 +91,7 @@ class Backend:
 
     def _tree_visible(self, keys: Tensor, lengths: Tensor, segment: Segment) -> Tensor:
         assert self.batch.ancestors is not None
-        ancestors = self.batch.ancestors[segment.requests]  # (b, N, N)
+        ancestors = unpack(self.batch.ancestors[segment.requests])  # (b, N, N)
         node = keys - lengths  # (b, 1, S): which node a key is; negative for committed tokens
         in_tree = (node >= 0) & (node < segment.count)
         index = node.clamp(0, segment.count - 1).expand(-1, segment.count, -1)

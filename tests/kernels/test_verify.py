@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from slipstream.kernels.verify import ancestor_matrix, verify
+from slipstream.kernels.verify import ancestor_masks, unpack, verify
 
 VOCAB = 4  # small, so that drafts are right now and then
 
@@ -44,7 +44,7 @@ def padded(values: list[int], width: int) -> list[int]:
 
 
 @pytest.mark.parametrize("chain", [True, False])
-@pytest.mark.parametrize("width", [1, 2, 5, 17])
+@pytest.mark.parametrize("width", [1, 2, 5, 17, 64])
 def test_verify_equals_a_walk(chain: bool, width: int) -> None:
     rng = random.Random(width)
     trees = [random_tree(rng, width, chain) for _ in range(200)]
@@ -54,7 +54,7 @@ def test_verify_equals_a_walk(chain: bool, width: int) -> None:
     paths = [walk(*tree, target) for tree, target in zip(trees, sampled, strict=True)]
     assert width == 1 or {1, 2} <= {len(path) for path in paths}, "some drafts accepted, some not"
     emitted = [[target[node] for node in path] for path, target in zip(paths, sampled, strict=True)]
-    for ancestors in (None, ancestor_matrix(parents)) if chain else (ancestor_matrix(parents),):
+    for ancestors in (None, ancestor_masks(parents)) if chain else (ancestor_masks(parents),):
         nodes, target_tokens, lengths = verify(tokens, parents, torch.tensor(sampled), ancestors)
         assert {nodes.dtype, target_tokens.dtype, lengths.dtype} == {torch.int32}
         assert lengths.tolist() == [len(path) for path in paths]
@@ -65,8 +65,8 @@ def test_verify_equals_a_walk(chain: bool, width: int) -> None:
 def test_ancestors_equal_the_path_to_the_root() -> None:
     rng = random.Random(1)
     trees = [random_tree(rng, 12, chain=False) for _ in range(50)]
-    matrix = ancestor_matrix(torch.tensor([parents for _, parents in trees], dtype=torch.int32))
-    for (tokens, parents), above in zip(trees, matrix, strict=True):
+    masks = ancestor_masks(torch.tensor([parents for _, parents in trees], dtype=torch.int32))
+    for (tokens, parents), above in zip(trees, unpack(masks), strict=True):
         for node in range(12):
             path, up = {node}, node
             while tokens[node] >= 0 and parents[up] >= 0:

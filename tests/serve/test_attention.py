@@ -118,8 +118,8 @@ class Scene:
         """`spare`: how far the host's bounds lie above the true lengths."""
         case = self.case
         queries = [(request, query) for request, count in enumerate(case.query_lens) for query in range(count)]
-        matrices = [
-            [[key in visible(case, request, query) for key in range(count)] for query in range(count)]
+        masks = [
+            [sum(1 << key for key in visible(case, request, query)) for query in range(count)]
             for request, count in enumerate(case.query_lens)
         ]
         return Batch(
@@ -132,7 +132,7 @@ class Scene:
             kv_bounds=tuple(
                 length + count + spare for length, count in zip(case.lengths, case.query_lens, strict=True)
             ),
-            ancestors=torch.tensor(matrices) if case.mask == "tree" else None,
+            ancestors=torch.tensor(masks) if case.mask == "tree" else None,
         )
 
     def expected(self) -> Tensor:
