@@ -2,8 +2,10 @@
 
 Imports no torch. Invariant: every running sequence arrived before every waiting one, and the running ones are in order
 of arrival. A step is
-    chunks = scheduler.next_prefill()            ... compute ...    scheduler.commit_prefill(chunks, first_tokens)
-    sequences = scheduler.next_round(reserve)    ... compute ...    scheduler.commit_round(sequences, tokens, drafted)
+    chunks = scheduler.next_prefill()            ... launch ...    scheduler.commit_prefill(chunks, first_tokens)
+    sequences = scheduler.next_round(reserve)    ... launch ...    scheduler.commit_round(sequences, tokens, drafted)
+What `next_...` hands out is launched at once, on a device that works in order. `commit_...` brings its tokens, in the
+same order but perhaps later, when further passes have been launched: they are then for known tokens + those in flight.
 """
 
 from collections import deque
@@ -25,7 +27,7 @@ class Scheduler:
     rows more, so that no two half-computed prompts wait for each other. `next_round` then adds pages as it grows and,
     when they run out, preempts the newest sequence, prefilling or decoding: its computed pages stay in the prefix
     cache, it goes to the front of the queue, and later a prefill of all its tokens yields its next one, the same that
-    the lost round would have given. The oldest is never preempted, so it always ends: `add` refuses what cannot fit.
+    the lost rounds would have given. The oldest is never preempted, so it always ends: `add` refuses what cannot fit.
 
     `on_admit` is called when a sequence has got its row and pages, again when it resumes; `on_release` while it still
     has them, before another can get the row.
@@ -41,7 +43,7 @@ class Scheduler:
         prefill_budget: int,  # tokens per next_prefill
         stop_ids: frozenset[int],  # the model's end-of-text ids
         lookahead: int,  # of the drafter's KV: see serve/cache.py
-        max_reserve: int,  # most KV rows that a prefill's end or a round writes behind the committed ones
+        max_reserve: int,  # most KV rows that the passes in flight at once write behind the committed ones
         on_admit: Callable[[Sequence], None],
         on_release: Callable[[Sequence], None],
     ) -> None:
@@ -84,17 +86,14 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def abort(self, request_id: str) -> Output | None:
-        """End a request in any state, also between a `next_…` and its `commit_…`. None if it is unknown or ended."""
+        """End a request in any state, also with passes in flight. None if it is unknown or ended."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
         return self._end(sequence, [], "abort")
 
     def next_prefill(self) -> list[Chunk]:
-        """The next prompt tokens to compute, first come first served, at most `prefill_budget` in all.
-
-        Commit them before `next_round` is called, which might preempt their sequences.
-        """
+        """The next prompt tokens to compute, first come first served, at most `prefill_budget` in all."""
         budget = self.prefill_budget
         chunks: list[Chunk] = []
         for sequence in self._prefilling():
@@ -104,32 +103,36 @@ class Scheduler:
             budget -= end - start
             if budget == 0:  # before the next one is admitted
                 break
+        for chunk in chunks:  # not earlier: pages of this pass are not shared within it
+            self._launch_chunk(chunk)
         return chunks
 
     def commit_prefill(self, chunks: list[Chunk], first_tokens: list[int | None]) -> list[Output]:
-        """The KV of `chunks` is written; each last chunk brings the token sampled behind it."""
+        """Each last chunk brings the token sampled behind it. Sequences that ended or were preempted are passed over."""
         outputs: list[Output] = []
         for chunk, token in zip(chunks, first_tokens, strict=True):
             sequence = chunk.sequence
-            if sequence.row < 0:  # aborted meanwhile
-                continue
-            assert chunk.start == sequence.num_computed, "a chunk is committed once, and before the next round"
             assert chunk.is_last == (token is not None), "last chunks bring a token, others none"
-            sequence.num_computed = chunk.end
-            self.cache.publish(sequence.table, sequence.tokens, sequence.num_computed)
-            if token is not None:
-                sequence.decoding = True
-                sequence.stats.prefills += 1
-                outputs.append(self._emit(sequence, *sequence.cut([token])))
+            if token is None or sequence.row < 0:
+                continue
+            sequence.in_flight.popleft()
+            sequence.stats.prefills += 1
+            outputs.append(self._emit(sequence, *sequence.cut([token])))
         return outputs
 
     def next_round(self, reserve: int) -> list[Sequence]:
-        """All decoding sequences, oldest first, each with pages for `reserve` KV rows behind its committed ones."""
-        assert 1 <= reserve <= self.max_reserve, "admission and add() count on max_reserve"
+        """The decoding sequences, oldest first, each with pages for `reserve` KV rows behind all it may have by then.
+
+        Those that end with the tokens in flight are left out.
+        """
         for sequence in self._running.copy():
-            while sequence.decoding and not self.cache.extend(sequence.table, sequence.num_computed + reserve):
+            while self._goes_on(sequence) and not self.cache.extend(sequence.table, sequence.kv_bound + reserve):
                 self._preempt_newest()  # in the end this very sequence
-        return [sequence for sequence in self._running if sequence.decoding]
+        sequences = [sequence for sequence in self._running if self._goes_on(sequence)]
+        for sequence in sequences:
+            assert sum(sequence.in_flight) + reserve <= self.max_reserve, "admission and add() count on max_reserve"
+            sequence.in_flight.append(reserve)
+        return sequences
 
     def commit_round(self, sequences: list[Sequence], tokens: list[list[int]], drafted: int) -> list[Output]:
         """`tokens[i]` are what the round emitted for `sequences[i]`: accepted drafts, then the target's own token.
@@ -138,8 +141,9 @@ class Scheduler:
         """
         outputs: list[Output] = []
         for sequence, emitted in zip(sequences, tokens, strict=True):
-            if not sequence.decoding:
+            if sequence.row < 0:
                 continue
+            sequence.in_flight.popleft()
             kept, reason = sequence.cut(emitted)
             sequence.count_round(drafted, num_accepted=min(len(kept), len(emitted) - 1))
             outputs.append(self._emit(sequence, kept, reason))
@@ -155,7 +159,9 @@ class Scheduler:
         assert sorted(rows) == list(range(self.max_running)), "a row was lost or given twice"
         for sequence in self._running:
             num_rest = len(sequence.tokens) - sequence.num_computed
-            assert num_rest == 1 if sequence.decoding else num_rest >= 1, "num_computed is wrong"
+            assert num_rest == 1 or (sequence.in_flight and num_rest == 0 if sequence.decoding else num_rest > 1), (
+                "num_computed is wrong"
+            )
             assert len(sequence.pages) >= self.cache.pages_for(len(sequence.tokens) - 1), "tokens without a page"
         for sequence in self._waiting:
             assert not sequence.pages, "a waiting sequence holds pages"
@@ -201,12 +207,24 @@ class Scheduler:
         self.on_admit(sequence)
         return True
 
+    def _launch_chunk(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        sequence.num_computed = chunk.end
+        self.cache.publish(sequence.table, sequence.tokens, sequence.num_computed)
+        if chunk.is_last:
+            sequence.decoding = True
+            sequence.in_flight.append(0)  # the sampled token's KV is the next round's
+
+    def _goes_on(self, sequence: Sequence) -> bool:
+        return sequence.row >= 0 and sequence.decoding and not sequence.is_ending
+
     def _preempt_newest(self) -> None:
         assert len(self._running) > 1, "one sequence alone outgrew the cache, which add() rules out"
         sequence = self._running[-1]
+        resumed = sequence.resumed()
         self._release(sequence)
-        self._waiting.appendleft(sequence)
-        sequence.num_preemptions += 1
+        self._sequences[sequence.request.id] = resumed
+        self._waiting.appendleft(resumed)
         self.num_preemptions += 1
 
     def _emit(self, sequence: Sequence, tokens: list[int], reason: FinishReason | None) -> Output:

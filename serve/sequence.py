@@ -1,6 +1,7 @@
 """A request while the scheduler has it, and a piece of its prompt to compute. Imports no torch."""
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field, replace
 
 from slipstream.serve.cache import PageTable
 from slipstream.serve.request import FinishReason, Request, RequestStats
@@ -8,7 +9,8 @@ from slipstream.serve.request import FinishReason, Request, RequestStats
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """One request's state. While it decodes, len(tokens) == num_computed + 1: the last is the next round's root."""
+    """One request's state. While it decodes, tokens[num_computed:] is the next round's root, or empty until the token
+    sampled behind the prompt arrives. A preempted sequence goes on as a new object."""
 
     request: Request
     tokens: list[int]  # prompt + emitted
@@ -17,7 +19,8 @@ class Sequence:
     stats: RequestStats
     row: int = -1  # -1: not running
     num_computed: int = 0  # tokens whose KV is committed
-    decoding: bool = False  # its prefill is done
+    decoding: bool = False  # its prefill is done, or on its way
+    in_flight: deque[int] = field(default_factory=deque)  # KV rows that each launched pass may commit, tokens unread
     num_preemptions: int = 0
 
     @classmethod
@@ -35,6 +38,23 @@ class Sequence:
     @property
     def pages(self) -> list[int]:
         return self.table.pages
+
+    @property
+    def kv_bound(self) -> int:
+        """Most tokens whose KV is committed once every launched pass is done."""
+        return self.num_computed + sum(self.in_flight)
+
+    @property
+    def is_ending(self) -> bool:
+        """Launched passes emit at least one token each: are they the last ones that max_tokens allows?"""
+        return self.stats.completion_tokens + len(self.in_flight) >= self.request.params.max_tokens
+
+    def resumed(self) -> "Sequence":
+        """The sequence as it waits after a preemption; passes in flight for the old object are lost on it."""
+        table = PageTable(self.table.namespace, self.table.lookahead)
+        return replace(
+            self, table=table, row=-1, num_computed=0, decoding=False, in_flight=deque(), num_preemptions=self.num_preemptions + 1
+        )
 
     def cut(self, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
         """The tokens up to the first stop id (which stays) and max_tokens, and why the sequence ends, if it does."""

@@ -1,9 +1,14 @@
 """Fixtures that the tests share. Nothing here needs a network or an accelerator."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read by triton when a kernel's module is imported
 
 from slipstream.tests.random_targets import FAMILIES, save_random_target
 

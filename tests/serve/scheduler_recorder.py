@@ -62,7 +62,11 @@ class Recorder:
         return outputs
 
     def decoding(self) -> list[str]:
-        return [sequence.request.id for sequence in self.scheduler.next_round(RESERVE)]
+        """Who would take part in a round; it is not launched."""
+        sequences = self.scheduler.next_round(RESERVE)
+        for sequence in sequences:
+            sequence.in_flight.pop()
+        return [sequence.request.id for sequence in sequences]
 
 
 def count(start: int, length: int) -> list[int]:

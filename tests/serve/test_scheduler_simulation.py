@@ -1,10 +1,13 @@
 """Random operation sequences on a simulated engine: every answer equals the one computed alone and without a cache.
 
 The simulated KV of a token is a digest of all text that a real one would depend on, so a page that is shared wrongly,
-freed too early or published before it is complete shows as wrong content when a sequence reads it.
+freed too early or published before it is complete shows as wrong content when a sequence reads it. Passes are computed
+when they are launched; their tokens reach the scheduler up to `max_in_flight` passes later.
 """
 
 import random
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -54,6 +57,7 @@ class Setting:
     num_pages: int
     max_running: int
     prefill_budget: int
+    max_in_flight: int
 
 
 class Simulation:
@@ -65,7 +69,11 @@ class Simulation:
         self.cache = PageCache(setting.num_pages, setting.page_size)
         self.target_kv = [[GARBAGE] * setting.page_size for _ in range(setting.num_pages)]
         self.draft_kv = [[GARBAGE] * setting.page_size for _ in range(setting.num_pages)]
+        self.max_in_flight = setting.max_in_flight
         self.rows: dict[int, Sequence] = {}
+        self.known: dict[Sequence, list[int]] = {}  # what the device knows of a decoding sequence
+        self.num_shared: dict[Sequence, int] = {}  # tokens in pages that were shared before the last pass
+        self.flights: deque[tuple[str, Callable[[], None]]] = deque()
         self.scheduler = Scheduler(
             cache=self.cache,
             max_running=setting.max_running,
@@ -74,7 +82,7 @@ class Simulation:
             prefill_budget=setting.prefill_budget,
             stop_ids=STOP_IDS,
             lookahead=setting.lookahead,
-            max_reserve=RESERVE,
+            max_reserve=RESERVE * (1 + (setting.max_in_flight > 0)),
             on_admit=self._admit,
             on_release=self._release,
         )
@@ -88,6 +96,7 @@ class Simulation:
         assert sequence.row not in self.rows, "the row was given before it was released"
         assert len(sequence.pages) * self.page_size >= len(sequence.tokens) + RESERVE
         self.rows[sequence.row] = sequence
+        self.num_shared[sequence] = len(sequence.table.nodes) * self.page_size
 
     def _release(self, sequence: Sequence) -> None:
         assert self.rows.pop(sequence.row) is sequence
@@ -116,32 +125,45 @@ class Simulation:
         first_tokens: list[int | None] = []
         for chunk in chunks:
             sequence = chunk.sequence
-            self._read(sequence)
             known = list(sequence.tokens)
+            self._read(sequence, known, chunk.start)
             if chunk.is_last:
                 assert chunk.end == len(known)
                 known.append(next_token(known))
                 self._spoil(sequence, chunk.end)
             self._write(sequence, chunk.start, chunk.end, known)
+            self.known[sequence] = known
             first_tokens.append(known[-1] if chunk.is_last else None)
+        self.flights.append(("prefill", lambda: self._take(self.scheduler.commit_prefill(chunks, first_tokens))))
         if abort:
             self.abort_one()
-        self._take(self.scheduler.commit_prefill(chunks, first_tokens))
+        self.land(self.rng.randrange(self.max_in_flight + 1))
 
     def round(self, abort: bool = False) -> None:
+        while sum(kind == "round" for kind, _ in self.flights) > 1:
+            self.land(len(self.flights) - 1)
         sequences = self.scheduler.next_round(self.rng.randrange(WIDTH, RESERVE + 1))
         emitted: list[list[int]] = []
         for sequence in sequences:
-            self._read(sequence)
-            start, known = sequence.num_computed, list(sequence.tokens)
-            assert len(known) == start + 1
+            known = self.known[sequence]
+            start = len(known) - 1
+            self._read(sequence, known, start)
             self._spoil(sequence, start, WIDTH)
             for _ in range(self.rng.randrange(1, WIDTH + 1)):
                 known.append(next_token(known))
             emitted.append(known[start + 1 :])
             self._write(sequence, start, len(known) - 1, known)
+        self.flights.append(("round", lambda: self._commit_round(sequences, emitted)))
         if abort:
             self.abort_one()
+        self.land(self.rng.randrange(self.max_in_flight + 1))
+
+    def land(self, num_left: int) -> None:
+        """Brings tokens home until `num_left` passes are in flight."""
+        while len(self.flights) > num_left:
+            self.flights.popleft()[1]()
+
+    def _commit_round(self, sequences: list[Sequence], emitted: list[list[int]]) -> None:
         outputs = self.scheduler.commit_round(sequences, emitted, WIDTH - 1)
         kept = {output.request_id: len(output.tokens) for output in outputs}
         for sequence, tokens in zip(sequences, emitted, strict=True):
@@ -149,18 +171,19 @@ class Simulation:
                 self.rounds[sequence.request.id].append((len(tokens), kept[sequence.request.id]))
         self._take(outputs)
 
-    def _read(self, sequence: Sequence) -> None:
-        text = digests(sequence.request.namespace, sequence.tokens)
-        for index in range(sequence.num_computed):
+    def _read(self, sequence: Sequence, known: list[int], num_computed: int) -> None:
+        text = digests(sequence.request.namespace, known)
+        for index in range(num_computed):
             page, slot = sequence.pages[index // self.page_size], index % self.page_size
             assert self.target_kv[page][slot] == text[index + 1]
-            if index + 1 + self.lookahead <= len(sequence.tokens):
+            if index + 1 + self.lookahead <= len(known):
                 assert self.draft_kv[page][slot] == text[index + 1 + self.lookahead]
 
     def _write(self, sequence: Sequence, start: int, end: int, known: list[int]) -> None:
         """Commits tokens [start, end); the drafter's KV as far as `known` tokens allow, in own pages only."""
         text = digests(sequence.request.namespace, known)
-        first_own = len(sequence.table.nodes) * self.page_size
+        first_own = self.num_shared[sequence]
+        self.num_shared[sequence] = len(sequence.table.nodes) * self.page_size
         assert start >= first_own, "a shared page is written"
         for index in range(max(start - self.lookahead, first_own), end):
             page, slot = sequence.pages[index // self.page_size], index % self.page_size
@@ -217,10 +240,11 @@ def random_request(rng: random.Random, number: int, stems: list[list[int]]) -> R
 
 
 SETTINGS = [
-    Setting(page_size, lookahead, 1 + -(-tokens // page_size), max_running, prefill_budget)
+    Setting(page_size, lookahead, 1 + -(-tokens // page_size), max_running, prefill_budget, max_in_flight)
     for page_size in (1, 4, 16)
     for lookahead in (0, 1, 2)
     for tokens, max_running, prefill_budget in ((80, 4, 16), (112, 8, 64), (112, 8, 5), (600, 3, 1000))
+    for max_in_flight in (0, 3)
 ]
 
 
@@ -248,6 +272,7 @@ def test_random_operations(setting: Setting) -> None:
         simulation.prefill()
         simulation.round()
         scheduler.check()
+    simulation.land(0)
     simulation.check_ended()
     assert (scheduler.num_running, scheduler.num_waiting, simulation.rows) == (0, 0, {})
     assert simulation.cache.num_available == simulation.cache.total_pages
