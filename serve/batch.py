@@ -43,13 +43,22 @@ class Verdict:
     tokens: Tensor  # (B, N) int32 emitted tokens: accepted children, then the target's own token; -1 padded
     lengths: Tensor  # (B,) int32 accepted nodes = tokens emitted this round, 1..depth + 1
 
+    def packed(self) -> Tensor:
+        """(B, 1 + N) int32: lengths, tokens; one copy to the host."""
+        return torch.cat((self.lengths[:, None], self.tokens), dim=1)
+
 
 class Rows:
-    """State of every running request on the device, one engine row each."""
+    """State of every running request on the device, one engine row each.
+
+    One row more, `null`, has length 0 and the dump page only: it fills batches up to the size of a captured one.
+    """
 
     def __init__(self, num_rows: int, num_pages: int, page_size: int, width: int, device: torch.device) -> None:
         self.page_size = page_size
         self.device = device
+        self.null = num_rows
+        num_rows += 1
         self.lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)  # (R,) committed KV tokens
         self.pages = torch.zeros(num_rows, num_pages, dtype=torch.int64, device=device)  # (R, P); 0 = dump page
         self.tokens = torch.full((num_rows, width), -1, dtype=torch.int32, device=device)  # (R, N) stored proposal
@@ -67,8 +76,17 @@ class Rows:
         self.temperature[row] = params.temperature
         self.top_k[row], self.top_p[row], self.min_p[row] = params.top_k, params.top_p, params.min_p
 
-    def set_pages(self, row: int, pages: Sequence[int]) -> None:
-        self.pages[row, : len(pages)] = torch.tensor(pages, device=self.device)
+    def upload(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """int64 on the device, without waiting for it: what is queued there goes first."""
+        if self.device.type != "cuda":
+            return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(self.device, non_blocking=True)
+
+    def set_pages(self, changes: Sequence[tuple[int, int, int]]) -> None:
+        """Enters (row, index, page) into the page table."""
+        if changes:
+            rows, indices, pages = self.upload(list(zip(*changes, strict=True)))
+            self.pages[rows, indices] = pages
 
     def sampling(self, rows: Tensor, mode: SamplingMode) -> Sampling:
         if mode == "greedy":

@@ -1,11 +1,15 @@
 """The engine: loads a target and a drafter, sizes memory, and steps. Imports no HTTP library.
 
-One step computes at most one batch of prompt chunks and one round for every request that is decoding.
+One step launches at most one batch of prompt chunks and one round for every request that is decoding. On a GPU their
+tokens are read a round later (`overlap`): the scheduler goes on with what it knows, and the device knows the rest.
 """
 
 import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -13,18 +17,31 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from slipstream.models.checkpoint import is_checkpoint, read_json, resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.config import ModelConfig
 from slipstream.models.layers import RotaryEmbedding
-from slipstream.models.target import Target, load_config, load_target
+from slipstream.models.target import load_config, load_target
 from slipstream.serve.attention.base import Hybrid, find_backends
-from slipstream.serve.batch import Batch, KVSpec, Rows, SamplingMode
+from slipstream.serve.batch import KVSpec, Rows
 from slipstream.serve.cache import PageCache
 from slipstream.serve.drafters.base import build_options, find_drafter
+from slipstream.serve.executor import Executor
+from slipstream.serve.graphs import RoundGraphs
 from slipstream.serve.options import EngineConfig, find_target
-from slipstream.serve.pool import KVPool, bytes_per_token, free_bytes
+from slipstream.serve.pool import KVPool
 from slipstream.serve.request import EngineInfo, Output, Request
 from slipstream.serve.round import Runner
-from slipstream.serve.scheduler import Chunk, Scheduler, Sequence
+from slipstream.serve.scheduler import Scheduler, Sequence
+from slipstream.serve.sizing import Sizing, measure_workspace
 
 logger = logging.getLogger(__name__)
+
+MAX_ROUNDS_IN_FLIGHT = 2  # with overlap: one runs, the next one waits behind it
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A launched pass; `land` waits for its tokens and hands them to the scheduler."""
+
+    kind: Literal["prefill", "round"]
+    land: Callable[[], list[Output]]
 
 
 class Engine:
@@ -36,20 +53,26 @@ class Engine:
         model = load_config(path, config.trust_remote_code)
         self.device = torch.device(_pick_device(config.device))
         dtype = _pick_dtype(config.dtype, path, self.device)
-        target = load_target(path, model, dtype, self.device)
+        self.target = load_target(path, model, dtype, self.device)
         drafter_class = find_drafter(config.draft)
-        self.drafter = drafter_class.load(config.draft, build_options(drafter_class, config.drafter), target)
+        self.drafter = drafter_class.load(config.draft, build_options(drafter_class, config.drafter), self.target)
         _warn_if_changed(config.draft, path, config.trust_remote_code)
         self.width = max(self.drafter.widths)
         self.reserve = self.width + self.drafter.scratch(self.width)
+        self.backends = find_backends(config.attention)
+        self.captures, self.overlap = self._pick_modes()
 
         specs = [KVSpec(model.num_layers, model.num_kv_heads, model.head_dim, model.rope)]
         specs += [self.drafter.kv] if self.drafter.kv else []
+        max_reserve = self.reserve * (MAX_ROUNDS_IN_FLIGHT if self.overlap else 1)
+        sizing = Sizing(config, specs, dtype, self.device, max_reserve)
         longest = pick_max_model_len(config.max_model_len, model)
-        num_pages = self._num_pages(specs, dtype, longest)
-        max_model_len = self._fit_to_cache(longest, num_pages)
-        self.state = Rows(config.max_running, self._pages_for(max_model_len), config.page_size, self.width, self.device)
-        self.runner = self._build_runner(target, specs, KVPool(specs, num_pages, config.page_size, dtype, self.device))
+        workspace = self._measure(specs, dtype, sizing.pages_for(longest)) if self.device.type == "cuda" else 0
+        num_pages = sizing.num_pages(longest, workspace)
+        max_model_len = sizing.fit_to_cache(longest, num_pages)
+        runner = self._build_runner(specs, dtype, num_pages, sizing.pages_for(max_model_len))
+        self.state = runner.state
+        self.executor = Executor(runner, self._capture(runner), self.width)
         self.info = EngineInfo(
             target=target_name,
             draft=config.draft,
@@ -67,11 +90,11 @@ class Engine:
             prefill_budget=config.prefill_budget,
             stop_ids=self.info.stop_ids,
             lookahead=self.drafter.lookahead,
-            max_reserve=self.reserve,
+            max_reserve=max_reserve,
             on_admit=self._admit,
             on_release=lambda sequence: self.drafter.release(sequence.row, sequence.tokens),
         )
-        self._num_uploaded = [0] * config.max_running  # pages of each row that the device knows
+        self._flights: deque[Pass] = deque()
 
     @property
     def has_work(self) -> bool:
@@ -96,14 +119,43 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[Output]:
+        """Launches what there is to compute, and returns tokens that came out.
+
+        With overlap it waits for the oldest pass alone, while younger ones run; else for all that it launches.
+        """
         outputs: list[Output] = []
+        kinds = [flight.kind for flight in self._flights]
+        if max(kinds.count("prefill"), kinds.count("round")) < MAX_ROUNDS_IN_FLIGHT:
+            outputs += self._launch(self._prefill())
+            outputs += self._launch(self._round())
+        return outputs + self._flights.popleft().land() if self._flights else outputs
+
+    def _prefill(self) -> Pass | None:
         chunks = self.scheduler.next_prefill()
-        if chunks:
-            outputs += self.scheduler.commit_prefill(chunks, self._prefill(chunks))
+        if not chunks:
+            return None
+        flight = self.executor.prefill(chunks)
+
+        def land() -> list[Output]:
+            tokens = [token if chunk.is_last else None for chunk, (token,) in zip(chunks, flight.read(), strict=True)]
+            return self.scheduler.commit_prefill(chunks, tokens)
+
+        return Pass("prefill", land)
+
+    def _round(self) -> Pass | None:
         sequences = self.scheduler.next_round(self.reserve)
-        if sequences:
-            outputs += self.scheduler.commit_round(sequences, self._round(sequences), self.width - 1)
-        return outputs
+        if not sequences:
+            return None
+        flight = self.executor.round(sequences)
+        return Pass("round", lambda: self.scheduler.commit_round(sequences, flight.read(), self.width - 1))
+
+    def _launch(self, flight: Pass | None) -> list[Output]:
+        if flight is None:
+            return []
+        if not self.overlap:
+            return flight.land()
+        self._flights.append(flight)
+        return []
 
     def metrics(self) -> dict[str, int]:
         """Gauges of this moment; counts of requests come with their Outputs."""
@@ -114,92 +166,45 @@ class Engine:
             "preemptions": scheduler.num_preemptions,
         }
 
-    def _prefill(self, chunks: list[Chunk]) -> list[int | None]:
-        tokens: list[int] = []
-        next_tokens: list[int] = []
-        positions: list[int] = []
-        for chunk in chunks:
-            known = chunk.sequence.tokens
-            tokens += known[chunk.start : chunk.end]
-            next_tokens += (known + [0])[chunk.start + 1 : chunk.end + 1]  # 0: replaced by the sampled token
-            positions += range(chunk.start, chunk.end)
-        sequences = [chunk.sequence for chunk in chunks]
-        self._upload_pages(sequences)
-        rows = self._tensor([sequence.row for sequence in sequences])
-        query_lens = tuple(chunk.end - chunk.start for chunk in chunks)
-        depth = self._tensor(positions)
-        batch = Batch(
-            state=self.state,
-            rows=rows,
-            lengths=self._tensor([chunk.start for chunk in chunks]),
-            positions=depth,
-            slots=self.state.slots(rows.repeat_interleave(self._tensor(query_lens)), depth),
-            query_lens=query_lens,
-            kv_bounds=tuple(chunk.end for chunk in chunks),
-            mode=_sampling_mode(sequences),
-            next_tokens=self._tensor(next_tokens),
-        )
-        is_last = tuple(chunk.is_last for chunk in chunks)
-        sampled = self.runner.prefill(batch, self._tensor(tokens), is_last, self.width).tolist()  # sync
-        return [token if last else None for token, last in zip(sampled, is_last, strict=True)]
-
-    def _round(self, sequences: list[Sequence]) -> list[list[int]]:
-        self._upload_pages(sequences)
-        rows = self._tensor([sequence.row for sequence in sequences])
-        bounds = tuple(sequence.num_computed for sequence in sequences)
-        verdict = self.runner.round(rows, bounds, _sampling_mode(sequences), self.width, self.width)
-        lengths, tokens = verdict.lengths.tolist(), verdict.tokens.tolist()  # sync
-        return [row[:length] for row, length in zip(tokens, lengths, strict=True)]
-
     def _admit(self, sequence: Sequence) -> None:
-        self.state.admit(sequence.row, sequence.request)
-        self._num_uploaded[sequence.row] = 0
+        self.executor.admit(sequence)
         self.drafter.admit(sequence.row, sequence.tokens, sequence.request.namespace)
 
-    def _upload_pages(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            if self._num_uploaded[sequence.row] != len(sequence.pages):
-                self.state.set_pages(sequence.row, sequence.pages)
-                self._num_uploaded[sequence.row] = len(sequence.pages)
-
-    def _build_runner(self, target: Target, specs: list[KVSpec], pool: KVPool) -> Runner:
-        backends = find_backends(self.config.attention)
-        positions = self.state.pages.shape[1] * self.config.page_size
-        ropes = [RotaryEmbedding(spec.rope, spec.head_dim, positions).to(self.device) for spec in specs]
-        attention = Hybrid(*(backends[phase](pool.groups[0], ropes[0]) for phase in ("prefill", "verify")))
-        draft_attention = backends["draft"](pool.groups[1], ropes[1]) if self.drafter.kv else None
-        self.drafter.attach(target, self.state, draft_attention)
-        caches = tuple(group.flatten(2, 3) for group in pool.groups)
-        return Runner(target, attention, self.drafter, self.state, caches)
-
-    def _pages_for(self, num_tokens: int) -> int:
-        """Pages of a request of that many tokens, with the rows that drafting and verifying write behind them."""
-        return -(-(num_tokens + self.reserve) // self.config.page_size)
-
-    def _num_pages(self, specs: list[KVSpec], dtype: torch.dtype, max_model_len: int) -> int:
-        """Pages of the pool, the dump page included: as asked for, else what memory allows and rows can use."""
-        page_size = self.config.page_size
-        if self.config.kv_cache_tokens is not None:
-            return 1 + -(-self.config.kv_cache_tokens // page_size)
-        page_bytes = bytes_per_token(specs, dtype) * page_size
-        affordable = free_bytes(self.device, self.config.mem_fraction) // page_bytes
-        return 1 + min(affordable, self.config.max_running * self._pages_for(max_model_len))
-
-    def _fit_to_cache(self, max_model_len: int, num_pages: int) -> int:
-        """The longest request that the cache can hold, at most `max_model_len`."""
-        fitting = (num_pages - 1) * self.config.page_size - self.reserve
-        if fitting >= max_model_len:
-            return max_model_len
-        if self.config.max_model_len is not None or fitting < 2:
+    def _pick_modes(self) -> tuple[bool, bool]:
+        """Whether rounds are captured, and whether their tokens are read one round late."""
+        planned = [phase for phase in ("verify", "draft") if self.backends[phase].needs_host_lengths]
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and self.config.cuda_graph and planned:
             raise ValueError(
-                f"the KV cache holds {max(fitting, 0)} tokens of one request and max_model_len is {max_model_len}; "
-                "lower max_model_len, or raise kv_cache_tokens or mem_fraction"
+                f"attention is {self.config.attention!r}: its backend for {planned[0]} plans on the host, which a CUDA "
+                f"graph cannot; choose another for {' and '.join(planned)}, or add --no-cuda-graph"
             )
-        logger.warning("max_model_len is %d instead of %d: the KV cache holds no more", fitting, max_model_len)
-        return fitting
+        captures = on_gpu and self.config.cuda_graph and self.drafter.on_device
+        return captures, on_gpu and self.config.overlap and not planned and self.drafter.on_device
 
-    def _tensor(self, values: Any) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+    def _build_runner(self, specs: list[KVSpec], dtype: torch.dtype, num_pages: int, pages_per_row: int) -> Runner:
+        config, device = self.config, self.device
+        state = Rows(config.max_running, pages_per_row, config.page_size, self.width, device)
+        pool = KVPool(specs, num_pages, config.page_size, dtype, device)
+        positions = pages_per_row * config.page_size
+        ropes = [RotaryEmbedding(spec.rope, spec.head_dim, positions).to(device) for spec in specs]
+        attention = Hybrid(*(self.backends[phase](pool.groups[0], ropes[0]) for phase in ("prefill", "verify")))
+        draft_attention = self.backends["draft"](pool.groups[1], ropes[1]) if self.drafter.kv else None
+        self.drafter.attach(self.target, state, draft_attention)
+        caches = tuple(group.flatten(2, 3) for group in pool.groups)
+        return Runner(self.target, attention, self.drafter, state, caches, config.simulate_accept_length)
+
+    def _measure(self, specs: list[KVSpec], dtype: torch.dtype, pages_per_row: int) -> int:
+        """Bytes that the largest passes and the graphs need, found by running them over a cache of one dump page."""
+        runner = self._build_runner(specs, dtype, 1, pages_per_row)
+        return measure_workspace(runner, self.config, self.width, self.captures)
+
+    def _capture(self, runner: Runner) -> RoundGraphs | None:
+        if not self.captures:
+            return None
+        graphs = RoundGraphs(runner, self.config.max_running)
+        logger.info("%s", graphs.capture_all([self.width]))
+        return graphs
 
 
 def stop_ids(path: Path) -> frozenset[int]:
@@ -217,13 +222,6 @@ def pick_max_model_len(asked: int | None, model: ModelConfig) -> int:
     if asked is not None and asked > limit:
         raise ValueError(f"max_model_len is {asked}; this target allows at most {limit}")
     return asked or limit
-
-
-def _sampling_mode(sequences: list[Sequence]) -> SamplingMode:
-    params = [sequence.request.params for sequence in sequences]
-    if all(p.temperature == 0 for p in params):
-        return "greedy"
-    return "full" if any(p.top_k or p.top_p < 1 or p.min_p for p in params) else "plain"
 
 
 def _pick_device(device: str) -> str:

@@ -33,10 +33,17 @@ class EngineConfig:
     """Most requests decoded at once."""
     prefill_budget: int = 2048
     """Most prompt tokens computed per step."""
+    cuda_graph: bool = True
+    """On a GPU, replay rounds captured at start-up; off: launch their kernels one by one."""
+    overlap: bool = True
+    """On a GPU, read a round's tokens while the next one runs."""
     kv_cache_tokens: int | None = None
     """Size of the KV cache in tokens. Default: from mem_fraction."""
-    mem_fraction: float = 0.85
-    """Share of the GPU's memory that weights and KV cache may take (on the CPU: a quarter of what is free)."""
+    mem_fraction: float = 0.9
+    """Share of the GPU's memory to use: weights, working memory, graphs, and KV cache with the rest (on the CPU the KV
+    cache takes a quarter of what is free)."""
+    simulate_accept_length: float | None = None
+    """Benchmarks only: pretend that rounds emit so many tokens on average, whatever the draft says. Wrong output."""
     trust_remote_code: bool = False
     """Run Python code that comes with a checkpoint's tokenizer."""
 
@@ -53,6 +60,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.simulate_accept_length is not None and self.simulate_accept_length < 1:
+            raise ValueError(f"simulate_accept_length is {self.simulate_accept_length}; a round emits at least 1 token")
         if not 0.05 <= self.mem_fraction <= 0.98:
             raise ValueError(f"mem_fraction is {self.mem_fraction}; it must be between 0.05 and 0.98")
 
@@ -69,6 +78,16 @@ class ServeConfig(EngineConfig):
     """Name under which clients ask for the model. Default: the target's."""
     max_waiting: int = 256
     """Requests that may wait beyond the running ones before new ones get status 429."""
+    unsafe_simulate: bool = False
+    """Allow simulate_accept_length, which makes every answer wrong."""
+
+    def __post_init__(self) -> None:
+        EngineConfig.__post_init__(self)
+        if self.simulate_accept_length is not None and not self.unsafe_simulate:
+            raise ValueError(
+                f"simulate_accept_length is {self.simulate_accept_length}: every answer would be wrong; if a benchmark "
+                "needs that, add --unsafe-simulate"
+            )
 
 
 def find_target(config: EngineConfig) -> tuple[str, Path]:

@@ -1,6 +1,5 @@
 """KV memory: one tensor per network (target, drafter), all addressed by the same pages."""
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -21,15 +20,3 @@ class KVPool:
             )
             for spec in specs
         ]
-
-
-def bytes_per_token(specs: Sequence[KVSpec], dtype: torch.dtype) -> int:
-    return sum(2 * spec.num_layers * spec.num_kv_heads * spec.head_dim for spec in specs) * dtype.itemsize
-
-
-def free_bytes(device: torch.device, mem_fraction: float) -> int:
-    """Memory that the KV cache may take once weights are loaded: on the CPU a quarter of what is free."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1.0 - mem_fraction) * total)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4

@@ -16,6 +16,7 @@ from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, Proposal, Rows, SamplingMode, Verdict
 from slipstream.serve.drafters.base import Drafter
+from slipstream.serve.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Runner:
     drafter: Drafter
     state: Rows
     caches: tuple[Tensor, ...]  # (L, 2, slots, G, D) views of the pool's groups
+    accept_length: float | None = None  # simulated: serve/simulate.py
 
     @torch.inference_mode()
     def prefill(self, batch: Batch, tokens: Tensor, is_last: tuple[bool, ...], width: int) -> Tensor:
@@ -36,12 +38,12 @@ class Runner:
         place and the drafter proposes for that row. Returns the sampled tokens (B,) int64; others' are meaningless.
         """
         hidden, features = self.target(tokens, self.attention_for(batch), self.drafter.feature_layers)
-        query_lens = torch.tensor(batch.query_lens, device=tokens.device)
+        query_lens = self.state.upload(batch.query_lens)
         ends = batch.lengths + query_lens
         last = query_lens.cumsum(0) - 1
         sampled = sample(self.target.logits(hidden[last]), ends, batch.sampling)
         ending = [row for row, ends_here in enumerate(is_last) if ends_here]
-        done = torch.tensor(ending, dtype=torch.int64, device=tokens.device)
+        done = self.state.upload(ending)
         assert batch.next_tokens is not None
         batch.next_tokens[last[done]] = sampled[done]
         self.state.lengths[batch.rows] = ends.int()
@@ -74,6 +76,8 @@ class Runner:
         positions = batch.positions + 1  # of the token that follows each node
         sampled = sample(self.target.logits(hidden), positions, batch.sampling.repeat(width)).view(-1, width)
         verdict = Verdict(*verify(proposal.tokens, proposal.parents, sampled, batch.ancestors))
+        if self.accept_length is not None:
+            verdict = simulate(sampled, self.state.keys[rows], batch.lengths, self.accept_length)
         self._commit(batch, verdict)
         self.drafter.observe(batch, features, verdict)
         emitted = verdict.lengths.long()
@@ -119,6 +123,7 @@ class Runner:
             for cache in self.caches:
                 move_rows(cache, sources.flatten(), slots.flatten())
         self.state.lengths[batch.rows] += verdict.lengths
+        self.state.lengths[self.state.null] = 0  # of rows that only fill up the batch
 
     def _propose(self, batch: Batch, width: int) -> None:
         """Stores `width` nodes; the row's others are unused, whatever an earlier proposal left there."""

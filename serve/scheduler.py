@@ -108,7 +108,7 @@ class Scheduler:
         return chunks
 
     def commit_prefill(self, chunks: list[Chunk], first_tokens: list[int | None]) -> list[Output]:
-        """Each last chunk brings the token sampled behind it. Sequences that ended or were preempted are passed over."""
+        """Each last chunk brings the token sampled behind it. Those of ended or preempted sequences are passed over."""
         outputs: list[Output] = []
         for chunk, token in zip(chunks, first_tokens, strict=True):
             sequence = chunk.sequence

@@ -53,7 +53,13 @@ class Sequence:
         """The sequence as it waits after a preemption; passes in flight for the old object are lost on it."""
         table = PageTable(self.table.namespace, self.table.lookahead)
         return replace(
-            self, table=table, row=-1, num_computed=0, decoding=False, in_flight=deque(), num_preemptions=self.num_preemptions + 1
+            self,
+            table=table,
+            row=-1,
+            num_computed=0,
+            decoding=False,
+            in_flight=deque(),
+            num_preemptions=self.num_preemptions + 1,
         )
 
     def cut(self, emitted: list[int]) -> tuple[list[int], FinishReason | None]:

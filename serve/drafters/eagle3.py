@@ -82,7 +82,7 @@ class Drafter(base.Drafter):
         embeds, hidden = self.embed(batch.next_tokens), self.module.fuse(features)
         self.attention.plan(batch)
         self.module.write_context(embeds, hidden, self.attention)
-        query_lens = torch.tensor(batch.query_lens, device=batch.rows.device)
+        query_lens = batch.state.upload(batch.query_lens)
         last = query_lens.cumsum(0) - 1  # (B,)
         self.attention.plan(batch.uniform(batch.lengths + query_lens - 1, 1))
         self.hidden[batch.rows] = self.module(embeds[last], hidden[last], self.attention)

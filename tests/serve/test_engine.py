@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream.models.checkpoint import weights_fingerprint
-from slipstream.serve import engine as engine_module
+from slipstream.serve import sizing
 from slipstream.serve.engine import stop_ids
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run, tokens_of
@@ -139,9 +139,9 @@ def test_an_open_id_cannot_be_used_twice(target: Path) -> None:
 
 def test_the_cache_holds_what_memory_allows(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token of this target takes 2 x 4 layers x 2 heads x 8 x 4 bytes = 512 bytes."""
-    monkeypatch.setattr(engine_module, "free_bytes", lambda *_: 1000 * 512)
+    monkeypatch.setattr(sizing, "free_bytes", lambda *_: 1000 * 512)
     assert build_engine(target, kv_cache_tokens=None).info.kv_cache_tokens == 1000 // 16 * 16
-    monkeypatch.setattr(engine_module, "free_bytes", lambda *_: 10**9)
+    monkeypatch.setattr(sizing, "free_bytes", lambda *_: 10**9)
     assert build_engine(target, kv_cache_tokens=None).info.kv_cache_tokens == 8 * 272, "all that 8 rows can use"
 
 
@@ -154,7 +154,7 @@ def test_a_small_cache_limits_the_context(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A request as long as the limit runs; a limit that was asked for is kept or refused."""
-    monkeypatch.setattr(engine_module, "free_bytes", lambda *_: 200 * 640)
+    monkeypatch.setattr(sizing, "free_bytes", lambda *_: 200 * 640)
     engine = build_engine(target, draft, **options)
     assert engine.info.max_model_len == 192 - 6
     assert "max_model_len is 186 instead of 256: the KV cache holds no more" in caplog.text
@@ -169,7 +169,7 @@ def test_a_small_cache_limits_the_context(
 
 
 def test_a_drafts_own_cache_counts(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "free_bytes", lambda *_: 1000 * 512)
+    monkeypatch.setattr(sizing, "free_bytes", lambda *_: 1000 * 512)
     assert build_engine(target, draft, kv_cache_tokens=None).info.kv_cache_tokens == 1000 * 4 // 5 // 16 * 16
 
 
@@ -206,7 +206,7 @@ def test_half_precision_runs(dtype: str, target: Path, draft: Path) -> None:
     requests = [make_request(str(seed), random_prompt(9, seed), temperature=1.0, seed=seed) for seed in range(3)]
     for name in ("none", draft):
         engine = build_engine(target, name, dtype=dtype)
-        assert next(iter(engine.runner.target.parameters())).dtype == getattr(torch, dtype)
+        assert next(iter(engine.target.parameters())).dtype == getattr(torch, dtype)
         answers = run(engine, requests)
         assert all(0 <= token < 120 for tokens in tokens_of(answers).values() for token in tokens)
 

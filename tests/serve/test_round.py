@@ -103,7 +103,7 @@ def test_widths_may_change_from_round_to_round(
     else:
         save_random_draft(target, tmp_path / "draft")
         engine = build_engine(target, tmp_path / "draft", drafter={"depth": 7})
-    engine.runner = VaryingWidths(engine.runner, (1, 2, 5, 8))
+    engine.executor.runner = VaryingWidths(engine.executor.runner, (1, 2, 5, 8))
     answers = run(engine, requests)
     assert tokens_of(answers) == truth
     assert any(answer.counts.accepted_tokens for answer in answers.values())
@@ -119,9 +119,9 @@ def test_a_shorter_proposal_leaves_no_nodes_of_the_one_before(
     engine.step()
     (sequence,) = engine.scheduler.next_round(engine.reserve)
     rows, bound = torch.tensor([sequence.row]), sequence.num_computed
-    engine._upload_pages([sequence])
+    engine.executor._upload_pages([sequence])
     for width, next_width in zip(widths, widths[1:], strict=False):
-        verdict = engine.runner.round(rows, (bound,), "greedy", width, next_width)
+        verdict = engine.executor.runner.round(rows, (bound,), "greedy", width, next_width)
         bound += int(verdict.lengths)
         stored = engine.state.tokens[sequence.row]
         assert (stored[:next_width] >= 0).all()

@@ -1,0 +1,110 @@
+"""Between scheduler and device: turns chunks and sequences into passes, launches them, and brings their tokens back.
+
+Nothing here waits for the device but `Flight.read`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.serve.batch import Batch, SamplingMode
+from slipstream.serve.graphs import RoundGraphs
+from slipstream.serve.round import Runner
+from slipstream.serve.sequence import Chunk, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched pass: where its tokens arrive, and when."""
+
+    results: Tensor  # (B, 1 + N) int32 on the host: number of tokens, tokens; written once `landed` has passed
+    landed: torch.cuda.Event | None
+
+    @classmethod
+    def launch(cls, results: Tensor) -> "Flight":
+        """Starts the copy of results (B, 1 + N) int32 to the host."""
+        if results.device.type != "cuda":
+            return cls(results, None)
+        host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
+        host.copy_(results, non_blocking=True)
+        landed = torch.cuda.Event()
+        landed.record()
+        return cls(host, landed)
+
+    def read(self) -> list[list[int]]:
+        if self.landed is not None:
+            self.landed.synchronize()  # sync
+        return [row[1 : 1 + row[0]] for row in self.results.tolist()]
+
+
+class Executor:
+    """Launches passes. `graphs`: captured rounds, where there are any."""
+
+    def __init__(self, runner: Runner, graphs: RoundGraphs | None, width: int) -> None:
+        self.runner, self.graphs, self.width = runner, graphs, width
+        self.state = runner.state
+        self._num_uploaded = [0] * self.state.null  # pages of each row that the device knows
+
+    def admit(self, sequence: Sequence) -> None:
+        self.state.admit(sequence.row, sequence.request)
+        self._num_uploaded[sequence.row] = 0
+
+    def prefill(self, chunks: list[Chunk]) -> Flight:
+        """Computes prompt chunks; the flight brings the token sampled behind each, which counts for last ones only."""
+        batch, tokens = self._pack(chunks)
+        sampled = self.runner.prefill(batch, tokens, tuple(chunk.is_last for chunk in chunks), self.width).int()
+        return Flight.launch(torch.stack((torch.ones_like(sampled), sampled), dim=1))
+
+    def round(self, sequences: list[Sequence]) -> Flight:
+        self._upload_pages(sequences)
+        rows, mode = [sequence.row for sequence in sequences], _sampling_mode(sequences)
+        if self.graphs is not None:
+            return Flight.launch(self.graphs.round(rows, mode, self.width))
+        bounds = tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences)  # this round is the last
+        verdict = self.runner.round(self.state.upload(rows), bounds, mode, self.width, self.width)
+        return Flight.launch(verdict.packed())
+
+    def _pack(self, chunks: list[Chunk]) -> tuple[Batch, Tensor]:
+        tokens: list[int] = []
+        next_tokens: list[int] = []
+        positions: list[int] = []
+        for chunk in chunks:
+            known = chunk.sequence.tokens
+            tokens += known[chunk.start : chunk.end]
+            next_tokens += (known + [0])[chunk.start + 1 : chunk.end + 1]  # 0: replaced by the sampled token
+            positions += range(chunk.start, chunk.end)
+        sequences = [chunk.sequence for chunk in chunks]
+        self._upload_pages(sequences)
+        upload = self.state.upload
+        query_lens = tuple(chunk.end - chunk.start for chunk in chunks)
+        rows, lengths = upload([[chunk.sequence.row for chunk in chunks], [chunk.start for chunk in chunks]])
+        repeated = [chunk.sequence.row for chunk in chunks for _ in range(chunk.end - chunk.start)]
+        packed, successors, depth, row_of_each = upload([tokens, next_tokens, positions, repeated])
+        batch = Batch(
+            state=self.state,
+            rows=rows,
+            lengths=lengths,
+            positions=depth,
+            slots=self.state.slots(row_of_each, depth),
+            query_lens=query_lens,
+            kv_bounds=tuple(chunk.end for chunk in chunks),
+            mode=_sampling_mode(sequences),
+            next_tokens=successors,
+        )
+        return batch, packed
+
+    def _upload_pages(self, sequences: list[Sequence]) -> None:
+        changes: list[tuple[int, int, int]] = []
+        for sequence in sequences:
+            known, pages = self._num_uploaded[sequence.row], sequence.pages
+            changes += [(sequence.row, index, pages[index]) for index in range(known, len(pages))]
+            self._num_uploaded[sequence.row] = len(pages)
+        self.state.set_pages(changes)
+
+
+def _sampling_mode(sequences: list[Sequence]) -> SamplingMode:
+    params = [sequence.request.params for sequence in sequences]
+    if all(p.temperature == 0 for p in params):
+        return "greedy"
+    return "full" if any(p.top_k or p.top_p < 1 or p.min_p for p in params) else "plain"

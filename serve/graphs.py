@@ -1,0 +1,105 @@
+"""Rounds captured as CUDA graphs, one for each (batch bucket, width, sampling mode); a replay waits for nothing.
+
+All graphs share one memory pool and write into one result buffer, so a replay's result must be copied away before the
+next replay, in stream order.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from slipstream.serve.batch import SamplingMode
+from slipstream.serve.round import Runner
+
+
+def buckets(max_batch: int) -> list[int]:
+    """Batch sizes to capture: 1, 2, 4, then steps that waste at most a quarter of a pass, up to `max_batch`."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_batch, 64)]
+    return [size for size in sizes if size < max_batch] + [max_batch]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """What start-up prints."""
+
+    sizes: list[int]
+    widths: list[int]
+    seconds: float
+    bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"captured {len(self.sizes) * len(self.widths)} rounds (batch {', '.join(map(str, self.sizes))}; width "
+            f"{', '.join(map(str, self.widths))}) in {self.seconds:.1f} s, {self.bytes / 1e9:.2f} GB"
+        )
+
+
+class RoundGraphs:
+    """Runs `runner.round` by replay."""
+
+    def __init__(self, runner: Runner, max_batch: int) -> None:
+        state = runner.state
+        self.runner = runner
+        self.sizes = buckets(max_batch)
+        self.rows = torch.full((max_batch,), state.null, dtype=torch.int64, device=state.device)
+        self.results = torch.zeros(max_batch, 1 + state.tokens.shape[1], dtype=torch.int32, device=state.device)
+        self._graphs: dict[tuple[int, int, SamplingMode], torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._held: tuple[list[int], int] = ([], 0)  # what self.rows holds
+
+    def capture_all(self, widths: Sequence[int]) -> CaptureReport:
+        """Captures every bucket, largest first, without top-k and the like: those follow at first need.
+
+        Raises ValueError where the graphs do not fit into memory.
+        """
+        start, before = time.monotonic(), torch.cuda.mem_get_info()[0]
+        keys = [(size, width) for size in reversed(self.sizes) for width in sorted(widths, reverse=True)]
+        try:
+            for size, width in tqdm(keys, desc="capturing rounds", unit="graph", leave=False):
+                self._capture(size, width, "plain")
+        except torch.cuda.OutOfMemoryError as error:
+            raise ValueError(
+                f"the CUDA graphs of rounds with up to {self.sizes[-1]} requests do not fit into memory; lower "
+                "max_running or mem_fraction, or add --no-cuda-graph"
+            ) from error
+        used = before - torch.cuda.mem_get_info()[0]
+        return CaptureReport(self.sizes, sorted(widths), time.monotonic() - start, used)
+
+    def round(self, rows: list[int], mode: SamplingMode, width: int) -> Tensor:
+        """(B, 1 + N) int32 on the device: how many tokens each request's round emits, and which."""
+        size = next(size for size in self.sizes if size >= len(rows))
+        mode = "full" if mode == "full" else "plain"
+        if (size, width, mode) not in self._graphs:
+            self._capture(size, width, mode)
+        self._hold(rows, size)
+        self._graphs[size, width, mode].replay()
+        return self.results[: len(rows), : 1 + width]
+
+    def _hold(self, rows: list[int], size: int) -> None:
+        if self._held != (rows, size):
+            padding = [self.runner.state.null] * (size - len(rows))
+            self.rows[:size] = self.runner.state.upload(rows + padding)
+            self._held = (list(rows), size)
+
+    def _capture(self, size: int, width: int, mode: SamplingMode) -> None:
+        """On rows that are all null: nothing but the dump page is written."""
+        torch.cuda.synchronize()
+        self._held = ([], 0)
+        self.rows.fill_(self.runner.state.null)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles kernels, and gives libraries their workspaces
+            self._round(size, width, mode)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._round(size, width, mode)
+        self._graphs[size, width, mode] = graph
+
+    def _round(self, size: int, width: int, mode: SamplingMode) -> None:
+        verdict = self.runner.round(self.rows[:size], (0,) * size, mode, width, width)
+        self.results[:size, : 1 + width] = verdict.packed()

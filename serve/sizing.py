@@ -1,0 +1,113 @@
+"""How many pages the KV cache gets, and the longest request that this allows."""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.serve.batch import Batch, KVSpec
+from slipstream.serve.graphs import buckets
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.round import Runner
+
+logger = logging.getLogger(__name__)
+
+GRAPH_BYTES = 16 * 2**20  # what the driver keeps for one captured round, beside the pool that all share
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    config: EngineConfig
+    specs: Sequence[KVSpec]
+    dtype: torch.dtype
+    device: torch.device
+    reserve: int  # KV rows behind a request's tokens, for drafting and verifying
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages of a request of that many tokens."""
+        return -(-(num_tokens + self.reserve) // self.config.page_size)
+
+    def num_pages(self, max_model_len: int, workspace: int) -> int:
+        """Pages of the pool, the dump page included: as asked for, else what memory allows and rows can use.
+
+        `workspace`: bytes to leave for everything else. Raises ValueError where nothing is left for the cache.
+        """
+        config = self.config
+        if config.kv_cache_tokens is not None:
+            return 1 + -(-config.kv_cache_tokens // config.page_size)
+        free = free_bytes(self.device, config.mem_fraction) - workspace
+        page_bytes = bytes_per_token(self.specs, self.dtype) * config.page_size
+        if free < page_bytes:
+            raise ValueError(
+                f"mem_fraction {config.mem_fraction} leaves no memory for the KV cache: beside the weights, passes and "
+                f"CUDA graphs need {workspace / 1e9:.1f} GB; raise mem_fraction or lower max_running or prefill_budget"
+            )
+        return 1 + min(free // page_bytes, config.max_running * self.pages_for(max_model_len))
+
+    def fit_to_cache(self, max_model_len: int, num_pages: int) -> int:
+        """The longest request that the cache can hold, at most `max_model_len`."""
+        fitting = (num_pages - 1) * self.config.page_size - self.reserve
+        if fitting >= max_model_len:
+            return max_model_len
+        if self.config.max_model_len is not None or fitting < 2:
+            raise ValueError(
+                f"the KV cache holds {max(fitting, 0)} tokens of one request and max_model_len is {max_model_len}; "
+                "lower max_model_len, or raise kv_cache_tokens or mem_fraction"
+            )
+        logger.warning("max_model_len is %d instead of %d: the KV cache holds no more", fitting, max_model_len)
+        return fitting
+
+
+def bytes_per_token(specs: Sequence[KVSpec], dtype: torch.dtype) -> int:
+    return sum(2 * spec.num_layers * spec.num_kv_heads * spec.head_dim for spec in specs) * dtype.itemsize
+
+
+def free_bytes(device: torch.device, mem_fraction: float) -> int:
+    """Memory that may still be taken once weights are loaded: on the CPU a quarter of what is free."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1.0 - mem_fraction) * total)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+
+
+def measure_workspace(runner: Runner, config: EngineConfig, width: int, captures: bool) -> int:
+    """Bytes that the largest prefill and, with graphs, the largest round allocate beyond what is allocated now.
+
+    Runs both on the null row, which reads and writes the dump page only.
+    """
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    batch = _prefill_on_null_row(runner, config.prefill_budget)
+    runner.prefill(batch, torch.zeros_like(batch.positions), (True,) * len(batch.query_lens), width)
+    runner.state.lengths.zero_()
+    prefill = torch.cuda.max_memory_allocated() - before
+    if not captures:
+        return prefill
+    torch.cuda.reset_peak_memory_stats()
+    rows = torch.full((config.max_running,), runner.state.null, dtype=torch.int64, device=runner.state.device)
+    runner.round(rows, (0,) * config.max_running, "full", width, width)
+    torch.cuda.synchronize()
+    return prefill + torch.cuda.max_memory_allocated() - before + GRAPH_BYTES * len(buckets(config.max_running))
+
+
+def _prefill_on_null_row(runner: Runner, budget: int) -> Batch:
+    """`budget` tokens in requests as long as rows can be."""
+    state = runner.state
+    limit = state.pages.shape[1] * state.page_size - 2 * state.tokens.shape[1]
+    lens = tuple(min(limit, budget - start) for start in range(0, budget, limit))
+    rows = torch.full((len(lens),), state.null, dtype=torch.int64, device=state.device)
+    positions = torch.cat([torch.arange(length, device=state.device) for length in lens])
+    return Batch(
+        state=state,
+        rows=rows,
+        lengths=torch.zeros_like(rows),
+        positions=positions,
+        slots=positions % state.page_size,
+        query_lens=lens,
+        kv_bounds=lens,
+        next_tokens=torch.zeros_like(positions),
+    )

@@ -1,0 +1,129 @@
+"""Tokens are read a round late: answers stay the same through ends, preemption, prefix hits and aborts."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.serve import llm as llm_module
+from slipstream.serve.engine import Engine
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import Request
+from slipstream.tests.random_drafts import save_random_draft
+from slipstream.tests.serve.engine_runs import (
+    Answer,
+    build_engine,
+    collect,
+    make_request,
+    random_prompt,
+    run,
+    tokens_of,
+)
+
+
+class OverlappingEngine(Engine):
+    """On the CPU nothing runs beside the host, but the order of launches and reads is the GPU's."""
+
+    def _pick_modes(self) -> tuple[bool, bool]:
+        return False, True
+
+
+def build_overlapping(target: Path, draft: Path | str = "none", **options: Any) -> Engine:
+    config: dict[str, Any] = {"target": str(target), "draft": str(draft), "max_running": 8, "kv_cache_tokens": 2048}
+    return OverlappingEngine(EngineConfig(**config | options))
+
+
+@pytest.fixture(scope="module")
+def target(make_target: Callable[[str], Path]) -> Path:
+    return make_target("qwen3")
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("overlap") / "draft"
+    save_random_draft(target, folder)
+    return folder
+
+
+def requests_of(temperature: float) -> list[Request]:
+    """Uneven prompts and ends; two share a long prefix; some stop at a token, some at the first."""
+    shared = random_prompt(40, 99)
+    requests = [
+        make_request(str(seed), random_prompt(3 + 9 * seed, seed), max_tokens=1 + 7 * seed, temperature=temperature)
+        for seed in range(6)
+    ]
+    requests += [make_request(f"shared {end}", [*shared, end], temperature=temperature) for end in (5, 6)]
+    stops = tuple(range(3, 30))
+    return [*requests, make_request("stops", shared[:20], temperature=temperature, stop_token_ids=stops, max_tokens=60)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("options", [{}, {"max_running": 2}, {"prefill_budget": 7}, {"page_size": 1}])
+def test_overlap_changes_no_token(temperature: float, options: dict[str, Any], target: Path, draft: Path) -> None:
+    requests = requests_of(temperature)
+    expected = run(build_engine(target), requests)
+    for name in ("none", draft):
+        answers = run(build_overlapping(target, name, **options), requests)
+        assert tokens_of(answers) == tokens_of(expected)
+        assert {key: answer.finish_reason for key, answer in answers.items()} == {
+            key: answer.finish_reason for key, answer in expected.items()
+        }
+
+
+def test_overlap_survives_preemption(target: Path, draft: Path) -> None:
+    requests = [make_request(str(seed), random_prompt(30, seed), max_tokens=40, ignore_eos=True) for seed in range(4)]
+    expected = tokens_of(run(build_engine(target), requests))
+    engine = build_overlapping(target, draft, kv_cache_tokens=120, page_size=1)
+    assert tokens_of(run(engine, requests)) == expected
+    assert engine.scheduler.num_preemptions > 0
+
+
+def test_aborts_with_passes_in_flight_leave_the_others_alone(target: Path, draft: Path) -> None:
+    requests = [make_request(str(seed), random_prompt(20, seed), max_tokens=30, ignore_eos=True) for seed in range(8)]
+    expected = tokens_of(run(build_engine(target), requests))
+    engine, answers = build_overlapping(target, draft, max_running=4), dict[str, Answer]()
+    for request in requests:
+        engine.add(request)
+    for step in range(10_000):
+        if not engine.has_work:
+            break
+        collect(engine.step(), answers)
+        if step in (1, 3, 4):
+            name = {1: "1", 3: "3", 4: "7"}[step]
+            aborted = engine.abort(name)
+            assert aborted is not None
+            collect([aborted], answers)
+        engine.scheduler.check()
+    for name, tokens in expected.items():
+        if name in ("1", "3", "7"):
+            assert answers[name].finish_reason == "abort"
+            assert answers[name].tokens == tokens[: len(answers[name].tokens)]
+        else:
+            assert answers[name].tokens == tokens
+
+
+def test_no_round_is_launched_for_a_request_whose_end_is_certain(target: Path) -> None:
+    engine = build_overlapping(target)
+    assert [len(answer.tokens) for answer in run(engine, [make_request("0", [5, 6], max_tokens=1)]).values()] == [1]
+    assert not engine._flights
+
+
+def test_a_first_token_does_not_wait_for_the_round_behind_it(target: Path) -> None:
+    engine = build_overlapping(target)
+    engine.add(make_request("0", [5, 6], max_tokens=9, ignore_eos=True))
+    (first,) = engine.step()
+    assert len(first.tokens) == 1
+    assert [flight.kind for flight in engine._flights] == ["round"]
+
+
+def test_closing_a_stream_early_ends_what_is_in_flight(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_module, "Engine", OverlappingEngine)
+    model = llm_module.LLM(str(target), max_running=4, kv_cache_tokens=2048)
+    stream = model.stream([make_request(str(seed), random_prompt(9, seed), ignore_eos=True) for seed in range(3)])
+    next(stream)
+    stream.close()
+    assert not model.engine.has_work
+    model.engine.scheduler.check()
+    again = run(model.engine, [make_request("again", random_prompt(9, 0))])
+    assert tokens_of(again) == tokens_of(run(build_engine(target), [make_request("again", random_prompt(9, 0))]))
