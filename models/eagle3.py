@@ -133,21 +133,25 @@ class Eagle3(nn.Module):
     def init_from_target(self, head: Tensor, final_norm: Tensor, mlp: Mapping[str, Tensor]) -> None:
         """Starts as the target's own last step: its head rows, final norm and last MLP; fc passes the last feature on.
 
+        Neurons beyond the target's stay random and add nothing yet: their outputs start at zero.
         head (V, Ht), final_norm (Ht,), mlp with gate_proj, up_proj (I, Ht) and down_proj (Ht, I).
         """
         config = self.config
-        sizes = (head.shape[1], mlp["gate_proj"].shape[0])
-        if sizes != (config.hidden_size, config.intermediate_size):
+        hidden_size, neurons = head.shape[1], len(mlp["gate_proj"])
+        if config.hidden_size != hidden_size or config.intermediate_size < neurons:
             raise ValueError(
-                f"init_from_target needs a draft as wide as its target: hidden_size {config.hidden_size} and "
-                f"intermediate_size {config.intermediate_size} against {sizes[0]} and {sizes[1]}; make them equal or "
-                "switch init_from_target off"
+                f"init_from_target needs a draft as wide as its target or with a wider MLP: hidden_size "
+                f"{config.hidden_size} and intermediate_size {config.intermediate_size} against {hidden_size} and "
+                f"{neurons}; change them or switch init_from_target off"
             )
         self.lm_head.weight.copy_(head[self.target_ids.to(head.device)])
         self.norm.weight.copy_(final_norm)
         block = self.midlayer.mlp
-        block.gate_up_proj.weight.copy_(torch.cat((mlp["gate_proj"], mlp["up_proj"])))
-        block.down_proj.weight.copy_(mlp["down_proj"])
+        gate, up = block.gate_up_proj.weight.chunk(2)
+        gate[:neurons].copy_(mlp["gate_proj"])
+        up[:neurons].copy_(mlp["up_proj"])
+        block.down_proj.weight.zero_()
+        block.down_proj.weight[:, :neurons].copy_(mlp["down_proj"])
         self.fc.weight.zero_()
         self.fc.weight[:, -config.hidden_size :].copy_(torch.eye(config.hidden_size))
 

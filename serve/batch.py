@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.sampling import Filters, Sampling, noise_key
+from slipstream.kernels.slots import chain_slots
 from slipstream.models.config import RopeConfig
 from slipstream.serve.request import Request
 
@@ -94,6 +95,10 @@ class Rows:
         filters = Filters(self.top_k[rows], self.top_p[rows], self.min_p[rows]) if mode == "full" else None
         return Sampling(self.keys[rows], self.temperature[rows], filters)
 
+    def chain(self, rows: Tensor, starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Positions starts (B,) + 0..count-1 of `rows` (B,), and their KV slots, each (B * count,) int64."""
+        return chain_slots(self.pages, self.page_size, rows, starts, count)
+
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """KV slot (...) int64 of each position (...); `rows` (...) broadcasts against it."""
         return self.pages[rows, positions // self.page_size] * self.page_size + positions % self.page_size
@@ -128,12 +133,12 @@ class Batch:
 
         `spare`: by how much the KV may exceed the present bounds.
         """
-        positions = starts[:, None] + torch.arange(count, device=starts.device)  # (B, count)
+        positions, slots = self.state.chain(self.rows, starts, count)
         return replace(
             self,
             lengths=starts,
-            positions=positions.flatten(),
-            slots=self.state.slots(self.rows[:, None], positions).flatten(),
+            positions=positions,
+            slots=slots,
             query_lens=(count,) * len(self.query_lens),
             kv_bounds=tuple(bound + spare for bound in self.kv_bounds),
             next_tokens=None,

@@ -62,7 +62,7 @@ class Engine:
         self.backends = find_backends(config.attention)
         self.captures, self.overlap = self._pick_modes()
 
-        specs = [KVSpec(model.num_layers, model.num_kv_heads, model.head_dim, model.rope)]
+        self.specs = specs = [KVSpec(model.num_layers, model.num_kv_heads, model.head_dim, model.rope)]
         specs += [self.drafter.kv] if self.drafter.kv else []
         max_reserve = self.reserve * (MAX_ROUNDS_IN_FLIGHT if self.overlap else 1)
         sizing = Sizing(config, specs, dtype, self.device, max_reserve)

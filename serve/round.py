@@ -93,16 +93,16 @@ class Runner:
         state = self.state
         proposal = Proposal(state.tokens[rows, :width], state.parents[rows, :width])
         lengths = state.lengths[rows].long()
-        order = lengths[:, None] + torch.arange(width, device=rows.device)  # (B, N) where each node's KV goes
-        branching = self.drafter.branches and width > 1
-        ancestors = ancestor_masks(proposal.parents) if branching else None
-        positions = order if ancestors is None else lengths[:, None] + unpack(ancestors).sum(dim=-1) - 1
+        positions, slots = state.chain(rows, lengths, width)  # a node's KV goes behind those before it
+        ancestors = ancestor_masks(proposal.parents) if self.drafter.branches and width > 1 else None
+        if ancestors is not None:
+            positions = (lengths[:, None] + unpack(ancestors).sum(dim=-1) - 1).flatten()
         batch = Batch(
             state=state,
             rows=rows,
             lengths=lengths,
-            positions=positions.flatten(),
-            slots=state.slots(rows[:, None], order).flatten(),
+            positions=positions,
+            slots=slots,
             query_lens=(width,) * len(bounds),
             kv_bounds=tuple(bound + width for bound in bounds),
             mode=mode,

@@ -85,8 +85,9 @@ def test_leading_dims_are_free(make_target: Callable[[str], Path]) -> None:
         torch.testing.assert_close(together[row], alone)
 
 
-def test_it_starts_from_the_targets_weights(make_target: Callable[[str], Path]) -> None:
-    module = random_module(make_target("llama"))
+@pytest.mark.parametrize("intermediate_size", [48, 80])
+def test_it_starts_from_the_targets_weights(intermediate_size: int, make_target: Callable[[str], Path]) -> None:
+    module = random_module(make_target("llama"), intermediate_size=intermediate_size)
     generator = torch.Generator().manual_seed(1)
     head, norm = torch.randn(120, 32, generator=generator), torch.randn(32, generator=generator)
     gate, up = (torch.randn(48, 32, generator=generator) for _ in range(2))

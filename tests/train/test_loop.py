@@ -217,7 +217,7 @@ def test_what_does_not_change_the_run_may_change(finished: Path, arguments: Argu
     [
         ({"draft__feature_layers": "[1, 9]"}, "feature_layers is [1, 9]; name distinct states 0..3"),
         ({"draft__feature_layers": "[1, 1]"}, "feature_layers is [1, 1]; name distinct states 0..3"),
-        ({"draft__intermediate_size": 64}, "init_from_target needs a draft as wide as its target"),
+        ({"draft__intermediate_size": 8}, "init_from_target needs a draft as wide as its target"),
         ({"data__batch_size": 500}, "data.batch_size x 1 processes needs 500"),
         ({"data__path": "/nowhere"}, "data.path /nowhere holds no report.json"),
         ({"target": "/nowhere"}, "/nowhere"),
