@@ -1,0 +1,85 @@
+"""More questions of the same kind: copies of conversations with other numbers in the user's messages.
+
+    python data_tools/vary_numbers.py --data questions.jsonl --copies 4 --output more.jsonl
+
+A small set of arithmetic questions is soon used up. The target answers the copies much as it answers the originals, so
+a draft sees more of its text: `slipstream regenerate` makes the answers, and copies end before their first one. Writes
+the originals, then each copy of all, with ids "ID~1", "ID~2", ...; other columns stay.
+
+Invariant: a copy depends on its conversation, its number and the seed alone.
+"""
+
+import json
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import parse
+from slipstream.data_tools.options import ConversationOptions
+from slipstream.data_tools.rows import matches, read_rows
+from slipstream.models.checkpoint import atomic_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    data: tuple[str, ...] = ()
+    """Files whose rows hold `id` and `messages` (a list of role and content)."""
+    where: tuple[str, ...] = ()
+    """Keep rows with this column value: column=value. Several must all hold."""
+    output: str = ""
+    """.jsonl file to write."""
+    copies: int = 1
+    """Copies of each conversation."""
+    seed: int = 0
+    """Seed of the numbers."""
+
+    def __post_init__(self) -> None:
+        if not self.output:
+            raise ValueError("output is empty; name the file to write")
+        if self.copies < 0:
+            raise ValueError(f"copies is {self.copies}; give 0 or more")
+
+
+def vary(row: Mapping[str, Any], copy: int, seed: int) -> dict[str, Any]:
+    """The conversation up to its first answer, every number replaced by one of as many digits."""
+    rng = random.Random(f"{seed} {copy} {row['id']}")
+
+    def other(match: re.Match[str]) -> str:
+        digits = len(match[0])
+        return str(rng.randrange(2 if digits == 1 else 10 ** (digits - 1), 10**digits))
+
+    messages: list[dict[str, Any]] = []
+    for message in row["messages"]:
+        if message["role"] == "assistant":
+            break
+        is_varied = message["role"] == "user"
+        messages.append({**message, "content": re.sub(r"\d+", other, message["content"])} if is_varied else message)
+    return {**row, "id": f"{row['id']}~{copy}", "messages": messages}
+
+
+def write(options: Options) -> int:
+    """Writes the file and returns its number of lines. Raises ValueError for data that cannot be read."""
+    conditions = dict(condition.split("=", 1) for condition in options.where)
+    read = ((row.place, row.columns()) for row in read_rows(ConversationOptions(data=options.data, target="none")))
+    rows = [columns for place, columns in read if matches(columns, conditions, place)]
+    with atomic_file(Path(options.output)) as path, open(path, "w", encoding="utf-8") as file:
+        for copy in range(options.copies + 1):
+            for row in rows:
+                line = vary(row, copy, options.seed) if copy else row
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    return len(rows) * (options.copies + 1)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parse(Options, argv, prog="data_tools/vary_numbers.py", description="Questions with other numbers.")
+    try:
+        print(f"{write(options)} conversations: {options.output}")
+    except ValueError as error:
+        raise SystemExit(f"data_tools/vary_numbers.py: error: {error}") from error
+
+
+if __name__ == "__main__":
+    main()
