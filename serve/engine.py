@@ -30,6 +30,7 @@ from slipstream.serve.request import EngineInfo, Output, Request
 from slipstream.serve.round import Runner
 from slipstream.serve.scheduler import Scheduler, Sequence
 from slipstream.serve.sizing import Sizing, measure_workspace
+from slipstream.serve.widths import WidthPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ class Engine:
         drafter_class = find_drafter(config.draft)
         self.drafter = drafter_class.load(config.draft, build_options(drafter_class, config.drafter), self.target)
         _warn_if_changed(config.draft, path, config.trust_remote_code)
-        self.width = max(self.drafter.widths)
+        self.widths = _pick_widths(config.width, self.drafter.widths)
+        self.width = max(self.widths)
         self.reserve = self.width + self.drafter.scratch(self.width)
         self.backends = find_backends(config.attention)
         self.captures, self.overlap = self._pick_modes()
@@ -72,7 +74,9 @@ class Engine:
         max_model_len = sizing.fit_to_cache(longest, num_pages)
         runner = self._build_runner(specs, dtype, num_pages, sizing.pages_for(max_model_len))
         self.state = runner.state
-        self.executor = Executor(runner, self._capture(runner), self.width)
+        graphs = self._capture(runner) if self.captures else None
+        self.executor = Executor(runner, graphs, self.width)
+        self.policy = WidthPolicy(self.widths, graphs.time_all()) if graphs is not None else None
         self.info = EngineInfo(
             target=target_name,
             draft=config.draft,
@@ -146,8 +150,16 @@ class Engine:
         sequences = self.scheduler.next_round(self.reserve)
         if not sequences:
             return None
-        flight = self.executor.round(sequences)
-        return Pass("round", lambda: self.scheduler.commit_round(sequences, flight.read(), self.width - 1))
+        width = self.width if self.policy is None else self.policy.choose(len(sequences))
+        flight, drafted = self.executor.round(sequences, width)
+
+        def land() -> list[Output]:
+            tokens = flight.read()
+            if self.policy is not None:
+                self.policy.record(drafted, [len(emitted) - 1 for emitted in tokens])
+            return self.scheduler.commit_round(sequences, tokens, drafted)
+
+        return Pass("round", land)
 
     def _launch(self, flight: Pass | None) -> list[Output]:
         if flight is None:
@@ -197,13 +209,11 @@ class Engine:
     def _measure(self, specs: list[KVSpec], dtype: torch.dtype, pages_per_row: int) -> int:
         """Bytes that the largest passes and the graphs need, found by running them over a cache of one dump page."""
         runner = self._build_runner(specs, dtype, 1, pages_per_row)
-        return measure_workspace(runner, self.config, self.width, self.captures)
+        return measure_workspace(runner, self.config, self.width, len(self.widths) if self.captures else 0)
 
-    def _capture(self, runner: Runner) -> RoundGraphs | None:
-        if not self.captures:
-            return None
+    def _capture(self, runner: Runner) -> RoundGraphs:
         graphs = RoundGraphs(runner, self.config.max_running)
-        logger.info("%s", graphs.capture_all([self.width]))
+        logger.info("%s", graphs.capture_all(self.widths))
         return graphs
 
 
@@ -222,6 +232,14 @@ def pick_max_model_len(asked: int | None, model: ModelConfig) -> int:
     if asked is not None and asked > limit:
         raise ValueError(f"max_model_len is {asked}; this target allows at most {limit}")
     return asked or limit
+
+
+def _pick_widths(asked: int | None, offered: tuple[int, ...]) -> tuple[int, ...]:
+    if asked is None:
+        return offered
+    if asked not in offered:
+        raise ValueError(f"width is {asked}; this drafter offers {', '.join(map(str, offered))}")
+    return (asked,)
 
 
 def _pick_device(device: str) -> str:

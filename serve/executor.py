@@ -39,11 +39,12 @@ class Flight:
 
 
 class Executor:
-    """Launches passes. `graphs`: captured rounds, where there are any."""
+    """Launches passes. `graphs`: captured rounds, where there are any; `width`: nodes that a prefill's end proposes."""
 
     def __init__(self, runner: Runner, graphs: RoundGraphs | None, width: int) -> None:
         self.runner, self.graphs, self.width = runner, graphs, width
         self.state = runner.state
+        self._proposed = [0] * self.state.null  # nodes of each row's stored proposal
         self._num_uploaded = [0] * self.state.null  # pages of each row that the device knows
 
     def admit(self, sequence: Sequence) -> None:
@@ -53,17 +54,26 @@ class Executor:
     def prefill(self, chunks: list[Chunk]) -> Flight:
         """Computes prompt chunks; the flight brings the token sampled behind each, which counts for last ones only."""
         batch, tokens = self._pack(chunks)
+        for chunk in chunks:
+            self._proposed[chunk.sequence.row] = self.width
         sampled = self.runner.prefill(batch, tokens, tuple(chunk.is_last for chunk in chunks), self.width).int()
         return Flight.launch(torch.stack((torch.ones_like(sampled), sampled), dim=1))
 
-    def round(self, sequences: list[Sequence]) -> Flight:
+    def round(self, sequences: list[Sequence], width: int) -> tuple[Flight, list[int]]:
+        """Verifies and proposes `width` nodes each. Also returns how many of the nodes verified are drafted tokens."""
+        rows = [sequence.row for sequence in sequences]
+        drafted = [min(self._proposed[row], width) - 1 for row in rows]
+        for row in rows:
+            self._proposed[row] = width
+        return Flight.launch(self._round(sequences, rows, width)), drafted
+
+    def _round(self, sequences: list[Sequence], rows: list[int], width: int) -> Tensor:
         self._upload_pages(sequences)
-        rows, mode = [sequence.row for sequence in sequences], _sampling_mode(sequences)
+        mode = _sampling_mode(sequences)
         if self.graphs is not None:
-            return Flight.launch(self.graphs.round(rows, mode, self.width))
+            return self.graphs.round(rows, mode, width)
         bounds = tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences)  # this round is the last
-        verdict = self.runner.round(self.state.upload(rows), bounds, mode, self.width, self.width)
-        return Flight.launch(verdict.packed())
+        return self.runner.round(self.state.upload(rows), bounds, mode, width, width).packed()
 
     def _pack(self, chunks: list[Chunk]) -> tuple[Batch, Tensor]:
         tokens: list[int] = []

@@ -69,6 +69,10 @@ class RoundGraphs:
         used = before - torch.cuda.mem_get_info()[0]
         return CaptureReport(self.sizes, sorted(widths), time.monotonic() - start, used)
 
+    def time_all(self) -> dict[tuple[int, int], float]:
+        """(batch size, width) -> milliseconds of a replay, with no committed tokens to read."""
+        return {(size, width): self._time(size, width) for size, width, mode in self._graphs if mode == "plain"}
+
     def round(self, rows: list[int], mode: SamplingMode, width: int) -> Tensor:
         """(B, 1 + N) int32 on the device: how many tokens each request's round emits, and which."""
         size = next(size for size in self.sizes if size >= len(rows))
@@ -84,6 +88,16 @@ class RoundGraphs:
             padding = [self.runner.state.null] * (size - len(rows))
             self.rows[:size] = self.runner.state.upload(rows + padding)
             self._held = (list(rows), size)
+
+    def _time(self, size: int, width: int) -> float:
+        """The best of a few replays on null rows."""
+        self._hold([], size)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
+        for event in events:
+            event.record()
+            self._graphs[size, width, "plain"].replay()
+        torch.cuda.synchronize()
+        return min(start.elapsed_time(end) for start, end in zip(events[1:], events[2:], strict=False))
 
     def _capture(self, size: int, width: int, mode: SamplingMode) -> None:
         """On rows that are all null: nothing but the dump page is written."""

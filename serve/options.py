@@ -23,6 +23,8 @@ class EngineConfig:
     """auto (float32 on the CPU, the checkpoint's own elsewhere), float32, bfloat16 or float16."""
     device: str = "auto"
     """auto, cpu or cuda."""
+    width: int | None = None
+    """Nodes verified per round (drafted tokens + 1). Default: chosen by load with captured rounds, else all offered."""
     attention: str = "sdpa"
     """Attention backend (a file of serve/attention), or one per phase: prefill=NAME,verify=NAME,draft=NAME."""
     max_model_len: int | None = None
@@ -56,7 +58,7 @@ class EngineConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(map(str, allowed))}")
-        for name in ("max_model_len", "max_running", "prefill_budget", "kv_cache_tokens"):
+        for name in ("max_model_len", "max_running", "prefill_budget", "kv_cache_tokens", "width"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")

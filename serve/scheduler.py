@@ -134,18 +134,18 @@ class Scheduler:
             sequence.in_flight.append(reserve)
         return sequences
 
-    def commit_round(self, sequences: list[Sequence], tokens: list[list[int]], drafted: int) -> list[Output]:
+    def commit_round(self, sequences: list[Sequence], tokens: list[list[int]], drafted: list[int]) -> list[Output]:
         """`tokens[i]` are what the round emitted for `sequences[i]`: accepted drafts, then the target's own token.
 
-        `drafted` tokens were proposed for each. Sequences that ended or were preempted since are passed over.
+        `drafted[i]` tokens were proposed to it. Sequences that ended or were preempted since are passed over.
         """
         outputs: list[Output] = []
-        for sequence, emitted in zip(sequences, tokens, strict=True):
+        for sequence, emitted, num_drafted in zip(sequences, tokens, drafted, strict=True):
             if sequence.row < 0:
                 continue
             sequence.in_flight.popleft()
             kept, reason = sequence.cut(emitted)
-            sequence.count_round(drafted, num_accepted=min(len(kept), len(emitted) - 1))
+            sequence.count_round(num_drafted, num_accepted=min(len(kept), len(emitted) - 1))
             outputs.append(self._emit(sequence, kept, reason))
         return outputs
 

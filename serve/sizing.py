@@ -73,8 +73,8 @@ def free_bytes(device: torch.device, mem_fraction: float) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 
-def measure_workspace(runner: Runner, config: EngineConfig, width: int, captures: bool) -> int:
-    """Bytes that the largest prefill and, with graphs, the largest round allocate beyond what is allocated now.
+def measure_workspace(runner: Runner, config: EngineConfig, width: int, num_widths: int) -> int:
+    """Bytes that the largest prefill and, with rounds captured in `num_widths`, the graphs need beyond those in use.
 
     Runs both on the null row, which reads and writes the dump page only.
     """
@@ -85,13 +85,14 @@ def measure_workspace(runner: Runner, config: EngineConfig, width: int, captures
     runner.prefill(batch, torch.zeros_like(batch.positions), (True,) * len(batch.query_lens), width)
     runner.state.lengths.zero_()
     prefill = torch.cuda.max_memory_allocated() - before
-    if not captures:
+    if num_widths == 0:
         return prefill
     torch.cuda.reset_peak_memory_stats()
     rows = torch.full((config.max_running,), runner.state.null, dtype=torch.int64, device=runner.state.device)
     runner.round(rows, (0,) * config.max_running, "full", width, width)
     torch.cuda.synchronize()
-    return prefill + torch.cuda.max_memory_allocated() - before + GRAPH_BYTES * len(buckets(config.max_running))
+    graphs = GRAPH_BYTES * len(buckets(config.max_running)) * num_widths
+    return prefill + torch.cuda.max_memory_allocated() - before + graphs
 
 
 def _prefill_on_null_row(runner: Runner, budget: int) -> Batch:

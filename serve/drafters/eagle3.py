@@ -38,7 +38,7 @@ class Drafter(base.Drafter):
         self.feature_layers = module.config.feature_layers
         layer = module.config.layer_config()
         self.kv = KVSpec(1, layer.num_kv_heads, layer.head_dim, layer.rope)
-        self.widths = (1, depth + 1)
+        self.widths = (*(2**power for power in range(6) if 2**power <= depth), depth + 1)
         self.target_ids = module.target_ids
 
     @classmethod

@@ -57,7 +57,7 @@ class Recorder:
     def round(self, *emitted: list[int], drafted: int = 3) -> list[Output]:
         sequences = self.scheduler.next_round(RESERVE)
         self.scheduler.check()
-        outputs = self.scheduler.commit_round(sequences, list(emitted), drafted)
+        outputs = self.scheduler.commit_round(sequences, list(emitted), [drafted] * len(sequences))
         self.scheduler.check()
         return outputs
 

@@ -196,5 +196,5 @@ def test_work_that_was_under_way_for_a_lost_sequence_is_passed_over() -> None:
     assert [output.request_id for output in outputs] == ["b"]
     sequences = recorder.scheduler.next_round(4)
     recorder.scheduler.abort("b")
-    assert recorder.scheduler.commit_round(sequences, [[7]], 3) == []
+    assert recorder.scheduler.commit_round(sequences, [[7]], [3]) == []
     assert not recorder.scheduler.has_work

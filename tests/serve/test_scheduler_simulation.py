@@ -164,7 +164,7 @@ class Simulation:
             self.flights.popleft()[1]()
 
     def _commit_round(self, sequences: list[Sequence], emitted: list[list[int]]) -> None:
-        outputs = self.scheduler.commit_round(sequences, emitted, WIDTH - 1)
+        outputs = self.scheduler.commit_round(sequences, emitted, [WIDTH - 1] * len(sequences))
         kept = {output.request_id: len(output.tokens) for output in outputs}
         for sequence, tokens in zip(sequences, emitted, strict=True):
             if sequence.request.id in kept:

@@ -1,0 +1,326 @@
+"""Time of a round by batch size: the engine's own loop, its graph alone, and what the graph's parts take.
+
+    python bench/round.py --target CKPT --draft CKPT --batch "[1,8,32]" --prompt-len 512 --new-tokens 256
+
+Each batch size decodes with `--draft none` and with the draft, in one run. `ms` is wall time per round while all
+requests decode; `graph_ms` the replay alone; the difference is the gap that the host leaves. `floor_ms` is the time to
+read the weights and the KV once per pass at the copy bandwidth measured in the same run. `--profile` lists the kernels
+of a round. Prints a table and ends in one JSON line per row.
+"""
+
+import gc
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.config import parse
+from slipstream.serve.engine import Engine
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import Request, SamplingParams
+from slipstream.serve.sizing import bytes_per_token
+
+REPLAYS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundConfig:
+    """Options of this benchmark."""
+
+    target: str
+    """Target checkpoint."""
+    draft: str = "none"
+    """Draft checkpoint, measured beside none."""
+    depth: int = 3
+    """Tokens drafted per round."""
+    batch: list[int] = field(default_factory=lambda: [1, 8, 32, 64])
+    """Requests decoding at once."""
+    prompt_len: int = 512
+    """Tokens per prompt."""
+    new_tokens: int = 256
+    """Tokens generated per request."""
+    temperature: float = 0.0
+    """Sampling temperature."""
+    top_p: float = 1.0
+    """Nucleus sampling; below 1 it measures the filters."""
+    simulate_accept_length: float | None = None
+    """Tokens per round to pretend, for drafts of random weights."""
+    attention: str = "auto"
+    """Attention backends."""
+    page_size: int = 16
+    """Tokens per page of the KV cache."""
+    dtype: str = "auto"
+    """Data type of the weights."""
+    cuda_graph: bool = True
+    """Replay captured rounds."""
+    overlap: bool = True
+    """Read a round's tokens while the next one runs."""
+    profile: bool = False
+    """List the kernels of each round by time."""
+    output: str | None = None
+    """File to append the JSON lines to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    bench: str
+    device: str
+    date: str
+    revision: str
+    target: str
+    draft: str
+    batch: int
+    width: int
+    ms: float
+    graph_ms: float | None
+    parts_ms: dict[str, float]
+    floor_ms: float
+    share_of_floor: float
+    tok_s: float
+    accept_length: float
+    rounds: int
+    memory_growth_mb: float
+
+
+def main() -> None:
+    config = parse(RoundConfig, prog="bench/round.py", description="Time of a round by batch size.")
+    bandwidth = copy_bandwidth()
+    print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+    lines: list[Measured] = []
+    for draft in dict.fromkeys(("none", config.draft)):
+        engine = build(config, draft)
+        for batch in config.batch:
+            lines.append(measure(engine, config, batch, bandwidth))
+            print_row(lines[-1], first=len(lines) == 1)
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+    text = "\n".join(json.dumps(asdict(line)) for line in lines)
+    print(text)
+    if config.output is not None:
+        with open(config.output, "a") as file:
+            file.write(text + "\n")
+
+
+def build(config: RoundConfig, draft: str) -> Engine:
+    shared = ("target", "attention", "page_size", "dtype", "cuda_graph", "overlap")
+    options: dict[str, Any] = {name: getattr(config, name) for name in shared}
+    if draft != "none":
+        options |= {"drafter": {"depth": config.depth}, "width": config.depth + 1}
+        options |= {"simulate_accept_length": config.simulate_accept_length}
+    length = config.prompt_len + config.new_tokens
+    start = time.monotonic()
+    engine = Engine(EngineConfig(draft=draft, max_running=max(config.batch), max_model_len=length, **options))
+    print(f"{draft}: ready after {time.monotonic() - start:.1f} s; {engine.info.kv_cache_tokens} tokens of KV cache")
+    return engine
+
+
+def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -> Measured:
+    """The second of two runs: the first one warms up."""
+    decode(engine, config, batch)
+    before = torch.cuda.memory_allocated()
+    seconds, rounds, tokens = decode(engine, config, batch)
+    growth = torch.cuda.memory_allocated() - before
+    graph_ms, parts = replay(engine, config, batch)
+    ms = 1000 * seconds / rounds
+    floor = 1000 * bytes_read(engine, config, batch) / bandwidth
+    return Measured(
+        bench="round",
+        device=torch.cuda.get_device_name(),
+        date=date.today().isoformat(),
+        revision=revision(),
+        target=config.target,
+        draft=engine.info.draft,
+        batch=batch,
+        width=engine.width,
+        ms=round(ms, 3),
+        graph_ms=graph_ms,
+        parts_ms=parts,
+        floor_ms=round(floor, 3),
+        share_of_floor=round(floor / ms, 3),
+        tok_s=round(tokens / seconds, 1),
+        accept_length=round(tokens / rounds / batch, 3),
+        rounds=rounds,
+        memory_growth_mb=round(growth / 2**20, 2),
+    )
+
+
+def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:
+    """Steps until all prompts are computed and all requests decode."""
+    params = SamplingParams(
+        max_tokens=config.new_tokens, temperature=config.temperature, top_p=config.top_p, ignore_eos=True
+    )
+    generator = torch.Generator().manual_seed(batch)
+    for index in range(batch):
+        prompt = torch.randint(20, min(4000, engine.info.vocab_size), (config.prompt_len,), generator=generator)
+        engine.add(Request(id=str(index), prompt=prompt.tolist(), params=params))
+    started: set[str] = set()
+    while len(started) < batch:
+        started |= {output.request_id for output in engine.step() if output.tokens}
+
+
+def decode(engine: Engine, config: RoundConfig, batch: int) -> tuple[float, int, int]:
+    """Seconds, rounds and tokens from the moment all requests decode until the first one ends."""
+    start_requests(engine, config, batch)
+    torch.cuda.synchronize()
+    start, rounds, tokens, ended = time.perf_counter(), 0, 0, False
+    while not ended:
+        outputs = engine.step()
+        rounds += bool(outputs)
+        tokens += sum(len(output.tokens) for output in outputs)
+        ended = any(output.finish_reason for output in outputs)
+    seconds = time.perf_counter() - start
+    while engine.has_work:
+        engine.step()
+    return seconds, rounds, tokens
+
+
+def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | None, dict[str, float]]:
+    """Milliseconds of a captured round alone, of its target pass, and of the rest."""
+    graphs = engine.executor.graphs
+    if graphs is None:
+        return None, {}
+    start_requests(engine, config, batch)
+    sequences = engine.scheduler.next_round(engine.reserve)
+    rows = [sequence.row for sequence in sequences]
+    state, lengths = engine.state, engine.state.lengths.clone()
+
+    def restore() -> None:
+        state.lengths.copy_(lengths)
+
+    def run() -> None:
+        graphs.round(rows, "greedy", engine.width)
+
+    whole = milliseconds(run, restore)
+    if config.profile:
+        print(kernel_table(run))
+    restore()
+    target = milliseconds(capture_target(engine, state.upload(rows)).replay, restore)
+    for sequence in sequences:
+        engine.abort(sequence.request.id)
+    while engine._flights:
+        engine.step()
+    return round(whole, 3), {"target": round(target, 3), "rest": round(whole - target, 3)}
+
+
+def capture_target(engine: Engine, rows: Tensor) -> torch.cuda.CUDAGraph:
+    """The target's pass over the stored proposals, without sampling."""
+    runner = engine.executor.runner
+
+    @torch.inference_mode()
+    def target_pass() -> Tensor:
+        batch, proposal = runner._begin(rows, (0,) * len(rows), "plain", engine.width)
+        mask = "causal" if batch.ancestors is None else "tree"
+        tokens = proposal.tokens.clamp(min=0).flatten()
+        hidden, _ = runner.target(tokens, runner.attention_for(batch), runner.drafter.feature_layers, mask)
+        return runner.target.logits(hidden)
+
+    target_pass()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graph.output = target_pass()  # type: ignore[attr-defined]
+    return graph
+
+
+def milliseconds(run: Any, restore: Any) -> float:
+    """Median over replays, by device events."""
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    for _ in range(REPLAYS):
+        restore()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(100_000)  # so that the host is ahead when the graph begins
+        start.record()
+        run()
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(end) for start, end in events)
+    return times[len(times) // 2]
+
+
+def kernel_table(run: Any) -> str:
+    """Kernels of one round by total time, and the time in which none ran."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(5):
+            run()
+        torch.cuda.synchronize()
+    spans = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+    totals: dict[str, tuple[float, int]] = {}
+    for span in spans:
+        time_us, count = totals.get(span.name, (0.0, 0))
+        totals[span.name] = (time_us + span.time_range.elapsed_us(), count + 1)
+    busy = sum(time_us for time_us, _ in totals.values()) / 5
+    wall = (max(span.time_range.end for span in spans) - min(span.time_range.start for span in spans)) / 5
+    rows = sorted(totals.items(), key=lambda item: -item[1][0])
+    lines = [
+        f"{time_us / 5:9.1f} us {count / 5:6.1f} x {time_us / count:7.2f} us  {name[:110]}"
+        for name, (time_us, count) in rows[:45]
+    ]
+    return "\n".join([f"busy {busy:.0f} us of {wall:.0f} us a round, {len(spans) / 5:.0f} kernels", *lines])
+
+
+def bytes_read(engine: Engine, config: RoundConfig, batch: int) -> float:
+    """Weights and KV that a round must read at least: the target once, the draft once per drafted token."""
+    length = config.prompt_len + config.new_tokens / 2
+    passes = 1 if engine.width == 1 else engine.width - 1
+    total = 0.0
+    for model, weights, times in networks(engine, passes):
+        total += weights * times + batch * length * model * times
+    return total
+
+
+def networks(engine: Engine, draft_passes: int) -> Iterator[tuple[int, int, int]]:
+    """(KV bytes per token, weight bytes without embedding, passes) of the target and of the draft."""
+    target, specs = engine.target, engine.specs
+    item = next(target.parameters()).dtype
+    layers = sum(parameter.nbytes for parameter in target.layers.parameters())
+    yield bytes_per_token(specs[:1], item), layers + target.head.nbytes, 1
+    module = getattr(engine.drafter, "module", None)
+    if module is not None:
+        yield bytes_per_token(specs[1:], item), sum(parameter.nbytes for parameter in module.parameters()), draft_passes
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large copy, read and written."""
+    source = torch.randint(0, 255, (2**31,), dtype=torch.uint8, device="cuda")
+    destination = torch.empty_like(source)
+    times = []
+    for _ in range(10):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        destination.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return 2 * source.nbytes / sorted(times)[5]
+
+
+def revision() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def print_row(line: Measured, first: bool) -> None:
+    if first:
+        print(
+            f"{'draft':8}{'batch':>6}{'width':>6}{'ms':>9}{'graph':>9}{'floor':>9}{'share':>7}{'tok/s':>10}{'accept':>8}"
+        )
+    graph = "-" if line.graph_ms is None else f"{line.graph_ms:.3f}"
+    print(
+        f"{line.draft[-8:]:8}{line.batch:6}{line.width:6}{line.ms:9.3f}{graph:>9}{line.floor_ms:9.3f}"
+        f"{line.share_of_floor:7.2f}{line.tok_s:10.1f}{line.accept_length:8.2f}  {line.parts_ms}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
