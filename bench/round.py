@@ -10,9 +10,8 @@ of a round. Prints a table and ends in one JSON line per row.
 
 import gc
 import json
-import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.bench.gpu import copy_bandwidth, kernel_table, revision
 from slipstream.config import parse
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig
@@ -215,10 +215,9 @@ def capture_target(engine: Engine, rows: Tensor) -> torch.cuda.CUDAGraph:
 
     @torch.inference_mode()
     def target_pass() -> Tensor:
-        batch, proposal = runner._begin(rows, (0,) * len(rows), "plain", engine.width)
+        batch, _, inputs = runner._begin(rows, (0,) * len(rows), "plain", engine.width)
         mask = "causal" if batch.ancestors is None else "tree"
-        tokens = proposal.tokens.clamp(min=0).flatten()
-        hidden, _ = runner.target(tokens, runner.attention_for(batch), runner.drafter.feature_layers, mask)
+        hidden, _ = runner.target(inputs, runner.attention_for(batch), runner.drafter.feature_layers, mask)
         return runner.target.logits(hidden)
 
     target_pass()
@@ -229,7 +228,7 @@ def capture_target(engine: Engine, rows: Tensor) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def milliseconds(run: Any, restore: Any) -> float:
+def milliseconds(run: Callable[[], object], restore: Callable[[], None]) -> float:
     """Median over replays, by device events."""
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for _ in range(REPLAYS):
@@ -243,29 +242,6 @@ def milliseconds(run: Any, restore: Any) -> float:
     torch.cuda.synchronize()
     times = sorted(start.elapsed_time(end) for start, end in events)
     return times[len(times) // 2]
-
-
-def kernel_table(run: Any) -> str:
-    """Kernels of one round by total time, and the time in which none ran."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(5):
-            run()
-        torch.cuda.synchronize()
-    spans = [event for event in profiler.events() if event.device_type.name == "CUDA"]
-    totals: dict[str, tuple[float, int]] = {}
-    for span in spans:
-        time_us, count = totals.get(span.name, (0.0, 0))
-        totals[span.name] = (time_us + span.time_range.elapsed_us(), count + 1)
-    busy = sum(time_us for time_us, _ in totals.values()) / 5
-    wall = (max(span.time_range.end for span in spans) - min(span.time_range.start for span in spans)) / 5
-    rows = sorted(totals.items(), key=lambda item: -item[1][0])
-    lines = [
-        f"{time_us / 5:9.1f} us {count / 5:6.1f} x {time_us / count:7.2f} us  {name[:110]}"
-        for name, (time_us, count) in rows[:45]
-    ]
-    return "\n".join([f"busy {busy:.0f} us of {wall:.0f} us a round, {len(spans) / 5:.0f} kernels", *lines])
 
 
 def bytes_read(engine: Engine, config: RoundConfig, batch: int) -> float:
@@ -287,26 +263,6 @@ def networks(engine: Engine, draft_passes: int) -> Iterator[tuple[int, int, int]
     module = getattr(engine.drafter, "module", None)
     if module is not None:
         yield bytes_per_token(specs[1:], item), sum(parameter.nbytes for parameter in module.parameters()), draft_passes
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second of a large copy, read and written."""
-    source = torch.randint(0, 255, (2**31,), dtype=torch.uint8, device="cuda")
-    destination = torch.empty_like(source)
-    times = []
-    for _ in range(10):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        destination.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    return 2 * source.nbytes / sorted(times)[5]
-
-
-def revision() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
 
 
 def print_row(line: Measured, first: bool) -> None:

@@ -1,11 +1,63 @@
-"""Rows of the paged KV cache: moving accepted tree nodes down to follow the committed ones."""
+"""Rows of the paged KV cache: moving accepted tree nodes down to follow the committed ones.
 
+Letters: B requests, N nodes per request, L layers, G KV heads, D head dim.
+"""
+
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from slipstream.kernels.launch import use_triton
+
+TILE = 8192  # numbers that a program holds between its reads and its writes
 
 
 def move_rows(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """Copies KV rows in every layer, in place. cache (L, 2, slots, G, D); sources, destinations (R,) int64 slots.
+    """Copies KV rows in every layer, in place.
 
-    Rows are read before any is written, so ranges may overlap; a source equal to its destination is a no-op.
+    cache (L, 2, slots, G, D); sources, destinations (B, N) int64 slots, N <= 64, or (R,): one request, any number.
+
+    A request's rows are read before any of them is written, so they may overlap; requests do not touch each other's
+    rows. A source equal to its destination is a no-op.
     """
-    cache.index_copy_(2, destinations, cache.index_select(2, sources))
+    if use_triton(cache) and sources.dim() == 2:
+        move_rows_triton(cache, sources, destinations)
+    else:
+        move_rows_reference(cache, sources, destinations)
+
+
+def move_rows_reference(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    cache.index_copy_(2, destinations.flatten(), cache.index_select(2, sources.flatten()))
+
+
+def move_rows_triton(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    B, N = sources.shape
+    assert N <= 64
+    assert cache.is_contiguous()
+    L, parts, slots, G, D = cache.shape
+    nodes, size = triton.next_power_of_2(N), G * D
+    block = min(triton.next_power_of_2(size), TILE // nodes)
+    if B and cache.numel():
+        _move_rows[(B, L * parts, triton.cdiv(size, block))](
+            cache, sources.contiguous(), destinations.contiguous(), N, slots * size, size,
+            NODES=nodes, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["N"])
+def _move_rows(
+    cache_ptr, sources_ptr, destinations_ptr, N, layer_stride, size, NODES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One request, one layer's keys or values, BLOCK numbers of every row. The barrier stands between the last read and
+    the first write of rows that another thread may read."""
+    request, columns = tl.program_id(0), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    node = tl.arange(0, NODES)
+    source = tl.load(sources_ptr + request * N + node, mask=node < N, other=0)
+    destination = tl.load(destinations_ptr + request * N + node, mask=node < N, other=0)
+    moves = source != destination
+    if tl.max(moves.to(tl.int32), axis=0) > 0:
+        cache_ptr += tl.program_id(1).to(tl.int64) * layer_stride
+        mask = moves[:, None] & (columns < size)[None, :]
+        rows = tl.load(cache_ptr + source[:, None] * size + columns[None, :], mask=mask, other=0.0)
+        tl.debug_barrier()
+        tl.store(cache_ptr + destination[:, None] * size + columns[None, :], rows, mask=mask)

@@ -2,42 +2,55 @@
 
 The noise comes from a counter-based hash, one number per target token id, so target and drafter draw the same noise
 without sharing any state (drafter-invariant coupling: Daliri, Musco, Suresh 2024). At T = 0 the formula is greedy.
-Letters: R rows of logits, V their vocabulary.
+On the GPU a row is cut into tiles of constant size, one program each; nothing as wide as the vocabulary is written and
+a row's token does not depend on the other rows. Its noise comes from the same hash bits as the reference's, through
+other logarithms: it differs in the last places of fp32, so tokens can differ where two scores are that close.
+Letters: R rows of logits, V their vocabulary, E entries of parameters.
 """
 
+import functools
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.arrivals import MAX_ROWS, arrival_counters, arrives_last
+from slipstream.kernels.filter_search import parameter_entry, scale
+from slipstream.kernels.filters import Filters, filter_logits, filter_thresholds_triton
+from slipstream.kernels.launch import use_triton
+
 MASK32 = 0xFFFFFFFF
+TILE = 2048  # columns of one program
+NO_SCORE = tl.constexpr(-(2**63))  # below every score's rank
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Parameters of R rows. `temperature` None means every row is greedy; `filters` None that no row filters."""
+    """Parameters by entry. Row r of the logits takes entry rows[r // repeats], or r // repeats where `rows` is None.
 
-    keys: Tensor  # (R,) int64 from noise_key
-    temperature: Tensor | None  # (R,) fp32
-    filters: "Filters | None"
+    `temperature` None means that every row is greedy; `filters` None that no row filters.
+    """
+
+    keys: Tensor  # (E,) int64 from noise_key
+    temperature: Tensor | None  # (E,) fp32
+    filters: Filters | None
+    rows: Tensor | None = None  # (R / repeats,) int64
+    repeats: int = 1
 
     def repeat(self, times: int) -> "Sampling":
         """Each row `times` times in a row: the parameters of B requests for their B x N nodes."""
-        if self.temperature is None:
+        return replace(self, repeats=self.repeats * times)
+
+    def by_row(self) -> "Sampling":
+        """The same with one entry for each row of the logits, in order."""
+        if self.temperature is None or (self.rows is None and self.repeats == 1):
             return self
-        filters = self.filters and self.filters.repeat(times)
-        return Sampling(self.keys.repeat_interleave(times), self.temperature.repeat_interleave(times), filters)
-
-
-@dataclass(frozen=True, slots=True)
-class Filters:
-    top_k: Tensor  # (R,) int64, 0 = off
-    top_p: Tensor  # (R,) fp32, 1 = off
-    min_p: Tensor  # (R,) fp32, 0 = off
-
-    def repeat(self, times: int) -> "Filters":
-        return Filters(*(x.repeat_interleave(times) for x in (self.top_k, self.top_p, self.min_p)))
+        rows = torch.arange(len(self.keys), device=self.keys.device) if self.rows is None else self.rows
+        entries = rows.repeat_interleave(self.repeats)
+        return Sampling(self.keys[entries], self.temperature[entries], self.filters and self.filters.select(entries))
 
 
 def noise_key(seed: int, choice: int) -> int:
@@ -48,26 +61,16 @@ def noise_key(seed: int, choice: int) -> int:
 
 def gumbel(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """Standard Gumbel noise (R, V) fp32 for keys (R,), positions (R,) of the sampled token, and target ids (V,)."""
-    low, high = keys & MASK32, keys >> 32
-    row = _mix(_mix(low ^ (positions.long() * 0x9E3779B1 & MASK32)) ^ high)  # (R,)
-    bits = _mix(_mix(row[:, None] ^ (ids.long() * 0x85EBCA77 & MASK32)) + row[:, None])  # (R, V) in [0, 2^32)
     # 1 - u, not u: small values keep their relative precision in fp32, so the upper tail reaches ln(2^33) = 22.9.
-    complement = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1.0 - 2.0**-24)
+    complement = ((noise_bits(keys, positions, ids).float() + 0.5) * 2.0**-32).clamp_(max=1.0 - 2.0**-24)
     return complement.neg_().log1p_().neg_().log_().neg_()
 
 
-def filter_logits(scaled: Tensor, filters: Filters) -> Tensor:
-    """Sets to -inf what top-k, then top-p, then min-p cut from `scaled` (R, V) = logits / T; ties with the last kept
-    token stay."""
-    ordered = scaled.sort(dim=-1, descending=True).values
-    ranks = torch.arange(scaled.shape[-1], device=scaled.device)
-    keep = (filters.top_k[:, None] == 0) | (ranks < filters.top_k[:, None])
-    probs = ordered.masked_fill(~keep, -torch.inf).softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs  # in fp32 it passes 1 ahead of the end
-    keep &= (before < filters.top_p[:, None]) | (filters.top_p[:, None] == 1)  # the token that crosses top_p stays
-    keep &= probs >= filters.min_p[:, None] * probs[:, :1]
-    threshold = ordered.gather(1, keep.sum(dim=-1, keepdim=True).clamp_(min=1) - 1)
-    return scaled.masked_fill(scaled < threshold, -torch.inf)
+def noise_bits(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """The uniform integers (R, V) int64 in [0, 2^32) that gumbel() is made of."""
+    low, high = keys & MASK32, keys >> 32
+    row = _mix(_mix(low ^ (positions.long() * 0x9E3779B1 & MASK32)) ^ high)[:, None]  # (R, 1)
+    return _mix(_mix(row ^ (ids.long() * 0x85EBCA77 & MASK32)) + row)
 
 
 def sample(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> Tensor:
@@ -75,8 +78,15 @@ def sample(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | 
 
     `ids` (V,): the target id of each column, for a draft with a reduced vocabulary (default: the column itself).
     """
+    run = sample_triton if use_triton(logits) else sample_reference
+    return run(logits, positions, sampling, ids)
+
+
+def sample_reference(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> Tensor:
     if sampling.temperature is None:
         return logits.argmax(dim=-1)
+    sampling = sampling.by_row()
+    assert sampling.temperature is not None
     temperature = sampling.temperature[:, None]
     logits = logits.float()
     if sampling.filters is not None:
@@ -87,9 +97,90 @@ def sample(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | 
     return (logits + temperature * gumbel(sampling.keys, positions, ids)).argmax(dim=-1)
 
 
+def sample_triton(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> Tensor:
+    """One launch, and five more with filters."""
+    R, V = logits.shape
+    assert R <= MAX_ROWS
+    assert logits.stride(1) == 1
+    noisy = sampling.temperature is not None
+    thresholds = None
+    if sampling.temperature is not None and sampling.filters is not None:
+        entries = sampling.temperature, sampling.filters, sampling.rows, sampling.repeats
+        thresholds = filter_thresholds_triton(logits, *entries)
+    out = torch.empty(R, dtype=torch.int64, device=logits.device)
+    if R:
+        tiles = triton.cdiv(V, TILE)
+        _sample[(R, tiles)](
+            logits, positions, sampling.keys, sampling.temperature, sampling.rows, thresholds, ids,
+            _best_ranks(logits.device), arrival_counters(logits.device), out,
+            logits.stride(0), V, sampling.repeats, tiles, NOISY=noisy, TILE=TILE, num_warps=8,
+        )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _best_ranks(device: torch.device) -> Tensor:
+    """(MAX_ROWS,) int64, NO_SCORE between launches, which follow each other on one stream."""
+    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capture"
+    return torch.full((MAX_ROWS,), NO_SCORE.value, dtype=torch.int64, device=device)
+
+
 def _mix(x: Tensor) -> Tensor:
     """A bijection of 32-bit words with full avalanche (murmur3's finaliser), on int64 lanes."""
     x = x & MASK32
     x = (x ^ (x >> 16)) * 0x85EBCA6B & MASK32
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & MASK32
     return x ^ (x >> 16)
+
+
+@triton.jit
+def _mix_words(x):
+    """_mix on uint32."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def row_noise_bits(key, position, ids):
+    """noise_bits() of one row: key int64, position integer, ids (TILE,) integer -> uint32, whose products wrap."""
+    row = _mix_words(key.to(tl.uint32) ^ (position.to(tl.uint32) * 0x9E3779B1))
+    row = _mix_words(row ^ (key >> 32).to(tl.uint32))
+    return _mix_words(_mix_words(row ^ (ids.to(tl.uint32) * 0x85EBCA77)) + row)
+
+
+@triton.jit
+def bits_to_gumbel(bits):
+    complement = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    # -log1p(-c), corrected for the rounding of 1 - c (Goldberg 1991, theorem 4).
+    rest = 1.0 - complement
+    return -tl.log(((rest - 1.0) + complement) / rest - tl.log(rest))
+
+
+@triton.jit(do_not_specialize=["repeats"])
+def _sample(
+    logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, thresholds_ptr, ids_ptr,
+    best_ptr, counters_ptr, out_ptr, stride, V, repeats, tiles, NOISY: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A score's rank: its bits in ascending order above, 2^31 - 1 - column below; the largest is the first best."""
+    row, columns = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = columns < V
+    scores = tl.load(logits_ptr + row.to(tl.int64) * stride + columns, mask=mask, other=float("-inf")).to(tl.float32)
+    if NOISY:
+        entry = parameter_entry(row, rows_ptr, repeats)
+        temperature = tl.load(temperature_ptr + entry)
+        if temperature > 0.0:
+            if thresholds_ptr is not None:
+                threshold = tl.load(thresholds_ptr + row)
+                if threshold > float("-inf"):
+                    scores = tl.where(scale(scores, temperature) < threshold, float("-inf"), scores)
+            ids = columns if ids_ptr is None else tl.load(ids_ptr + columns, mask=mask, other=0)
+            bits = row_noise_bits(tl.load(keys_ptr + entry), tl.load(positions_ptr + row), ids)
+            scores += temperature * bits_to_gumbel(bits)
+    order = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0 ties with 0
+    order = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.int64)
+    rank = tl.max(tl.where(mask, (order << 32) | (0x7FFFFFFF - columns), NO_SCORE), axis=0)
+    tl.atomic_max(best_ptr + row, rank, sem="relaxed")
+    if arrives_last(counters_ptr + row, tiles):
+        best = tl.atomic_xchg(best_ptr + row, NO_SCORE, sem="relaxed")
+        tl.store(out_ptr + row, 0x7FFFFFFF - (best & 0x7FFFFFFF))

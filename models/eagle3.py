@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.norm import rms_norm_pair
 from slipstream.models.config import ModelConfig, RopeConfig, check_feature_layers
 from slipstream.models.layers import Attention, GatedMLP, OutputSplitLinear, RMSNorm, SelfAttention
 
@@ -90,11 +91,13 @@ class Midlayer(nn.Module):
         self.mlp = GatedMLP(size, config.intermediate_size)
 
     def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> Tensor:
-        x = hidden + self.self_attn(self.attention_input(embeds, hidden), attention)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attended = self.self_attn(self.attention_input(embeds, hidden), attention)
+        normed, x = self.post_attention_layernorm.add(hidden, attended)
+        return x + self.mlp(normed)
 
     def attention_input(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        return torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
+        weights = self.input_layernorm.weight, self.hidden_norm.weight
+        return rms_norm_pair(embeds, hidden, weights, self.hidden_norm.eps)
 
 
 class Eagle3(nn.Module):

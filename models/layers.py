@@ -7,11 +7,12 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.linear import linear
+from slipstream.kernels.norm import add_rms_norm, head_norm, rms_norm
 from slipstream.models.config import ModelConfig, RopeConfig
 
 Mask = Literal["causal", "tree", "block"]
@@ -38,7 +39,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, residual: Tensor, delta: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(norm(summed), summed) with summed = residual + delta (..., H), written to `out` where that is given."""
+        return add_rms_norm(residual, delta, self.weight, self.eps, out)
 
 
 class Linear(nn.Linear):
@@ -63,8 +68,7 @@ class GatedMLP(nn.Module):
         self.down_proj = InputSplitLinear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(silu_mul(self.gate_up_proj(x)))
 
 
 class SelfAttention(nn.Module):
@@ -82,9 +86,11 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
-        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)  # (..., heads, D)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        qkv = self.qkv_proj(x)
+        if self.q_norm is None or self.k_norm is None:
+            q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)  # (..., heads, D)
+        else:
+            q, k, v = head_norm(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *self.sizes[:2])
         return self.o_proj(attention.attend(q, k, v, self.layer, mask).flatten(-2))
 
     def write(self, x: Tensor, attention: Attention) -> None:

@@ -23,9 +23,19 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
-    def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), attention, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's input is residual + delta (T, H), written to `out` where that is given; so is its output.
+
+        Sums are left to the next norm, which does both in one kernel.
+        """
+        if delta is None:
+            normed = self.input_layernorm(residual)
+        else:
+            normed, residual = self.input_layernorm.add(residual, delta, out)
+        normed, residual = self.post_attention_layernorm.add(residual, self.self_attn(normed, attention, mask))
+        return residual, self.mlp(normed)
 
 
 class Target(nn.Module):
@@ -51,16 +61,26 @@ class Target(nn.Module):
 
         State i below num_layers is the output of layer i; num_layers itself is the hidden state after the final norm.
         """
-        x = self.embed_tokens(tokens)
-        states: dict[int, Tensor] = {}
+        features, states = self._allocate_features(tokens, feature_layers)
+        residual, delta = self.embed_tokens(tokens), None
         for index, layer in enumerate(self.layers):
-            x = layer(x, attention, mask)
-            if index in feature_layers:
-                states[index] = x
-        hidden = states[self.config.num_layers] = self.norm(x)
+            residual, delta = layer(residual, delta, attention, mask, states.get(index - 1))
+        assert delta is not None
+        hidden, _ = self.norm.add(residual, delta, states.get(self.config.num_layers - 1))
+        if self.config.num_layers in states:
+            states[self.config.num_layers].copy_(hidden)
+        return hidden, features
+
+    def _allocate_features(
+        self, tokens: Tensor, feature_layers: Sequence[int]
+    ) -> tuple[Tensor | None, dict[int, Tensor]]:
+        """(T, K * H) and its part (T, H) for each state: layers write into them, so nothing is copied together."""
         if not feature_layers:
-            return hidden, None
-        return hidden, torch.cat([states[index] for index in feature_layers], dim=-1)
+            return None, {}
+        weight = self.embed_tokens.weight
+        features = weight.new_empty(len(tokens), len(feature_layers) * self.config.hidden_size)
+        parts = features.split(self.config.hidden_size, dim=1)
+        return features, dict(zip(feature_layers, parts, strict=True))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (T, H) -> (T, V)."""

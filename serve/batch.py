@@ -44,10 +44,6 @@ class Verdict:
     tokens: Tensor  # (B, N) int32 emitted tokens: accepted children, then the target's own token; -1 padded
     lengths: Tensor  # (B,) int32 accepted nodes = tokens emitted this round, 1..depth + 1
 
-    def packed(self) -> Tensor:
-        """(B, 1 + N) int32: lengths, tokens; one copy to the host."""
-        return torch.cat((self.lengths[:, None], self.tokens), dim=1)
-
 
 class Rows:
     """State of every running request on the device, one engine row each.
@@ -72,10 +68,16 @@ class Rows:
 
     def admit(self, row: int, request: Request) -> None:
         params = request.params
-        self.lengths[row] = 0
-        self.keys[row] = noise_key(params.seed, request.choice)
-        self.temperature[row] = params.temperature
-        self.top_k[row], self.top_p[row], self.min_p[row] = params.top_k, params.top_p, params.min_p
+        values = (
+            (self.lengths, 0),
+            (self.keys, noise_key(params.seed, request.choice)),
+            (self.temperature, params.temperature),
+            (self.top_k, params.top_k),
+            (self.top_p, params.top_p),
+            (self.min_p, params.min_p),
+        )
+        for column, value in values:
+            column[row].fill_(value)  # unlike an assignment it does not wait for the device
 
     def upload(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """int64 on the device, without waiting for it: what is queued there goes first."""
@@ -90,10 +92,9 @@ class Rows:
             self.pages[rows, indices] = pages
 
     def sampling(self, rows: Tensor, mode: SamplingMode) -> Sampling:
-        if mode == "greedy":
-            return Sampling(self.keys[rows], None, None)
-        filters = Filters(self.top_k[rows], self.top_p[rows], self.min_p[rows]) if mode == "full" else None
-        return Sampling(self.keys[rows], self.temperature[rows], filters)
+        temperature = None if mode == "greedy" else self.temperature
+        filters = Filters(self.top_k, self.top_p, self.min_p) if mode == "full" else None
+        return Sampling(self.keys, temperature, filters, rows)
 
     def chain(self, rows: Tensor, starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Positions starts (B,) + 0..count-1 of `rows` (B,), and their KV slots, each (B * count,) int64."""

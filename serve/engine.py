@@ -6,7 +6,7 @@ tokens are read a round later (`overlap`): the scheduler goes on with what it kn
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from slipstream.models.checkpoint import is_checkpoint, read_json, resolve, toke
 from slipstream.models.config import ModelConfig
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config, load_target
-from slipstream.serve.attention.base import Hybrid, find_backends
+from slipstream.serve.attention.base import Hybrid, KVFormat, find_backends
 from slipstream.serve.batch import KVSpec, Rows
 from slipstream.serve.cache import PageCache
 from slipstream.serve.drafters.base import build_options, find_drafter
@@ -61,11 +61,13 @@ class Engine:
         self.widths = _pick_widths(config.width, self.drafter.widths)
         self.width = max(self.widths)
         self.reserve = self.width + self.drafter.scratch(self.width)
-        self.backends = find_backends(config.attention)
-        self.captures, self.overlap = self._pick_modes()
-
         self.specs = specs = [KVSpec(model.num_layers, model.num_kv_heads, model.head_dim, model.rope)]
         specs += [self.drafter.kv] if self.drafter.kv else []
+        phases = dict(zip(("prefill", "verify", "draft"), (specs[0], *specs), strict=False))
+        formats = {phase: KVFormat(self.device, dtype, spec.head_dim) for phase, spec in phases.items()}
+        self.backends = find_backends(config.attention, formats)
+        self.captures, self.overlap = self._pick_modes(phases)
+
         max_reserve = self.reserve * (MAX_ROUNDS_IN_FLIGHT if self.overlap else 1)
         sizing = Sizing(config, specs, dtype, self.device, max_reserve)
         longest = pick_max_model_len(config.max_model_len, model)
@@ -182,9 +184,9 @@ class Engine:
         self.executor.admit(sequence)
         self.drafter.admit(sequence.row, sequence.tokens, sequence.request.namespace)
 
-    def _pick_modes(self) -> tuple[bool, bool]:
+    def _pick_modes(self, phases: Iterable[str]) -> tuple[bool, bool]:
         """Whether rounds are captured, and whether their tokens are read one round late."""
-        planned = [phase for phase in ("verify", "draft") if self.backends[phase].needs_host_lengths]
+        planned = [phase for phase in phases if phase != "prefill" and self.backends[phase].needs_host_lengths]
         on_gpu = self.device.type == "cuda"
         if on_gpu and self.config.cuda_graph and planned:
             raise ValueError(

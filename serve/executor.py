@@ -73,7 +73,7 @@ class Executor:
         if self.graphs is not None:
             return self.graphs.round(rows, mode, width)
         bounds = tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences)  # this round is the last
-        return self.runner.round(self.state.upload(rows), bounds, mode, width, width).packed()
+        return self.runner.round(self.state.upload(rows), bounds, mode, width, width)
 
     def _pack(self, chunks: list[Chunk]) -> tuple[Batch, Tensor]:
         tokens: list[int] = []

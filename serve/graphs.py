@@ -48,7 +48,7 @@ class RoundGraphs:
         self.rows = torch.full((max_batch,), state.null, dtype=torch.int64, device=state.device)
         self.results = torch.zeros(max_batch, 1 + state.tokens.shape[1], dtype=torch.int32, device=state.device)
         self._graphs: dict[tuple[int, int, SamplingMode], torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._held: tuple[list[int], int] = ([], 0)  # what self.rows holds
 
     def capture_all(self, widths: Sequence[int]) -> CaptureReport:
@@ -104,16 +104,15 @@ class RoundGraphs:
         torch.cuda.synchronize()
         self._held = ([], 0)
         self.rows.fill_(self.runner.state.null)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles kernels, and gives libraries their workspaces
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # compiles kernels, and gives libraries their workspaces on this stream
             self._round(size, width, mode)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             self._round(size, width, mode)
         self._graphs[size, width, mode] = graph
 
     def _round(self, size: int, width: int, mode: SamplingMode) -> None:
-        verdict = self.runner.round(self.rows[:size], (0,) * size, mode, width, width)
-        self.results[:size, : 1 + width] = verdict.packed()
+        results = self.runner.round(self.rows[:size], (0,) * size, mode, width, width)
+        self.results[:size, : 1 + width] = results

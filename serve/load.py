@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,21 +122,29 @@ def run_load(
     concurrency: int = 1,
     num_warmup: int = 0,
     stream: bool = False,
+    each: Sequence[Mapping[str, Any]] = (),
     **fields: Any,
 ) -> LoadResult:
     """Sends every prompt once, `concurrency` at a time. `fields` go into each request: max_tokens, temperature, ...
 
+    `each`: further fields of one request, for every prompt.
+
     A request that fails gives an Answer with `error`. Raises ValueError if there is no such server.
     """
+
+    own = list(each) or [{}] * len(prompts)
 
     async def run() -> LoadResult:
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         timeout = httpx.Timeout(None, connect=30.0)
         async with httpx.AsyncClient(base_url=base_url, limits=limits, timeout=timeout) as client:
             load = Load(client, {"model": model or await first_model(client), **fields}, stream)
-            await load.send_all([prompts[index % len(prompts)] for index in range(num_warmup)], concurrency, None)
+            warmup = [index % len(prompts) for index in range(num_warmup)]
+            await load.send_all(
+                [prompts[index] for index in warmup], concurrency, None, [own[index] for index in warmup]
+            )
             start = time.perf_counter()
-            answers = await load.send_all(prompts, concurrency, f"concurrency {concurrency}")
+            answers = await load.send_all(prompts, concurrency, f"concurrency {concurrency}", own)
             return LoadResult(concurrency=concurrency, wall_s=time.perf_counter() - start, answers=answers)
 
     return asyncio.run(run())
@@ -151,7 +159,7 @@ async def first_model(client: httpx.AsyncClient) -> str:
 
 
 class Load:
-    """Requests that differ in the prompt only."""
+    """Requests that differ in the prompt and in what `each` adds."""
 
     def __init__(self, client: httpx.AsyncClient, fields: dict[str, Any], stream: bool) -> None:
         self.client, self.fields = client, fields
@@ -159,25 +167,27 @@ class Load:
         if stream:
             self.fields |= {"stream": True, "stream_options": {"include_usage": True}}
 
-    async def send_all(self, prompts: Sequence[Prompt], concurrency: int, progress: str | None) -> list[Answer]:
+    async def send_all(
+        self, prompts: Sequence[Prompt], concurrency: int, progress: str | None, each: Sequence[Mapping[str, Any]]
+    ) -> list[Answer]:
         answers = [Answer() for _ in prompts]
         waiting = iter(range(len(prompts)))
         with tqdm(total=len(prompts), desc=progress, unit="req", disable=progress is None) as bar:
 
             async def work() -> None:
                 for index in waiting:  # shared: each worker takes the next one
-                    await self.send(prompts[index], answers[index])
+                    await self.send(prompts[index], answers[index], each[index])
                     bar.update()
 
             await asyncio.gather(*(work() for _ in range(concurrency)))
         return answers
 
-    async def send(self, prompt: Prompt, answer: Answer) -> None:
+    async def send(self, prompt: Prompt, answer: Answer, own: Mapping[str, Any]) -> None:
         is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
         path = "/v1/chat/completions" if is_chat else "/v1/completions"
         start = time.perf_counter()
         try:
-            await self.request(path, {**self.fields, "messages" if is_chat else "prompt": prompt}, answer)
+            await self.request(path, {**self.fields, **own, "messages" if is_chat else "prompt": prompt}, answer)
         except (httpx.HTTPError, ValueError) as error:  # no connection, or a body that is not JSON
             answer.error = repr(error)
         answer.latency_s = time.perf_counter() - start

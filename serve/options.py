@@ -25,8 +25,9 @@ class EngineConfig:
     """auto, cpu or cuda."""
     width: int | None = None
     """Nodes verified per round (drafted tokens + 1). Default: chosen by load with captured rounds, else all offered."""
-    attention: str = "sdpa"
-    """Attention backend (a file of serve/attention), or one per phase: prefill=NAME,verify=NAME,draft=NAME."""
+    attention: str = "auto"
+    """Attention backend NAME[:VARIANT] (a file of serve/attention), or one per phase: prefill=NAME,verify=NAME,
+    draft=NAME. auto: sdpa on the CPU, flashinfer for prefill and triton for the rest on a GPU."""
     max_model_len: int | None = None
     """Longest prompt plus answer in tokens. Default: what the target was made for."""
     page_size: int = 16

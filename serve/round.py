@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from slipstream.kernels.kv import move_rows
 from slipstream.kernels.sampling import sample
+from slipstream.kernels.turn import end_round, start_round
 from slipstream.kernels.verify import ancestor_masks, unpack, verify
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
@@ -63,36 +64,37 @@ class Runner:
         return sampled
 
     @torch.inference_mode()
-    def round(self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int, next_width: int) -> Verdict:
+    def round(self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int, next_width: int) -> Tensor:
         """Verifies the stored proposals of `rows` (B,), cut to `width` nodes, and stores the next ones.
 
         `bounds`: host upper bound of each request's committed tokens before the round.
+        Returns (B, 1 + N) int32: how many tokens each request emits, and which, -1 padded.
         """
-        batch, proposal = self._begin(rows, bounds, mode, width)
+        batch, proposal, inputs = self._begin(rows, bounds, mode, width)
         mask = "causal" if batch.ancestors is None else "tree"
-        hidden, features = self.target(
-            proposal.tokens.clamp(min=0).flatten(), self.attention_for(batch), self.drafter.feature_layers, mask
-        )
+        hidden, features = self.target(inputs, self.attention_for(batch), self.drafter.feature_layers, mask)
         positions = batch.positions + 1  # of the token that follows each node
         sampled = sample(self.target.logits(hidden), positions, batch.sampling.repeat(width)).view(-1, width)
         verdict = Verdict(*verify(proposal.tokens, proposal.parents, sampled, batch.ancestors))
         if self.accept_length is not None:
             verdict = simulate(sampled, self.state.keys[rows], batch.lengths, self.accept_length)
-        self._commit(batch, verdict)
+        self._move_accepted(batch, verdict)
+        end = end_round(self.state.lengths, rows, self.state.null, batch.lengths, verdict.tokens, verdict.lengths)
         self.drafter.observe(batch, features, verdict)
-        emitted = verdict.lengths.long()
-        roots = verdict.tokens.gather(1, emitted[:, None] - 1).flatten().long()
-        self._propose(replace(batch, lengths=batch.lengths + emitted, roots=roots), next_width)
-        return verdict
+        self._propose(replace(batch, lengths=end.lengths, roots=end.roots), next_width)
+        return end.results
 
     def attention_for(self, batch: Batch) -> Backend:
         self.attention.plan(batch)
         return self.attention
 
-    def _begin(self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int) -> tuple[Batch, Proposal]:
+    def _begin(
+        self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int
+    ) -> tuple[Batch, Proposal, Tensor]:
+        """The batch, the nodes to verify, and the token ids (T,) that the target reads for them."""
         state = self.state
-        proposal = Proposal(state.tokens[rows, :width], state.parents[rows, :width])
-        lengths = state.lengths[rows].long()
+        tokens, parents, lengths, inputs = start_round(state.tokens, state.parents, state.lengths, rows, width)
+        proposal = Proposal(tokens, parents)
         positions, slots = state.chain(rows, lengths, width)  # a node's KV goes behind those before it
         ancestors = ancestor_masks(proposal.parents) if self.drafter.branches and width > 1 else None
         if ancestors is not None:
@@ -108,10 +110,10 @@ class Runner:
             mode=mode,
             ancestors=ancestors,
         )
-        return batch, proposal
+        return batch, proposal, inputs
 
-    def _commit(self, batch: Batch, verdict: Verdict) -> None:
-        """Moves the accepted nodes' KV down to follow the committed tokens and counts them in.
+    def _move_accepted(self, batch: Batch, verdict: Verdict) -> None:
+        """Moves the accepted nodes' KV down to follow the committed tokens.
 
         A chain's accepted nodes lie there already. In a tree's unaccepted tail a row is copied onto itself.
         """
@@ -122,8 +124,6 @@ class Runner:
             sources = slots.gather(1, torch.where(verdict.nodes < 0, order, verdict.nodes.long()))
             for cache in self.caches:
                 move_rows(cache, sources.flatten(), slots.flatten())
-        self.state.lengths[batch.rows] += verdict.lengths
-        self.state.lengths[self.state.null] = 0  # of rows that only fill up the batch
 
     def _propose(self, batch: Batch, width: int) -> None:
         """Stores `width` nodes; the row's others are unused, whatever an earlier proposal left there."""

@@ -1,28 +1,57 @@
 """What an attention backend is, how a phase finds its backend, and the hybrid of two."""
 
 import importlib
+import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from slipstream.models.layers import Attention, Mask, RotaryEmbedding
 from slipstream.serve.batch import Batch
 
+logger = logging.getLogger(__name__)
+
 PHASES = ("prefill", "verify", "draft")
+GPU_PREFERENCES = {  # what `auto` takes for each phase: the first that has kernels for its KV
+    "prefill": ("flashinfer", "sdpa"),
+    "verify": ("triton", "sdpa"),
+    "draft": ("triton", "sdpa"),
+}
+
+
+class KVFormat(NamedTuple):
+    """The properties of a network's KV cache that a backend may lack kernels for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
 
 
 class Backend(Attention, Protocol):
-    """Attention over one network's paged KV. A file of this folder defines one as its class `Backend`."""
+    """Attention over one network's paged KV."""
 
-    needs_host_lengths: bool  # plans on the host with exact lengths: makes rounds synchronous
+    needs_host_lengths: bool  # sizes or plans its work on the host: its rounds cannot be captured in a CUDA graph
+
+    def plan(self, batch: Batch) -> None:
+        """Prepares one pass; `write` and `attend` of every layer follow."""
+        ...
+
+
+class PhaseBackend(Backend, Protocol):
+    """A file of this folder defines one as its class `Backend`; and others, for NAME:VARIANT, in a dict `VARIANTS`."""
+
+    phases: ClassVar[frozenset[str]]
 
     def __init__(self, cache: Tensor, rope: RotaryEmbedding) -> None:
         """cache (L, 2, num_pages, page_size, G, D)."""
         ...
 
-    def plan(self, batch: Batch) -> None:
-        """Prepares one pass; `write` and `attend` of every layer follow."""
+    @classmethod
+    def fault(cls, kv: KVFormat) -> str:
+        """Why it cannot read and write such a cache; empty if it can."""
         ...
 
 
@@ -45,18 +74,76 @@ class Hybrid:
         return self.active.attend(q, k, v, layer, mask)
 
 
-def find_backends(option: str) -> dict[str, type[Backend]]:
-    """The backend class of each phase from `--attention`: one name, or prefill=NAME,verify=NAME,draft=NAME."""
+def find_backends(option: str, formats: Mapping[str, KVFormat] | None = None) -> dict[str, type[PhaseBackend]]:
+    """The backend class of each phase from `--attention`: auto, one name, or prefill=NAME,verify=NAME,draft=NAME.
+
+    `formats`: the KV that each phase works on; a phase without one is not checked against any. Raises ValueError for
+    an unknown name or variant, a missing package, and a phase or a cache that a named backend has no kernels for.
+    """
+    formats = formats or {}
+    names = _choose(formats) if option == "auto" else _parse(option)
+    backends = {phase: _load(name) for phase, name in names.items()}
+    for phase, backend in backends.items():
+        lack = _lack(backend, phase, formats.get(phase))
+        if lack:
+            able = [name for name in _found() if not _why_not(name, phase, formats.get(phase))]
+            raise ValueError(
+                f"attention backend {names[phase]!r} cannot serve the phase {phase}: {lack}; "
+                f"backends that can: {', '.join(able)}"
+            )
+    return backends
+
+
+def _parse(option: str) -> dict[str, str]:
+    """Phase -> NAME or NAME:VARIANT."""
     if "=" not in option:
-        return dict.fromkeys(PHASES, _find_backend(option))
+        return dict.fromkeys(PHASES, option)
     choices = [part.partition("=")[::2] for part in option.split(",")]
     if sorted(phase for phase, _ in choices) != sorted(PHASES):
         raise ValueError(f"attention is {option!r}; write one name or prefill=NAME,verify=NAME,draft=NAME")
-    return {phase: _find_backend(name) for phase, name in choices}
+    return dict(choices)
 
 
-def _find_backend(name: str) -> type[Backend]:
-    found = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "base")
-    if name not in found:
-        raise ValueError(f"attention backend {name!r} does not exist; found: {', '.join(found)}")
-    return importlib.import_module(f"slipstream.serve.attention.{name}").Backend
+def _choose(formats: Mapping[str, KVFormat]) -> dict[str, str]:
+    """What `auto` means: sdpa on the CPU; elsewhere the first of GPU_PREFERENCES that can serve the phase."""
+    if all(kv.device.type == "cpu" for kv in formats.values()):
+        return dict.fromkeys(PHASES, "sdpa")
+    names = {}
+    for phase, preferred in GPU_PREFERENCES.items():
+        faults = {name: _why_not(name, phase, formats.get(phase)) for name in preferred}
+        names[phase] = next(name for name, fault in faults.items() if not fault)
+        if names[phase] != preferred[0]:
+            logger.warning("attention: %s by %s, not by %s: %s", phase, names[phase], *list(faults.items())[0])
+    logger.info("attention: %s", ",".join(f"{phase}={name}" for phase, name in names.items()))
+    return names
+
+
+def _why_not(name: str, phase: str, kv: KVFormat | None) -> str:
+    try:
+        return _lack(_load(name), phase, kv)
+    except ValueError as error:  # a package that is not installed
+        return str(error)
+
+
+def _lack(backend: type[PhaseBackend], phase: str, kv: KVFormat | None) -> str:
+    if phase not in backend.phases:
+        return "it has no kernels for that phase"
+    return backend.fault(kv) if kv else ""
+
+
+def _load(choice: str) -> type[PhaseBackend]:
+    name, colon, variant = choice.partition(":")
+    if name not in _found():
+        raise ValueError(f"attention backend {name!r} does not exist; found: {', '.join(_found())}")
+    module = importlib.import_module(f"slipstream.serve.attention.{name}")
+    if not colon:
+        return module.Backend
+    variants: dict[str, type[PhaseBackend]] = getattr(module, "VARIANTS", {})
+    if variant not in variants:
+        valid = ", ".join(f"{name}:{known}" for known in variants) or "(none)"
+        raise ValueError(f"attention backend {name!r} has no variant {variant!r}; valid: {valid}")
+    return variants[variant]
+
+
+def _found() -> list[str]:
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "base")

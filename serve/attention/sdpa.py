@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.kernels.verify import unpack
 from slipstream.models.layers import Mask, RotaryEmbedding, rotate
+from slipstream.serve.attention.base import PHASES, KVFormat
 from slipstream.serve.batch import Batch
 
 
@@ -19,11 +20,16 @@ class Segment:
     queries: slice  # of the packed tokens
     count: int  # queries per request
     pages: Tensor  # (b, p) int64
-    biases: dict[Mask, Tensor] = field(default_factory=dict)  # (b, 1, Q / G * count, p * page_size), 0 or -inf
+    biases: dict[Mask, Tensor] = field(default_factory=dict)  # (b, 1, count or Q / G * count, p * page_size), 0 or -inf
 
 
 class Backend:
-    needs_host_lengths = False
+    needs_host_lengths = True  # the host's bounds are the shapes of what it gathers
+    phases = frozenset(PHASES)
+
+    @classmethod
+    def fault(cls, kv: KVFormat) -> str:
+        return ""
 
     def __init__(self, cache: Tensor, rope: RotaryEmbedding) -> None:
         self.cache = cache
@@ -52,7 +58,7 @@ class Backend:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend(self, q: Tensor, layer: int, mask: Mask, segment: Segment) -> Tensor:
-        """q (b * count, Q, D) -> the same shape. Query heads that share a KV head are stacked along the queries."""
+        """q (b * count, Q, D) -> the same shape."""
         b, p = segment.pages.shape
         page_size, G, D = self.cache.shape[3:]
         keys, values = self.cache[layer]
@@ -60,9 +66,17 @@ class Backend:
         k = keys.index_select(0, pages).view(b, p * page_size, G, D).transpose(1, 2)  # (b, G, S, D)
         v = values.index_select(0, pages).view(b, p * page_size, G, D).transpose(1, 2)
         group = q.shape[1] // G
-        q = q.view(b, segment.count, G, group, D).permute(0, 2, 3, 1, 4).reshape(b, G, group * segment.count, D)
+        q = q.view(b, segment.count, G, group, D).permute(0, 2, 3, 1, 4)  # (b, G, Q / G, count, D)
+        # Query heads that share a KV head: on the GPU, where a prompt's bias is large, KV heads take the batch's place
+        # for a single request; else the heads are stacked along the queries.
+        heads_as_batch = b == 1 and q.is_cuda
         if mask not in segment.biases:
-            segment.biases[mask] = self._bias(mask, segment, q.dtype).repeat(1, 1, group, 1)
+            bias = self._bias(mask, segment, q.dtype)
+            segment.biases[mask] = bias if heads_as_batch else bias.repeat(1, 1, group, 1)
+        if heads_as_batch:
+            q, k, v = q[0], *(x.transpose(0, 1).expand(-1, group, -1, -1) for x in (k, v))  # (G, Q / G, count or S, D)
+        else:
+            q = q.reshape(b, G, group * segment.count, D)
         out = scaled_dot_product_attention(q, k, v, attn_mask=segment.biases[mask])
         out = out.view(b, G, group, segment.count, D).permute(0, 3, 1, 2, 4)
         return out.reshape(b * segment.count, G * group, D)

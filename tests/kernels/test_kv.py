@@ -4,8 +4,10 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
-from slipstream.kernels.kv import move_rows
+from slipstream.kernels.kv import move_rows, move_rows_reference, move_rows_triton
+from slipstream.tests.kernels.triton_runs import DEVICES, replayed
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 40])
@@ -27,3 +29,61 @@ def test_a_shift_by_one_reads_before_it_writes() -> None:
     cache = torch.arange(10.0).view(1, 1, 10, 1, 1).repeat(2, 2, 1, 1, 1)
     move_rows(cache, torch.arange(1, 10), torch.arange(9))
     assert cache[1, 1].flatten().tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9]
+
+
+def random_moves(batch: int, width: int, device: str) -> tuple[Tensor, Tensor]:
+    """Slots of requests that keep to their own, shuffled; half of the rows stay where they are."""
+    generator = torch.Generator().manual_seed(width)
+    slots = torch.randperm(batch * width, generator=generator).view(batch, width) * 2 + 1
+    nodes = torch.randint(width, (batch, width), generator=generator)
+    stays = torch.rand(batch, width, generator=generator) < 0.5
+    sources = torch.where(stays, slots, slots.gather(1, nodes))
+    return sources.to(device), slots.to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(1, 8), (3, 20), pytest.param((8, 128), marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("width", [1, 2, 5, 64])
+def test_the_kernel_equals_the_reference(width: int, heads: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    batch, layers = (2, 2) if device == "cpu" else (32, 16)
+    sources, destinations = random_moves(batch, width, device)
+    cache = torch.randn(layers, 2, 2 * batch * width + 1, *heads, device=device).to(dtype)
+    expected = cache.clone()
+    move_rows_reference(expected, sources, destinations)
+    move_rows_triton(cache, sources, destinations)
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("step", [1, -1])
+def test_the_kernel_reads_a_request_before_it_writes_it(step: int, device: str) -> None:
+    cache = torch.arange(64.0, device=device).view(1, 1, 64, 1, 1).repeat(2, 2, 1, 2, 32)
+    slots = torch.arange(64, device=device)[None]
+    move_rows_triton(cache, (slots + step) % 64, slots)
+    assert cache[1, 1, :, 1, 31].tolist() == [(slot + step) % 64 for slot in range(64)]
+
+
+@pytest.mark.gpu
+def test_a_slot_beyond_two_to_the_31_elements() -> None:
+    cache = torch.zeros(1, 2, 2**21, 8, 128, dtype=torch.bfloat16, device="cuda")
+    cache[:, :, -1] = 1.0
+    slots = torch.tensor([[2**21 - 1, 5]], device="cuda")
+    move_rows_triton(cache, slots, slots.flip(1))
+    assert (cache[:, :, 5] == 1).all()
+    assert (cache[:, :, -1] == 0).all()
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_it() -> None:
+    sources, destinations = random_moves(16, 8, "cuda")
+    before = torch.randn(4, 2, 300, 8, 128, device="cuda")
+    cache, expected = torch.empty_like(before), before.clone()
+
+    def run() -> Tensor:
+        cache.copy_(before)
+        move_rows_triton(cache, sources, destinations)
+        return cache
+
+    move_rows_reference(expected, sources, destinations)
+    assert torch.equal(replayed(run), expected)

@@ -1,4 +1,5 @@
-"""Sampling: the noise is Gumbel and independent, `sample` follows softmax, and drafter and target share the noise."""
+"""Sampling: the noise is Gumbel and independent, `sample` follows softmax, and drafter and target share the
+noise."""
 
 import math
 
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from slipstream.kernels.sampling import Filters, Sampling, filter_logits, gumbel, noise_key, sample
+from slipstream.kernels.filters import Filters, filter_logits
+from slipstream.kernels.sampling import Sampling, gumbel, noise_key, sample
 
 
 def keys_of(seeds: range) -> Tensor:
@@ -194,11 +196,16 @@ def test_shared_noise_accepts_at_least_what_the_theorem_says(error: float) -> No
         assert accepted < 1 - distance + 4 / math.sqrt(num_rows), "no coupling accepts more than 1 - TV"
 
 
-def test_repeat_gives_every_node_the_parameters_of_its_request() -> None:
-    filters = Filters(torch.tensor([1, 2]), torch.tensor([0.5, 1.0]), torch.tensor([0.0, 0.1]))
-    repeated = Sampling(torch.tensor([10, 20]), torch.tensor([0.5, 1.5]), filters).repeat(3)
-    assert repeated.temperature is not None
-    assert repeated.filters is not None
-    assert repeated.keys.tolist() == [10, 10, 10, 20, 20, 20]
-    assert repeated.temperature.tolist() == [0.5] * 3 + [1.5] * 3
-    assert repeated.filters.top_k.tolist() == [1, 1, 1, 2, 2, 2]
+def test_rows_and_repeats_choose_the_parameters() -> None:
+    """Row r takes entry rows[r // repeats]."""
+    filters = Filters(torch.tensor([1, 2, 3]), torch.tensor([0.5, 1.0, 0.9]), torch.tensor([0.0, 0.1, 0.2]))
+    keys, temperature = torch.tensor([10, 20, 30]), torch.tensor([0.5, 1.5, 2.5])
+    chosen = Sampling(keys, temperature, filters, rows=torch.tensor([2, 0])).repeat(3).by_row()
+    assert chosen.temperature is not None
+    assert chosen.filters is not None
+    assert chosen.keys.tolist() == [30, 30, 30, 10, 10, 10]
+    assert chosen.temperature.tolist() == [2.5] * 3 + [0.5] * 3
+    assert chosen.filters.top_k.tolist() == [3, 3, 3, 1, 1, 1]
+    every = Sampling(keys, temperature, None).repeat(2).by_row()
+    assert every.keys.tolist() == [10, 10, 20, 20, 30, 30]
+    assert every.filters is None

@@ -1,6 +1,7 @@
 """Every attention backend that runs here against one loop per request, query and head."""
 
 import math
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,28 @@ from torch import Tensor
 
 from slipstream.models.config import RopeConfig
 from slipstream.models.layers import RotaryEmbedding
-from slipstream.serve.attention.base import PHASES, Backend, Hybrid, find_backends
+from slipstream.serve.attention.base import Backend, Hybrid, find_backends
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
+from slipstream.serve.attention.triton import Backend as TritonBackend
 from slipstream.serve.batch import Batch, Rows
 
 NUM_LAYERS, LAYER, HEAD_DIM, NUM_ROWS, MAX_LEN, THETA = 2, 1, 8, 6, 96, 100.0
-BACKENDS = [SDPABackend]
+BACKENDS = {"sdpa": SDPABackend, "triton": TritonBackend}
+TESTED_ELSEWHERE = {"flashinfer"}  # tests/serve/test_flashinfer.py
+# dtype -> tolerance. The interpreter of Triton kernels multiplies the bits of bf16 as integers.
+DTYPES = {
+    "sdpa": [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)],
+    "triton": [(torch.float32, 1e-5), (torch.float16, 4e-3)],
+}
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Backend]:
+    """By its name. Triton's runs under the interpreter; where kernels are compiled for a GPU, their references run."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        for module in ("rope", "tree_attention"):
+            monkeypatch.setattr(f"slipstream.kernels.{module}.use_triton", lambda _: request.param == "triton")
+    return BACKENDS[request.param]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +117,7 @@ class Scene:
         self.cache = torch.randn(shape, generator=generator).to(dtype)
         self.state = Rows(NUM_ROWS, MAX_LEN // case.page_size, case.page_size, 1, torch.device("cpu"))
         pages = torch.randperm(num_pages - 1, generator=generator) + 1
-        self.state.pages.copy_(pages.view(NUM_ROWS, -1))
+        self.state.pages[:NUM_ROWS] = pages.view(NUM_ROWS, -1)
         self.rows = torch.randperm(NUM_ROWS, generator=generator)[: len(case.lengths)].tolist()
         total = sum(case.query_lens)
         self.q = torch.randn(total, case.num_heads, HEAD_DIM, generator=generator).to(dtype)
@@ -157,19 +174,8 @@ class Scene:
         return out
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-def test_attention_equals_a_loop(name: str, backend: type[Backend], dtype: torch.dtype, tolerance: float) -> None:
-    scene = Scene(CASES[name], dtype)
-    expected, before = scene.expected(), scene.cache.clone()
-    attention = backend(scene.cache, RotaryEmbedding(RopeConfig(THETA), HEAD_DIM, MAX_LEN))
-    for spare in (0, 20):  # the second pass writes the same rows again
-        batch = scene.batch(spare)
-        attention.plan(batch)
-        out = attention.attend(scene.q, scene.k, scene.v, LAYER, CASES[name].mask)
-        assert out.dtype == dtype
-        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+def check_stored(scene: Scene, before: Tensor, batch: Batch, tolerance: float) -> None:
+    """The new keys and values are in their slots of the layer, and nothing else of the cache changed."""
     assert torch.equal(scene.cache[0], before[0]), "another layer's KV changed"
     keys, values = scene.cache[LAYER].flatten(1, 2)
     for index, (slot, position) in enumerate(zip(batch.slots.tolist(), batch.positions.tolist(), strict=True)):
@@ -179,11 +185,45 @@ def test_attention_equals_a_loop(name: str, backend: type[Backend], dtype: torch
     assert torch.equal(scene.cache[LAYER].flatten(1, 2)[:, untouched], before[LAYER].flatten(1, 2)[:, untouched])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+ATTENDED = [
+    (backend, name, *precision)
+    for backend in BACKENDS
+    for name, case in CASES.items()
+    for precision in DTYPES[backend]
+    if backend != "triton" or len(set(case.query_lens)) == 1  # prompts are not for it
+]
+
+
+@pytest.mark.parametrize(("backend", "name", "dtype", "tolerance"), ATTENDED, indirect=["backend"])
+def test_attention_equals_a_loop(backend: type[Backend], name: str, dtype: torch.dtype, tolerance: float) -> None:
+    scene = Scene(CASES[name], dtype)
+    expected, before = scene.expected(), scene.cache.clone()
+    attention = backend(scene.cache, RotaryEmbedding(RopeConfig(THETA), HEAD_DIM, MAX_LEN))
+    for spare in (0, 20):  # the second pass writes the same rows again
+        batch = scene.batch(spare)
+        attention.plan(batch)
+        out = attention.attend(scene.q, scene.k, scene.v, LAYER, CASES[name].mask)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+    check_stored(scene, before, batch, tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+def test_prompts_are_written_by_every_backend(backend: type[Backend]) -> None:
+    """A drafter may write a prompt's KV by the backend of its own phase."""
+    scene = Scene(CASES["ragged prefill with prefix"], torch.float32)
+    batch, before = scene.batch(0), scene.cache.clone()
+    attention = backend(scene.cache, RotaryEmbedding(RopeConfig(THETA), HEAD_DIM, MAX_LEN))
+    attention.plan(batch)
+    attention.write(scene.k, scene.v, LAYER)
+    check_stored(scene, before, batch, 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_write_stores_what_attend_stores(backend: type[Backend]) -> None:
     caches = []
     for writes_only in (True, False):
-        scene = Scene(CASES["ragged prefill with prefix"], torch.float32)
+        scene = Scene(CASES["chain round"], torch.float32)
         attention = backend(scene.cache, RotaryEmbedding(RopeConfig(THETA), HEAD_DIM, MAX_LEN))
         attention.plan(scene.batch(0))
         if writes_only:
@@ -196,8 +236,7 @@ def test_write_stores_what_attend_stores(backend: type[Backend]) -> None:
 
 def test_every_backend_of_the_folder_is_tested() -> None:
     folder = Path(__file__).parents[2] / "serve/attention"
-    names = {path.stem for path in folder.glob("*.py")} - {"base"}
-    assert {backend.__module__.rsplit(".", 1)[-1] for backend in BACKENDS} == names
+    assert {path.stem for path in folder.glob("*.py")} - {"base"} == BACKENDS.keys() | TESTED_ELSEWHERE
 
 
 class Recorder:
@@ -240,11 +279,6 @@ def test_hybrid_needs_host_lengths_where_its_verify_backend_does() -> None:
     needy.needs_host_lengths = True
     assert Hybrid(Recorder("prefill", calls), needy).needs_host_lengths
     assert not Hybrid(needy, Recorder("verify", calls)).needs_host_lengths
-
-
-def test_backends_are_found_by_name_or_by_phase() -> None:
-    assert find_backends("sdpa") == dict.fromkeys(PHASES, SDPABackend)
-    assert find_backends("draft=sdpa,prefill=sdpa,verify=sdpa") == dict.fromkeys(PHASES, SDPABackend)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,13 @@ def test_failures_are_counted_not_hidden(server: Server, stream: bool) -> None:
     assert result.completion_tokens == 4
 
 
+def test_requests_may_differ_in_more_than_the_prompt(server: Server) -> None:
+    each = [{"max_tokens": length} for length in (3, 9, 5)]
+    result = run_load(server.url, ["one", "two", "three"], concurrency=2, num_warmup=1, max_tokens=7, each=each)
+    assert result.errors == []
+    assert [answer.completion_tokens for answer in result.answers] == [3, 9, 5]
+
+
 def test_a_server_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="base_url"):
         run_load("http://127.0.0.1:9", ["x"])

@@ -1,15 +1,36 @@
-"""The engine on a GPU gives the tokens that it gives on the CPU, with and without a draft."""
+"""The engine on a GPU: captured rounds equal eager ones and the CPU's, through preemption, prefix hits and aborts."""
 
+import random
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from slipstream.serve.engine import Engine
+from slipstream.serve.request import Request
 from slipstream.tests.random_drafts import save_random_draft
-from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run
+from slipstream.tests.serve.engine_runs import (
+    Answer,
+    acceptance,
+    build_engine,
+    collect,
+    make_request,
+    random_prompt,
+    run,
+    tokens_of,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+OURS = "prefill=sdpa,verify=triton,draft=triton"
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+]
 
 
 @pytest.fixture(scope="module")
@@ -24,23 +45,141 @@ def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def answers(target: Path, draft: Path | str, device: str, temperature: float, dtype: str) -> dict[str, list[int]]:
-    engine = build_engine(target, draft, device=device, dtype=dtype)
-    requests = [
-        make_request(str(index), random_prompt(5 + 7 * index, index), temperature=temperature, seed=index)
-        for index in range(8)
+def on_gpu(target: Path, draft: Path | str = "none", **options: Any) -> Engine:
+    return build_engine(target, draft, **{"device": "cuda", "dtype": "float32", "attention": OURS} | options)
+
+
+def requests_of(sampling: dict[str, Any], count: int = 8, **params: Any) -> list[Request]:
+    return [
+        make_request(str(index), random_prompt(5 + 7 * index, index), seed=index, **sampling, **params)
+        for index in range(count)
     ]
-    return {name: answer.tokens for name, answer in run(engine, requests).items()}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_gpu_equals_cpu_in_fp32(target: Path, draft: Path, temperature: float) -> None:
-    expected = answers(target, "none", "cpu", temperature, "float32")
-    assert answers(target, "none", "cuda", temperature, "float32") == expected
-    assert answers(target, draft, "cuda", temperature, "float32") == expected
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "plain", "full"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_captured_rounds_give_the_cpus_tokens(
+    sampling: dict[str, Any], page_size: int, target: Path, draft: Path
+) -> None:
+    requests = requests_of(sampling)
+    expected = tokens_of(run(build_engine(target), requests))
+    for name, options in (("none", {}), (draft, {}), (draft, {"drafter": {"depth": 7}}), (draft, {"overlap": False})):
+        answers = run(on_gpu(target, name, page_size=page_size, **options), requests)
+        assert tokens_of(answers) == expected
+    assert acceptance(answers) > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["none", "draft"])
+def test_replay_equals_eager_bit_for_bit(dtype: str, name: str, target: Path, draft: Path) -> None:
+    """Tokens, statistics and every number of the KV cache, which rounds of one size have written."""
+    requests = requests_of({"temperature": 1.0}, max_tokens=20, ignore_eos=True)
+    options = {"dtype": dtype, "overlap": False, "width": 4 if name == "draft" else None}
+    engines = [
+        on_gpu(target, draft if name == "draft" else name, cuda_graph=graph, **options) for graph in (True, False)
+    ]
+    replayed, eager = (run(engine, requests) for engine in engines)
+    assert replayed == eager
+    for found, expected in zip(*(engine.executor.runner.caches for engine in engines), strict=True):
+        assert torch.equal(found[:, :, 16:], expected[:, :, 16:]), "the dump page may differ"
+
+
+def test_preemption_under_graphs(target: Path, draft: Path) -> None:
+    requests = requests_of({"temperature": 1.0}, count=6, max_tokens=40, ignore_eos=True)
+    expected = tokens_of(run(build_engine(target), requests))
+    engine = on_gpu(target, draft, kv_cache_tokens=180, page_size=1)
+    assert tokens_of(run(engine, requests)) == expected
+    assert engine.scheduler.num_preemptions > 0
+
+
+def test_prefix_hits_under_graphs(target: Path, draft: Path) -> None:
+    shared = random_prompt(70, 1)
+    requests = [make_request(str(end), [*shared, end], max_tokens=30) for end in range(5, 13)]
+    expected = tokens_of(run(build_engine(target), requests))
+    engine = on_gpu(target, draft)
+    first, again = run(engine, requests), run(engine, requests)
+    assert tokens_of(first) == tokens_of(again) == expected
+    assert all(answer.counts.cached_tokens >= 48 for answer in again.values())
+
+
+def test_aborts_under_graphs(target: Path, draft: Path) -> None:
+    requests = requests_of({"temperature": 0.0}, max_tokens=60, ignore_eos=True)
+    expected = tokens_of(run(build_engine(target), requests))
+    engine, answers = on_gpu(target, draft, max_running=5), dict[str, Answer]()
+    for request in requests:
+        engine.add(request)
+    for step in range(10_000):
+        if not engine.has_work:
+            break
+        collect(engine.step(), answers)
+        if step in (2, 5, 9):
+            output = engine.abort({2: "1", 5: "0", 9: "6"}[step])
+            collect([output] if output else [], answers)
+        engine.scheduler.check()
+    for name, tokens in expected.items():
+        assert answers[name].tokens == tokens[: len(answers[name].tokens)]
+        assert answers[name].finish_reason == "abort" or answers[name].tokens == tokens
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_runs_to_the_end(target: Path, draft: Path, dtype: str) -> None:
-    for tokens in answers(target, draft, "cuda", 1.0, dtype).values():
-        assert 1 <= len(tokens) <= 24
+def test_half_precision_runs_to_the_end(dtype: str, target: Path, draft: Path) -> None:
+    for answer in run(on_gpu(target, draft, dtype=dtype), requests_of({"temperature": 1.0})).values():
+        assert 1 <= len(answer.tokens) <= 24
+
+
+def test_a_backend_that_plans_on_the_host_is_refused_under_graphs(target: Path) -> None:
+    with pytest.raises(ValueError, match="backend for verify plans on the host.*--no-cuda-graph"):
+        on_gpu(target, attention="sdpa")
+
+
+def test_memory_does_not_grow_over_2000_rounds(target: Path, draft: Path) -> None:
+    engine = on_gpu(target, draft, width=4, kv_cache_tokens=4096)
+    used: list[int] = []
+    for start in range(12):
+        requests = [
+            make_request(f"{start} {index}", random_prompt(9, index), max_tokens=200, ignore_eos=True)
+            for index in range(8)
+        ]
+        rounds = max(answer.counts.rounds for answer in run(engine, requests).values())
+        used += [torch.cuda.memory_allocated()] * rounds
+    assert len(used) > 600
+    assert used[-1] == used[len(used) // 2]
+
+
+@pytest.mark.slow
+def test_soak(target: Path, draft: Path) -> None:
+    """Five minutes at concurrency 64, every kind of sampling, random aborts, too few pages; answers as on the CPU."""
+    rng, seconds = random.Random(0), 300
+    kinds = {
+        f"{index}": make_request(
+            str(index),
+            random_prompt(40, index % 5)[: rng.randrange(1, 40)] + random_prompt(rng.randrange(1, 60), index),
+            max_tokens=rng.randrange(1, 90),
+            seed=index,
+            ignore_eos=rng.random() < 0.7,
+            **SAMPLINGS[index % 3],
+        )
+        for index in range(120)
+    }
+    expected = tokens_of(run(build_engine(target, kv_cache_tokens=8192), list(kinds.values())))
+    engine = on_gpu(target, draft, max_running=64, kv_cache_tokens=3000)
+    start, number, open_kinds, answers, num_done = time.monotonic(), 0, dict[str, str](), dict[str, Answer](), 0
+    while time.monotonic() - start < seconds or engine.has_work:
+        while len(open_kinds) < 80 and time.monotonic() - start < seconds:
+            kind = rng.choice(sorted(kinds))
+            number += 1
+            request = kinds[kind]
+            engine.add(Request(id=f"r{number}", prompt=request.prompt, params=request.params))
+            open_kinds[f"r{number}"] = kind
+        outputs = engine.step()
+        if rng.random() < 0.02 and open_kinds:
+            aborted = engine.abort(rng.choice(sorted(open_kinds)))
+            outputs += [aborted] if aborted else []
+        collect(outputs, answers)
+        for name in [output.request_id for output in outputs if output.finish_reason]:
+            answer, tokens = answers.pop(name), expected[open_kinds.pop(name)]
+            assert answer.tokens == (tokens if answer.finish_reason != "abort" else tokens[: len(answer.tokens)])
+            num_done += 1
+    engine.scheduler.check()
+    assert num_done == number > 1000
+    assert engine.scheduler.num_preemptions > 0

@@ -1,6 +1,6 @@
 """Tokens are read a round late: answers stay the same through ends, preemption, prefix hits and aborts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from slipstream.tests.serve.engine_runs import (
 class OverlappingEngine(Engine):
     """On the CPU nothing runs beside the host, but the order of launches and reads is the GPU's."""
 
-    def _pick_modes(self) -> tuple[bool, bool]:
+    def _pick_modes(self, phases: Iterable[str]) -> tuple[bool, bool]:
         return False, True
 
 

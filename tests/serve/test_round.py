@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slipstream.serve import engine as engine_module
-from slipstream.serve.batch import SamplingMode, Verdict
+from slipstream.serve.batch import SamplingMode
 from slipstream.serve.engine import Engine
 from slipstream.serve.request import Request
 from slipstream.serve.round import Runner
@@ -61,7 +61,7 @@ class VaryingWidths:
     def prefill(self, *arguments: Any) -> Tensor:
         return self.runner.prefill(*arguments)
 
-    def round(self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int, next_width: int) -> Verdict:
+    def round(self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int, next_width: int) -> Tensor:
         return self.runner.round(rows, bounds, mode, self.rng.choice(self.widths), self.rng.choice(self.widths))
 
 
@@ -121,8 +121,8 @@ def test_a_shorter_proposal_leaves_no_nodes_of_the_one_before(
     rows, bound = torch.tensor([sequence.row]), sequence.num_computed
     engine.executor._upload_pages([sequence])
     for width, next_width in zip(widths, widths[1:], strict=False):
-        verdict = engine.executor.runner.round(rows, (bound,), "greedy", width, next_width)
-        bound += int(verdict.lengths)
+        ((count, *_),) = engine.executor.runner.round(rows, (bound,), "greedy", width, next_width).tolist()
+        bound += count
         stored = engine.state.tokens[sequence.row]
         assert (stored[:next_width] >= 0).all()
         assert (stored[next_width:] == -1).all()

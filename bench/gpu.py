@@ -1,0 +1,48 @@
+"""What the GPU benchmarks share: the copy bandwidth as the limit, a profile by kernel, the revision measured."""
+
+import subprocess
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large copy, read and written."""
+    source = torch.randint(0, 255, (2**31,), dtype=torch.uint8, device="cuda")
+    destination = torch.empty_like(source)
+    times = []
+    for _ in range(10):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        destination.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return 2 * source.nbytes / sorted(times)[5]
+
+
+def revision() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def kernel_table(run: Callable[[], object], repeats: int = 5) -> str:
+    """Kernels of one call by total time, and the time in which none ran."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    spans = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+    totals: dict[str, tuple[float, int]] = {}
+    for span in spans:
+        time_us, count = totals.get(span.name, (0.0, 0))
+        totals[span.name] = (time_us + span.time_range.elapsed_us(), count + 1)
+    busy = sum(time_us for time_us, _ in totals.values()) / repeats
+    wall = (max(span.time_range.end for span in spans) - min(span.time_range.start for span in spans)) / repeats
+    rows = sorted(totals.items(), key=lambda item: -item[1][0])
+    lines = [
+        f"{time_us / repeats:9.1f} us {count / repeats:6.1f} x {time_us / count:7.2f} us  {name[:110]}"
+        for name, (time_us, count) in rows[:45]
+    ]
+    return "\n".join([f"busy {busy:.0f} us of {wall:.0f} us a round, {len(spans) / repeats:.0f} kernels", *lines])

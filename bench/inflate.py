@@ -1,0 +1,172 @@
+"""A function-preserving enlargement of a small Qwen3 target and its EAGLE3 draft, to measure speed-ups end to end.
+
+    python bench/inflate.py --draft runs/demo/draft/best --shape llama31-8b --output runs/llama31-8b --device cuda
+
+Writes OUTPUT/target and OUTPUT/draft, ordinary checkpoints that emit the small pair's tokens at the big pair's cost:
+real text, real acceptance, real cost. The tokens are the same up to floating-point ties, since sums over more channels
+may round otherwise. Of the big vocabulary only the small one's tokens are ever emitted.
+
+How: hidden channels, heads, neurons, layers and vocabulary rows are added so that none of them changes what the small
+ones compute (bench/inflate_weights.py). At both 8B shapes 70 % of the target's weights are random at their ordinary
+size, 30 % (o_proj, down_proj, padding of embeddings) are random but so small that they vanish in every sum, 0.1 % are
+the small target's and 0.007 % are zero. Activations beyond the small model's channels are as small, too.
+`--random-weights` writes the same shapes with nothing but ordinary random weights, to be measured beside it: zeros, and
+what comes close, cost a matrix product less power.
+
+"llama31-8b" has Llama-3.1-8B's sizes under Qwen3ForCausalLM, since Llama has no q/k norms. The small model's rotary
+embedding, head size and ratio of query to KV heads stay.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from slipstream.bench.inflate_shapes import SHAPES, Shape, check, draft_config, places, target_json
+from slipstream.bench.inflate_weights import Inflation, Layer, Part, draft_tensors, target_tensors
+from slipstream.bench.shards import ShardWriter
+from slipstream.config import parse
+from slipstream.models.checkpoint import (
+    atomic_folder,
+    read_json,
+    resolve,
+    tokenizer_hash,
+    unfuse,
+    weights_fingerprint,
+    write_checkpoint,
+)
+from slipstream.models.config import ModelConfig
+from slipstream.models.eagle3 import Eagle3
+from slipstream.models.eagle3_checkpoint import config_to_json, load_eagle3
+from slipstream.models.target import load_config, load_target
+from slipstream.serve.options import EngineConfig, find_target
+
+COPIED = ("tokenizer*", "*.jinja", "generation_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
+DRAFT_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InflateConfig:
+    """Options."""
+
+    draft: str
+    """EAGLE3 checkpoint of the small target."""
+    output: str
+    """Folder for target/ and draft/; replaced if it exists."""
+    target: str = ""
+    """The small target. Empty: the one that the draft names."""
+    shape: str = "llama31-8b"
+    """Sizes to reach: llama31-8b, qwen3-8b, mid or small."""
+    random_weights: bool = False
+    """Write ordinary random weights of these shapes instead: a pair that says nothing."""
+    seed: int = 0
+    """Seed of the random weights."""
+    device: str = "cpu"
+    """Where random weights are made: cpu or cuda."""
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise ValueError(f"shape is {self.shape!r}; choose one of {', '.join(SHAPES)}")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device is {self.device!r}; choose cpu or cuda")
+
+
+def inflate(config: InflateConfig) -> None:
+    """Writes both checkpoints, or nothing. Raises ValueError for a pair that cannot reach this shape."""
+    output = Path(config.output)
+    _, source = find_target(EngineConfig(target=config.target, draft=config.draft))
+    model = load_config(source)
+    draft = load_eagle3(resolve(config.draft), model, torch.bfloat16, CPU)
+    check(model, draft.config, SHAPES[config.shape])
+    with atomic_folder(output) as folder:
+        write_target(config, model, source, folder / "target")
+        write_draft(config, draft, folder / "draft", folder / "target", output / "target")
+
+
+def write_target(config: InflateConfig, model: ModelConfig, source: Path, folder: Path) -> None:
+    shape = SHAPES[config.shape]
+    tensors = target_tensors(
+        None if config.random_weights else read_parts(load_target(source, model, torch.bfloat16, CPU), model),
+        inflation(config, model.hidden_size),
+        layer_sizes(shape, model.head_dim),
+        places(model.num_layers, shape.num_layers),
+        shape.num_layers,
+        shape.vocab_size,
+    )
+    with ShardWriter(folder) as writer:
+        for name, tensor in progress(tensors, "target", 3 + 11 * shape.num_layers):
+            writer.add(name, tensor)
+    values = target_json(read_json(source / "config.json"), shape)
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+    for pattern in COPIED:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
+
+
+def write_draft(config: InflateConfig, draft: Eagle3, folder: Path, target: Path, target_name: Path) -> None:
+    """`target`: the big target's folder, which will be renamed to `target_name`."""
+    shape, small = SHAPES[config.shape], draft.config
+    num_padded = shape.draft_vocab_size - small.draft_vocab_size
+    tensors = draft_tensors(
+        None if config.random_weights else read_parts(draft, small.layer_config()),
+        inflation(config, small.hidden_size),
+        layer_sizes(shape, small.head_dim, num_inputs=2, qk_norm=False, norms=DRAFT_NORMS),
+        [index == small.target_num_layers for index in small.feature_layers],
+        torch.cat((draft.target_ids, small.vocab_size + torch.arange(num_padded))),
+        shape.vocab_size,
+    )
+    big = draft_config(
+        small,
+        shape,
+        target=str(target_name),
+        target_fingerprint=weights_fingerprint(target),
+        tokenizer_hash=tokenizer_hash(AutoTokenizer.from_pretrained(target)),
+    )
+    folder.mkdir()
+    values = config_to_json(big) | {"torch_dtype": "bfloat16"}
+    write_checkpoint(folder, values, dict(progress(tensors, "draft", 15)), {"inflated": asdict(config)})
+
+
+def inflation(config: InflateConfig, hidden_size: int) -> Inflation:
+    sizes = (hidden_size, SHAPES[config.shape].hidden_size)
+    return Inflation(*sizes, torch.device(config.device), config.seed, random=config.random_weights)
+
+
+def layer_sizes(shape: Shape, head_dim: int, **fields: Any) -> Layer:
+    sizes = {name: getattr(shape, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}
+    return Layer(head_dim=head_dim, **sizes, **fields)
+
+
+def read_parts(module: nn.Module, layer: ModelConfig) -> dict[str, Tensor]:
+    """The module's tensors, fused projections taken apart."""
+    heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+    sizes = {"qkv_proj": [n * layer.head_dim for n in heads], "gate_up_proj": [layer.intermediate_size] * 2}
+    return unfuse(module.state_dict(), sizes)
+
+
+def progress(tensors: Iterable[Part], title: str, total: int) -> Iterator[Part]:
+    yield from tqdm(tensors, desc=title, total=total, unit="tensor")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(InflateConfig, argv, prog="inflate", description="Enlarges a small target and its EAGLE3 draft.")
+    began = time.perf_counter()
+    try:
+        inflate(config)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"inflate: error: {error}") from error
+    num_bytes = sum(file.stat().st_size for file in Path(config.output).rglob("*.safetensors"))
+    print(f"{num_bytes / 1e9:.1f} GB in {time.perf_counter() - began:.0f} s; try: serve --draft {config.output}/draft")
+
+
+if __name__ == "__main__":
+    main()

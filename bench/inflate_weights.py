@@ -1,0 +1,181 @@
+"""The weights of an inflated pair (bench/inflate.py): the small model's values, and what surrounds them.
+
+Letters: h and H are the small and the big hidden size. Residual channels of the big networks:
+
+    0 .. h - 1     the small model's, with its values
+    h .. H - 2     quiet: about 2**-56, which every sum with ordinary values absorbs in bf16 and in fp32
+    H - 1          one constant, 2**-18 for every token: too small for any norm, zero after all of them but the last
+                   (final norm of the target, norm of the draft), which lift it for the rows of unused tokens
+
+So a weight is of ordinary size wherever it is harmless: all of q, k, v, gate, up, embedding and head, where it is read
+by no real channel or meets a quiet one. What writes into channels that must stay as they are (o_proj, down_proj and fc
+outside the small block, whole layers that do nothing) is random, too, but quiet: the same bits to fetch and to multiply
+as in any model. Exactly zero are only rows and columns of the constant channel.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+SPREAD = 0.02  # standard deviation of ordinary weights
+QUIET = 2.0**-50  # factor of quiet ones; their squares stay above fp32's subnormal numbers, which are slow on CPUs
+# Unused tokens get the logit -UNUSED * LIFT * CONSTANT * sqrt(H / h) / rms of the last state: -16,384 / rms at H / h =
+# 16. Each factor, and the lifted channel, fits fp16 as well.
+CONSTANT = 2.0**-18
+LIFT = 2.0**15
+UNUSED = 2.0**15
+
+Part = tuple[str, Tensor]
+Weights = Mapping[str, Tensor] | None  # of the small network or of one of its layers; None: nothing to preserve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """Sizes of a decoder layer. The draft's attention reads two states (`num_inputs`) and has no q/k norms."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    num_inputs: int = 1
+    qk_norm: bool = True
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+
+
+class Inflation:
+    """Makes big tensors out of small ones, or out of None: then nothing is preserved there.
+
+    `random` is for a pair with no small one inside: every weight has its ordinary size, but for the constant channel.
+    """
+
+    def __init__(self, h: int, H: int, device: torch.device, seed: int, random: bool = False) -> None:
+        self.h, self.H, self.device = h, H, device
+        self.quiet = 1.0 if random else QUIET
+        self.scale = 1.0 if random else sqrt(h / H)  # of norm weights: the mean square is taken over H channels
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def fill(self, *shape: int, factor: float = 1.0) -> Tensor:
+        values = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+        return values.normal_(0.0, SPREAD * factor, generator=self.generator)
+
+    def norm(self, small: Tensor | None, constant: float = 0.0) -> Tensor:
+        """Norm weights (h,) -> (H,); `constant` is the constant channel's."""
+        weight = self.scale * (1.0 + self.fill(self.H))
+        if small is not None:
+            weight[: self.h] = small.to(self.device) * self.scale
+        weight[-1] = constant
+        return weight
+
+    def head_norm(self, small: Tensor | None, head_dim: int) -> Tensor:
+        return small if small is not None else 1.0 + self.fill(head_dim)
+
+    def reads(self, small: Tensor | None, rows: int, num_inputs: int = 1, factor: float = 1.0) -> Tensor:
+        """A matrix over normed states: (O, K * h) -> (rows, K * H), small values times `factor`."""
+        weight = self.fill(rows, num_inputs * self.H)
+        if small is not None:
+            blocks = (small.to(self.device) * factor).unflatten(1, (num_inputs, self.h))
+            weight.unflatten(1, (num_inputs, self.H))[: len(small), :, : self.h] = blocks
+        return weight
+
+    def writes(self, small: Tensor | None, columns: int) -> Tensor:
+        """A matrix whose product is added to the residual stream: (h, I) -> (H, columns). The constant stays."""
+        weight = self.fill(self.H, columns, factor=self.quiet)
+        if small is not None:
+            weight[: self.h, : small.shape[1]] = small.to(self.device)
+        weight[-1] = 0.0
+        return weight
+
+    def embedding(self, small: Tensor | None, rows: int) -> Tensor:
+        """(V, h) -> (rows, H). Rows of unused tokens are never read."""
+        weight = self.fill(rows, self.H)
+        if small is not None:
+            weight[: len(small)] *= self.quiet
+            weight[: len(small), : self.h] = small.to(self.device)
+        weight[:, -1] = CONSTANT
+        return weight
+
+    def head(self, small: Tensor | None, rows: int) -> Tensor:
+        """(V, h) -> (rows, H); rows beyond V see the lifted constant and little else."""
+        weight = self.fill(rows, self.H)
+        if small is not None:
+            weight[: len(small), : self.h] = small.to(self.device)
+            weight[: len(small), -1] = 0.0
+            weight[len(small) :, -1] = -UNUSED
+        return weight
+
+    def fusion(self, small: Tensor | None, is_normed: Sequence[bool]) -> Tensor:
+        """The draft's fc over K target states: (h, K * h) -> (H, K * H). Passes the constant of one state on.
+
+        `is_normed`: which states lie behind the final norm, where the constant is lifted and varies with the norm.
+        """
+        K, h, H = len(is_normed), self.h, self.H
+        weight = self.fill(H, K * H)
+        blocks = weight.unflatten(1, (K, H))
+        if small is not None:
+            blocks[h:] *= self.quiet
+            blocks[:h, :, :h] = small.to(self.device).unflatten(1, (K, h))
+        blocks[:, :, -1] = 0.0
+        blocks[-1] = 0.0
+        source = min(range(K), key=lambda index: is_normed[index])
+        blocks[-1, source, -1] = 1.0 / (LIFT * sqrt(H / h)) if is_normed[source] else 1.0
+        return weight
+
+    def layer(self, small: Weights, sizes: Layer) -> Iterator[Part]:
+        """A decoder layer under the public names; without a small one it leaves the residual stream as it is.
+
+        rms_norm_eps falls with h / H, and q/k norms share it while their size stays: so q and k shrink by the same
+        factor before those norms.
+        """
+        head_dim, states = sizes.head_dim, sizes.num_inputs
+        for name in sizes.norms:
+            yield name, self.norm(_take(small, name))
+        for name, heads in (("q", sizes.num_heads), ("k", sizes.num_kv_heads), ("v", sizes.num_kv_heads)):
+            name, is_normed = f"self_attn.{name}_proj", sizes.qk_norm and name != "v"
+            factor = self.scale if is_normed else 1.0
+            yield name, self.reads(_take(small, name), heads * head_dim, states, factor)
+        yield "self_attn.o_proj", self.writes(_take(small, "self_attn.o_proj"), sizes.num_heads * head_dim)
+        for name in ("self_attn.q_norm", "self_attn.k_norm") if sizes.qk_norm else ():
+            yield name, self.head_norm(_take(small, name), head_dim)
+        for name in ("mlp.gate_proj", "mlp.up_proj"):
+            yield name, self.reads(_take(small, name), sizes.intermediate_size)
+        yield "mlp.down_proj", self.writes(_take(small, "mlp.down_proj"), sizes.intermediate_size)
+
+
+def target_tensors(
+    small: Weights, inflation: Inflation, sizes: Layer, places: Mapping[int, int], num_layers: int, vocab_size: int
+) -> Iterator[Part]:
+    """Every tensor of the big target, in order. `places`: big layer -> the small layer that it is."""
+    yield "model.embed_tokens.weight", inflation.embedding(_take(small, "embed_tokens"), vocab_size)
+    for index in range(num_layers):
+        source = _within(small, f"layers.{places[index]}.") if index in places else None
+        for name, tensor in inflation.layer(source, sizes):
+            yield f"model.layers.{index}.{name}.weight", tensor
+    yield "model.norm.weight", inflation.norm(_take(small, "norm"), LIFT)
+    tied = small is not None and "lm_head.weight" not in small
+    yield "lm_head.weight", inflation.head(_take(small, "embed_tokens" if tied else "lm_head"), vocab_size)
+
+
+def draft_tensors(
+    small: Weights, inflation: Inflation, sizes: Layer, is_normed: Sequence[bool], target_ids: Tensor, vocab_size: int
+) -> Iterator[Part]:
+    """Every tensor of the big EAGLE3 draft. `target_ids` (Vd,) int64 ascending: the small draft's come first."""
+    yield "fc.weight", inflation.fusion(_take(small, "fc"), is_normed)
+    for name, tensor in inflation.layer(_within(small, "midlayer."), sizes):
+        yield f"midlayer.{name}.weight", tensor
+    yield "norm.weight", inflation.norm(_take(small, "norm"), LIFT)
+    yield "lm_head.weight", inflation.head(_take(small, "lm_head"), len(target_ids))
+    yield "d2t", target_ids - torch.arange(len(target_ids))
+    yield "t2d", torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, target_ids, True)
+
+
+def _take(small: Weights, name: str) -> Tensor | None:
+    return None if small is None else small[f"{name}.weight"]
+
+
+def _within(small: Weights, prefix: str) -> Weights:
+    if small is None:
+        return None
+    return {name.removeprefix(prefix): tensor for name, tensor in small.items() if name.startswith(prefix)}

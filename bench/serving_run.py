@@ -1,0 +1,133 @@
+"""One level of concurrency of a serving benchmark, in this process: answers, and when their tokens came."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from tqdm import tqdm
+
+from slipstream.bench.workload import Task
+from slipstream.serve.engine import Engine
+from slipstream.serve.request import Output, Request, RequestStats, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One level, offline or over HTTP. Times in seconds."""
+
+    wall_s: float
+    answers: list[Any]  # token ids or text, in the order of the tasks
+    completion_tokens: int
+    rounds: int
+    decoded_tokens: int  # emitted by rounds
+    drafted_tokens: int
+    ttft_s: list[float]  # of each request
+    itl_s: list[float]  # between two outputs of one request, each of which may hold several tokens
+
+    @property
+    def accept_length(self) -> float | None:
+        return self.decoded_tokens / self.rounds if self.rounds else None
+
+    @property
+    def width(self) -> float | None:
+        """Nodes per round, root included: a mean where the engine chooses it by load."""
+        return round(1 + self.drafted_tokens / self.rounds, 2) if self.rounds else None
+
+    def figures(self) -> dict[str, float | int | None]:
+        """What a line of the results says of a level; a round's time is the median time between two outputs."""
+        return {
+            "width": self.width,
+            "ms": milliseconds(self.itl_s, 50),
+            "tok_s": round(self.completion_tokens / self.wall_s, 2),
+            "accept_length": None if self.accept_length is None else round(self.accept_length, 4),
+            "ttft_ms_p50": milliseconds(self.ttft_s, 50),
+            "ttft_ms_p99": milliseconds(self.ttft_s, 99),
+            "itl_ms_p50": milliseconds(self.itl_s, 50),
+            "itl_ms_p99": milliseconds(self.itl_s, 99),
+            "completion_tokens": self.completion_tokens,
+            "rounds": self.rounds,
+            "wall_s": round(self.wall_s, 3),
+        }
+
+
+def milliseconds(seconds: Sequence[float], percent: int) -> float | None:
+    """The smallest value that so many percent of the values do not exceed."""
+    if not seconds:
+        return None
+    return round(1000 * sorted(seconds)[max(0, -(-len(seconds) * percent // 100) - 1)], 3)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of one request so far."""
+
+    start_s: float
+    tokens: list[int] = field(default_factory=list)
+    arrivals_s: list[float] = field(default_factory=list)
+    stats: RequestStats | None = None
+
+    def add(self, output: Output) -> None:
+        if output.error is not None:
+            raise ValueError(f"request {output.request_id} failed: {output.error}")
+        if output.tokens:
+            self.arrivals_s.append(time.perf_counter() - self.start_s)
+        self.tokens += output.tokens
+        self.stats = output.stats
+
+    @property
+    def counts(self) -> RequestStats:
+        assert self.stats is not None, "the request has not ended"
+        return self.stats
+
+
+def run_offline(engine: Engine, tasks: Sequence[Task], concurrency: int, title: str, **params: Any) -> Run:
+    """Keeps `concurrency` requests open until all tasks are done. `params` go into each one's SamplingParams.
+
+    Raises ValueError for a task that the engine cannot serve.
+    """
+    requests = [
+        Request(id=str(index), prompt=task.prompt, params=SamplingParams(max_tokens=task.max_tokens, **params))
+        for index, task in enumerate(tasks)
+    ]
+    for request in requests:
+        engine.check(request)
+    answers: dict[str, Answer] = {}
+    start = time.perf_counter()
+    with tqdm(total=len(tasks), desc=title, unit="req") as bar:
+        for output in outputs(engine, requests, concurrency, answers):
+            answers[output.request_id].add(output)
+            bar.update(output.finish_reason is not None)
+    wall_s = time.perf_counter() - start
+    return summarise([answers[request.id] for request in requests], wall_s)
+
+
+def outputs(
+    engine: Engine, requests: Sequence[Request], concurrency: int, answers: dict[str, Answer]
+) -> Iterator[Output]:
+    waiting = iter(requests)
+    more = True
+    while more or engine.has_work:
+        while more and engine.num_open < concurrency:
+            request = next(waiting, None)
+            more = request is not None
+            if request is not None:
+                answers[request.id] = Answer(time.perf_counter())
+                engine.add(request)
+        yield from engine.step()
+
+
+def summarise(answers: Sequence[Answer], wall_s: float) -> Run:
+    counts = [answer.counts for answer in answers]
+    arrivals = [answer.arrivals_s for answer in answers]
+    return Run(
+        wall_s=wall_s,
+        answers=[answer.tokens for answer in answers],
+        completion_tokens=sum(one.completion_tokens for one in counts),
+        rounds=sum(one.rounds for one in counts),
+        decoded_tokens=sum(one.completion_tokens - one.prefills for one in counts),
+        drafted_tokens=sum(one.drafted_tokens for one in counts),
+        ttft_s=[times[0] for times in arrivals],
+        itl_s=[later - earlier for times in arrivals for earlier, later in pairwise(times)],
+    )

@@ -1,0 +1,87 @@
+"""Top-k, then top-p, then min-p as one number per row: the smallest scaled logit that is kept, found without a sort.
+
+On the GPU the vocabulary is cut into tiles of constant size, one program each; of the programs that share a row, the
+last to arrive merges what all of them found, in tile order. Five launches:
+
+  1. summarise  maximum, sum of exponentials, the maxima of parts of tiles: what is searched, and between which bounds
+  2. narrow     sums of the weights above 32 pivots; the bracket shrinks to one gap between two. For top-p the weights
+  3. narrow     are exp(x - maximum) and the goal a share of their sum; for a top-k too large for step 5, ones and k
+  4. collect    the few scaled logits within the bracket
+  5. finish     the exact answer from these
+
+A small top-k skips 2 and 3: the k-th largest of the maxima bounds the k-th largest logit from below. A row without
+filters, or greedy, does nothing. No row's threshold depends on the other rows.
+Letters: R rows of logits, V their vocabulary, S tiles of a row, E entries of parameters.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from slipstream.kernels.arrivals import MAX_ROWS, arrival_counters
+from slipstream.kernels.filter_finish import CANDIDATES, collect, finish
+from slipstream.kernels.filter_search import PIVOTS, SEARCH, narrow, summarise
+
+TILE = 4096  # columns of one program
+CHUNKS = 16  # parts of a tile whose maxima are kept, half as many where there are more than 32 tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Parameters by entry, see Sampling."""
+
+    top_k: Tensor  # (E,) int64, 0 = off
+    top_p: Tensor  # (E,) fp32, 1 = off
+    min_p: Tensor  # (E,) fp32, 0 = off
+
+    def select(self, entries: Tensor) -> "Filters":
+        return Filters(self.top_k[entries], self.top_p[entries], self.min_p[entries])
+
+
+def filter_logits(scaled: Tensor, filters: Filters) -> Tensor:
+    """Sets to -inf what top-k, then top-p, then min-p cut from `scaled` (R, V) = logits / T; ties with the last kept
+    token stay. `filters` by row."""
+    return scaled.masked_fill(scaled < filter_thresholds_reference(scaled, filters)[:, None], -torch.inf)
+
+
+def filter_thresholds_reference(scaled: Tensor, filters: Filters) -> Tensor:
+    """(R,) the smallest number of each row of `scaled` (R, V) that is kept."""
+    ordered = scaled.sort(dim=-1, descending=True).values
+    ranks = torch.arange(scaled.shape[-1], device=scaled.device)
+    keep = (filters.top_k[:, None] == 0) | (ranks < filters.top_k[:, None])
+    probs = ordered.masked_fill(~keep, -torch.inf).softmax(dim=-1)
+    before = probs.cumsum(dim=-1) - probs  # in fp32 it passes 1 ahead of the end
+    keep &= (before < filters.top_p[:, None]) | (filters.top_p[:, None] == 1)  # the token that crosses top_p stays
+    keep &= probs >= filters.min_p[:, None] * probs[:, :1]
+    return ordered.gather(1, keep.sum(dim=-1, keepdim=True).clamp_(min=1) - 1).squeeze(1)
+
+
+def filter_thresholds_triton(
+    logits: Tensor, temperature: Tensor, filters: Filters, rows: Tensor | None, repeats: int
+) -> Tensor:
+    """(R,) fp32 like the reference's, on logits (R, V) / temperature; -inf, too, where a row is greedy or unfiltered.
+
+    Parameters by entry and `rows` as in Sampling.
+    """
+    R, V = logits.shape
+    assert R <= MAX_ROWS
+    assert logits.stride(1) == 1
+    tiles, device = triton.cdiv(V, TILE), logits.device
+    thresholds = torch.empty(R, dtype=torch.float32, device=device)
+    searches = torch.empty(R, SEARCH.value, dtype=torch.float32, device=device)
+    partials = torch.empty(R, tiles, PIVOTS.value, dtype=torch.float32, device=device)
+    candidates = torch.empty(R, CANDIDATES.value, dtype=torch.float32, device=device)
+    row, counters = (logits, temperature, rows, repeats, searches), arrival_counters(device)
+    shape, k, p = (logits.stride(0), V), filters.top_k, filters.top_p
+    if R:
+        blocks = {"TILE": TILE, "TILES": triton.next_power_of_2(tiles), "num_warps": 8}
+        chunks = CHUNKS if tiles <= 32 else CHUNKS // 2
+        tile = partials, counters, *shape, tiles
+        summarise[(R, tiles)](*row, *tile, k, p, filters.min_p, thresholds, CHUNKS=chunks, **blocks)
+        for _ in range(2):
+            narrow[(R, tiles)](*row, *tile, **blocks)
+        collect[(R, tiles)](*row, candidates, counters, *shape, TILE=TILE, num_warps=16)
+        finish[(R,)](*row, candidates, counters, *shape, k, p, thresholds, num_warps=8)
+    return thresholds

@@ -1,0 +1,200 @@
+"""RMS norms (Zhang & Sennrich 2019) in one launch each: alone, behind a residual add, of two inputs side by side, and
+of the query and key heads of a fused projection.
+
+fp32 inside, rounded once. A row is one program, wide enough that a thread reads 16 bytes of it, and the number of
+threads depends on the row's size alone: a row's result does not depend on how many there are.
+Letters: T rows (any leading dims), H hidden, Q/G query and KV heads, D head dim.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.launch import use_triton
+
+LANE_ELEMENTS = 8  # 16 bytes of bf16
+HEAD_TILE = 1024  # elements of the heads that one program norms
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (..., H) / rms(x) * weight (H,) -> (..., H) in x's dtype."""
+    return rms_norm_triton(x, weight, eps) if use_triton(x) else rms_norm_reference(x, weight, eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    rows, out = _as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if len(rows):
+        _rms_norm[(len(rows),)](rows, weight, out, rows.stride(0), eps, **_launch(weight))
+    return out
+
+
+def add_rms_norm(
+    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(summed), summed) with summed = residual + delta, rounded to its dtype before it is normed.
+
+    residual, delta (..., H); `out` (..., H), whose rows may lie apart, takes `summed`: outside autograd only.
+    """
+    if use_triton(residual):
+        return add_rms_norm_triton(residual, delta, weight, eps, out)
+    return add_rms_norm_reference(residual, delta, weight, eps, out)
+
+
+def add_rms_norm_reference(
+    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    summed = residual + delta if out is None else torch.add(residual, delta, out=out)
+    return F.rms_norm(summed, weight.shape, weight, eps), summed
+
+
+def add_rms_norm_triton(
+    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.result_type(residual, delta)
+    normed = torch.empty(residual.shape, dtype=dtype, device=residual.device)
+    summed = torch.empty_like(normed) if out is None else out
+    old, new, sums = _as_rows(residual), _as_rows(delta), summed.view(-1, summed.shape[-1])
+    assert sums.stride(1) == 1
+    if len(old):
+        strides = old.stride(0), new.stride(0), sums.stride(0)
+        _add_rms_norm[(len(old),)](old, new, weight, normed, sums, *strides, eps, **_launch(weight))
+    return normed, summed
+
+
+def rms_norm_pair(first: Tensor, second: Tensor, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
+    """[rms_norm(first) ; rms_norm(second)]: first, second (..., H), weights (H,) each -> (..., 2 * H)."""
+    run = rms_norm_pair_triton if use_triton(first) else rms_norm_pair_reference
+    return run(first, second, weights, eps)
+
+
+def rms_norm_pair_reference(first: Tensor, second: Tensor, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
+    normed = [F.rms_norm(x, weight.shape, weight, eps) for x, weight in zip((first, second), weights, strict=True)]
+    return torch.cat(normed, dim=-1)
+
+
+def rms_norm_pair_triton(first: Tensor, second: Tensor, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
+    dtype = torch.result_type(first, second)
+    out = torch.empty(*first.shape[:-1], 2 * first.shape[-1], dtype=dtype, device=first.device)
+    left, right = _as_rows(first), _as_rows(second)
+    if len(left):
+        strides = left.stride(0), right.stride(0)
+        _rms_norm_pair[(len(left), 2)](left, right, *weights, out, *strides, eps, **_launch(weights[0]))
+    return out
+
+
+def head_norm(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms every query head by q_weight (D,) and every key head by k_weight (D,), Qwen3's q/k norms.
+
+    qkv (..., (Q + 2G) * D) -> q (..., Q, D), k (..., G, D) and v (..., G, D), a view of qkv.
+    """
+    run = head_norm_triton if use_triton(qkv) else head_norm_reference
+    return run(qkv, q_weight, k_weight, eps, num_heads, num_kv_heads)
+
+
+def head_norm_reference(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads = qkv.unflatten(-1, (-1, q_weight.shape[0]))
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=-2)
+    return F.rms_norm(q, q_weight.shape, q_weight, eps), F.rms_norm(k, k_weight.shape, k_weight, eps), v
+
+
+def head_norm_triton(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, D, heads = _as_rows(qkv), q_weight.shape[0], num_heads + num_kv_heads
+    out = torch.empty(*qkv.shape[:-1], heads, D, dtype=qkv.dtype, device=qkv.device)
+    block = triton.next_power_of_2(D)
+    tile = min(max(HEAD_TILE // block, 1), triton.next_power_of_2(heads))
+    if len(rows):
+        grid = len(rows), triton.cdiv(heads, tile)
+        blocks = {"SIZE": D, "BLOCK": block, "HEADS": tile, "num_warps": _num_warps(tile * block)}
+        _head_norm[grid](rows, q_weight, k_weight, out, rows.stride(0), eps, num_heads, heads, **blocks)
+    return out[..., :num_heads, :], out[..., num_heads:, :], qkv.unflatten(-1, (-1, D))[..., heads:, :]
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """(..., H) -> (T, H) whose rows may lie apart; a copy only where no view has that shape."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _launch(weight: Tensor) -> dict[str, int]:
+    size = weight.shape[0]
+    block = triton.next_power_of_2(size)
+    return {"SIZE": size, "BLOCK": block, "num_warps": _num_warps(block)}
+
+
+def _num_warps(elements: int) -> int:
+    return min(max(elements // (32 * LANE_ELEMENTS), 1), 16)
+
+
+@triton.jit
+def _norm_row(x, weight_ptr, out_ptr, columns, mask, eps, SIZE: tl.constexpr):
+    """Norms and stores one row of fp32 numbers, 0 beyond SIZE."""
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    tl.store(out_ptr + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm(x_ptr, weight_ptr, out_ptr, stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    x = tl.load(x_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
+    _norm_row(x, weight_ptr, out_ptr + row * SIZE, columns, mask, eps, SIZE)
+
+
+@triton.jit
+def _add_rms_norm(
+    residual_ptr, delta_ptr, weight_ptr, normed_ptr, summed_ptr, residual_stride, delta_stride, summed_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    delta = tl.load(delta_ptr + row * delta_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    summed = (residual + delta).to(summed_ptr.dtype.element_ty)
+    tl.store(summed_ptr + row * summed_stride + columns, summed, mask=mask)
+    _norm_row(summed.to(tl.float32), weight_ptr, normed_ptr + row * SIZE, columns, mask, eps, SIZE)
+
+
+@triton.jit
+def _rms_norm_pair(
+    first_ptr, second_ptr, first_weight_ptr, second_weight_ptr, out_ptr, first_stride, second_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    out_ptr += row * 2 * SIZE
+    if tl.program_id(1) == 0:
+        x = tl.load(first_ptr + row * first_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        _norm_row(x, first_weight_ptr, out_ptr, columns, mask, eps, SIZE)
+    else:
+        y = tl.load(second_ptr + row * second_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        _norm_row(y, second_weight_ptr, out_ptr + SIZE, columns, mask, eps, SIZE)
+
+
+@triton.jit
+def _head_norm(
+    qkv_ptr, q_weight_ptr, k_weight_ptr, out_ptr, stride, eps, num_heads, num_normed,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    mask = (heads < num_normed) & (columns < SIZE)
+    x = tl.load(qkv_ptr + row * stride + heads * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+    offsets = tl.broadcast_to(columns, (HEADS, BLOCK))  # weights in x's own layout: nothing to exchange
+    q_weight = tl.load(q_weight_ptr + offsets, mask=mask & (heads < num_heads), other=0.0)
+    k_weight = tl.load(k_weight_ptr + offsets, mask=mask & (heads >= num_heads), other=0.0)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / SIZE + eps)
+    out = (x * scale * (q_weight + k_weight).to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * num_normed * SIZE + heads * SIZE + columns, out, mask=mask)

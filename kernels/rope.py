@@ -1,0 +1,163 @@
+"""Rotary embedding (RoFormer, arXiv 2104.09864) of queries and keys, and the write of keys and values into the paged
+cache, in one launch.
+
+Letters: T packed tokens, Q/G query and KV heads, D head dim, P positions of the tables.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.launch import use_triton
+
+HEADS_PER_PROGRAM = 8  # two warps load 16 bytes per thread at D = 128; a token of 32 + 8 heads gets five programs
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Rotates q and k by their positions, and stores k and v in their slots.
+
+    q (T, Q, D), k and v (T, G, D), strided views with contiguous last dims; cos, sin (P, D) fp32 tables whose halves
+    are equal ("half" convention: pairs are (i, i + D / 2)); positions, slots (T,) int64; keys, values (slots, G, D)
+    one layer of the cache, contiguous, written in place. fp32 inside, rounded once.
+    Returns the rotated q (T, Q, D), contiguous.
+    """
+    run = rotate_and_store_triton if use_triton(q) else rotate_and_store_reference
+    return run(q, k, v, cos, sin, positions, slots, keys, values)
+
+
+def store(
+    k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+) -> None:
+    """`rotate_and_store` for tokens that ask nothing."""
+    rotate_and_store(k[:, :0], k, v, cos, sin, positions, slots, keys, values)
+
+
+def rotate_and_store_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Same signature as `rotate_and_store`, in plain torch."""
+    cos, sin = cos[positions, None], sin[positions, None]  # (T, 1, D)
+    keys.index_copy_(0, slots, _rotate(k, cos, sin))
+    values.index_copy_(0, slots, v)
+    return _rotate(q, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+def rotate_and_store_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Same signature as `rotate_and_store`, by the kernel."""
+    (T, Q, D), G = q.shape, k.shape[1]
+    assert all(x.stride(-1) == 1 for x in (q, k, v))
+    assert all(x.is_contiguous() for x in (cos, sin, positions, slots, keys, values))
+    out = torch.empty(T, Q, D, dtype=q.dtype, device=q.device)
+    programs = triton.cdiv(Q, HEADS_PER_PROGRAM) + triton.cdiv(G, HEADS_PER_PROGRAM)
+    _rotate_and_store[(T, programs)](
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        positions,
+        slots,
+        keys,
+        values,
+        out,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        Q,
+        G,
+        D=D,
+        HALF=triton.next_power_of_2(D // 2),
+        HEADS=HEADS_PER_PROGRAM,
+        num_warps=2,
+    )
+    return out
+
+
+@triton.jit
+def _rotate_and_store(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    keys_ptr,
+    values_ptr,
+    out_ptr,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    Q,
+    G,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """One token (axis 0) and HEADS of its query heads, or HEADS of its KV heads (the last programs of axis 1)."""
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    query_parts = tl.cdiv(Q, HEADS)
+    asks = part < query_parts
+    head = (part - tl.where(asks, 0, query_parts)) * HEADS + tl.arange(0, HEADS)[:, None]
+    dim = tl.arange(0, HALF)[None, :]
+    inside = (head < tl.where(asks, Q, G)) & (dim < D // 2)
+    angle = tl.load(positions_ptr + token) * D + dim
+    cos = tl.load(cos_ptr + angle, mask=dim < D // 2, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=dim < D // 2, other=0.0)
+    if asks:
+        q = q_ptr + token * q_token_stride + head * q_head_stride + dim
+        _rotate_heads(q, out_ptr + (token * Q + head) * D + dim, cos, sin, inside, D)
+    else:
+        cell = (tl.load(slots_ptr + token) * G + head) * D + dim
+        k = k_ptr + token * k_token_stride + head * k_head_stride + dim
+        v = v_ptr + token * v_token_stride + head * v_head_stride + dim
+        _rotate_heads(k, keys_ptr + cell, cos, sin, inside, D)
+        tl.store(values_ptr + cell, tl.load(v, mask=inside, other=0.0), mask=inside)
+        tl.store(values_ptr + cell + D // 2, tl.load(v + D // 2, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def _rotate_heads(source, target, cos, sin, inside, D: tl.constexpr):
+    """source, target (HEADS, HALF): pointers to the first halves of heads."""
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + D // 2, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target, (first * cos - second * sin).to(target.dtype.element_ty), mask=inside)
+    tl.store(target + D // 2, (second * cos + first * sin).to(target.dtype.element_ty), mask=inside)

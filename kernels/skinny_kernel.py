@@ -1,0 +1,119 @@
+"""The kernel of `linear_few_rows`: weights stream through the L2 cache and shared memory into the tensor cores.
+
+The weights are the left operand of the product and the few rows, padded to ROWS, the right one. Each program asks for
+its weights AHEAD tiles before it loads them, the first of them before it waits for the kernel before: the memory then
+works through that kernel's end, and through small kernels, which leave it idle.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.arrivals import arrives_last
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr, x_stride, weight_stride, M, O, I,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
+    EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1); gated: also those O further on."""
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    weights = weight_ptr + tl.minimum(outputs, O - 1)[:, None].to(tl.int64) * weight_stride
+    up_weights = weights + O.to(tl.int64) * weight_stride
+    tiles_each = tl.cdiv(tl.cdiv(I, DEPTH), SPLIT)
+    first = tl.program_id(1) * tiles_each
+    last = tl.minimum(first + tiles_each, tl.cdiv(I, DEPTH))
+    for step in range(first, tl.minimum(first + AHEAD, last)):
+        _prefetch(weights, step, last, I, DEPTH)
+        if GATED:
+            _prefetch(up_weights, step, last, I, DEPTH)
+    if PDL:
+        _launch_dependents_if(first + AHEAD >= last)
+        tl.extra.cuda.gdc_wait()
+
+    row = tl.arange(0, ROWS)
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    up = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for step in range(first, last):
+        k = step * DEPTH + tl.arange(0, DEPTH)[None, :]
+        inside = (row < M)[:, None] if EVEN else (row < M)[:, None] & (k < I)
+        x = tl.load(x_ptr + row[:, None] * x_stride + k, mask=inside, other=0.0)
+        acc = tl.dot(_load(weights + k, k, I, EVEN), tl.trans(x), acc, input_precision=PRECISION)
+        if GATED:
+            up = tl.dot(_load(up_weights + k, k, I, EVEN), tl.trans(x), up, input_precision=PRECISION)
+        if AHEAD > 0:
+            _prefetch(weights, step + AHEAD, last, I, DEPTH)
+            if GATED:
+                _prefetch(up_weights, step + AHEAD, last, I, DEPTH)
+            if PDL:
+                _launch_dependents_if(step + AHEAD + 1 >= last)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+    cells = row[:, None] * O + outputs[None, :]
+    valid = (row < M)[:, None] & (outputs < O)[None, :]
+    result = tl.trans(acc)  # (ROWS, OUTPUTS)
+    if SPLIT > 1:
+        result, valid = _merge(result, valid, partial_ptr, counters_ptr, M, ROWS, OUTPUTS, SPLIT)
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + outputs, mask=outputs < O, other=0.0).to(tl.float32)[None, :]
+    rounded = result.to(out_ptr.dtype.element_ty)
+    if GATED:
+        rounded = _silu_mul(rounded, tl.trans(up).to(rounded.dtype))
+    tl.store(out_ptr + cells, rounded, mask=valid)
+
+
+@triton.jit
+def _load(weights, k, I, EVEN: tl.constexpr):
+    """A tile of weights, which the cache may drop once it is read: no other program reads it."""
+    if EVEN:
+        tile = tl.load(weights, eviction_policy="evict_first")
+    else:
+        tile = tl.load(weights, mask=k < I, other=0.0, eviction_policy="evict_first")
+    return tile
+
+
+@triton.jit
+def _silu_mul(gate, up):
+    """Rounded as the kernel of kernels/activation.py rounds."""
+    gate32 = gate.to(tl.float32)
+    silu = (gate32 / (1.0 + tl.exp(-gate32))).to(gate.dtype)
+    return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def _merge(result, valid, partial_ptr, counters_ptr, M, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPLIT: tl.constexpr):
+    """Stores a part's result; the last part to arrive gets all of them added up in order, others no valid row."""
+    row, output = tl.arange(0, ROWS)[:, None], tl.arange(0, OUTPUTS)[None, :]
+    tile = tl.program_id(0)
+    cells = partial_ptr + (tile * SPLIT * ROWS + row) * OUTPUTS + output
+    tl.store(cells + tl.program_id(1) * ROWS * OUTPUTS, result, mask=row < M)
+    is_last = arrives_last(counters_ptr + tile, SPLIT)
+    merging = row < tl.where(is_last, M, 0)
+    result = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for part in tl.static_range(SPLIT):
+        result += tl.load(cells + part * ROWS * OUTPUTS, mask=merging, other=0.0, cache_modifier=".cg")
+    return result, valid & merging
+
+
+@triton.jit
+def _prefetch(weights, step, last, I, DEPTH: tl.constexpr):
+    """Asks for a tile of weights (rows of pointers) into the L2 cache, 128 bytes by 128; beyond `last` for nothing."""
+    LINE: tl.constexpr = 1024 // weights.dtype.element_ty.primitive_bitwidth
+    k = step * DEPTH + tl.arange(0, DEPTH // LINE)[None, :] * LINE
+    wanted = (k < tl.where(step < last, I, 0)).to(tl.int32)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r", [weights + k, tl.broadcast_to(wanted, (weights + k).shape)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _launch_dependents_if(condition):
+    """`gdc_launch_dependents` without a branch, which would keep the loop around it from being pipelined."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p griddepcontrol.launch_dependents; mov.u32 $0, 0; }",
+        "=r,r", [condition.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -1,0 +1,148 @@
+"""Attention of a proposal's nodes over a paged KV cache: flash-decoding for grouped queries, one launch a layer.
+
+A request's N nodes times the query heads of one KV head are the rows of a tile. Long contexts are split over programs;
+of the programs that share a tile, the last to arrive merges their partial results, in split order, so the result does
+not depend on who that is. Lengths and page tables are read on the device and the grid depends on shapes only: nothing
+is planned on the host.
+
+Letters: B requests, N nodes per request (root included), Q/G query and KV heads, D head dim, R rows and P pages of the
+page table.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.arrivals import MAX_ROWS, arrival_counters
+from slipstream.kernels.launch import use_triton
+from slipstream.kernels.tree_attention_kernel import attend_kernel
+from slipstream.kernels.tree_attention_reference import Mask, tree_attention_reference
+
+MAX_NODES = 64  # bits of an ancestor mask
+MAX_HEAD_DIM = 256  # wider tiles do not fit in registers and shared memory
+PROGRAMS = 264  # wanted: two run at a time on each of the 132 multiprocessors of an H100 or H200; more form a queue
+MIN_PART_TOKENS = 128  # below it, starting a part outweighs reading it
+MAX_SPLITS = 32  # parts of a context, and
+MAX_MERGED_ROWS = 1024  # rows of partial results: one program merges them, 0.5 MB at D = 128
+
+
+class Blocks(NamedTuple):
+    """How the work is cut."""
+
+    rows: int  # query rows of a tile
+    tokens: int  # KV tokens of a tile
+    warps: int
+    stages: int  # of the load pipeline
+    part: int = MIN_PART_TOKENS  # tokens below which a context is not split further
+
+
+def tree_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None,
+    mask: Mask,
+    scale: float,
+    *,
+    prefix: bool = True,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """N <= 64 new nodes per request attend to the committed tokens and to each other.
+
+    q (B, N, Q, D) rotated, contiguous; keys, values (num_pages, page_size, G, D) one layer of the cache, in which the
+    nodes' KV lies already, at the slots of positions lengths + 0..N-1; pages (R, P) int64 page table; rows (B,) int64
+    the requests' rows of it; lengths (B,) int64 committed tokens.
+    mask: "causal" node i sees nodes 0..i; "tree" those of its bits in ancestors (B, N) int64 (bit i must be set in
+    node i's mask); "block" all N. prefix=False leaves the committed tokens out.
+    Returns (B, N, Q, D) in q's dtype and, with return_lse, the log-sum-exp (B, N, Q) fp32 of the scaled scores, natural
+    logarithm: exp(lse) is what two results over disjoint keys are weighted by.
+    """
+    run = tree_attention_triton if use_triton(q) else tree_attention_reference
+    return run(q, keys, values, pages, rows, lengths, ancestors, mask, scale, prefix=prefix, return_lse=return_lse)
+
+
+def tree_attention_triton(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None,
+    mask: Mask,
+    scale: float,
+    *,
+    prefix: bool = True,
+    return_lse: bool = False,
+    blocks: Blocks | None = None,
+    splits: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`tree_attention` by the kernel; `blocks` and `splits` replace the table's choice (benchmarks, tests)."""
+    B, N, Q, D = q.shape
+    (page_size, G), group = keys.shape[1:3], Q // keys.shape[2]
+    assert N <= MAX_NODES
+    assert group * G == Q
+    assert q.dtype == keys.dtype == values.dtype
+    assert all(x.is_contiguous() for x in (q, keys, values, pages, rows, lengths))
+    assert mask != "tree" or (ancestors is not None and ancestors.is_contiguous())
+    blocks = blocks or choose_blocks(N * group, D, q.element_size())
+    tiles = G * triton.cdiv(N * group, blocks.rows)  # of one request
+    splits = splits or choose_splits(B, tiles, blocks.rows, pages.shape[1] * page_size if prefix else N)
+    block_dim = max(16, triton.next_power_of_2(D))
+    out = torch.empty_like(q)
+    lse = torch.empty(B, N, Q, dtype=torch.float32, device=q.device) if return_lse else None
+    attend_kernel[(tiles, splits, B)](
+        q, keys, values, pages, rows, lengths, ancestors if mask == "tree" else None, out, lse,
+        *_scratch(q.device, B * tiles, splits, blocks.rows, block_dim), scale / math.log(2), N, G,
+        pages.shape[1], blocks.part,
+        D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
+        MERGED=merged_at_once(blocks, block_dim), MASK=mask, PREFIX=prefix, SPLIT=splits > 1,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # 16-bit operands do not ask
+        WORD=tl.int32 if N <= 32 else tl.int64, num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+    return out if lse is None else (out, lse)
+
+
+def choose_blocks(num_rows: int, D: int, element_size: int) -> Blocks:
+    """`num_rows`: N * Q / G query rows per KV head; rows beyond a tile's read the KV once more.
+
+    A stage of 64 tokens is 32 KB of K and V at D = 128. Two of them on their way in each of two or three programs per
+    multiprocessor are several times what the memory's latency asks for. Wider heads get fewer tokens, and larger
+    accumulators more warps, to stay within registers and shared memory.
+    """
+    rows = min(max(16, triton.next_power_of_2(num_rows)), 128)
+    if element_size == 4:  # exact products take no tensor cores: for tests and small models
+        return Blocks(min(rows, 16), 16, 4, 2)
+    rows = rows if D <= 128 else min(rows, 64)
+    return Blocks(rows, 64 if D <= 128 else 32, 8 if rows == 128 or rows * D > 64 * 128 else 4, 3)
+
+
+def choose_splits(B: int, tiles: int, rows: int, capacity: int) -> int:
+    """Into how many parts contexts of up to `capacity` tokens are split, where a request has `tiles` of `rows` rows.
+
+    The kernel takes fewer parts of short contexts. The number, and with it the rounding of a result, depends on shapes
+    only; of the batch size on the next power of two, so that rows which pad a batch change nothing.
+    """
+    wanted = PROGRAMS // (triton.next_power_of_2(B) * tiles)
+    return max(1, min(wanted, MAX_SPLITS, MAX_MERGED_ROWS // rows, triton.cdiv(capacity, MIN_PART_TOKENS)))
+
+
+def merged_at_once(blocks: Blocks, block_dim: int) -> int:
+    """Partial results that the merge loads at a time: as many as fit in 64 registers of every thread."""
+    return max(1, 64 * 32 * blocks.warps // (blocks.rows * block_dim))
+
+
+def _scratch(device: torch.device, tiles: int, splits: int, rows: int, block_dim: int) -> tuple[Tensor | None, ...]:
+    """Partial results (tiles, splits, rows, D) fp32, their log2-sum-exp2 (tiles, splits, rows), arrival counters."""
+    if splits == 1:
+        return None, None, None
+    assert tiles <= MAX_ROWS
+    partial = torch.empty(tiles, splits, rows, block_dim, dtype=torch.float32, device=device)
+    return partial, partial.new_empty(tiles, splits, rows), arrival_counters(device)

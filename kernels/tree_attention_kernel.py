@@ -1,0 +1,148 @@
+"""The kernel of `tree_attention`: flash-decoding of a tile of query rows over one part of a paged context."""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.arrivals import arrives_last
+
+
+@triton.jit(do_not_specialize=["N", "table_width", "min_part"])
+def attend_kernel(
+    q_ptr, keys_ptr, values_ptr, pages_ptr, rows_ptr, lengths_ptr, ancestors_ptr, out_ptr, lse_ptr,
+    partial_ptr, partial_lse_ptr, counters_ptr, scale, N, G, table_width, min_part,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, MERGED: tl.constexpr, MASK: tl.constexpr, PREFIX: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr,
+):  # fmt: skip
+    """Rows of one KV head and request (axes 0 and 2) over one part of its context (axis 1); scale is for exp2."""
+    request = tl.program_id(2)
+    row_tiles = tl.num_programs(0) // G
+    head = tl.program_id(0) // row_tiles
+    length = tl.load(lengths_ptr + request).to(tl.int32)
+    table = pages_ptr + tl.load(rows_ptr + request) * table_width
+    begin = 0 if PREFIX else length
+    end = length + N
+    tiles = tl.cdiv(end - begin, TOKENS)
+    tiles_each = tl.cdiv(tiles, tl.minimum(tl.num_programs(1), tl.cdiv(end - begin, min_part)))
+    first = tl.program_id(1) * tiles_each
+    if first >= tiles:
+        return
+
+    # Row = node * GROUP + query head within the group. Rows beyond the last node repeat it and are not stored.
+    row = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
+    valid = row < N * GROUP
+    node = tl.minimum(row // GROUP, N - 1)
+    out_row = (request * N + node) * (G * GROUP) + head * GROUP + row % GROUP
+    dims = tl.arange(0, BLOCK_D)
+    cells = out_row.to(tl.int64)[:, None] * D + dims[None, :]
+    q = tl.load(q_ptr + cells, mask=(dims < D)[None, :], other=0.0)
+    seen = _seen_nodes(ancestors_ptr, request * N, node, MASK, WORD)
+    acc, log_sum = _attend_tokens(
+        q, seen, keys_ptr, values_ptr, table, head, begin + first * TOKENS,
+        tl.minimum(begin + (first + tiles_each) * TOKENS, end), length, end, scale, G,
+        D, BLOCK_D, PAGE, ROWS, TOKENS, PREFIX and PAGE % TOKENS == 0, PRECISION,
+    )  # fmt: skip
+    if SPLIT:
+        parts = tl.cdiv(tiles, tiles_each)
+        if parts > 1:
+            tile = request * tl.num_programs(0) + tl.program_id(0)
+            partial = tile.to(tl.int64) * tl.num_programs(1) * ROWS
+            acc, log_sum, valid = _merge(
+                acc, log_sum, valid, partial_ptr + partial * BLOCK_D, partial_lse_ptr + partial, counters_ptr + tile,
+                parts, ROWS, BLOCK_D, MERGED,
+            )  # fmt: skip
+    tl.store(out_ptr + cells, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (dims < D)[None, :])
+    if lse_ptr is not None:
+        tl.store(lse_ptr + out_row, log_sum * 0.6931471805599453, mask=valid)
+
+
+@triton.jit
+def _attend_tokens(
+    q, seen, keys_ptr, values_ptr, table, head, start, stop, length, end, scale, G,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of q (ROWS, BLOCK_D) to the tokens start..stop - 1, and its log2-sum-exp2 (ROWS,)."""
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    top = tl.full((ROWS,), -1e30, tl.float32)  # finite: exp2(-inf - top) is 0 also where a row sees nothing yet
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    page = _load_pages(table, start, end, PAGE, TOKENS, ALIGNED)
+    for tile_start in range(start, stop, TOKENS):
+        position = tile_start + tl.arange(0, TOKENS)
+        kv_row = (page.to(tl.int64) * PAGE + position % PAGE) * G + head
+        kv_cells = kv_row[:, None] * D + dims
+        inside = (position < end)[:, None] & (dims < D)
+        page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS, ALIGNED)  # the next tile's, ahead of its use
+        k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        visible = (seen[:, None] & _node_bit(position, length, end, seen.dtype)[None, :]) != 0
+        scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_top[:, None])
+        rescale = tl.exp2(top - new_top)
+        total = total * rescale + tl.sum(weights, axis=1)
+        v = tl.load(values_ptr + kv_cells, mask=inside, other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        top = new_top
+    total = tl.where(total > 0, total, 1.0)  # 0: a row that sees nothing in this part, which then weighs exp2(-1e30)
+    return acc / total[:, None], top + tl.log2(total)
+
+
+@triton.jit
+def _load_pages(table, start, end, PAGE: tl.constexpr, TOKENS: tl.constexpr, ALIGNED: tl.constexpr):
+    """int32 page ids of the tokens start..start + TOKENS - 1: one number where a page holds the whole tile."""
+    position = start if ALIGNED else start + tl.arange(0, TOKENS)
+    return tl.load(table + position // PAGE, mask=position < end, other=0).to(tl.int32)
+
+
+@triton.jit
+def _seen_nodes(ancestors_ptr, first_node, node, MASK: tl.constexpr, WORD: tl.constexpr):
+    """Bit j of a row says that its node sees node j; never 0, so that `seen & -1` lets it see committed tokens."""
+    if MASK == "tree":
+        seen = tl.load(ancestors_ptr + first_node + node).to(WORD)
+    elif MASK == "causal":
+        own = tl.full(node.shape, 1, WORD) << node.to(WORD)
+        seen = own | (own - 1)
+    else:
+        seen = tl.full(node.shape, -1, WORD)
+    return seen
+
+
+@triton.jit
+def _node_bit(position, length, end, WORD: tl.constexpr):
+    """The bit of the node at each position; all bits for committed tokens, none beyond the last node."""
+    shift = (position - length) & (WORD.primitive_bitwidth - 1)
+    bit = tl.full(position.shape, 1, WORD) << shift.to(WORD)
+    return tl.where(position < length, -1, tl.where(position < end, bit, 0))
+
+
+@triton.jit
+def _merge(
+    acc, log_sum, valid, partial_ptr, partial_lse_ptr, counter_ptr, parts,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """Stores a part's result; the last of `parts` programs gets all of them merged in order, others no valid row."""
+    row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    cells = row[:, None] * BLOCK_D + dims[None, :]
+    tl.store(partial_ptr + tl.program_id(1) * ROWS * BLOCK_D + cells, acc, mask=valid[:, None])
+    tl.store(partial_lse_ptr + tl.program_id(1) * ROWS + row, log_sum, mask=valid)
+    is_last = arrives_last(counter_ptr, parts)
+    valid = valid & (row < tl.where(is_last, ROWS, 0))
+    top = tl.full((ROWS,), -1e30, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for start in range(0, tl.where(is_last, parts, 0), MERGED):
+        for index in tl.static_range(MERGED):  # unrolled: the loads do not wait for each other
+            part = start + index
+            ready = valid & (row < tl.where(part < parts, ROWS, 0))
+            lse = tl.load(partial_lse_ptr + part * ROWS + row, mask=ready, other=float("-inf"), cache_modifier=".cg")
+            source = partial_ptr + part * ROWS * BLOCK_D + cells
+            result = tl.load(source, mask=ready[:, None], other=0.0, cache_modifier=".cg")
+            new_top = tl.maximum(top, lse)
+            weight, rescale = tl.exp2(lse - new_top), tl.exp2(top - new_top)
+            total = total * rescale + weight
+            acc = acc * rescale[:, None] + result * weight[:, None]
+            top = new_top
+    total = tl.where(total > 0, total, 1.0)  # rows that are not merged here
+    return acc / total[:, None], top + tl.log2(total), valid

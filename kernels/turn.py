@@ -1,0 +1,114 @@
+"""Both ends of a round in one launch each: what it reads of the requests' state, and what it leaves there.
+
+Letters: B requests of the round, N nodes per request, R engine rows, W nodes that a row stores (W >= N).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.launch import use_triton
+
+
+class Start(NamedTuple):
+    """What a round begins with."""
+
+    tokens: Tensor  # (B, N) int32 proposed nodes, unused ones -1
+    parents: Tensor  # (B, N) int32
+    lengths: Tensor  # (B,) int64 committed tokens
+    inputs: Tensor  # (B * N,) int64 token ids to embed: unused nodes as 0
+
+
+class End(NamedTuple):
+    """What a round leaves for the next one, and for the host."""
+
+    lengths: Tensor  # (B,) int64 committed tokens
+    roots: Tensor  # (B,) int64 the last token of each request
+    results: Tensor  # (B, 1 + N) int32 number of tokens, tokens
+
+
+def start_round(tokens: Tensor, parents: Tensor, lengths: Tensor, rows: Tensor, width: int) -> Start:
+    """Reads the first `width` nodes of rows (B,) int64 from tokens and parents (R, W) int32, lengths (R,) int32."""
+    run = start_round_triton if use_triton(tokens) else start_round_reference
+    return run(tokens, parents, lengths, rows, width)
+
+
+def start_round_reference(tokens: Tensor, parents: Tensor, lengths: Tensor, rows: Tensor, width: int) -> Start:
+    nodes = tokens[rows, :width]
+    return Start(nodes, parents[rows, :width], lengths[rows].long(), nodes.clamp(min=0).long().flatten())
+
+
+def start_round_triton(tokens: Tensor, parents: Tensor, lengths: Tensor, rows: Tensor, width: int) -> Start:
+    B = len(rows)
+    nodes = torch.empty(B, width, dtype=torch.int32, device=rows.device)
+    above = torch.empty_like(nodes)
+    known = torch.empty(B, dtype=torch.int64, device=rows.device)
+    inputs = torch.empty(B * width, dtype=torch.int64, device=rows.device)
+    _start_round[(B,)](
+        tokens, parents, lengths, rows, nodes, above, known, inputs, tokens.stride(0), width,
+        BLOCK=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+    return Start(nodes, above, known, inputs)
+
+
+def end_round(state_lengths: Tensor, rows: Tensor, null: int, lengths: Tensor, emitted: Tensor, counts: Tensor) -> End:
+    """Commits counts (B,) int32 tokens of emitted (B, N) int32 behind lengths (B,) int64: updates state_lengths (R,)
+    int32 at rows (B,) int64. Row `null` fills up batches, perhaps more than once in one, and stays at 0."""
+    run = end_round_triton if use_triton(emitted) else end_round_reference
+    return run(state_lengths, rows, null, lengths, emitted, counts)
+
+
+def end_round_reference(
+    state_lengths: Tensor, rows: Tensor, null: int, lengths: Tensor, emitted: Tensor, counts: Tensor
+) -> End:
+    committed = lengths + counts
+    state_lengths[rows] = committed.masked_fill(rows == null, 0).int()
+    roots = emitted.gather(1, counts.long()[:, None] - 1).flatten().long()
+    return End(committed, roots, torch.cat((counts[:, None], emitted), dim=1))
+
+
+def end_round_triton(
+    state_lengths: Tensor, rows: Tensor, null: int, lengths: Tensor, emitted: Tensor, counts: Tensor
+) -> End:
+    B, N = emitted.shape
+    committed, roots = torch.empty_like(lengths), torch.empty_like(lengths)
+    results = torch.empty(B, 1 + N, dtype=torch.int32, device=rows.device)
+    _end_round[(B,)](
+        state_lengths, rows, lengths, emitted, counts, committed, roots, results, null, N,
+        BLOCK=triton.next_power_of_2(N), num_warps=1,
+    )  # fmt: skip
+    return End(committed, roots, results)
+
+
+@triton.jit
+def _start_round(
+    tokens, parents, lengths, rows, nodes, above, known, inputs, stride, width, BLOCK: tl.constexpr
+):  # fmt: skip
+    request, node = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = node < width
+    row = tl.load(rows + request)
+    token = tl.load(tokens + row * stride + node, mask=inside, other=-1)
+    out = request * width + node
+    tl.store(nodes + out, token, mask=inside)
+    tl.store(inputs + out, tl.maximum(token, 0).to(tl.int64), mask=inside)
+    tl.store(above + out, tl.load(parents + row * stride + node, mask=inside, other=-1), mask=inside)
+    tl.store(known + request, tl.load(lengths + row).to(tl.int64))
+
+
+@triton.jit
+def _end_round(
+    state_lengths, rows, lengths, emitted, counts, committed, roots, results, null, N, BLOCK: tl.constexpr
+):  # fmt: skip
+    request, node = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = node < N
+    row, count = tl.load(rows + request), tl.load(counts + request)
+    length = tl.load(lengths + request) + count
+    tl.store(state_lengths + row, tl.where(row == null, 0, length).to(tl.int32))
+    tl.store(committed + request, length)
+    tl.store(roots + request, tl.load(emitted + request * N + count - 1).to(tl.int64))
+    tl.store(results + request * (1 + N), count)
+    tokens = tl.load(emitted + request * N + node, mask=inside, other=-1)
+    tl.store(results + request * (1 + N) + 1 + node, tokens, mask=inside)

@@ -1,0 +1,206 @@
+"""Attention with FlashInfer's paged kernels (https://flashinfer.ai, written for 0.6.18).
+
+A pass is planned on the host from exact lengths when its first layer asks, and run in every layer. Prompts take the
+kernels that FlashInfer chooses (on Hopper FA3), rounds FA2, which splits long contexts; `flashinfer:fa2` and
+`flashinfer:fa3` take one of them for both. A tree is a pass over the committed tokens, our kernel over the new nodes,
+and a merge of the two: no mask of the context's size is built.
+"""
+
+import math
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+try:
+    import flashinfer
+    from flashinfer.jit.cpp_ext import get_cuda_path
+except ImportError as error:
+    raise ValueError(
+        f"attention backend 'flashinfer' cannot be loaded ({error}); "
+        "pip install flashinfer-python, or choose another with attention"
+    ) from error
+
+from slipstream.kernels.rope import rotate_and_store, store
+from slipstream.kernels.tree_attention import tree_attention
+from slipstream.models.layers import Mask, RotaryEmbedding
+from slipstream.serve.attention.base import PHASES, KVFormat
+from slipstream.serve.batch import Batch
+
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_DIMS = (64, 128, 256)
+# Partial results of split contexts: 2 programs per multiprocessor, each Q / G heads x 128 rows x D fp32. Enough for 148
+# multiprocessors, D = 128 and 16 query heads per KV head.
+WORKSPACE_BYTES = 384 * 2**20
+TENSOR_CORE_GROUP = 4  # query heads per KV head from which decoding gains by tensor cores
+
+
+class Planner:
+    """One of FlashInfer's wrappers, planned anew for every pass."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        self.copied = torch.cuda.Event()
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        self.copied.synchronize()  # sync: the pinned buffer that a plan is copied from must not change before it was
+        self.wrapper.plan(*args, **options)
+        self.copied.record()
+
+
+class Backend:
+    needs_host_lengths = True
+    phases = frozenset(PHASES)
+    prompt_kernels: ClassVar[str] = "auto"
+    round_kernels: ClassVar[str] = "fa2"  # FA3 reads a context in one program per query head
+
+    def __init__(self, cache: Tensor, rope: RotaryEmbedding) -> None:
+        self.cache, self.rope = cache, rope
+        self.flat = cache.flatten(2, 3)  # (L, 2, slots, G, D), a view
+        self.workspace = _workspace(cache.device)
+        self.planners: dict[str, Planner] = {}  # kind of pass -> its wrapper, made once
+        self.planned: dict[Mask, Any] = {}  # the wrappers that are planned for this pass
+
+    @classmethod
+    def fault(cls, kv: KVFormat) -> str:
+        if kv.device.type != "cuda":
+            return "it needs a GPU"
+        if kv.dtype not in DTYPES:
+            return f"it has no kernels for {kv.dtype}, only for bfloat16 and float16"
+        if kv.head_dim not in HEAD_DIMS:
+            return f"it has no kernels for head dim {kv.head_dim}, only for {', '.join(map(str, HEAD_DIMS))}"
+        if not _can_compile():
+            return (
+                "it compiles kernels at first use and finds no nvcc: install the CUDA toolkit or flashinfer-jit-cache"
+            )
+        return ""
+
+    def plan(self, batch: Batch) -> None:
+        self.batch = batch
+        self.planned = {}
+
+    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
+        keys, values = self.flat[layer]
+        store(k, v, self.rope.cos, self.rope.sin, self.batch.positions, self.batch.slots, keys, values)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask) -> Tensor:
+        batch, (keys, values) = self.batch, self.flat[layer]
+        q = rotate_and_store(q, k, v, self.rope.cos, self.rope.sin, batch.positions, batch.slots, keys, values)
+        if max(batch.query_lens) == 1:
+            mask = "causal"  # what one node sees does not depend on the mask
+        if mask not in self.planned:
+            self.planned[mask] = self._plan_pass(mask, q.shape[1])
+        wrapper = self.planned[mask]
+        keys, values = self.cache[layer]  # (num_pages, page_size, G, D)
+        if mask != "tree":
+            return wrapper.run(q, (keys, values), out=torch.empty_like(q))
+        committed = wrapper.run(q, (keys, values), out=torch.empty_like(q), return_lse=True)
+        return self._add_tree(committed, q, keys, values)
+
+    def _add_tree(self, committed: tuple[Tensor, Tensor], q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Merges `committed`, attention (T, Q, D) over the committed tokens and its log2-sum-exp2 (T, Q), with that
+        over the new nodes."""
+        batch, (T, Q, D), G = self.batch, q.shape, keys.shape[2]
+        nodes = q.view(len(batch.query_lens), -1, Q, D)
+        where = (batch.state.pages, batch.rows, batch.lengths)
+        out, lse = tree_attention(
+            nodes, keys, values, *where, batch.ancestors, "tree", D**-0.5, prefix=False, return_lse=True
+        )
+        rows = (T * G, Q // G)  # a thread block merges one row: all Q heads would be too many threads
+        parts = [committed[0].view(*rows, D), committed[1].view(rows), out.view(*rows, D), lse.view(rows) / math.log(2)]
+        return flashinfer.merge_state(*parts)[0].view(T, Q, D)
+
+    def _plan_pass(self, mask: Mask, num_heads: int) -> Any:
+        """The wrapper for this pass and mask. With "tree" it will see the committed tokens only."""
+        query_lens = torch.tensor(self.batch.query_lens, dtype=torch.int32)
+        lengths = self._committed_lengths()
+        table = self._page_table(lengths if mask == "tree" else lengths + query_lens)
+        page_size, G, D = self.cache.shape[3:]
+        shape, dtype = (num_heads, G, D, page_size), self.cache.dtype
+        if max(self.batch.query_lens) == 1:
+            planner = self._planner("decode", num_heads)
+            planner.plan(*table, *shape, q_data_type=dtype, kv_data_type=dtype)
+        else:
+            planner = self._planner("round" if self.batch.next_tokens is None else "prompt", num_heads, mask)
+            causal = mask == "causal"
+            planner.plan(_starts(query_lens), *table, *shape, causal=causal, q_data_type=dtype, kv_data_type=dtype)
+        return planner.wrapper
+
+    def _committed_lengths(self) -> Tensor:
+        """(B,) int32 on the host. In prefill its bounds are exact."""
+        batch = self.batch
+        if batch.next_tokens is None:
+            return batch.lengths.int().cpu()  # sync
+        return torch.tensor(batch.kv_bounds, dtype=torch.int32) - torch.tensor(batch.query_lens, dtype=torch.int32)
+
+    def _page_table(self, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For lengths (B,) int32 on the host: where each request's pages start (B + 1,), on the host; the pages, one
+        request's after the other's, on the device; the tokens in each last page (B,), on the host. All int32."""
+        batch, page_size = self.batch, self.cache.shape[3]
+        counts = (lengths + page_size - 1) // page_size
+        starts = _starts(counts)
+        upload, total = batch.state.upload, int(starts[-1])
+        owners = torch.repeat_interleave(upload(counts.tolist()), output_size=total)
+        numbers = torch.arange(total, device=owners.device) - upload(starts.tolist())[owners]
+        pages = batch.state.pages[batch.rows[owners], numbers].int()
+        return starts, pages, lengths - (counts - 1).clamp(min=0) * page_size
+
+    def _planner(self, kind: str, num_heads: int, mask: Mask = "causal") -> Planner:
+        """The wrapper of "decode", or of a "round" or "prompt" with that mask; each has buffers of its own."""
+        name = f"{kind} {mask}"
+        if name not in self.planners:
+            with torch.inference_mode(False):  # a wrapper writes into its buffers in other modes, too
+                self.planners[name] = Planner(self._make_wrapper(kind, num_heads))
+        return self.planners[name]
+
+    def _make_wrapper(self, kind: str, num_heads: int) -> Any:
+        if kind == "decode":
+            tensor_cores = num_heads // self.cache.shape[4] >= TENSOR_CORE_GROUP
+            return flashinfer.BatchDecodeWithPagedKVCacheWrapper(self.workspace, "NHD", use_tensor_cores=tensor_cores)
+        kernels = self.prompt_kernels if kind == "prompt" else self.round_kernels
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend=kernels)
+
+
+class FA2Backend(Backend):
+    prompt_kernels = round_kernels = "fa2"
+
+
+class FA3Backend(Backend):
+    """FA3 wherever a request has more than one query."""
+
+    prompt_kernels = round_kernels = "fa3"
+
+    @classmethod
+    def fault(cls, kv: KVFormat) -> str:
+        fault = super().fault(kv)
+        if not fault and torch.cuda.get_device_capability(kv.device)[0] != 9:
+            return "FA3 kernels need a Hopper GPU (compute capability 9)"
+        return fault
+
+
+VARIANTS = {"fa2": FA2Backend, "fa3": FA3Backend}
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """counts (B,) int32 -> (B + 1,) int32: 0 and the sums of the first 1, 2, ... counts."""
+    return torch.cat((counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)))
+
+
+@cache
+def _can_compile() -> bool:
+    if find_spec("flashinfer_jit_cache"):
+        return True
+    try:
+        return (Path(get_cuda_path()) / "bin/nvcc").exists()
+    except RuntimeError:
+        return False
+
+
+@cache
+def _workspace(device: torch.device) -> Tensor:
+    """One for all wrappers of a device: it holds results between two kernels of one call, plans lie elsewhere."""
+    with torch.inference_mode(False):
+        return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -1,0 +1,149 @@
+// slipstream.serve.drafters.ngram_core: the core for Python. Signatures and documentation: ../ngram_core.pyi.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cerrno>
+#include <optional>
+
+#include "ngram.h"
+#include "snapshot.h"
+
+namespace py = pybind11;
+using ngram::Ngram;
+
+namespace {
+
+// Inputs are converted; arrays that are written into must be the caller's own.
+using Ints = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
+using Longs = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
+using IntsOut = py::array_t<int32_t, py::array::c_style>;
+using LongsOut = py::array_t<int64_t, py::array::c_style>;
+
+constexpr size_t MAX_NAME = 64;
+
+std::string shape(const py::array& array) { return py::str(py::tuple(array.attr("shape"))); }
+
+void expect_shape(const char* name, const py::array& array, const std::vector<py::ssize_t>& expected) {
+  const std::vector<py::ssize_t> actual(array.shape(), array.shape() + array.ndim());
+  if (actual == expected) return;
+  throw std::invalid_argument(std::string(name) + " has shape " + shape(array) + "; it must be " +
+                              std::string(py::str(py::tuple(py::cast(expected)))));
+}
+
+// Names of any length, which users choose, take bounded memory.
+std::string digest(const std::string& name) {
+  if (name.size() < MAX_NAME) return name;
+  return py::module_::import("hashlib").attr("sha256")(py::bytes(name)).attr("hexdigest")().cast<std::string>();
+}
+
+void admit(Ngram& self, int64_t row, const Ints& tokens, const std::string& name) {
+  expect_shape("tokens", tokens, {tokens.size()});
+  const std::string short_name = digest(name);
+  py::gil_scoped_release release;
+  self.admit(row, tokens.data(), static_cast<size_t>(tokens.size()), short_name);
+}
+
+void extend(Ngram& self, const Longs& rows, const Ints& tokens) {
+  const py::ssize_t width = tokens.ndim() == 2 ? tokens.shape(1) : 1;
+  expect_shape("rows", rows, {rows.size()});
+  expect_shape("tokens", tokens, {rows.size(), width});
+  py::gil_scoped_release release;
+  self.extend(rows.data(), static_cast<size_t>(rows.size()), tokens.data(), static_cast<size_t>(width));
+}
+
+void propose(Ngram& self, const Longs& rows, IntsOut tokens, IntsOut parents, IntsOut matches,
+             std::optional<LongsOut> ancestors) {
+  const py::ssize_t width = tokens.ndim() == 2 ? tokens.shape(1) : 1;
+  expect_shape("rows", rows, {rows.size()});
+  expect_shape("tokens", tokens, {rows.size(), width});
+  expect_shape("parents", parents, {rows.size(), width});
+  expect_shape("matches", matches, {rows.size()});
+  if (ancestors) expect_shape("ancestors", *ancestors, {rows.size(), width});
+  int32_t *tokens_out = tokens.mutable_data(), *parents_out = parents.mutable_data(), *matches_out = matches.mutable_data();
+  int64_t* ancestors_out = ancestors ? ancestors->mutable_data() : nullptr;
+  py::gil_scoped_release release;
+  self.propose(rows.data(), static_cast<size_t>(rows.size()), static_cast<size_t>(width), tokens_out, parents_out,
+               matches_out, ancestors_out);
+}
+
+void insert(Ngram& self, const Ints& tokens, const std::string& name) {
+  expect_shape("tokens", tokens, {tokens.size()});
+  const std::string short_name = digest(name);
+  py::gil_scoped_release release;
+  self.insert(tokens.data(), static_cast<size_t>(tokens.size()), short_name);
+}
+
+py::dict stats(Ngram& self) {
+  ngram::Stats stats;
+  {
+    py::gil_scoped_release release;
+    stats = self.stats();
+  }
+  py::dict result;
+  result["nodes"] = stats.nodes;
+  result["bytes"] = stats.bytes;
+  result["context_bytes"] = stats.context_bytes;
+  result["inserted_tokens"] = stats.inserted_tokens;
+  result["dropped_tokens"] = stats.dropped_tokens;
+  result["waiting_tokens"] = stats.waiting_tokens;
+  result["evicted_nodes"] = stats.evicted_nodes;
+  result["drafted_tokens"] = stats.drafted_tokens;
+  result["match_lengths"] = stats.match_lengths;
+  result["insert_seconds"] = stats.insert_seconds;
+  return result;
+}
+
+py::list branches(Ngram& self) {
+  std::vector<ngram::Branch> all;
+  {
+    py::gil_scoped_release release;
+    all = self.branches();
+  }
+  py::list result;
+  for (const ngram::Branch& branch : all) result.append(py::make_tuple(branch.name, branch.tokens, branch.frequencies));
+  return result;
+}
+
+std::unique_ptr<Ngram> make(int64_t rows, int64_t capacity, int64_t branch_length, int64_t min_match, int64_t max_match,
+                            const std::string& order, int64_t breadth, int64_t queue_tokens, bool insert_prompts) {
+  return std::make_unique<Ngram>(ngram::Options{rows, capacity, branch_length, min_match, max_match, order, breadth,
+                                                queue_tokens, insert_prompts});
+}
+
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const ngram::FileError& error) {
+    errno = error.number;
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, error.what());
+  } catch (const std::logic_error& error) {
+    // std::invalid_argument is one of these, and pybind11 makes a ValueError of it.
+    const bool is_argument = dynamic_cast<const std::invalid_argument*>(&error) != nullptr;
+    PyErr_SetString(is_argument ? PyExc_ValueError : PyExc_AssertionError, error.what());
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(ngram_core, module) {
+  using release = py::call_guard<py::gil_scoped_release>;
+  py::register_local_exception_translator(translate);
+  py::class_<Ngram>(module, "NgramCore")
+      .def(py::init(&make), py::kw_only(), py::arg("rows") = 64, py::arg("capacity") = 1'000'000,
+           py::arg("branch_length") = 18, py::arg("min_match") = 1, py::arg("max_match") = 12,
+           py::arg("order") = "probability", py::arg("breadth") = 4, py::arg("queue_tokens") = 65'536,
+           py::arg("insert_prompts") = false)
+      .def("admit", &admit, py::arg("row"), py::arg("tokens"), py::arg("namespace") = "")
+      .def("extend", &extend, py::arg("rows"), py::arg("tokens"))
+      .def("propose", &propose, py::arg("rows"), py::arg("tokens").noconvert(), py::arg("parents").noconvert(),
+           py::arg("matches").noconvert(), py::arg("ancestors").noconvert() = py::none())
+      .def("release", &Ngram::release, py::arg("row"), release())
+      .def("insert", &insert, py::arg("tokens"), py::arg("namespace") = "")
+      .def("flush", &Ngram::flush, release())
+      .def("save", &Ngram::save, py::arg("path"), release())
+      .def("load", &Ngram::load, py::arg("path"), release())
+      .def("check", &Ngram::check, release())
+      .def("stats", &stats)
+      .def("branches", &branches);
+}

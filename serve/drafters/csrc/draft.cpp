@@ -1,0 +1,174 @@
+#include "draft.h"
+
+#include <algorithm>
+
+namespace ngram {
+
+namespace {
+
+constexpr uint32_t MAX_OCCURRENCES = 4;  // starts in the own text
+constexpr uint32_t MAX_PLACES = 4;       // starts in the trie
+constexpr uint32_t VISITS_PER_NODE = 4;  // several starts may draft the same nodes
+constexpr uint32_t MAX_VISITS = VISITS_PER_NODE * MAX_WIDTH;
+
+}  // namespace
+
+Draft::Draft(const Trie& trie, uint32_t min_match, uint32_t breadth, Order order)
+    : trie_(trie),
+      min_match_(min_match),
+      breadth_(breadth),
+      order_(order),
+      candidates_(size_t{breadth} * (MAX_OCCURRENCES + MAX_PLACES + MAX_VISITS)),
+      waiting_(MAX_VISITS) {}
+
+uint32_t Draft::propose(const Context& context, const History& history, const Row& row) {
+  text_ = context.text().data();
+  text_size_ = static_cast<uint32_t>(context.text().size());
+  std::fill_n(row.tokens, row.width, -1);
+  std::fill_n(row.parents, row.width, -1);
+  row.tokens[0] = text_[text_size_ - 1];
+  size_ = 1;
+  depth_[0] = num_children_[0] = 0;
+  num_candidates_ = num_waiting_ = 0;
+  const uint32_t longest = row.width > 1 ? find_starts(context, history) : 0;
+  for (uint32_t visits = VISITS_PER_NODE * row.width; visits > 0 && size_ < row.width && num_waiting_ > 0; --visits) {
+    const Ranked ranked = waiting_[--num_waiting_];
+    const Candidate& candidate = candidates_[ranked.candidate];
+    uint32_t node = 0;
+    if (place(candidate, row, node)) follow(candidate.behind, node, candidate.length, ranked.score);
+  }
+  if (row.ancestors != nullptr) write_ancestors(row);
+  return longest;
+}
+
+// Ranks what follows the longest matches. Of the shorter ones in the trie only those that know more texts.
+uint32_t Draft::find_starts(const Context& context, const History& history) {
+  starts_.clear();
+  context.search(MAX_OCCURRENCES, found_);
+  for (const Occurrence& found : found_) {
+    starts_.push_back({{Cursor::TEXT, 1, found.next, text_size_ - found.next}, found.length});
+  }
+  uint32_t frequency = 0;
+  size_t room = starts_.size() + MAX_PLACES;
+  for (const Place& place : history.places()) {
+    if (place.depth < min_match_ || starts_.size() == room) break;
+    const Node& node = trie_.nodes()[place.node];
+    if (node.frequency <= frequency) continue;
+    frequency = node.frequency;
+    Cursor cursor{Cursor::NODE, frequency, place.node, 0};
+    if (node.is_leaf()) {
+      const Position position = trie_.behind(place);
+      cursor = {Cursor::LOG, frequency, position.chunk, position.offset};
+    }
+    starts_.push_back({cursor, place.depth});
+  }
+  uint32_t longest = 0;
+  for (const Start& start : starts_) longest = std::max(longest, start.length);
+  for (const Start& start : starts_) {
+    follow(start.cursor, 0, start.length, static_cast<double>(start.length) / longest);
+  }
+  return longest;
+}
+
+// Ranks the tokens at `cursor` as children of `parent`. Nothing is certain: the fewer tokens match and the more
+// different ones were seen behind them, the more of the score is kept for a token never seen there.
+void Draft::follow(const Cursor& cursor, uint32_t parent, uint32_t length, double score) {
+  if (cursor.kind == Cursor::NODE) return follow_node(cursor, parent, length, score);
+  Cursor behind = cursor;
+  int32_t token;
+  if (cursor.kind == Cursor::LOG) {
+    const Position position{cursor.place, cursor.more};
+    token = trie_.log().read(position);
+    if (token == NO_TOKEN) return;
+    const Position next = trie_.log().skip(position, 1);
+    behind.place = next.chunk;
+    behind.more = next.offset;
+  } else {
+    while (behind.place >= text_size_) behind.place -= behind.more;
+    token = text_[behind.place++];
+  }
+  const double weight = static_cast<double>(cursor.frequency) * length;
+  push(token, parent, length, score * (weight / (weight + 1)), behind);
+}
+
+void Draft::follow_node(const Cursor& cursor, uint32_t parent, uint32_t length, double score) {
+  const NodePool& nodes = trie_.nodes();
+  const Node& above = nodes[cursor.place];
+  const double weight = score * length / (static_cast<double>(above.frequency) * length + above.num_children);
+  uint32_t left = limit(parent);
+  for (uint32_t id = above.down; id != NONE && left > 0; id = nodes[id].next, --left) {
+    const Node& node = nodes[id];
+    const Cursor below{Cursor::NODE, node.frequency, id, 0}, tail{Cursor::LOG, node.frequency, node.down, node.offset};
+    push(node.token, parent, length, weight * node.frequency, node.is_leaf() ? tail : below);
+  }
+}
+
+void Draft::push(int32_t token, uint32_t parent, uint32_t length, double score, const Cursor& behind) {
+  if (order_ == Order::BREADTH) {  // length - depth is that of the match below which it stands
+    score = (static_cast<double>(length) - depth_[parent]) * MAX_WIDTH - depth_[parent];
+  }
+  const uint32_t place = rank(score);
+  if (place == MAX_VISITS) return;
+  waiting_[place] = {score, num_candidates_};
+  Candidate& candidate = candidates_[num_candidates_++];
+  candidate.token = token;
+  candidate.parent = parent;
+  candidate.length = length + 1;
+  candidate.behind = behind;
+}
+
+// Makes room among those that wait, below the equal ones, and returns where; MAX_VISITS if so many are better, since
+// no more than that will be looked at.
+uint32_t Draft::rank(double score) {
+  uint32_t place;
+  if (num_waiting_ < MAX_VISITS) {
+    for (place = num_waiting_++; place > 0 && waiting_[place - 1].score >= score; --place) {
+      waiting_[place] = waiting_[place - 1];
+    }
+    return place;
+  }
+  if (score <= waiting_[0].score) return MAX_VISITS;
+  for (place = 0; place + 1 < MAX_VISITS && waiting_[place + 1].score < score; ++place) {
+    waiting_[place] = waiting_[place + 1];
+  }
+  return place;
+}
+
+// Makes the candidate a node of the tree, or finds the one that it equals. False if its parent has children enough.
+bool Draft::place(const Candidate& candidate, const Row& row, uint32_t& node) {
+  node = child(row, candidate.parent, candidate.token);
+  if (node != 0) return true;
+  if (num_children_[candidate.parent] >= limit(candidate.parent)) return false;
+  node = size_++;
+  ++num_children_[candidate.parent];
+  row.tokens[node] = candidate.token;
+  row.parents[node] = static_cast<int32_t>(candidate.parent);
+  depth_[node] = depth_[candidate.parent] + 1;
+  num_children_[node] = 0;
+  return true;
+}
+
+// The node for `token` below `parent`; 0 if there is none.
+uint32_t Draft::child(const Row& row, uint32_t parent, int32_t token) const {
+  if (num_children_[parent] == 0) return 0;
+  for (uint32_t node = parent + 1; node < size_; ++node) {
+    if (row.tokens[node] == token && row.parents[node] == static_cast<int32_t>(parent)) return node;
+  }
+  return 0;
+}
+
+// How many children a node of the tree may have.
+uint32_t Draft::limit(uint32_t node) const {
+  if (order_ == Order::PROBABILITY) return breadth_;
+  return breadth_ > depth_[node] ? breadth_ - depth_[node] : 1;
+}
+
+void Draft::write_ancestors(const Row& row) const {
+  row.ancestors[0] = 1;
+  for (uint32_t node = 1; node < row.width; ++node) {
+    const int64_t above = row.ancestors[std::max(row.parents[node], 0)];
+    row.ancestors[node] = above | static_cast<int64_t>(uint64_t{1} << node);
+  }
+}
+
+}  // namespace ngram

@@ -1,0 +1,29 @@
+// Where a request's last tokens occur in the trie: one place for each length, moved along token by token.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "trie.h"
+
+namespace ngram {
+
+class History {
+ public:
+  void begin(uint32_t name);
+  // Follows the tokens that `text` has gained, and keeps the places that something follows.
+  void advance(const Trie& trie, const std::vector<int32_t>& text, uint32_t max_match);
+  // Longest first, settled.
+  const std::vector<Place>& places() const { return places_; }
+  uint32_t name() const { return name_; }
+  // Index of the first token of `text` that `advance` will follow.
+  size_t next(const std::vector<int32_t>& text, uint32_t max_match) const;
+
+ private:
+  uint32_t name_ = 0;  // number of the namespace
+  size_t seen_ = 0;    // tokens followed so far
+  std::vector<Place> places_;
+};
+
+}  // namespace ngram

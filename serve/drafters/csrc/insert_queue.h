@@ -1,0 +1,109 @@
+// Texts on their way from the rounds to the thread that inserts them.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace ngram {
+
+enum class JobKind : int32_t {
+  BEGIN,   // a text begins in `row`, with these tokens
+  EXTEND,  // it goes on
+  END,     // it ended
+};
+
+struct Job {
+  JobKind kind;
+  int32_t row;
+  int32_t name;  // number of the namespace
+  int32_t num_tokens;
+};
+
+// Bounded, but for END, which gives back what the request took. Memory is kept, so that a round allocates nothing.
+class InsertQueue {
+ public:
+  explicit InsertQueue(size_t max_tokens) : max_tokens_(max_tokens) {}
+
+  struct Batch {
+    std::vector<Job> jobs;
+    std::vector<int32_t> tokens;  // of all jobs, one behind the other
+  };
+
+  // False, and nothing queued, when there is no room.
+  bool push(const Job& job, const int32_t* tokens) {
+    const size_t num_tokens = static_cast<size_t>(job.num_tokens);
+    std::lock_guard lock(mutex_);
+    if (job.kind != JobKind::END && num_tokens + pending_.tokens.size() > max_tokens_) return false;
+    pending_.jobs.push_back(job);
+    pending_.tokens.insert(pending_.tokens.end(), tokens, tokens + num_tokens);
+    return true;
+  }
+
+  // While `is_busy` the thread looks for work by itself, every millisecond; otherwise it sleeps until it is told. To
+  // wake a thread can cost more than all lookups of a round.
+  void set_busy(bool is_busy) {
+    std::lock_guard lock(mutex_);
+    if (is_busy_ == is_busy) return;
+    is_busy_ = is_busy;
+    work_.notify_all();
+  }
+
+  // Waits until nothing is queued or in work.
+  void flush() {
+    std::unique_lock lock(mutex_);
+    ++num_flushing_;
+    work_.notify_all();
+    done_.wait(lock, [&] { return pending_.jobs.empty() && !is_working_; });
+    --num_flushing_;
+  }
+
+  void stop() {
+    std::lock_guard lock(mutex_);
+    is_stopped_ = true;
+    work_.notify_all();
+  }
+
+  // For the thread: what it took before is done; waits for more. False at the end.
+  bool take(Batch& batch) {
+    batch.jobs.clear();
+    batch.tokens.clear();
+    std::unique_lock lock(mutex_);
+    is_working_ = false;
+    done_.notify_all();
+    for (bool is_due = false;;) {
+      if (is_stopped_) return false;
+      if (!pending_.jobs.empty() && (is_due || num_flushing_ > 0 || !is_busy_)) break;
+      if (is_busy_) {
+        work_.wait_for(lock, PERIOD);
+        is_due = true;
+      } else {
+        work_.wait(lock);
+      }
+    }
+    is_working_ = true;
+    std::swap(batch, pending_);
+    return true;
+  }
+
+  size_t num_waiting() const {
+    std::lock_guard lock(mutex_);
+    return pending_.tokens.size();
+  }
+
+ private:
+  static constexpr std::chrono::milliseconds PERIOD{1};
+
+  const size_t max_tokens_;
+  mutable std::mutex mutex_;
+  std::condition_variable work_, done_;
+  Batch pending_;
+  int num_flushing_ = 0;
+  bool is_busy_ = false, is_working_ = false, is_stopped_ = false;
+};
+
+}  // namespace ngram

@@ -1,0 +1,264 @@
+#include "ngram.h"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
+#include "snapshot.h"
+
+namespace ngram {
+
+namespace {
+
+constexpr size_t SLICE_TOKENS = 16;  // inserted while the trie is locked: some microseconds
+
+const Options& validated(const Options& options) {
+  options.validate();
+  return options;
+}
+
+// Throws std::invalid_argument.
+void check_tokens(const int32_t* tokens, size_t num_tokens, int32_t least) {
+  for (size_t index = 0; index < num_tokens; ++index) {
+    if (least <= tokens[index] && tokens[index] <= MAX_TOKEN) continue;
+    throw std::invalid_argument("a token is " + std::to_string(tokens[index]) + "; it must be between 0 and " +
+                                std::to_string(MAX_TOKEN));
+  }
+}
+
+struct LastTurn {
+  explicit LastTurn(Turns& turns) : turns(turns) { turns.lock_last(); }
+  ~LastTurn() { turns.unlock(); }
+  Turns& turns;
+};
+
+}  // namespace
+
+Ngram::Request::Request(const Options& options)
+    : context(static_cast<uint32_t>(options.min_match), static_cast<uint32_t>(options.max_match)) {}
+
+Ngram::Ngram(const Options& options)
+    : options_(validated(options)),
+      requests_(static_cast<size_t>(options.rows), Request(options)),
+      match_lengths_(static_cast<size_t>(options.max_match) + 1),
+      trie_(static_cast<uint32_t>(options.capacity), static_cast<uint32_t>(options.branch_length)),
+      draft_(trie_, static_cast<uint32_t>(options.min_match), static_cast<uint32_t>(options.breadth),
+             options.order == "breadth" ? Order::BREADTH : Order::PROBABILITY),
+      warm_up_(trie_, static_cast<uint32_t>(options.max_match), static_cast<uint32_t>(options.breadth)),
+      writers_(static_cast<size_t>(options.rows)),
+      queue_(static_cast<size_t>(options.queue_tokens)),
+      thread_([this] { work(); }) {}
+
+Ngram::~Ngram() {
+  queue_.stop();
+  thread_.join();
+}
+
+void Ngram::admit(int64_t row, const int32_t* tokens, size_t num_tokens, const std::string& name) {
+  std::lock_guard front(front_);
+  if (row < 0 || row >= options_.rows) {
+    throw std::invalid_argument("row is " + std::to_string(row) + "; it must be between 0 and " +
+                                std::to_string(options_.rows - 1) + ", or rows larger");
+  }
+  Request& request = requests_[static_cast<size_t>(row)];
+  if (request.is_running) throw std::invalid_argument("row " + std::to_string(row) + " is in use; release it first");
+  if (num_tokens == 0) throw std::invalid_argument("tokens are empty; a request begins with at least one");
+  check_tokens(tokens, num_tokens, 0);
+  {
+    std::lock_guard turn(turns_);
+    request.history.begin(trie_.enter(name));
+  }
+  request.is_running = true;
+  request.is_lost = false;
+  request.context.clear();
+  for (size_t index = 0; index < num_tokens; ++index) request.context.add(tokens[index]);
+  const size_t most = options_.insert_prompts ? num_tokens : static_cast<size_t>(options_.branch_length);
+  const size_t count = std::min(num_tokens, most);
+  queue_.set_busy(++num_running_ > 0);
+  queue(row, JobKind::BEGIN, tokens + num_tokens - count, count);
+}
+
+void Ngram::extend(const int64_t* rows, size_t batch, const int32_t* tokens, size_t width) {
+  std::lock_guard front(front_);
+  check_rows(rows, batch);
+  check_tokens(tokens, batch * width, NO_TOKEN);
+  for (size_t index = 0; index < batch; ++index) {
+    const int32_t* gained = tokens + index * width;
+    const int32_t* end = std::find(gained, gained + width, NO_TOKEN);
+    Request& request = running(rows[index]);
+    for (const int32_t* token = gained; token != end; ++token) request.context.add(*token);
+    if (end != gained) {
+      const JobKind kind = request.is_lost ? JobKind::BEGIN : JobKind::EXTEND;
+      queue(rows[index], kind, gained, static_cast<size_t>(end - gained));
+    }
+  }
+}
+
+void Ngram::propose(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents,
+                    int32_t* matches, int64_t* ancestors) {
+  std::lock_guard front(front_);
+  check_rows(rows, batch);
+  if (width < 1 || width > MAX_WIDTH) {
+    throw std::invalid_argument("width is " + std::to_string(width) + "; it must be between 1 and " +
+                                std::to_string(MAX_WIDTH));
+  }
+  {
+    std::lock_guard turn(turns_);
+    follow(rows, batch);
+    for (size_t index = 0; index < batch; ++index) {
+      const Request& request = running(rows[index]);
+      const size_t start = index * width;
+      int64_t* masks = ancestors == nullptr ? nullptr : ancestors + start;
+      const Row row{static_cast<uint32_t>(width), tokens + start, parents + start, masks};
+      const uint32_t match = draft_.propose(request.context, request.history, row);
+      matches[index] = static_cast<int32_t>(match);
+      ++match_lengths_[match];
+      drafted_tokens_ += draft_.size() - 1;
+    }
+  }
+}
+
+void Ngram::release(int64_t row) {
+  std::lock_guard front(front_);
+  Request& request = running(row);
+  queue(row, JobKind::END, nullptr, 0);
+  request.is_running = false;
+  request.context = Request(options_).context;  // gives the memory back
+  queue_.set_busy(--num_running_ > 0);
+}
+
+// Moves the requests' histories to the ends of their texts.
+void Ngram::follow(const int64_t* rows, size_t batch) {
+  warm_up_.clear();
+  for (size_t index = 0; index < batch; ++index) {
+    const Request& request = running(rows[index]);
+    warm_up_.add(request.history, request.context.text());
+  }
+  warm_up_.steps();
+  warm_up_.clear();
+  for (size_t index = 0; index < batch; ++index) {
+    Request& request = running(rows[index]);
+    request.history.advance(trie_, request.context.text(), static_cast<uint32_t>(options_.max_match));
+    warm_up_.add_match(request.history);
+  }
+  warm_up_.drafts();
+}
+
+Ngram::Request& Ngram::running(int64_t row) {
+  if (row < 0 || row >= options_.rows || !requests_[static_cast<size_t>(row)].is_running) {
+    throw std::invalid_argument("row " + std::to_string(row) + " is not in use; admit a request first");
+  }
+  return requests_[static_cast<size_t>(row)];
+}
+
+void Ngram::check_rows(const int64_t* rows, size_t batch) {
+  for (size_t index = 0; index < batch; ++index) running(rows[index]);
+}
+
+void Ngram::queue(int64_t row, JobKind kind, const int32_t* tokens, size_t num_tokens) {
+  Request& request = requests_[static_cast<size_t>(row)];
+  const Job job{kind, static_cast<int32_t>(row), static_cast<int32_t>(request.history.name()),
+                static_cast<int32_t>(num_tokens)};
+  request.is_lost = !queue_.push(job, tokens);
+  if (request.is_lost) dropped_tokens_ += num_tokens;
+}
+
+void Ngram::work() {
+  InsertQueue::Batch batch;
+  while (queue_.take(batch)) {
+    const auto start = std::chrono::steady_clock::now();
+    const int32_t* tokens = batch.tokens.data();
+    for (const Job& job : batch.jobs) {
+      Writer& writer = writers_[static_cast<size_t>(job.row)];
+      const size_t num_tokens = static_cast<size_t>(job.num_tokens);
+      if (job.kind == JobKind::END) {
+        LastTurn turn(turns_);
+        trie_.leave(static_cast<uint32_t>(job.name));
+      }
+      if (job.kind == JobKind::BEGIN) trie_.begin(writer, static_cast<uint32_t>(job.name));
+      append_in_slices(writer, tokens, num_tokens);
+      tokens += num_tokens;
+    }
+    LastTurn turn(turns_);
+    insert_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+}
+
+void Ngram::append_in_slices(Writer& writer, const int32_t* tokens, size_t num_tokens) {
+  for (size_t index = 0; index < num_tokens;) {
+    const size_t end = std::min(num_tokens, index + SLICE_TOKENS);
+    LastTurn turn(turns_);
+    for (; index < end; ++index) trie_.append(writer, tokens[index]);
+  }
+}
+
+void Ngram::insert(const int32_t* tokens, size_t num_tokens, const std::string& name) {
+  check_tokens(tokens, num_tokens, 0);
+  std::lock_guard inserting(inserting_);
+  Writer writer;
+  {
+    std::lock_guard turn(turns_);
+    trie_.begin(writer, trie_.enter(name));
+  }
+  append_in_slices(writer, tokens, num_tokens);
+  std::lock_guard turn(turns_);
+  trie_.leave(writer.name);
+}
+
+void Ngram::save(const std::string& path) {
+  flush();
+  std::string bytes;
+  {
+    std::lock_guard turn(turns_);
+    bytes = Snapshot::write(trie_);
+  }
+  Snapshot::store(bytes, path);
+}
+
+void Ngram::load(const std::string& path) {
+  std::lock_guard inserting(inserting_);
+  std::lock_guard front(front_);
+  if (num_running_ > 0) {
+    throw std::invalid_argument("requests are running; load " + path + " before the first or after the last");
+  }
+  flush();
+  Trie loaded = Snapshot::read(path, static_cast<uint32_t>(options_.capacity),
+                               static_cast<uint32_t>(options_.branch_length));
+  std::lock_guard turn(turns_);
+  trie_ = std::move(loaded);
+}
+
+Stats Ngram::stats() {
+  std::lock_guard front(front_);
+  std::lock_guard turn(turns_);
+  Stats stats{};
+  stats.nodes = trie_.nodes().size();
+  stats.bytes = trie_.bytes();
+  for (const Request& request : requests_) stats.context_bytes += request.context.bytes();
+  stats.inserted_tokens = trie_.num_inserted();
+  stats.dropped_tokens = dropped_tokens_;
+  stats.waiting_tokens = queue_.num_waiting();
+  stats.evicted_nodes = trie_.num_evicted();
+  stats.drafted_tokens = drafted_tokens_;
+  stats.match_lengths = match_lengths_;
+  stats.insert_seconds = insert_seconds_;
+  return stats;
+}
+
+std::vector<Branch> Ngram::branches() {
+  flush();
+  std::lock_guard turn(turns_);
+  std::vector<Branch> branches;
+  for (uint32_t leaf = trie_.nodes().oldest(); leaf != NONE; leaf = trie_.nodes().newer(leaf)) {
+    branches.push_back(trie_.branch(leaf));
+  }
+  return branches;
+}
+
+void Ngram::check() {
+  flush();
+  std::lock_guard turn(turns_);
+  trie_.check();
+}
+
+}  // namespace ngram

@@ -1,0 +1,96 @@
+// The drafter's core: running requests, the trie of their texts, and the thread that inserts these.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "context.h"
+#include "draft.h"
+#include "history.h"
+#include "insert_queue.h"
+#include "options.h"
+#include "trie.h"
+#include "turns.h"
+#include "warm_up.h"
+
+namespace ngram {
+
+struct Stats {
+  uint64_t nodes, bytes, context_bytes;  // bytes of the trie, and of the running requests' own texts
+  uint64_t inserted_tokens, dropped_tokens, waiting_tokens, evicted_nodes;
+  uint64_t drafted_tokens;
+  std::vector<uint64_t> match_lengths;  // [length]: proposals whose longest match had it; [0]: that found nothing
+  double insert_seconds;                // that the thread has spent
+};
+
+// Every method may be called from any thread. Bad arguments are std::invalid_argument, and then nothing has changed.
+class Ngram {
+ public:
+  explicit Ngram(const Options& options);
+  ~Ngram();
+
+  // A request begins in `row`.
+  void admit(int64_t row, const int32_t* tokens, size_t num_tokens, const std::string& name);
+  // Requests have gained tokens: (B, K), each row up to its first -1.
+  void extend(const int64_t* rows, size_t batch, const int32_t* tokens, size_t width);
+  // A tree of `width` nodes for each request: tokens and parents (B, N), the lengths of the longest matches (B,), and
+  // ancestors (B, N) unless null.
+  void propose(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents, int32_t* matches,
+               int64_t* ancestors);
+  // The request in `row` ended.
+  void release(int64_t row);
+
+  // Inserts a text at once.
+  void insert(const int32_t* tokens, size_t num_tokens, const std::string& name);
+  // Returns when everything queued is inserted.
+  void flush() { queue_.flush(); }
+  // See snapshot.h. `load` replaces the trie; no request may be running.
+  void save(const std::string& path);
+  void load(const std::string& path);
+
+  Stats stats();
+  // Every branch, the one used longest ago first.
+  std::vector<Branch> branches();
+  // Throws std::logic_error where the trie contradicts itself.
+  void check();
+
+ private:
+  struct Request {
+    explicit Request(const Options& options);
+    bool is_running = false;
+    bool is_lost = false;  // tokens were dropped: what follows is inserted as a new text
+    Context context;
+    History history;
+  };
+
+  Request& running(int64_t row);
+  void check_rows(const int64_t* rows, size_t batch);
+  void follow(const int64_t* rows, size_t batch);
+  void queue(int64_t row, JobKind kind, const int32_t* tokens, size_t num_tokens);
+  void work();
+  void append_in_slices(Writer& writer, const int32_t* tokens, size_t num_tokens);
+
+  const Options options_;
+  std::mutex front_;  // requests and counters; locked before the trie
+  std::vector<Request> requests_;
+  int64_t num_running_ = 0;
+  uint64_t drafted_tokens_ = 0, dropped_tokens_ = 0;
+  std::vector<uint64_t> match_lengths_;
+
+  Turns turns_;  // trie, writers and insert_seconds
+  Trie trie_;
+  Draft draft_;
+  WarmUp warm_up_;
+  std::vector<Writer> writers_;
+  double insert_seconds_ = 0;
+
+  std::mutex inserting_;  // keeps `insert` and `load` apart; locked first
+  InsertQueue queue_;
+  std::thread thread_;  // last: it uses all of the above
+};
+
+}  // namespace ngram

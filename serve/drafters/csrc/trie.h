@@ -1,0 +1,104 @@
+// The trie of inserted texts: every token of a text begins a branch of at most `branch_length` tokens.
+//
+// A branch is nodes only as far as another text shares it. What only one text has followed is the tail of a leaf, a
+// position in the log of texts: most of a branch costs nothing, grows by itself with its text, and may be read beyond
+// the branch's end. The leaf used longest ago makes room for a new node.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "node_pool.h"
+#include "text_log.h"
+
+namespace ngram {
+
+// A string of `depth` tokens that occurs in the trie: the path to `node` and the first depth - node's depth tokens of
+// its tail. It holds until the node is given up, which its birth shows.
+struct Place {
+  uint32_t node;
+  uint32_t birth;
+  uint32_t depth;
+};
+
+// The path to a leaf, and of its tail what belongs to the branch.
+struct Branch {
+  std::string name;
+  std::vector<int32_t> tokens;
+  std::vector<uint32_t> frequencies;  // of the path's nodes; the tail has none
+};
+
+struct Namespace {
+  std::string name;
+  uint32_t num_children = 0;  // branches that begin here
+  uint32_t num_users = 0;     // requests
+};
+
+// A text being inserted.
+struct Writer {
+  uint32_t name = 0;                // number of its namespace
+  Position end;                     // where its next token goes
+  std::vector<int32_t> tokens;      // at least its last branch_length tokens
+  std::vector<Position> positions;  // of each of them
+  std::vector<Place> places;        // the last strings of the text that others share, longest first
+};
+
+class Trie {
+ public:
+  Trie(uint32_t capacity, uint32_t branch_length);
+
+  // Numbers of namespaces. One is forgotten once nobody uses it and it has no branches.
+  uint32_t enter(const std::string& name);
+  void leave(uint32_t name);
+
+  // Begins a text; `append` then adds a token to the text and to all of its branches.
+  void begin(Writer& writer, uint32_t name) const;
+  void append(Writer& writer, int32_t token);
+
+  // The string of one token.
+  bool first(uint32_t name, int32_t token, Place& place) const;
+  // Makes the string longer by `token`; `text` ends behind the present string. False if it does not occur.
+  bool step(Place& place, int32_t token, const int32_t* text) const;
+  // Moves the place down to the deepest node on its string. False if it no longer exists.
+  bool settle(Place& place, const int32_t* text) const;
+  // Where the text goes on behind a settled place in a leaf.
+  Position behind(const Place& place) const;
+  // Whether anything follows a settled place.
+  bool continues(const Place& place) const;
+
+  Branch branch(uint32_t leaf) const;
+  const NodePool& nodes() const { return nodes_; }
+  const TextLog& log() const { return log_; }
+  const std::vector<Namespace>& names() const { return names_; }
+  uint32_t branch_length() const { return branch_length_; }
+  uint64_t num_evicted() const { return num_evicted_; }
+  uint64_t num_inserted() const { return num_inserted_; }
+  size_t bytes() const;
+  // Throws std::logic_error where the structure contradicts itself. Walks everything.
+  void check() const;
+
+ private:
+  friend class Snapshot;
+
+  bool advance(Place& place, Writer& writer);
+  bool advance_in_tail(Place& place, Writer& writer);
+  void split(uint32_t leaf, uint32_t num_shared, const Writer& writer);
+  uint32_t create(uint32_t parent, int32_t token, uint32_t frequency);
+  void create_leaf(uint32_t parent, int32_t token, uint32_t frequency, Position tail);
+  bool descend(Place& place, uint32_t child, Writer& writer);
+  void evict();
+  void forget_if_unused(uint32_t name);
+
+  uint32_t branch_length_;
+  NodePool nodes_;
+  TextLog log_;
+  std::vector<Namespace> names_;
+  std::vector<uint32_t> free_names_;
+  std::unordered_map<std::string, uint32_t> numbers_;
+  uint64_t num_evicted_ = 0;
+  uint64_t num_inserted_ = 0;  // tokens
+};
+
+}  // namespace ngram

@@ -1,0 +1,61 @@
+#include "warm_up.h"
+
+namespace ngram {
+
+void WarmUp::add(const History& history, const std::vector<int32_t>& text) {
+  for (size_t index = history.next(text, max_match_); index < text.size(); ++index) {
+    pairs_.push_back({ROOT | history.name(), text[index], index + 1 < text.size() ? text[index + 1] : NO_TOKEN});
+  }
+}
+
+void WarmUp::steps() {
+  const NodePool& nodes = trie_.nodes();
+  for (const Pair& pair : pairs_) nodes.prefetch_line(pair.root, pair.token);
+  for (const Pair& pair : pairs_) nodes.prefetch_child(pair.root, pair.token);
+  for (const Pair& pair : pairs_) {
+    const uint32_t id = nodes.find(pair.root, pair.token);
+    nodes_.push_back(id);
+    if (id != NONE) prefetch_below(id, pair.next);
+  }
+  for (size_t index = 0; index < pairs_.size(); ++index) {
+    const uint32_t id = nodes_[index];
+    if (id != NONE && nodes[id].hashed && pairs_[index].next != NO_TOKEN) {
+      nodes.prefetch_child(id, pairs_[index].next);
+    }
+  }
+}
+
+void WarmUp::prefetch_below(uint32_t id, int32_t next) const {
+  const Node& node = trie_.nodes()[id];
+  if (node.is_leaf()) {
+    prefetch(&trie_.log().at(node.down));
+  } else if (node.hashed && next != NO_TOKEN) {
+    trie_.nodes().prefetch_line(id, next);
+  } else {
+    prefetch(&trie_.nodes()[node.down]);
+  }
+}
+
+void WarmUp::add_match(const History& history) {
+  if (history.places().empty()) return;
+  const Node& node = trie_.nodes()[history.places().front().node];
+  if (!node.is_leaf()) nodes_.push_back(node.down);
+}
+
+void WarmUp::drafts() {
+  for (uint32_t sibling = 0; sibling < breadth_; ++sibling) {
+    for (uint32_t& id : nodes_) {
+      if (id == NONE) continue;
+      const Node& node = trie_.nodes()[id];
+      if (node.is_leaf()) {
+        prefetch(&trie_.log().at(node.down));
+        chunks_.push_back(node.down);
+      }
+      id = node.next;
+      prefetch(&trie_.nodes()[id]);
+    }
+  }
+  for (const uint32_t chunk : chunks_) prefetch(&trie_.log().at(trie_.log().at(chunk).next));
+}
+
+}  // namespace ngram

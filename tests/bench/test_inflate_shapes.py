@@ -1,0 +1,159 @@
+"""What fits into a shape, what the shapes amount to, and how the checkpoints are written."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from slipstream.bench import inflate as program
+from slipstream.bench.inflate import InflateConfig, inflate, main
+from slipstream.bench.inflate_shapes import SHAPES, check, draft_config, places, target_json
+from slipstream.bench.inflate_weights import CONSTANT, SPREAD
+from slipstream.bench.shards import ShardWriter
+from slipstream.models.checkpoint import read_json, read_tensors, weights_fingerprint
+from slipstream.models.config import ModelConfig
+from slipstream.models.eagle3 import Eagle3, Eagle3Config
+from slipstream.models.eagle3_checkpoint import load_eagle3
+from slipstream.models.target import Target, load_config, load_target
+from slipstream.tests.random_drafts import save_random_draft
+
+TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
+CPU = torch.device("cpu")
+
+
+def small_draft(**fields: Any) -> Eagle3Config:
+    values = {"draft_vocab_size": 1024, "feature_layers": (1, 3, 5)} | fields
+    return Eagle3Config.from_target(load_config(TINY), **values)
+
+
+def big_config(shape: str, folder: Path) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(target_json(read_json(TINY / "config.json"), SHAPES[shape])))
+    return load_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_parameters"),
+    # As published: Llama-3.1-8B, and 32 pairs of q/k norms that it has not; Qwen3-8B.
+    [("llama31-8b", 8_030_261_248 + 32 * 2 * 128), ("qwen3-8b", 8_190_735_360)],
+)
+def test_the_big_targets_have_the_models_sizes(shape: str, num_parameters: int, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        target = Target(big_config(shape, tmp_path))
+    assert sum(weight.numel() for weight in target.parameters()) == num_parameters
+    check(load_config(TINY), small_draft(), SHAPES[shape])
+
+
+def test_features_move_with_their_layers() -> None:
+    assert places(6, 32) == {0: 0, 5: 1, 10: 2, 16: 3, 21: 4, 26: 5}
+    assert places(6, 6) == {layer: layer for layer in range(6)}
+    draft = small_draft(feature_layers=(1, 5, 6))
+    assert draft_config(draft, SHAPES["llama31-8b"]).feature_layers == (5, 26, 32)
+    assert draft_config(draft, SHAPES["qwen3-8b"]).feature_layers == (6, 30, 36)
+
+
+def test_the_big_draft_is_an_eagle3_head_of_the_targets_sizes() -> None:
+    config = draft_config(small_draft(), SHAPES["llama31-8b"], target="somewhere")
+    with torch.device("meta"):
+        shapes = {name: list(tensor.shape) for name, tensor in Eagle3(config).state_dict().items()}
+    assert shapes["fc.weight"] == [4096, 3 * 4096]
+    assert shapes["midlayer.self_attn.qkv_proj.weight"] == [(32 + 8 + 8) * 128, 8192]
+    assert shapes["midlayer.mlp.down_proj.weight"] == [4096, 14336]
+    assert shapes["lm_head.weight"] == [32000, 4096]
+    assert (config.rms_norm_eps, config.target, config.head_dim) == (1e-6 / 16, "somewhere", 128)
+    assert config.rope == load_config(TINY).rope
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "shape", "message"),
+    [
+        ({"architecture": "Qwen2ForCausalLM"}, {}, {}, "target is a Qwen2ForCausalLM; only Qwen3ForCausalLM"),
+        ({}, {}, {"hidden_size": 2048}, "hidden_size is 256 and would be 2048; it can grow by 4, 16"),
+        ({}, {}, {"hidden_size": 256}, "hidden_size is 256 and would be 256"),
+        ({}, {}, {"num_kv_heads": 4}, "target has 4 query and 1 KV heads, the shape 8 and 4; the ratio"),
+        ({}, {"num_kv_heads": 4}, {}, "draft has 4 query and 4 KV heads"),
+        ({}, {}, {"intermediate_size": 700}, "target has intermediate_size 768, more than the shape's"),
+        ({}, {}, {"num_layers": 5}, "num_layers: 6 do not fit into the shape, which has room for 5"),
+        ({}, {}, {"vocab_size": 4096}, "vocab_size: 4096 do not fit into the shape, which has room for 4095"),
+        ({}, {}, {"draft_vocab_size": 1000}, "draft_vocab_size: 1024 do not fit"),
+        ({}, {}, {"vocab_size": 5000}, "unused draft tokens: 1024 do not fit into the shape, which has room for 904"),
+        ({}, {"hidden_size": 128}, {}, "draft has hidden_size 128, its target 256; make them equal"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    model: dict[str, Any], draft: dict[str, Any], shape: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(replace(load_config(TINY), **model), small_draft(**draft), replace(SHAPES["mid"], **shape))
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small") / "draft"
+    save_random_draft(TINY, folder, 1500)
+    return folder
+
+
+def test_random_weights_are_ordinary_everywhere(
+    draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--draft", str(draft), "--shape", "small", "--output", str(tmp_path / "pair"), "--random-weights"])
+    assert "serve --draft" in capsys.readouterr().out
+    config = load_config(tmp_path / "pair" / "target")
+    target = load_target(tmp_path / "pair" / "target", config, torch.float32, CPU)
+    module = load_eagle3(tmp_path / "pair" / "draft", config, torch.float32, CPU)
+    for network in (target, module):
+        for name, weight in network.named_parameters():
+            assert weight[..., :-1].std() == pytest.approx(SPREAD, rel=0.3), name
+            assert weight[..., :-1].mean().abs() < 0.01 or "norm" in name, name
+    assert (target.embed_tokens.weight[:, -1] == CONSTANT).all()
+
+
+def test_the_pair_knows_where_it_lies_and_belongs_together(draft: Path, tmp_path: Path) -> None:
+    output = tmp_path / "runs" / "pair"
+    inflate(InflateConfig(draft=str(draft), shape="small", output=str(output)))
+    values = read_json(output / "draft" / "config.json")
+    assert values["target"] == str(output / "target")
+    assert values["target_fingerprint"] == weights_fingerprint(output / "target")
+    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
+        assert (output / "target" / name).read_bytes() == (TINY / name).read_bytes()
+    before = weights_fingerprint(output / "target")
+    inflate(InflateConfig(draft=str(draft), shape="small", output=str(output)))  # replaced, and the same again
+    assert weights_fingerprint(output / "target") == before
+    assert [path.name for path in output.parent.iterdir()] == ["pair"]
+
+
+def test_a_failure_leaves_the_old_pair(draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_off(*_: Any) -> None:
+        raise OSError("disk full")
+
+    (tmp_path / "pair").mkdir()
+    (tmp_path / "pair" / "old").touch()
+    monkeypatch.setattr(program, "write_draft", break_off)
+    with pytest.raises(SystemExit, match="inflate: error: disk full"):
+        main(["--draft", str(draft), "--shape", "small", "--output", str(tmp_path / "pair")])
+    assert [path.name for path in tmp_path.iterdir()] == ["pair"]
+    assert [path.name for path in (tmp_path / "pair").iterdir()] == ["old"]
+
+
+def test_shards_hold_what_came_and_the_index_says_where(tmp_path: Path) -> None:
+    tensors: dict[str, Tensor] = {f"part.{index}": torch.randn(64, 1 + index) for index in range(20)}
+    with ShardWriter(tmp_path, shard_bytes=10_000) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+    index = read_json(tmp_path / "model.safetensors.index.json")
+    files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    held = {}
+    for file in files:
+        with safe_open(tmp_path / file, "pt") as shard:
+            held |= dict.fromkeys(shard.keys(), file)
+    assert held == index["weight_map"]
+    assert held.keys() == tensors.keys()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_tensors(tmp_path).items())

@@ -1,0 +1,157 @@
+"""Norms against their formula in fp64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.norm import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    add_rms_norm_triton,
+    head_norm_reference,
+    head_norm_triton,
+    rms_norm,
+    rms_norm_pair_reference,
+    rms_norm_pair_triton,
+    rms_norm_reference,
+    rms_norm_triton,
+)
+from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, replayed
+
+EPS = 1e-5
+REAL = [(1, 4096), (32, 4096), (8192, 4096), (7, 8192), (3, 5120), (4096, 1000), (64, 64)]
+SHAPES = [(1, 64), (3, 80), (5, 1000), *(pytest.param(shape, marks=pytest.mark.gpu) for shape in REAL)]
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, scale: float = 3.0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(device, dtype)
+
+
+def random_rows(shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int) -> Tensor:
+    """Rows that do not lie next to each other."""
+    return random((shape[0], shape[1] + 16), dtype, device, seed)[:, : shape[1]]
+
+
+def check(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kernel", [rms_norm_reference, rms_norm_triton])
+def test_rms_norm(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    x, weight = random_rows(shape, dtype, device, 0), random(shape[1:], dtype, device, 1)
+    with poisoned():
+        check(kernel(x, weight, EPS), normed(x, weight), dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("with_out", [False, True])
+@pytest.mark.parametrize("kernel", [add_rms_norm_reference, add_rms_norm_triton])
+def test_add_rms_norm(
+    kernel: Callable[..., Any], with_out: bool, shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    residual, delta = random_rows(shape, dtype, device, 0), random(shape, dtype, device, 1)
+    weight = random(shape[1:], dtype, device, 2)
+    wide = torch.full((shape[0], 3 * shape[1]), torch.nan, dtype=dtype, device=device)
+    out = wide[:, shape[1] : 2 * shape[1]]
+    with poisoned():
+        result, summed = kernel(residual, delta, weight, EPS, out if with_out else None)
+    is_cut = device == "cpu" and dtype == torch.bfloat16  # the interpreter drops the lower bits instead of rounding
+    torch.testing.assert_close(summed, residual + delta, rtol=2**-7 if is_cut else 0, atol=0)
+    check(result, normed(summed, weight), dtype)
+    if with_out:
+        assert torch.equal(out, summed)
+        assert wide[:, : shape[1]].isnan().all()
+        assert wide[:, 2 * shape[1] :].isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kernel", [rms_norm_pair_reference, rms_norm_pair_triton])
+def test_rms_norm_pair(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    first, second = random(shape, dtype, device, 0), random_rows(shape, dtype, device, 1)
+    weights = random(shape[1:], dtype, device, 2), random(shape[1:], dtype, device, 3)
+    with poisoned():
+        out = kernel(first, second, weights, EPS)
+    check(out, torch.cat((normed(first, weights[0]), normed(second, weights[1])), dim=-1), dtype)
+
+
+HEADS = [(1, 4, 2, 64), (3, 7, 1, 20), (2, 3, 3, 128), (2, 5, 2, 256)]
+REAL_HEADS = [(1, 32, 8, 128), (33, 40, 8, 128), (8192, 32, 8, 128), (5, 64, 8, 64), (4, 16, 2, 256)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("case", [*HEADS, *(pytest.param(case, marks=pytest.mark.gpu) for case in REAL_HEADS)])
+@pytest.mark.parametrize("kernel", [head_norm_reference, head_norm_triton])
+def test_head_norm(kernel: Callable[..., Any], case: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    T, Q, G, D = case
+    qkv = random_rows((T, (Q + 2 * G) * D), dtype, device, 0)
+    before = qkv.clone()
+    q_weight, k_weight = random((D,), dtype, device, 1), random((D,), dtype, device, 2)
+    with poisoned():
+        q, k, v = kernel(qkv, q_weight, k_weight, EPS, Q, G)
+    heads = before.unflatten(1, (-1, D))
+    assert (q.shape, k.shape) == ((T, Q, D), (T, G, D))
+    assert torch.equal(v, heads[:, Q + G :])
+    check(q, normed(heads[:, :Q], q_weight), dtype)
+    check(k, normed(heads[:, Q : Q + G], k_weight), dtype)
+    assert torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_leading_dims_no_rows_and_mixed_dtypes(device: str) -> None:
+    x, weight = random((2, 3, 64), torch.bfloat16, device, 0), random((64,), torch.float32, device, 1)
+    delta = random((2, 3, 64), torch.float32, device, 2)
+    check(rms_norm_triton(x, weight, EPS), normed(x, weight), torch.bfloat16)
+    result, summed = add_rms_norm_triton(x, delta, weight, EPS)
+    assert torch.equal(summed, x + delta)
+    check(result, normed(summed, weight), torch.float32)
+    check(rms_norm_triton(delta.transpose(0, 1), weight, EPS), normed(delta.transpose(0, 1), weight), torch.float32)
+    assert rms_norm_triton(x[:0], weight, EPS).shape == (0, 3, 64)
+    assert rms_norm_pair_triton(x[:0], x[:0], (weight, weight), EPS).shape == (0, 3, 128)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_does_not_depend_on_the_others(device: str) -> None:
+    x, weight = random((40, 256), torch.float32, device, 0), random((256,), torch.float32, device, 1)
+    together = rms_norm_triton(x, weight, EPS)
+    assert torch.equal(torch.cat([rms_norm_triton(row, weight, EPS) for row in x.split(1)]), together)
+
+
+def test_gradients_pass() -> None:
+    residual, delta = torch.randn(4, 16, requires_grad=True), torch.randn(4, 16, requires_grad=True)
+    weight = torch.randn(16, requires_grad=True)
+    result, summed = add_rms_norm(residual, delta, weight, EPS)
+    (result.sum() + rms_norm(summed, weight, EPS).sum()).backward()
+    assert all(x.grad is not None for x in (residual, delta, weight))
+    torch.testing.assert_close(residual.grad, delta.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 32, 2048])
+def test_a_graph_replays_the_norms(rows: int) -> None:
+    x, delta, weight = (random(shape, torch.bfloat16, "cuda", 0) for shape in ((rows, 4096), (rows, 4096), (4096,)))
+    heads = random((128,), torch.bfloat16, "cuda", 1)
+
+    def run() -> list[Tensor]:
+        normed, summed = add_rms_norm_triton(x, delta, weight, EPS)
+        q, k, _ = head_norm_triton(normed, heads, heads, EPS, 16, 8)
+        return [rms_norm_triton(summed, weight, EPS), rms_norm_pair_triton(normed, summed, (weight, weight), EPS), q, k]
+
+    for actual, expected in zip(replayed(run), run(), strict=True):
+        assert torch.equal(actual, expected)

@@ -1,0 +1,37 @@
+"""How the kernels' tests run them: interpreted on the CPU or compiled on a GPU, into poisoned memory, in a graph."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pytest
+import torch
+
+NO_INTERPRETER = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
+DEVICES = [pytest.param("cpu", marks=NO_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # two roundings
+
+Result = TypeVar("Result")
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """What is allocated inside is full of NaN, or of the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def replayed(run: Callable[[], Result]) -> Result:
+    """The result of the second replay of a graph that holds `run`."""
+    run()  # compiles, and allocates what outlives a launch
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), poisoned():
+        result = run()
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    return result

@@ -1,0 +1,112 @@
+"""Random passes over a random paged cache: one set of data for two backends that must agree."""
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.verify import ancestor_masks
+from slipstream.models.config import RopeConfig
+from slipstream.models.layers import Mask, RotaryEmbedding
+from slipstream.serve.attention.base import PhaseBackend
+from slipstream.serve.batch import Batch, Rows
+
+NUM_LAYERS, LAYER = 2, 1
+STALE = 1e3  # fills slots that hold nothing: whoever reads them shows it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Committed lengths and new queries of each request, and who sees whom."""
+
+    mask: Mask
+    lengths: tuple[int, ...]
+    query_lens: tuple[int, ...]
+    prompt: bool = False
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    page_size: int = 16
+
+
+PASSES = {
+    "decode": Pass(mask="causal", lengths=(0, 1, 15, 16, 300), query_lens=(1,) * 5),
+    "decode of one": Pass(mask="causal", lengths=(47,), query_lens=(1,)),
+    "decode, two heads share": Pass(mask="causal", lengths=(0, 90, 16), query_lens=(1,) * 3, num_heads=4),
+    "chain": Pass(mask="causal", lengths=(0, 9, 31, 260), query_lens=(5,) * 4),
+    "block": Pass(mask="block", lengths=(12, 0, 130), query_lens=(8,) * 3),
+    "tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4),
+    "wide tree": Pass(mask="tree", lengths=(64, 33), query_lens=(64,) * 2),
+    "tree of one node": Pass(mask="tree", lengths=(5, 64), query_lens=(1,) * 2),
+    "prompts": Pass(mask="causal", lengths=(0, 0, 0), query_lens=(1, 17, 200), prompt=True),
+    "prompts with prefix": Pass(mask="causal", lengths=(16, 5, 130, 0), query_lens=(3, 90, 1, 16), prompt=True),
+    "prompts of one token": Pass(mask="causal", lengths=(32, 64), query_lens=(1, 1), prompt=True),
+}
+PASSES |= {
+    f"{name}, pages of {size}": replace(PASSES[name], page_size=size)
+    for name in ("decode", "chain", "block", "tree", "prompts with prefix")
+    for size in (1, 64)
+}
+
+
+class Scene:
+    """The data of a pass, always the same numbers: in fp64 rounded to `dtype`, on `device`."""
+
+    def __init__(self, case: Pass, head_dim: int, dtype: torch.dtype, device: str) -> None:
+        self.case, self.device = case, torch.device(device)
+        generator = torch.Generator().manual_seed(3)
+        self.ends = [length + count for length, count in zip(case.lengths, case.query_lens, strict=True)]
+        num_rows, capacity = len(case.lengths) + 2, -(-max(self.ends) // case.page_size) + 1
+        num_pages = num_rows * capacity + 1
+        shape = (NUM_LAYERS, 2, num_pages, case.page_size, case.num_kv_heads, head_dim)
+        self.state = Rows(num_rows, capacity, case.page_size, 1, self.device)
+        pages = torch.randperm(num_pages - 1, generator=generator) + 1
+        self.state.pages[:num_rows] = pages.view(num_rows, capacity).to(self.device)
+        self.rows = torch.randperm(num_rows, generator=generator)[: len(case.lengths)].to(self.device)
+        fused = torch.randn(sum(case.query_lens), case.num_heads + 2 * case.num_kv_heads, head_dim, generator=generator)
+        self.qkv = fused.to(self.device, dtype).split([case.num_heads, case.num_kv_heads, case.num_kv_heads], dim=1)
+        cache = torch.full(shape, STALE)
+        committed = torch.cat([self._slots(request, 0, length) for request, length in enumerate(case.lengths)])
+        kv = torch.randn(NUM_LAYERS, 2, len(committed), *shape[4:], generator=generator)
+        cache.flatten(2, 3)[:, :, committed.cpu()] = kv
+        self.cache = cache.to(self.device, dtype)
+        self.rope = RotaryEmbedding(RopeConfig(10000.0), head_dim, max(self.ends)).to(self.device)
+
+    def batch(self) -> Batch:
+        case, ancestors = self.case, self._ancestors()
+        lengths = torch.tensor(case.lengths, device=self.device)
+        positions = torch.cat([torch.arange(length, end) for length, end in zip(case.lengths, self.ends, strict=True)])
+        positions = positions.to(self.device)
+        if ancestors is not None:
+            bits = ancestors[..., None] >> torch.arange(64, device=self.device) & 1
+            positions = (lengths[:, None] + bits.sum(-1) - 1).flatten()
+        spare = 0 if case.prompt else 9  # a prompt's bounds are exact
+        spans = zip(range(len(self.ends)), case.lengths, self.ends, strict=True)
+        return Batch(
+            state=self.state,
+            rows=self.rows,
+            lengths=lengths,
+            positions=positions,
+            slots=torch.cat([self._slots(*span) for span in spans]),
+            query_lens=case.query_lens,
+            kv_bounds=tuple(end + spare for end in self.ends),
+            next_tokens=torch.zeros_like(positions) if case.prompt else None,
+            ancestors=ancestors,
+        )
+
+    def attend(self, backend: type[PhaseBackend]) -> tuple[Tensor, Tensor]:
+        """Output (T, Q, D) and the slots' new KV (2, T, G, D)."""
+        attention, batch = backend(self.cache, self.rope), self.batch()
+        attention.plan(batch)
+        out = attention.attend(*self.qkv, LAYER, self.case.mask)
+        return out, self.cache[LAYER].flatten(1, 2)[:, batch.slots]
+
+    def _slots(self, request: int, start: int, end: int) -> Tensor:
+        return self.state.slots(self.rows[request], torch.arange(start, end, device=self.device))
+
+    def _ancestors(self) -> Tensor | None:
+        if self.case.mask != "tree":
+            return None
+        rng, count = random.Random(5), self.case.query_lens[0]
+        parents = [[-1, *(rng.randrange(max(0, node - 4), node) for node in range(1, count))] for _ in self.ends]
+        return ancestor_masks(torch.tensor(parents, dtype=torch.int32, device=self.device))

@@ -1,0 +1,184 @@
+"""What `--attention` may say, what `auto` takes, and the sentence for everything else."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.serve.attention.base import PHASES, KVFormat, find_backends
+from slipstream.serve.attention.sdpa import Backend as SDPABackend
+from slipstream.serve.attention.triton import Backend as TritonBackend
+from slipstream.tests.serve import fake_flashinfer
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def formats(
+    device: torch.device = GPU, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128
+) -> dict[str, KVFormat]:
+    return dict.fromkeys(PHASES, KVFormat(device, dtype, head_dim))
+
+
+def names(option: str, kv: dict[str, KVFormat] | None = None) -> list[str]:
+    """Module and class of each phase's backend."""
+    backends = find_backends(option, kv)
+    assert tuple(backends) == PHASES
+    return [f"{backend.__module__.rsplit('.', 1)[-1]} {backend.__name__}" for backend in backends.values()]
+
+
+@pytest.fixture
+def cuda_home(tmp_path: Path) -> Path:
+    """A folder with an nvcc in it."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").touch()
+    return tmp_path
+
+
+@pytest.fixture
+def flashinfer(cuda_home: Path) -> Iterator[None]:
+    with fake_flashinfer.installed(cuda_home):
+        yield
+
+
+@pytest.fixture
+def no_flashinfer() -> Iterator[None]:
+    with fake_flashinfer.missing():
+        yield
+
+
+def test_a_name_stands_for_all_phases_or_for_its_own() -> None:
+    assert find_backends("sdpa") == dict.fromkeys(PHASES, SDPABackend)
+    mixed = find_backends("draft=triton,prefill=sdpa,verify=triton", formats())
+    assert mixed == {"prefill": SDPABackend, "verify": TritonBackend, "draft": TritonBackend}
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_a_name_may_carry_a_variant() -> None:
+    option = "prefill=flashinfer:fa2,verify=flashinfer,draft=flashinfer:fa2"
+    assert names(option, formats()) == ["flashinfer FA2Backend", "flashinfer Backend", "flashinfer FA2Backend"]
+
+
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("flashinfer:fa4", "'flashinfer' has no variant 'fa4'; valid: flashinfer:fa2, flashinfer:fa3$"),
+        ("flashinfer:", "'flashinfer' has no variant ''; valid: flashinfer:fa2, flashinfer:fa3$"),
+        ("sdpa:fa2", r"'sdpa' has no variant 'fa2'; valid: \(none\)$"),
+        ("prefill=sdpa,verify=triton:x,draft=sdpa", r"'triton' has no variant 'x'; valid: \(none\)$"),
+        ("prefill=sdpa,verify=auto,draft=sdpa", "'auto' does not exist; found: flashinfer, sdpa, triton$"),
+        ("flash", "'flash' does not exist; found: flashinfer, sdpa, triton$"),
+    ],
+)
+def test_unknown_names_and_variants_list_the_known_ones(option: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^attention backend {message}"):
+        find_backends(option, formats())
+
+
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize(
+    ("option", "kv", "message"),
+    [
+        (
+            "triton",
+            formats(),
+            "'triton' cannot serve the phase prefill: it has no kernels for that phase; "
+            "backends that can: flashinfer, sdpa$",
+        ),
+        (
+            "prefill=flashinfer,verify=triton,draft=triton",
+            formats(dtype=torch.float32),
+            "'flashinfer' cannot serve the phase prefill: it has no kernels for torch.float32, only for bfloat16 and "
+            "float16; backends that can: sdpa$",
+        ),
+        (
+            "prefill=sdpa,verify=sdpa,draft=flashinfer:fa2",
+            formats(head_dim=96),
+            "'flashinfer:fa2' cannot serve the phase draft: it has no kernels for head dim 96, only for 64, 128, 256; "
+            "backends that can: sdpa, triton$",
+        ),
+        (
+            "flashinfer",
+            formats(CPU),
+            "'flashinfer' cannot serve the phase prefill: it needs a GPU; backends that can: sdpa$",
+        ),
+    ],
+)
+def test_a_phase_without_kernels_says_what_lacks_and_who_has_it(
+    option: str, kv: dict[str, KVFormat], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^attention backend {message}"):
+        find_backends(option, kv)
+
+
+@pytest.mark.parametrize("fitting", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("flashinfer")
+def test_each_phase_is_checked_against_its_own_kv(fitting: torch.dtype) -> None:
+    draft_only = formats(dtype=fitting) | {"draft": KVFormat(GPU, fitting, 80)}
+    find_backends("prefill=flashinfer,verify=flashinfer,draft=sdpa", draft_only)
+    with pytest.raises(ValueError, match="the phase draft: it has no kernels for head dim 80"):
+        find_backends("flashinfer", draft_only)
+    del draft_only["draft"]  # a drafter without KV
+    find_backends("flashinfer", draft_only)
+
+
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize(("capability", "fits"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])
+def test_fa3_needs_hopper(capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    if fits:
+        assert names("flashinfer:fa3", formats()) == ["flashinfer FA3Backend"] * 3
+        return
+    with pytest.raises(ValueError, match="'flashinfer:fa3' cannot serve the phase prefill: FA3 kernels need a Hopper"):
+        find_backends("flashinfer:fa3", formats())
+
+
+@pytest.mark.usefixtures("no_flashinfer")
+def test_a_missing_package_is_named_with_its_remedy() -> None:
+    for option in ("flashinfer", "flashinfer:fa3", "prefill=flashinfer,verify=triton,draft=triton"):
+        with pytest.raises(ValueError, match=r"'flashinfer' cannot be loaded .*; pip install flashinfer-python, or"):
+            find_backends(option, formats())
+
+
+def test_kernels_that_cannot_be_compiled_are_refused_at_the_start(tmp_path: Path) -> None:
+    with (
+        fake_flashinfer.installed(tmp_path),
+        pytest.raises(ValueError, match="finds no nvcc: install the CUDA toolkit or flashinfer-jit-cache; backends"),
+    ):
+        find_backends("flashinfer", formats())
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_auto_is_sdpa_on_the_cpu() -> None:
+    assert find_backends("auto", formats(CPU)) == dict.fromkeys(PHASES, SDPABackend)
+    assert find_backends("auto") == dict.fromkeys(PHASES, SDPABackend)
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_auto_is_flashinfer_and_triton_on_the_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert names("auto", formats()) == ["flashinfer Backend", "triton Backend", "triton Backend"]
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("INFO", "attention: prefill=flashinfer,verify=triton,draft=triton")
+    ]
+
+
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize(
+    ("kv", "lack"), [(formats(dtype=torch.float32), "for torch.float32"), (formats(head_dim=16), "for head dim 16")]
+)
+def test_auto_passes_over_backends_without_kernels(
+    kv: dict[str, KVFormat], lack: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert names("auto", kv) == ["sdpa Backend", "triton Backend", "triton Backend"]
+    (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert warning.startswith(f"attention: prefill by sdpa, not by flashinfer: it has no kernels {lack}")
+
+
+@pytest.mark.usefixtures("no_flashinfer")
+def test_auto_warns_where_flashinfer_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+    assert names("auto", formats()) == ["sdpa Backend", "triton Backend", "triton Backend"]
+    (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert "pip install flashinfer-python" in warning

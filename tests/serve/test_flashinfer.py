@@ -1,0 +1,151 @@
+"""The FlashInfer backend: on the CPU what it plans and merges, with a stand-in for the package; on the GPU itself."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.serve.attention.base import PhaseBackend, find_backends
+from slipstream.serve.attention.sdpa import Backend as SDPABackend
+from slipstream.serve.batch import Batch
+from slipstream.tests.serve import fake_flashinfer
+from slipstream.tests.serve.attention_passes import LAYER, PASSES, Scene
+
+
+@pytest.fixture
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PhaseBackend]]:
+    monkeypatch.setattr(torch.cuda, "Event", fake_flashinfer.Event)
+    monkeypatch.setattr(fake_flashinfer.Wrapper, "made", [])
+    with fake_flashinfer.installed(tmp_path):
+        found = find_backends("flashinfer")["verify"]
+        monkeypatch.setattr(sys.modules[found.__module__], "WORKSPACE_BYTES", 1)
+        yield found
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_plans_and_merges_give_what_sdpa_gives(
+    backend: type[PhaseBackend], name: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    expected, kv = Scene(PASSES[name], 16, torch.float32, "cpu").attend(SDPABackend)
+    out, stored = Scene(PASSES[name], 16, dtype, "cpu").attend(backend)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(stored.float(), kv, atol=tolerance, rtol=tolerance)
+
+
+def test_a_pass_is_planned_once_and_only_if_it_attends(backend: type[PhaseBackend]) -> None:
+    scene = Scene(PASSES["chain"], 16, torch.float32, "cpu")
+    attention, (q, k, v) = backend(scene.cache, scene.rope), scene.qkv
+    attention.plan(scene.batch())
+    attention.write(k, v, LAYER)
+    assert not fake_flashinfer.Wrapper.made
+    for num_plans in (1, 2):
+        attention.plan(scene.batch())
+        for layer in (0, LAYER):
+            attention.attend(q, k, v, layer, "causal")
+        (wrapper,) = fake_flashinfer.Wrapper.made  # made once for all passes of a kind
+        assert wrapper.num_plans == num_plans
+
+
+def test_write_stores_what_attend_stores(backend: type[PhaseBackend]) -> None:
+    caches = []
+    for writes_only in (True, False):
+        scene = Scene(PASSES["prompts with prefix"], 16, torch.float32, "cpu")
+        attention, (q, k, v) = backend(scene.cache, scene.rope), scene.qkv
+        attention.plan(scene.batch())
+        if writes_only:
+            attention.write(k, v, LAYER)
+        else:
+            attention.attend(q, k, v, LAYER, "causal")
+        caches.append(scene.cache)
+    assert torch.equal(*caches)
+
+
+def test_prompts_do_not_wait_for_the_device(backend: type[PhaseBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their lengths follow from the host's bounds; rounds read them from the device, once per pass."""
+    for name, expected in (("prompts with prefix", 0), ("chain", 1), ("tree", 1), ("decode", 1)):
+        scene, reads = Scene(PASSES[name], 16, torch.float32, "cpu"), []
+        attention, batch = backend(scene.cache, scene.rope), scene.batch()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "cpu", lambda self, reads=reads: reads.append(self) or self)
+            attention.plan(batch)
+            for layer in (0, LAYER):
+                attention.attend(*scene.qkv, layer, PASSES[name].mask)
+        assert len(reads) == expected, name
+
+
+@pytest.mark.parametrize(
+    ("option", "prompt", "chain"), [("flashinfer", "auto", "fa2"), ("flashinfer:fa2", "fa2", "fa2")]
+)
+@pytest.mark.usefixtures("backend")
+def test_prompts_and_rounds_take_their_kernels(option: str, prompt: str, chain: str) -> None:
+    for name, kernels in (("prompts", prompt), ("chain", chain), ("tree", chain)):
+        Scene(PASSES[name], 16, torch.float32, "cpu").attend(find_backends(option)["verify"])
+        assert fake_flashinfer.Wrapper.made.pop().backend == kernels
+
+
+@pytest.mark.parametrize(("name", "tensor_cores"), [("decode", True), ("decode, two heads share", False)])
+def test_decoding_takes_tensor_cores_for_large_groups(
+    backend: type[PhaseBackend], name: str, tensor_cores: bool
+) -> None:
+    Scene(PASSES[name], 16, torch.float32, "cpu").attend(backend)
+    assert fake_flashinfer.Wrapper.made.pop().use_tensor_cores is tensor_cores
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("option", ["flashinfer", "flashinfer:fa2", "flashinfer:fa3"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@torch.inference_mode()
+def test_the_package_gives_what_sdpa_gives_in_fp32(option: str, name: str, head_dim: int) -> None:
+    expected, kv = Scene(PASSES[name], head_dim, torch.float32, "cuda").attend(SDPABackend)
+    out, stored = Scene(PASSES[name], head_dim, torch.bfloat16, "cuda").attend(find_backends(option)["verify"])
+    torch.testing.assert_close(stored.float(), kv, atol=3e-2, rtol=1e-2)
+    torch.testing.assert_close(out.float(), expected, atol=3e-2, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@torch.inference_mode()
+def test_passes_may_follow_each_other_without_waiting() -> None:
+    """Plans reach the device through one buffer, which the next plan must not change too early."""
+    case = PASSES["prompts with prefix"]
+    expected = Scene(case, 128, torch.float32, "cuda").attend(SDPABackend)[0].split(case.query_lens)
+    scene = Scene(case, 128, torch.bfloat16, "cuda")
+    attention = find_backends("flashinfer")["prefill"](scene.cache, scene.rope)
+    batches = [one_request(scene.batch(), index) for index in range(len(case.lengths))]
+    tokens = list(zip(*(x.split(case.query_lens) for x in scene.qkv), strict=True))
+    outputs: list[torch.Tensor] = []
+    for warm_up in (True, False):
+        outputs.clear()
+        if not warm_up:
+            torch.cuda._sleep(10**9)  # about half a second
+        for batch, qkv in list(zip(batches, tokens, strict=True)) * 5:
+            attention.plan(batch)
+            outputs.append(attention.attend(*qkv, LAYER, "causal"))
+    for out, reference in zip(outputs, expected * 5, strict=True):
+        torch.testing.assert_close(out.float(), reference, atol=3e-2, rtol=1e-2)
+
+
+def one_request(batch: Batch, index: int) -> Batch:
+    """A prompt's part of a batch of prompts."""
+    assert batch.next_tokens is not None
+    own = slice(index, index + 1)
+    positions, slots, next_tokens = (
+        x.split(batch.query_lens)[index] for x in (batch.positions, batch.slots, batch.next_tokens)
+    )
+    return replace(
+        batch,
+        rows=batch.rows[own],
+        lengths=batch.lengths[own],
+        positions=positions,
+        slots=slots,
+        query_lens=batch.query_lens[own],
+        kv_bounds=batch.kv_bounds[own],
+        next_tokens=next_tokens,
+    )

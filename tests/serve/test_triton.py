@@ -1,0 +1,46 @@
+"""The Triton backend on the GPU; tests/serve/test_attention.py has it under the interpreter."""
+
+import pytest
+import torch
+
+from slipstream.serve.attention.base import KVFormat
+from slipstream.serve.attention.sdpa import Backend as SDPABackend
+from slipstream.serve.attention.triton import Backend
+from slipstream.tests.serve.attention_passes import LAYER, PASSES, Scene
+
+ROUNDS = [name for name, case in PASSES.items() if not case.prompt]
+
+
+def test_head_dims_up_to_256_are_served() -> None:
+    device = torch.device("cuda")
+    assert not any(Backend.fault(KVFormat(device, torch.bfloat16, head_dim)) for head_dim in (8, 64, 80, 128, 256))
+    assert Backend.fault(KVFormat(device, torch.bfloat16, 512)) == "it has no kernels for head dim 512, only up to 256"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROUNDS)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
+@torch.inference_mode()
+def test_equals_sdpa_in_fp32(name: str, head_dim: int, dtype: torch.dtype) -> None:
+    expected, kv = Scene(PASSES[name], head_dim, torch.float32, "cuda").attend(SDPABackend)
+    out, stored = Scene(PASSES[name], head_dim, dtype, "cuda").attend(Backend)
+    torch.testing.assert_close(stored.float(), kv, atol=3e-2, rtol=1e-2)
+    torch.testing.assert_close(out.float(), expected, atol=3e-2, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["decode", "chain", "tree", "wide tree"])
+@torch.inference_mode()
+def test_replays_equal_eager_passes(name: str) -> None:
+    scene = Scene(PASSES[name], 128, torch.bfloat16, "cuda")
+    attention, mask = Backend(scene.cache, scene.rope), PASSES[name].mask
+    attention.plan(scene.batch())
+    expected = attention.attend(*scene.qkv, LAYER, mask)
+    stored = scene.cache.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.attend(*scene.qkv, LAYER, mask)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
+    assert torch.equal(scene.cache, stored)
