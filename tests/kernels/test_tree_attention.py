@@ -228,10 +228,10 @@ def test_any_cut_gives_the_same(blocks: Blocks, splits: int, device: str) -> Non
 
 
 def test_splits_shrink_as_the_batch_grows() -> None:
-    assert [choose_splits(batch, 8, 16, 32768) for batch in (1, 2, 8, 32, 64, 512)] == [32, 32, 8, 2, 1, 1]
+    assert [choose_splits(batch, 8, 16, 32768) for batch in (1, 2, 8, 32, 64, 512)] == [32, 16, 4, 1, 1, 1]
     assert [choose_splits(1, 8, 16, capacity) for capacity in (1, 128, 129, 1024)] == [1, 1, 2, 8]
     assert [choose_splits(1, 8, rows, 32768) for rows in (32, 64, 128)] == [32, 16, 8]
-    assert {choose_splits(batch, 8, 16, 32768) for batch in range(5, 9)} == {8}
+    assert {choose_splits(batch, 8, 16, 32768) for batch in range(5, 9)} == {4}
 
 
 def test_without_gradients_on_a_gpu_only_does_the_kernel_run() -> None:
