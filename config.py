@@ -1,7 +1,7 @@
 """Program options: a dataclass, overridden by YAML files, overridden by dotted flags (jsonargparse).
 
-Flags may be written with dashes (--max-length), switches without a value (--skip-bad) and lists as several words
-(--merge a b) or several flags (--endpoint a --endpoint b).
+Flags may be written with dashes (--max-length), switches without a value (--skip-bad, --no-overlap) and lists as
+several words (--merge a b) or several flags (--endpoint a --endpoint b).
 """
 
 import json
@@ -103,6 +103,8 @@ def _option(word: str, types: dict[str, Any]) -> tuple[str, str | None]:
         return word, None
     name, equals, value = word[2:].partition("=")
     option = name.replace("-", "_")
+    if types.get(option.removeprefix("no_")) is bool and option not in types and not equals:
+        return f"--{option.removeprefix('no_')}", "false"
     if option not in types:
         field, dot, key = name.partition(".")
         option = field.replace("-", "_") + dot + key

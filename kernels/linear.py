@@ -1,19 +1,26 @@
-"""Linear layers, with a path for a few rows on the CPU."""
+"""Linear layers, with paths for the few rows of a decode or verify pass, which is bound by reading the weights."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.activation import silu_mul
+from slipstream.kernels.launch import use_triton
+from slipstream.kernels.skinny import gated_linear_few_rows_triton, linear_few_rows_triton
+
 FEW_ROWS = 8
+FEW_GPU_ROWS = 16  # one tile of the tensor cores; more of them read as much of x as of the weights
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., I) @ weight (O, I).T + bias (O,) -> (..., O).
 
-    A decode or verify pass has 1 to 8 rows and is bound by reading the weights. The CPU library reads row-major weights
-    about twice as fast when they are the left operand with at least two columns on the right, so we compute the
-    transposed product there (docs/benchmarks.md, "Linear layers on the CPU").
+    The CPU library reads row-major weights about twice as fast when they are the left operand with at least two
+    columns on the right, so we compute the transposed product there (docs/benchmarks.md, "Linear layers on the CPU").
     """
     rows = x.numel() // x.shape[-1]
+    if few_on_gpu(x, weight):
+        return linear_few_rows_triton(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], len(weight))
     if x.is_cuda or rows > FEW_ROWS or weight.requires_grad:
         return F.linear(x, weight, bias)
     flat = x if x.dim() == 2 else x.reshape(rows, x.shape[-1])
@@ -21,3 +28,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = out.t().contiguous()
     out = out if bias is None else out + bias
     return out if x.dim() == 2 else out.view(*x.shape[:-1], len(weight))
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """silu_mul(linear(x (..., H), weight (2 * I, H), bias (2 * I,))) -> (..., I), gate before up."""
+    if bias is not None or not few_on_gpu(x, weight):
+        return silu_mul(linear(x, weight, bias))
+    flat = x.reshape(x.numel() // x.shape[-1], -1)
+    return gated_linear_few_rows_triton(flat, weight).view(*x.shape[:-1], len(weight) // 2)
+
+
+def few_on_gpu(x: Tensor, weight: Tensor) -> bool:
+    """Whether our kernel takes the product: 16-bit rows of a length at which 16 bytes load at once."""
+    fits = weight.dtype == x.dtype and weight.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] % 64 == 0
+    return fits and use_triton(x) and 0 < x.numel() <= FEW_GPU_ROWS * x.shape[-1]

@@ -56,6 +56,15 @@ def test_limits_themselves_are_allowed() -> None:
     EngineConfig(max_model_len=1, max_running=1, prefill_budget=1, kv_cache_tokens=1, mem_fraction=0.98)
 
 
+def test_simulated_acceptance_is_not_served_by_accident() -> None:
+    EngineConfig(simulate_accept_length=2.5)
+    with pytest.raises(ValueError, match="every answer would be wrong; .* add --unsafe-simulate"):
+        ServeConfig(simulate_accept_length=2.5)
+    ServeConfig(simulate_accept_length=2.5, unsafe_simulate=True)
+    with pytest.raises(ValueError, match="simulate_accept_length is 0.5; a round emits at least 1 token"):
+        EngineConfig(simulate_accept_length=0.5)
+
+
 def test_the_target_is_the_one_asked_for_or_the_drafts(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("draft", "named", "asked")}
     for folder in folders.values():

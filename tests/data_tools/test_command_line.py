@@ -31,7 +31,8 @@ def test_the_forms_of_a_flag() -> None:
     assert read("--data", "a", "b", "-o", "c", "--max-length", "7", "--skip-bad") == everything
     assert read("--skip-bad", "--data", "a", "--data=b", "--output=c", "--max_length=7") == everything
     assert read("--data", "[a, b]", "--skip_bad", "true", "-o", "c", "--max-length=7") == everything
-    assert read("--skip-bad=false", "--data", "-o", "c") == Options(output="c")
+    for off in ("--skip-bad=false", "--no-skip-bad"):
+        assert read(off, "--data", "-o", "c") == Options(output="c")
 
 
 def test_dashes_in_values_and_keys_stay() -> None:

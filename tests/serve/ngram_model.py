@@ -341,7 +341,9 @@ class Tree:
     def __init__(self, model: NgramModel, text: list[int], starts: list[tuple[int, Cursor]], width: int) -> None:
         self.model, self.text, self.starts, self.width = model, text, starts, width
         self.tokens, self.parents, self.depths = [text[-1]], [-1], [0]
-        self.waiting: list[tuple[float, int, int, int, int, Cursor]] = []  # -score, order, token, parent, length, behind
+        self.waiting: list[
+            tuple[float, int, int, int, int, Cursor]
+        ] = []  # -score, order, token, parent, length, behind
         self.num_pushed = 0
 
     def grow(self) -> tuple[list[int], list[int], int]:
