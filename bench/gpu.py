@@ -1,10 +1,17 @@
 """What the GPU benchmarks share: the copy bandwidth as the limit, a profile by kernel, the revision measured."""
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+
+from slipstream.serve.graphs import RoundGraphs
+
+REPLAYS = 20
 
 
 def copy_bandwidth() -> float:
@@ -46,3 +53,44 @@ def kernel_table(run: Callable[[], object], repeats: int = 5) -> str:
         for name, (time_us, count) in rows[:45]
     ]
     return "\n".join([f"busy {busy:.0f} us of {wall:.0f} us a round, {len(spans) / repeats:.0f} kernels", *lines])
+
+
+def milliseconds(run: Callable[[], object], restore: Callable[[], None]) -> float:
+    """Median over replays, by device events."""
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    for _ in range(REPLAYS):
+        restore()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(100_000)  # so that the host is ahead when the graph begins
+        start.record()
+        run()
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(end) for start, end in events)
+    return times[len(times) // 2]
+
+
+@contextmanager
+def gaps_between_replays(graphs: RoundGraphs | None) -> Iterator[list[float]]:
+    """Afterwards the list holds the median time, in microseconds, from the end of a replay to the start of the next."""
+    gaps: list[float] = []
+    if graphs is None:
+        yield gaps
+        return
+    original, events = graphs.round, list[torch.cuda.Event]()
+
+    def timed(*arguments: Any) -> Tensor:
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+        results = original(*arguments)
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+        return results
+
+    graphs.round = timed  # type: ignore[method-assign]
+    yield gaps
+    graphs.round = original  # type: ignore[method-assign]
+    torch.cuda.synchronize()
+    found = sorted(end.elapsed_time(start) for end, start in zip(events[1::2], events[2::2], strict=False))
+    gaps.append(round(1000 * found[len(found) // 2], 1))

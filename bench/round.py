@@ -3,15 +3,15 @@
     python bench/round.py --target CKPT --draft CKPT --batch "[1,8,32]" --prompt-len 512 --new-tokens 256
 
 Each batch size decodes with `--draft none` and with the draft, in one run. `ms` is wall time per round while all
-requests decode; `graph_ms` the replay alone; the difference is the gap that the host leaves. `floor_ms` is the time to
-read the weights and the KV once per pass at the copy bandwidth measured in the same run. `--profile` lists the kernels
-of a round. Prints a table and ends in one JSON line per row.
+requests decode; `graph_ms` that of a replay right behind the prompts; `gap_us` lies between two replays. `floor_ms` is
+the time to read the weights and the KV once per pass at the copy bandwidth measured in the same run. `--profile` lists
+the kernels of a round. Prints a table and ends in one JSON line per row.
 """
 
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from typing import Any
@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.bench.gpu import copy_bandwidth, kernel_table, revision
+from slipstream.bench.gpu import copy_bandwidth, gaps_between_replays, kernel_table, milliseconds, revision
 from slipstream.config import parse
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.serve.sizing import bytes_per_token
-
-REPLAYS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +77,7 @@ class Measured:
     width: int
     ms: float
     graph_ms: float | None
+    gap_us: float | None
     parts_ms: dict[str, float]
     floor_ms: float
     share_of_floor: float
@@ -125,7 +124,8 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
     """The second of two runs: the first one warms up."""
     decode(engine, config, batch)
     before = torch.cuda.memory_allocated()
-    seconds, rounds, tokens = decode(engine, config, batch)
+    with gaps_between_replays(engine.executor.graphs) as gaps:
+        seconds, rounds, tokens = decode(engine, config, batch)
     growth = torch.cuda.memory_allocated() - before
     graph_ms, parts = replay(engine, config, batch)
     ms = 1000 * seconds / rounds
@@ -141,6 +141,7 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
         width=engine.width,
         ms=round(ms, 3),
         graph_ms=graph_ms,
+        gap_us=gaps[0] if gaps else None,
         parts_ms=parts,
         floor_ms=round(floor, 3),
         share_of_floor=round(floor / ms, 3),
@@ -228,22 +229,6 @@ def capture_target(engine: Engine, rows: Tensor) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def milliseconds(run: Callable[[], object], restore: Callable[[], None]) -> float:
-    """Median over replays, by device events."""
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    for _ in range(REPLAYS):
-        restore()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(100_000)  # so that the host is ahead when the graph begins
-        start.record()
-        run()
-        end.record()
-        events.append((start, end))
-    torch.cuda.synchronize()
-    times = sorted(start.elapsed_time(end) for start, end in events)
-    return times[len(times) // 2]
-
-
 def bytes_read(engine: Engine, config: RoundConfig, batch: int) -> float:
     """Weights and KV that a round must read at least: the target once, the draft once per drafted token."""
     length = config.prompt_len + config.new_tokens / 2
@@ -273,7 +258,7 @@ def print_row(line: Measured, first: bool) -> None:
     graph = "-" if line.graph_ms is None else f"{line.graph_ms:.3f}"
     print(
         f"{line.draft[-8:]:8}{line.batch:6}{line.width:6}{line.ms:9.3f}{graph:>9}{line.floor_ms:9.3f}"
-        f"{line.share_of_floor:7.2f}{line.tok_s:10.1f}{line.accept_length:8.2f}  {line.parts_ms}",
+        f"{line.share_of_floor:7.2f}{line.tok_s:10.1f}{line.accept_length:8.2f}  gap {line.gap_us} us {line.parts_ms}",
         flush=True,
     )
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from slipstream.kernels.arrivals import arrives_last
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "O"])
 def linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr, x_stride, weight_stride, M, O, I,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
@@ -66,11 +66,10 @@ def linear_kernel(
 
 @triton.jit
 def _load(weights, k, I, EVEN: tl.constexpr):
-    """A tile of weights, which the cache may drop once it is read: no other program reads it."""
     if EVEN:
-        tile = tl.load(weights, eviction_policy="evict_first")
+        tile = tl.load(weights)
     else:
-        tile = tl.load(weights, mask=k < I, other=0.0, eviction_policy="evict_first")
+        tile = tl.load(weights, mask=k < I, other=0.0)
     return tile
 
 
@@ -101,7 +100,8 @@ def _merge(result, valid, partial_ptr, counters_ptr, M, ROWS: tl.constexpr, OUTP
 def _prefetch(weights, step, last, I, DEPTH: tl.constexpr):
     """Asks for a tile of weights (rows of pointers) into the L2 cache, 128 bytes by 128; beyond `last` for nothing."""
     LINE: tl.constexpr = 1024 // weights.dtype.element_ty.primitive_bitwidth
-    k = step * DEPTH + tl.arange(0, DEPTH // LINE)[None, :] * LINE
+    LINES: tl.constexpr = DEPTH // LINE if DEPTH > LINE else 1
+    k = step * DEPTH + tl.arange(0, LINES)[None, :] * LINE
     wanted = (k < tl.where(step < last, I, 0)).to(tl.int32)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
