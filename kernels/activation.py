@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.launch import use_triton
+from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 
 BLOCK = 1024  # outputs of one program: 4 warps of 16-byte reads in bf16
 
@@ -27,13 +27,15 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
     rows = gate_up.reshape(-1, 2 * size)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     if len(rows):
-        _silu_mul[(len(rows), triton.cdiv(size, BLOCK))](rows, out, rows.stride(0), size, BLOCK=BLOCK, num_warps=4)
+        grid = len(rows), triton.cdiv(size, BLOCK)
+        _silu_mul[grid](rows, out, rows.stride(0), size, BLOCK=BLOCK, num_warps=4, **pdl_options(rows.device))
     return out
 
 
 @triton.jit
-def _silu_mul(gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr):
+def _silu_mul(gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """silu is rounded before the product, as it is where the two are separate."""
+    wait_for_inputs(PDL)
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
     gate = tl.load(gate_up_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)

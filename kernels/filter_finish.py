@@ -91,7 +91,7 @@ def _among(candidates_ptr, found, search, kind, top_k, top_p, LANES: tl.constexp
         is_larger = others[:, None] > x[None, :]
         rank += tl.sum(is_larger.to(tl.int32), axis=0)
         mass += tl.sum(tl.where(is_larger, masses[:, None], 0), axis=0)
-    share = mass.to(tl.float32) / MASS_UNIT
+    share = mass.to(tl.float32) * (1.0 / MASS_UNIT)
     keep = (lane < found) & (above + tl.where(kind == MASS, share, rank.to(tl.float32)) < goal)
     if (kind == RANK) & (top_p < 1.0):  # of the x that tie for place k, the sum holds as many as have a place
         kth = tl.min(tl.where(keep, x, float("inf")), axis=0)

@@ -30,10 +30,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out if x.dim() == 2 else out.view(*x.shape[:-1], len(weight))
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """silu_mul(linear(x (..., H), weight (2 * I, H), bias (2 * I,))) -> (..., I), gate before up."""
-    if bias is not None or not few_on_gpu(x, weight):
-        return silu_mul(linear(x, weight, bias))
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """silu_mul(linear(x (..., H), weight (2 * I, H))) -> (..., I), gate before up."""
+    if not few_on_gpu(x, weight):
+        return silu_mul(linear(x, weight))
     flat = x.reshape(x.numel() // x.shape[-1], -1)
     return gated_linear_few_rows_triton(flat, weight).view(*x.shape[:-1], len(weight) // 2)
 
@@ -41,4 +41,4 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def few_on_gpu(x: Tensor, weight: Tensor) -> bool:
     """Whether our kernel takes the product: 16-bit rows of a length at which 16 bytes load at once."""
     fits = weight.dtype == x.dtype and weight.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] % 64 == 0
-    return fits and use_triton(x) and 0 < x.numel() <= FEW_GPU_ROWS * x.shape[-1]
+    return fits and weight.stride(-1) == 1 and use_triton(x) and 0 < x.numel() <= FEW_GPU_ROWS * x.shape[-1]

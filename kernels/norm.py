@@ -6,13 +6,15 @@ threads depends on the row's size alone: a row's result does not depend on how m
 Letters: T rows (any leading dims), H hidden, Q/G query and KV heads, D head dim.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.launch import use_triton
+from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 
 LANE_ELEMENTS = 8  # 16 bytes of bf16
 HEAD_TILE = 1024  # elements of the heads that one program norms
@@ -117,6 +119,7 @@ def head_norm_triton(
     if len(rows):
         grid = len(rows), triton.cdiv(heads, tile)
         blocks = {"SIZE": D, "BLOCK": block, "HEADS": tile, "num_warps": _num_warps(tile * block)}
+        blocks |= pdl_options(qkv.device)
         _head_norm[grid](rows, q_weight, k_weight, out, rows.stride(0), eps, num_heads, heads, **blocks)
     return out[..., :num_heads, :], out[..., num_heads:, :], qkv.unflatten(-1, (-1, D))[..., heads:, :]
 
@@ -127,10 +130,10 @@ def _as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _launch(weight: Tensor) -> dict[str, int]:
+def _launch(weight: Tensor) -> dict[str, Any]:
     size = weight.shape[0]
     block = triton.next_power_of_2(size)
-    return {"SIZE": size, "BLOCK": block, "num_warps": _num_warps(block)}
+    return {"SIZE": size, "BLOCK": block, "num_warps": _num_warps(block), **pdl_options(weight.device)}
 
 
 def _num_warps(elements: int) -> int:
@@ -146,7 +149,10 @@ def _norm_row(x, weight_ptr, out_ptr, columns, mask, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm(x_ptr, weight_ptr, out_ptr, stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(
+    x_ptr, weight_ptr, out_ptr, stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    wait_for_inputs(PDL)
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = columns < SIZE
     x = tl.load(x_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
@@ -156,8 +162,9 @@ def _rms_norm(x_ptr, weight_ptr, out_ptr, stride, eps, SIZE: tl.constexpr, BLOCK
 @triton.jit
 def _add_rms_norm(
     residual_ptr, delta_ptr, weight_ptr, normed_ptr, summed_ptr, residual_stride, delta_stride, summed_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = columns < SIZE
     residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
@@ -170,8 +177,9 @@ def _add_rms_norm(
 @triton.jit
 def _rms_norm_pair(
     first_ptr, second_ptr, first_weight_ptr, second_weight_ptr, out_ptr, first_stride, second_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = columns < SIZE
     out_ptr += row * 2 * SIZE
@@ -186,8 +194,9 @@ def _rms_norm_pair(
 @triton.jit
 def _head_norm(
     qkv_ptr, q_weight_ptr, k_weight_ptr, out_ptr, stride, eps, num_heads, num_normed,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     mask = (heads < num_normed) & (columns < SIZE)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.launch import use_triton
+from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 
 HEADS_PER_PROGRAM = 8  # two warps load 16 bytes per thread at D = 128; a token of 32 + 8 heads gets five programs
 
@@ -103,6 +103,7 @@ def rotate_and_store_triton(
         HALF=triton.next_power_of_2(D // 2),
         HEADS=HEADS_PER_PROGRAM,
         num_warps=2,
+        **pdl_options(q.device),
     )
     return out
 
@@ -130,8 +131,10 @@ def _rotate_and_store(
     D: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token (axis 0) and HEADS of its query heads, or HEADS of its KV heads (the last programs of axis 1)."""
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     query_parts = tl.cdiv(Q, HEADS)

@@ -20,7 +20,7 @@ from torch import Tensor
 from slipstream.kernels.arrivals import MAX_ROWS, arrival_counters, arrives_last
 from slipstream.kernels.filter_search import parameter_entry, scale
 from slipstream.kernels.filters import Filters, filter_logits, filter_thresholds_triton
-from slipstream.kernels.launch import use_triton
+from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 
 MASK32 = 0xFFFFFFFF
 TILE = 2048  # columns of one program
@@ -113,7 +113,8 @@ def sample_triton(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Te
         _sample[(R, tiles)](
             logits, positions, sampling.keys, sampling.temperature, sampling.rows, thresholds, ids,
             _best_ranks(logits.device), arrival_counters(logits.device), out,
-            logits.stride(0), V, sampling.repeats, tiles, NOISY=noisy, TILE=TILE, num_warps=8,
+            logits.stride(0), V, sampling.repeats, tiles,
+            NOISY=noisy, TILE=TILE, num_warps=8, **pdl_options(logits.device),
         )  # fmt: skip
     return out
 
@@ -161,8 +162,10 @@ def bits_to_gumbel(bits):
 def _sample(
     logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, thresholds_ptr, ids_ptr,
     best_ptr, counters_ptr, out_ptr, stride, V, repeats, tiles, NOISY: tl.constexpr, TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A score's rank: its bits in ascending order above, 2^31 - 1 - column below; the largest is the first best."""
+    wait_for_inputs(PDL)
     row, columns = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = columns < V
     scores = tl.load(logits_ptr + row.to(tl.int64) * stride + columns, mask=mask, other=float("-inf")).to(tl.float32)

@@ -2,7 +2,9 @@
 
 The weights are the left operand of the product and the few rows, padded to ROWS, the right one. Each program asks for
 its weights AHEAD tiles before it loads them, the first of them before it waits for the kernel before: the memory then
-works through that kernel's end, and through small kernels, which leave it idle.
+works through that kernel's end, and through small kernels, which leave it idle. The L2 cache is where stores meet, so
+even weights that an earlier kernel still writes are read right. The next kernel may start once the last tile is asked
+for: earlier, its requests would only compete, and the memory would idle in the gap again.
 """
 
 import triton
@@ -11,23 +13,27 @@ import triton.language as tl
 from slipstream.kernels.arrivals import arrives_last
 
 
-@triton.jit(do_not_specialize=["M", "O"])
+@triton.jit(do_not_specialize=["num_rows", "num_outputs"])
 def linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr, x_stride, weight_stride, M, O, I,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
+    x_stride, weight_stride, num_rows, num_outputs, num_inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
     EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1); gated: also those O further on."""
+    """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1).
+
+    Gated: silu of them, times those that lie num_outputs further on in the weights.
+    """
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    weights = weight_ptr + tl.minimum(outputs, O - 1)[:, None].to(tl.int64) * weight_stride
-    up_weights = weights + O.to(tl.int64) * weight_stride
-    tiles_each = tl.cdiv(tl.cdiv(I, DEPTH), SPLIT)
+    weights = weight_ptr + tl.minimum(outputs, num_outputs - 1)[:, None].to(tl.int64) * weight_stride
+    up_weights = weights + num_outputs.to(tl.int64) * weight_stride
+    tiles_each = tl.cdiv(tl.cdiv(num_inputs, DEPTH), SPLIT)
     first = tl.program_id(1) * tiles_each
-    last = tl.minimum(first + tiles_each, tl.cdiv(I, DEPTH))
+    last = tl.minimum(first + tiles_each, tl.cdiv(num_inputs, DEPTH))
     for step in range(first, tl.minimum(first + AHEAD, last)):
-        _prefetch(weights, step, last, I, DEPTH)
+        _prefetch(weights, step, last, num_inputs, DEPTH)
         if GATED:
-            _prefetch(up_weights, step, last, I, DEPTH)
+            _prefetch(up_weights, step, last, num_inputs, DEPTH)
     if PDL:
         _launch_dependents_if(first + AHEAD >= last)
         tl.extra.cuda.gdc_wait()
@@ -37,27 +43,27 @@ def linear_kernel(
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for step in range(first, last):
         k = step * DEPTH + tl.arange(0, DEPTH)[None, :]
-        inside = (row < M)[:, None] if EVEN else (row < M)[:, None] & (k < I)
+        inside = (row < num_rows)[:, None] if EVEN else (row < num_rows)[:, None] & (k < num_inputs)
         x = tl.load(x_ptr + row[:, None] * x_stride + k, mask=inside, other=0.0)
-        acc = tl.dot(_load(weights + k, k, I, EVEN), tl.trans(x), acc, input_precision=PRECISION)
+        acc = tl.dot(_load(weights + k, k, num_inputs, EVEN), tl.trans(x), acc, input_precision=PRECISION)
         if GATED:
-            up = tl.dot(_load(up_weights + k, k, I, EVEN), tl.trans(x), up, input_precision=PRECISION)
+            up = tl.dot(_load(up_weights + k, k, num_inputs, EVEN), tl.trans(x), up, input_precision=PRECISION)
         if AHEAD > 0:
-            _prefetch(weights, step + AHEAD, last, I, DEPTH)
+            _prefetch(weights, step + AHEAD, last, num_inputs, DEPTH)
             if GATED:
-                _prefetch(up_weights, step + AHEAD, last, I, DEPTH)
+                _prefetch(up_weights, step + AHEAD, last, num_inputs, DEPTH)
             if PDL:
                 _launch_dependents_if(step + AHEAD + 1 >= last)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
-    cells = row[:, None] * O + outputs[None, :]
-    valid = (row < M)[:, None] & (outputs < O)[None, :]
+    cells = row[:, None] * num_outputs + outputs[None, :]
+    valid = (row < num_rows)[:, None] & (outputs < num_outputs)[None, :]
     result = tl.trans(acc)  # (ROWS, OUTPUTS)
     if SPLIT > 1:
-        result, valid = _merge(result, valid, partial_ptr, counters_ptr, M, ROWS, OUTPUTS, SPLIT)
+        result, valid = _merge(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
     if bias_ptr is not None:
-        result += tl.load(bias_ptr + outputs, mask=outputs < O, other=0.0).to(tl.float32)[None, :]
+        result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
     rounded = result.to(out_ptr.dtype.element_ty)
     if GATED:
         rounded = _silu_mul(rounded, tl.trans(up).to(rounded.dtype))
@@ -65,11 +71,11 @@ def linear_kernel(
 
 
 @triton.jit
-def _load(weights, k, I, EVEN: tl.constexpr):
+def _load(weights, k, num_inputs, EVEN: tl.constexpr):
     if EVEN:
         tile = tl.load(weights)
     else:
-        tile = tl.load(weights, mask=k < I, other=0.0)
+        tile = tl.load(weights, mask=k < num_inputs, other=0.0)
     return tile
 
 
@@ -82,14 +88,17 @@ def _silu_mul(gate, up):
 
 
 @triton.jit
-def _merge(result, valid, partial_ptr, counters_ptr, M, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPLIT: tl.constexpr):
+def _merge(
+    result, valid, partial_ptr, counters_ptr, num_rows,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """Stores a part's result; the last part to arrive gets all of them added up in order, others no valid row."""
     row, output = tl.arange(0, ROWS)[:, None], tl.arange(0, OUTPUTS)[None, :]
     tile = tl.program_id(0)
     cells = partial_ptr + (tile * SPLIT * ROWS + row) * OUTPUTS + output
-    tl.store(cells + tl.program_id(1) * ROWS * OUTPUTS, result, mask=row < M)
+    tl.store(cells + tl.program_id(1) * ROWS * OUTPUTS, result, mask=row < num_rows)
     is_last = arrives_last(counters_ptr + tile, SPLIT)
-    merging = row < tl.where(is_last, M, 0)
+    merging = row < tl.where(is_last, num_rows, 0)
     result = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for part in tl.static_range(SPLIT):
         result += tl.load(cells + part * ROWS * OUTPUTS, mask=merging, other=0.0, cache_modifier=".cg")
@@ -97,12 +106,12 @@ def _merge(result, valid, partial_ptr, counters_ptr, M, ROWS: tl.constexpr, OUTP
 
 
 @triton.jit
-def _prefetch(weights, step, last, I, DEPTH: tl.constexpr):
+def _prefetch(weights, step, last, num_inputs, DEPTH: tl.constexpr):
     """Asks for a tile of weights (rows of pointers) into the L2 cache, 128 bytes by 128; beyond `last` for nothing."""
     LINE: tl.constexpr = 1024 // weights.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = DEPTH // LINE if DEPTH > LINE else 1
     k = step * DEPTH + tl.arange(0, LINES)[None, :] * LINE
-    wanted = (k < tl.where(step < last, I, 0)).to(tl.int32)
+    wanted = (k < tl.where(step < last, num_inputs, 0)).to(tl.int32)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r", [weights + k, tl.broadcast_to(wanted, (weights + k).shape)],

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.launch import use_triton
+from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 
 
 def chain_slots(pages: Tensor, page_size: int, rows: Tensor, starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -36,13 +36,17 @@ def chain_slots_triton(
     slots = torch.empty_like(positions)
     block = triton.next_power_of_2(count)
     _chain_slots[(len(rows),)](
-        pages, rows, starts, positions, slots, pages.stride(0), count, page_size, BLOCK=block, num_warps=1
-    )
+        pages, rows, starts, positions, slots, pages.stride(0), count, page_size,
+        BLOCK=block, num_warps=1, **pdl_options(rows.device),
+    )  # fmt: skip
     return positions, slots
 
 
 @triton.jit
-def _chain_slots(pages, rows, starts, positions, slots, stride, count, page_size, BLOCK: tl.constexpr):
+def _chain_slots(
+    pages, rows, starts, positions, slots, stride, count, page_size, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_inputs(PDL)
     request = tl.program_id(0)
     index = tl.arange(0, BLOCK)
     inside = index < count

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.arrivals import MAX_ROWS, arrival_counters
-from slipstream.kernels.launch import use_triton
+from slipstream.kernels.launch import pdl_options, use_triton
 from slipstream.kernels.tree_attention_kernel import attend_kernel
 from slipstream.kernels.tree_attention_reference import Mask, tree_attention_reference
 
@@ -106,6 +106,7 @@ def tree_attention_triton(
         MERGED=merged_at_once(blocks, block_dim), MASK=mask, PREFIX=prefix, SPLIT=splits > 1,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # 16-bit operands do not ask
         WORD=tl.int32 if N <= 32 else tl.int64, num_warps=blocks.warps, num_stages=blocks.stages,
+        **pdl_options(q.device),
     )  # fmt: skip
     return out if lse is None else (out, lse)
 

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.arrivals import arrives_last
+from slipstream.kernels.launch import wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["N", "table_width", "min_part"])
@@ -12,9 +13,10 @@ def attend_kernel(
     partial_ptr, partial_lse_ptr, counters_ptr, scale, N, G, table_width, min_part,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, MERGED: tl.constexpr, MASK: tl.constexpr, PREFIX: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of one KV head and request (axes 0 and 2) over one part of its context (axis 1); scale is for exp2."""
+    wait_for_inputs(PDL)
     request = tl.program_id(2)
     row_tiles = tl.num_programs(0) // G
     head = tl.program_id(0) // row_tiles

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.launch import use_triton
+from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 
 
 class Start(NamedTuple):
@@ -49,7 +49,7 @@ def start_round_triton(tokens: Tensor, parents: Tensor, lengths: Tensor, rows: T
     inputs = torch.empty(B * width, dtype=torch.int64, device=rows.device)
     _start_round[(B,)](
         tokens, parents, lengths, rows, nodes, above, known, inputs, tokens.stride(0), width,
-        BLOCK=triton.next_power_of_2(width), num_warps=1,
+        BLOCK=triton.next_power_of_2(width), num_warps=1, **pdl_options(rows.device),
     )  # fmt: skip
     return Start(nodes, above, known, inputs)
 
@@ -78,15 +78,16 @@ def end_round_triton(
     results = torch.empty(B, 1 + N, dtype=torch.int32, device=rows.device)
     _end_round[(B,)](
         state_lengths, rows, lengths, emitted, counts, committed, roots, results, null, N,
-        BLOCK=triton.next_power_of_2(N), num_warps=1,
+        BLOCK=triton.next_power_of_2(N), num_warps=1, **pdl_options(rows.device),
     )  # fmt: skip
     return End(committed, roots, results)
 
 
 @triton.jit
 def _start_round(
-    tokens, parents, lengths, rows, nodes, above, known, inputs, stride, width, BLOCK: tl.constexpr
+    tokens, parents, lengths, rows, nodes, above, known, inputs, stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     request, node = tl.program_id(0), tl.arange(0, BLOCK)
     inside = node < width
     row = tl.load(rows + request)
@@ -100,8 +101,10 @@ def _start_round(
 
 @triton.jit
 def _end_round(
-    state_lengths, rows, lengths, emitted, counts, committed, roots, results, null, N, BLOCK: tl.constexpr
+    state_lengths, rows, lengths, emitted, counts, committed, roots, results, null, N, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     request, node = tl.program_id(0), tl.arange(0, BLOCK)
     inside = node < N
     row, count = tl.load(rows + request), tl.load(counts + request)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.launch import use_triton
+from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 
 
 def ancestor_masks(parents: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def verify_triton(
     if B:
         _verify[(B,)](
             tokens, parents, sampled, ancestors, nodes, emitted, lengths, *tokens.stride(), *parents.stride(), N,
-            BLOCK=triton.next_power_of_2(N), num_warps=1,
+            BLOCK=triton.next_power_of_2(N), num_warps=1, **pdl_options(tokens.device),
         )  # fmt: skip
     return nodes, emitted, lengths
 
@@ -107,10 +107,11 @@ def _ancestor_masks(parents_ptr, masks_ptr, stride, node_stride, N, BLOCK: tl.co
 @triton.jit(do_not_specialize=["stride", "parent_stride", "N"])
 def _verify(
     tokens_ptr, parents_ptr, sampled_ptr, ancestors_ptr, nodes_ptr, emitted_ptr, lengths_ptr,
-    stride, node_stride, parent_stride, parent_node_stride, N, BLOCK: tl.constexpr,
+    stride, node_stride, parent_stride, parent_node_stride, N, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Bit i of `matches` says that node i is what the target sampled at its parent; a node is accepted if that holds
     for all of its ancestors. Accepted nodes are ranked by a running count: ids grow along the path."""
+    wait_for_inputs(PDL)
     request, node = tl.program_id(0), tl.arange(0, BLOCK)
     is_node = node < N
     token = tl.load(tokens_ptr + request * stride + node * node_stride, mask=is_node, other=-1)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.kernels.activation import silu_mul
-from slipstream.kernels.linear import linear
+from slipstream.kernels.linear import few_on_gpu, gated_linear, linear
 from slipstream.kernels.norm import add_rms_norm, head_norm, rms_norm
 from slipstream.models.config import ModelConfig, RopeConfig
 
@@ -68,6 +68,8 @@ class GatedMLP(nn.Module):
         self.down_proj = InputSplitLinear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.gate_up_proj.bias is None and few_on_gpu(x, self.gate_up_proj.weight):
+            return self.down_proj(gated_linear(x, self.gate_up_proj.weight))
         return self.down_proj(silu_mul(self.gate_up_proj(x)))
 
 

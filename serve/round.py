@@ -123,7 +123,7 @@ class Runner:
             order = torch.arange(N, device=slots.device).expand(B, N)
             sources = slots.gather(1, torch.where(verdict.nodes < 0, order, verdict.nodes.long()))
             for cache in self.caches:
-                move_rows(cache, sources.flatten(), slots.flatten())
+                move_rows(cache, sources, slots)
 
     def _propose(self, batch: Batch, width: int) -> None:
         """Stores `width` nodes; the row's others are unused, whatever an earlier proposal left there."""

@@ -1,0 +1,125 @@
+"""Linear layers of few rows on a GPU: what a decode or verify pass spends its time on, bound by reading the weights.
+
+Faster than the library there because the weights keep coming while small kernels run (kernels/skinny_kernel.py). A
+row's result depends neither on how many rows there are nor on the run: the inputs are added up in the same order.
+Letters: M rows, I inputs, O outputs.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.activation import silu_mul_reference
+from slipstream.kernels.arrivals import arrival_counters
+from slipstream.kernels.launch import pdl_options, use_triton
+from slipstream.kernels.skinny_kernel import linear_kernel
+
+MAX_ROWS = 32
+PROGRAMS = 264  # two on each of the 132 multiprocessors of an H100 or H200: all run at once and end together
+MIN_PART = 1024  # inputs of one program, below which it starts and ends more than it reads
+RESIDENT_BYTES = 34e6  # weights that the L2 cache (50 MB) takes whole while the kernels before run
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is cut. A tile of 64 outputs is the least that `wgmma` takes, and 16 KB of weights fill it."""
+
+    outputs: int
+    """Output features of one program; of a gated product, as many gates and as many ups."""
+    depth: int
+    """Inputs that it loads at a time."""
+    split: int
+    """Programs that share the inputs of one tile of outputs."""
+    ahead: int
+    """Tiles that it asks for before it loads them: 4 of each of 264 programs are 17 MB, 4 us of an H200's memory."""
+    stages: int = 4
+    """Tiles in shared memory: they cover the latency of the L2 cache and leave room for the next kernel's programs."""
+    warps: int = 4
+
+
+def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False) -> Tiling:
+    """The tiling of (O, I) weights of 16 bits; the same for every number of rows, so that they round alike."""
+    if gated:
+        return Tiling(outputs=64, depth=64, split=1, ahead=4)
+    if triton.cdiv(num_outputs, 128) > PROGRAMS // 2:
+        return Tiling(outputs=128, depth=64, split=1, ahead=4)
+    split = 1
+    while triton.cdiv(num_outputs, 64) * 2 * split <= PROGRAMS and num_inputs >= MIN_PART * 2 * split:
+        split *= 2
+    whole = num_outputs * num_inputs * 2 <= RESIDENT_BYTES
+    ahead = triton.cdiv(triton.cdiv(num_inputs, 128), split) if whole else 4
+    return Tiling(outputs=64, depth=128, split=split, ahead=ahead)
+
+
+def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) for M up to MAX_ROWS; summed in fp32, rounded once."""
+    run = linear_few_rows_triton if use_triton(x) else linear_few_rows_reference
+    return run(x, weight, bias)
+
+
+def linear_few_rows_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def linear_few_rows_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling: Tiling | None = None
+) -> Tensor:
+    num_outputs, num_inputs = weight.shape
+    return _launch(x, weight, bias, num_outputs, tiling or choose_tiling(num_outputs, num_inputs), gated=False)
+
+
+def gated_linear_few_rows(x: Tensor, gate_up_weight: Tensor) -> Tensor:
+    """silu_mul(linear_few_rows(x (M, I), gate_up_weight (2 * O, I))) -> (M, O), rounded where these two round."""
+    run = gated_linear_few_rows_triton if use_triton(x) else gated_linear_few_rows_reference
+    return run(x, gate_up_weight)
+
+
+def gated_linear_few_rows_reference(x: Tensor, gate_up_weight: Tensor) -> Tensor:
+    return silu_mul_reference(F.linear(x, gate_up_weight))
+
+
+def gated_linear_few_rows_triton(x: Tensor, gate_up_weight: Tensor, tiling: Tiling | None = None) -> Tensor:
+    num_outputs, num_inputs = gate_up_weight.shape[0] // 2, gate_up_weight.shape[1]
+    tiling = tiling or choose_tiling(num_outputs, num_inputs, gated=True)
+    return _launch(x, gate_up_weight, None, num_outputs, tiling, gated=True)
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outputs: int, tiling: Tiling, gated: bool) -> Tensor:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    num_rows, num_inputs = x.shape
+    assert num_rows <= MAX_ROWS
+    assert weight.stride(1) == 1
+    assert bias is None or bias.is_contiguous()
+    assert not (gated and tiling.split > 1)
+    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    rows, tiles = max(triton.next_power_of_2(num_rows), 16), triton.cdiv(num_outputs, tiling.outputs)
+    partial, counters = _scratch(x.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
+    linear_kernel[(tiles, tiling.split)](
+        x, weight, bias, out, partial, counters, x.stride(0), weight.stride(0), num_rows, num_outputs, num_inputs,
+        ROWS=rows, GATED=gated, EVEN=num_inputs % tiling.depth == 0, PRECISION="ieee", **_options(x, tiling),
+    )  # fmt: skip
+    return out
+
+
+def _scratch(device: torch.device, size: int, split: int) -> tuple[Tensor | None, Tensor | None]:
+    if split == 1:
+        return None, None
+    return torch.empty(size, dtype=torch.float32, device=device), arrival_counters(device)
+
+
+def _options(x: Tensor, tiling: Tiling) -> dict[str, Any]:
+    return {
+        "OUTPUTS": tiling.outputs,
+        "DEPTH": tiling.depth,
+        "SPLIT": tiling.split,
+        "AHEAD": tiling.ahead if x.is_cuda else 0,
+        "num_stages": tiling.stages,
+        "num_warps": tiling.warps,
+        **pdl_options(x.device),
+    }

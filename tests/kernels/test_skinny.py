@@ -1,0 +1,143 @@
+"""Linear layers of few rows against their formula in fp64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels import skinny
+from slipstream.kernels.activation import silu_mul_reference, silu_mul_triton
+from slipstream.kernels.linear import gated_linear, linear
+from slipstream.kernels.skinny import Tiling
+from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, replayed
+
+# The interpreter has no product of bfloat16.
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+TILINGS = [Tiling(16, 16, 1, 2), Tiling(16, 32, 3, 1), Tiling(32, 16, 4, 8)]
+SMALL = [(1, 24, 40), (3, 33, 50), (8, 16, 16), (17, 65, 7), (32, 10, 128)]
+LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
+DRAFT = [(4096, 12288), (6144, 8192), (32000, 4096), (24576, 4096), (4096, 12288), (1000, 2560)]
+REAL = [pytest.param(shape, marks=pytest.mark.gpu) for shape in LLAMA + DRAFT]
+
+
+def random(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of x lie apart; results are about 1 in size."""
+    generator = torch.Generator(device).manual_seed(rows)
+    shapes = (rows, inputs + 16), (outputs, inputs), (outputs,)
+    x, weight, bias = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
+    weight *= inputs**-0.5
+    return x[:, :inputs], weight, bias
+
+
+def check(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert out.dtype == dtype
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SMALL)
+@pytest.mark.parametrize("tiling", [*TILINGS, None])
+def test_small(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    x, weight, bias = random(*shape, dtype, device)
+    for own_bias in (None, bias):
+        with poisoned():
+            out = skinny.linear_few_rows_triton(x, weight, own_bias, tiling)
+        added = 0 if own_bias is None else own_bias.double()
+        check(out, x.double() @ weight.double().t() + added, dtype)
+        check(skinny.linear_few_rows_reference(x, weight, own_bias), x.double() @ weight.double().t() + added, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SMALL)
+@pytest.mark.parametrize("tiling", [TILINGS[0], Tiling(32, 32, 1, 3), None])
+def test_small_gated(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    rows, outputs, inputs = shape
+    x, weight, _ = random(rows, 2 * outputs, inputs, dtype, device)
+    with poisoned():
+        out = skinny.gated_linear_few_rows_triton(x, weight, tiling)
+    gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
+    check(out, F.silu(gate) * up, dtype)
+    check(skinny.gated_linear_few_rows_reference(x, weight), F.silu(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gated_rounds_as_the_two_kernels(device: str) -> None:
+    x, weight, _ = random(5, 64, 48, torch.float16, device)
+    tiling = Tiling(16, 16, 1, 1)
+    apart = silu_mul_triton(skinny.linear_few_rows_triton(x, weight, None, tiling))
+    assert torch.equal(skinny.gated_linear_few_rows_triton(x, weight, tiling), apart)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_a_row_does_not_depend_on_the_others(tiling: Tiling, device: str) -> None:
+    most = 16 if device == "cpu" else 32  # the interpreter's product of 32 rows adds in another order
+    x, weight, bias = random(most, 40, 72, torch.float16, device)
+    out = skinny.linear_few_rows_triton(x, weight, bias, tiling)
+    for rows in (1, 2, 5, 8, most):
+        assert torch.equal(skinny.linear_few_rows_triton(x[:rows], weight, bias, tiling), out[:rows])
+
+
+def test_tilings_fill_the_device_once() -> None:
+    for outputs, inputs in (shape for shape in LLAMA + DRAFT if shape[0] < 30_000):
+        tiling = skinny.choose_tiling(outputs, inputs)
+        programs = -(-outputs // tiling.outputs) * tiling.split
+        assert programs <= skinny.PROGRAMS
+        assert programs >= skinny.PROGRAMS // 2 or inputs < skinny.MIN_PART * 2 * tiling.split
+
+
+def test_no_rows_and_the_cpu() -> None:
+    x, weight, bias = torch.randn(4, 24), torch.randn(10, 24), torch.randn(10)
+    assert skinny.linear_few_rows_triton(x[:0], weight, bias).shape == (0, 10)
+    torch.testing.assert_close(skinny.linear_few_rows(x, weight, bias), F.linear(x, weight, bias))
+    expected = silu_mul_reference(F.linear(x, weight))
+    torch.testing.assert_close(skinny.gated_linear_few_rows(x, weight), expected)
+    torch.testing.assert_close(gated_linear(x.view(2, 2, 24), weight), expected.view(2, 2, 5))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 32])
+@pytest.mark.parametrize("shape", REAL)
+def test_real_shapes(shape: tuple[int, int], rows: int) -> None:
+    x, weight, bias = random(rows, *shape, torch.bfloat16, "cuda")
+    first = skinny.linear_few_rows_triton(x, weight, bias)
+    check(first, (x.float() @ weight.float().t() + bias.float()).double(), torch.bfloat16)
+    assert torch.equal(skinny.linear_few_rows_triton(x[:1], weight, bias), first[:1])
+    for _ in range(5):
+        assert torch.equal(skinny.linear_few_rows_triton(x, weight, bias), first)
+    gated = skinny.gated_linear_few_rows_triton(x, weight)
+    apart = silu_mul_triton(F.linear(x.float(), weight.float()).to(torch.bfloat16))
+    torch.testing.assert_close(gated, apart, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", [skinny.linear_few_rows_triton, skinny.linear_few_rows])
+def test_a_graph_replays_a_chain(run: Callable[..., Tensor]) -> None:
+    """Each kernel starts while the one before it runs, and reads what that one writes."""
+    x, down, _ = random(4, 4096, 14336, torch.bfloat16, "cuda")
+    _, gate_up, _ = random(4, 28672, 4096, torch.bfloat16, "cuda")
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = skinny.gated_linear_few_rows_triton(run(x, down), gate_up) * 8
+        return x
+
+    with torch.inference_mode():
+        expected = x
+        for _ in range(8):
+            expected = skinny.gated_linear_few_rows_triton(run(expected, down), gate_up) * 8
+            torch.cuda.synchronize()
+        assert torch.equal(replayed(lambda: chain(x)), expected)
+
+
+@pytest.mark.gpu
+def test_the_dispatch() -> None:
+    x, weight, _ = random(4, 4096, 4096, torch.bfloat16, "cuda")
+    with torch.inference_mode():
+        assert torch.equal(linear(x, weight), skinny.linear_few_rows_triton(x, weight))
+        shaped = linear(x.view(2, 2, 4096), weight)
+    assert torch.equal(shaped.view(4, 4096), skinny.linear_few_rows_triton(x, weight))

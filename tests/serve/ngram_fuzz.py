@@ -1,0 +1,177 @@
+"""Random operations on the n-gram core and on its plain model, compared after each of them.
+
+python tests/serve/ngram_fuzz.py --seconds 600 [--core FILE]    # FILE: a core built elsewhere, such as by sanitize_ngram.py
+"""
+
+import argparse
+import importlib.util
+import random
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from slipstream.tests.serve.ngram_model import NgramModel
+
+NAMES = ("", "a", "x" * 100)
+
+
+class Fuzz:
+    """One random configuration, small enough that nodes are given up and texts overwritten all the time."""
+
+    def __init__(self, core_class: Any, seed: int, folder: Path) -> None:
+        self.rng = rng = random.Random(seed)
+        branch = rng.choice((2, 3, 5, 8, 18, 63))
+        longest = rng.randint(1, branch - 1)
+        self.options: dict[str, Any] = {
+            "capacity": branch + rng.choice((1, 2, 3, 20, 100, 400, 3000)),
+            "branch_length": branch,
+            "min_match": rng.randint(1, longest),
+            "max_match": longest,
+            "order": rng.choice(("probability", "breadth")),
+            "breadth": rng.choice((1, 2, 4, 8, 64)),
+        }
+        self.num_rows = rng.choice((1, 2, 5))
+        self.vocab = rng.choice((2, 3, 6, 20, 300))
+        self.names = NAMES[: rng.choice((1, 3))]
+        self.core_class, self.folder, self.seed = core_class, folder, seed
+        self.core, self.model = self.make_core(), NgramModel(**self.options)
+        self.texts = [self.random_text(60) for _ in range(4)]
+        self.drafts: dict[int, list[int]] = {}  # of the running rows: what was drafted last, without the root
+        self.num_operations = 0
+
+    def make_core(self) -> Any:
+        return self.core_class(rows=self.num_rows, **self.options)
+
+    def random_text(self, longest: int) -> list[int]:
+        return [self.rng.randrange(self.vocab) for _ in range(self.rng.randint(1, longest))]
+
+    def text(self, longest: int) -> list[int]:
+        """At least one token; often a part of an earlier text, perhaps with a change."""
+        if self.rng.random() < 0.5:
+            return self.random_text(longest)
+        known = self.rng.choice(self.texts)
+        start = self.rng.randrange(len(known))
+        part = known[start : start + longest]
+        if self.rng.random() < 0.5:
+            part[self.rng.randrange(len(part))] = self.rng.randrange(self.vocab)
+        return part
+
+    def run(self, num_steps: int) -> int:
+        """Returns how many operations were compared; an operation is a request's or text's, not a batch's."""
+        for _ in range(num_steps):
+            choice = self.rng.random()
+            if choice < 0.15 and len(self.drafts) < self.num_rows:
+                self.admit()
+            elif choice < 0.22 and self.drafts:
+                self.release()
+            elif choice < 0.3:
+                self.insert()
+            elif self.drafts:
+                self.round()
+            self.compare_counts()
+            if self.rng.random() < 0.02:
+                self.compare_tries()
+        self.compare_tries()
+        return self.num_operations
+
+    def admit(self) -> None:
+        row = self.rng.choice(sorted(set(range(self.num_rows)) - self.drafts.keys()))
+        text, name = self.text(40), self.rng.choice(self.names)
+        self.core.admit(row, text, name)
+        self.core.flush()
+        self.model.admit(row, text, name)
+        self.drafts[row] = []
+        self.num_operations += 1
+
+    def release(self) -> None:
+        row = self.rng.choice(sorted(self.drafts))
+        self.core.release(row)
+        self.core.flush()
+        self.model.release(row)
+        del self.drafts[row]
+        self.num_operations += 1
+
+    def insert(self) -> None:
+        text, name = self.text(50), self.rng.choice(self.names)
+        self.core.insert(text, name)
+        self.model.insert(text, name)
+        self.texts[self.rng.randrange(len(self.texts))] = text
+        self.num_operations += 1
+
+    def round(self) -> None:
+        """All running requests gain tokens, some of them drafted ones, and get a tree each."""
+        rows, most = sorted(self.drafts), self.rng.randint(1, 6)
+        gained = np.full((len(rows), most), -1, np.int32)
+        for index, row in enumerate(rows):
+            text = self.drafts[row] if self.rng.random() < 0.4 else self.text(most)
+            text = text[: self.rng.randint(0, most)]
+            gained[index, : len(text)] = text
+            self.model.extend(row, text)
+        self.core.extend(rows, gained)
+        self.core.flush()
+        self.compare_trees(rows, self.rng.choice((1, 2, 8, 16, 64)))
+        self.num_operations += 2 * len(rows)
+
+    def compare_trees(self, rows: list[int], width: int) -> None:
+        tokens, parents = np.full((2, len(rows), width), -7, np.int32)
+        matches, ancestors = np.full(len(rows), -7, np.int32), np.full((len(rows), width), -7, np.int64)
+        self.core.propose(rows, tokens, parents, matches, ancestors)
+        for index, row in enumerate(rows):
+            tree = (tokens[index].tolist(), parents[index].tolist(), int(matches[index]))
+            assert tree == self.model.propose(row, width), self.place()
+            above = ancestors[index].view(np.uint64).tolist()
+            for node, parent in enumerate(tree[1]):
+                assert above[node] == 1 << node | (above[max(parent, 0)] if node else 0), self.place()
+            self.drafts[row] = [token for token in tree[0][1:] if token >= 0]
+
+    def compare_counts(self) -> None:
+        stats = self.core.stats()
+        counts = (stats["nodes"], stats["evicted_nodes"], stats["dropped_tokens"])
+        assert counts == (self.model.trie.size, self.model.trie.num_evicted, 0), self.place()
+
+    def compare_tries(self) -> None:
+        self.core.check()
+        names = {name: self.names[index] for index, name in enumerate(self.names)}
+        branches = [(names.get(name, NAMES[2]), *rest) for name, *rest in self.core.branches()]
+        assert branches == self.model.trie.branches(), self.place()
+        if not self.drafts and self.rng.random() < 0.5:
+            self.core.save(self.folder / "trie")
+            self.core = self.make_core()
+            self.core.load(self.folder / "trie")
+            self.core.check()
+            assert len(self.core.branches()) == len(branches), self.place()
+            self.model.trie.num_evicted = 0
+            self.num_operations += 2
+
+    def place(self) -> str:
+        return f"seed {self.seed} after {self.num_operations} operations, {self.options}"
+
+
+def load_core(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location("ngram_core", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.NgramCore
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--core", default=importlib.util.find_spec("slipstream.serve.drafters.ngram_core").origin)
+    options = parser.parse_args()
+    core_class, num_operations, seed, start = load_core(options.core), 0, options.seed, time.monotonic()
+    with TemporaryDirectory() as folder:
+        while time.monotonic() < start + options.seconds:
+            num_operations += Fuzz(core_class, seed, Path(folder)).run(150)
+            seed += 1
+    print(f"{num_operations:,} operations with seeds {options.seed}..{seed - 1}: core and model agree")
+
+
+if __name__ == "__main__":
+    main()
