@@ -130,11 +130,7 @@ def candidates(name: str) -> list[Tiling]:
     else:
         cuts = [(64, 128, split, stages) for split in (1, 2, 4) for stages in (4, 6)]
         cuts += [(64, 64, 4, 6), (128, 64, 4, 4), (128, 64, 8, 4)]
-    return [
-        Tiling(outputs, depth, split, ahead, stages)
-        for outputs, depth, split, stages in cuts
-        for ahead in (0, 4, 8, 16)
-    ]
+    return [Tiling(*cut) for cut in cuts]
 
 
 def rated(name: str, rows: int, time_us: float | None, limit: float) -> dict[str, Any]:

@@ -6,10 +6,9 @@ from torch.nn import functional as F
 
 from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.launch import use_triton
-from slipstream.kernels.skinny import gated_linear_few_rows_triton, linear_few_rows_triton
+from slipstream.kernels.skinny import MAX_OUTPUTS, MAX_ROWS, gated_linear_few_rows_triton, linear_few_rows_triton
 
 FEW_ROWS = 8
-FEW_GPU_ROWS = 16  # one tile of the tensor cores; more of them read as much of x as of the weights
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -19,7 +18,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     columns on the right, so we compute the transposed product there (docs/benchmarks.md, "Linear layers on the CPU").
     """
     rows = x.numel() // x.shape[-1]
-    if few_on_gpu(x, weight):
+    if x.is_cuda and len(weight) <= MAX_OUTPUTS and few_on_gpu(x, weight):
         return linear_few_rows_triton(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], len(weight))
     if x.is_cuda or rows > FEW_ROWS or weight.requires_grad:
         return F.linear(x, weight, bias)
@@ -40,5 +39,7 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def few_on_gpu(x: Tensor, weight: Tensor) -> bool:
     """Whether our kernel takes the product: 16-bit rows of a length at which 16 bytes load at once."""
-    fits = weight.dtype == x.dtype and weight.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] % 64 == 0
-    return fits and weight.stride(-1) == 1 and use_triton(x) and 0 < x.numel() <= FEW_GPU_ROWS * x.shape[-1]
+    if not use_triton(x) or not 0 < x.numel() <= MAX_ROWS * x.shape[-1]:
+        return False
+    fits = weight.dtype == x.dtype and weight.dtype in (torch.bfloat16, torch.float16)
+    return fits and x.shape[-1] % 64 == 0 and weight.stride(-1) == 1

@@ -1,7 +1,8 @@
 """Linear layers of few rows on a GPU: what a decode or verify pass spends its time on, bound by reading the weights.
 
-Faster than the library there because the weights keep coming while small kernels run (kernels/skinny_kernel.py). A
-row's result depends neither on how many rows there are nor on the run: the inputs are added up in the same order.
+Faster than the library there because one kernel does what takes it two (a split sum and its reduction, a projection
+and its gate), and because it follows the kernel before it without a gap (kernels/launch.py). A row's result depends
+neither on how many rows there are nor on the run: the inputs are added up in the same order.
 Letters: M rows, I inputs, O outputs.
 """
 
@@ -19,9 +20,8 @@ from slipstream.kernels.launch import pdl_options, use_triton
 from slipstream.kernels.skinny_kernel import linear_kernel
 
 MAX_ROWS = 32
-PROGRAMS = 264  # two on each of the 132 multiprocessors of an H100 or H200: all run at once and end together
-MIN_PART = 1024  # inputs of one program, below which it starts and ends more than it reads
-RESIDENT_BYTES = 34e6  # weights that the L2 cache (50 MB) takes whole while the kernels before run
+PROGRAMS = 132  # multiprocessors of an H100 or H200, each with as many loads on their way as its shared memory holds
+MAX_OUTPUTS = 64 * PROGRAMS  # beyond it the library reads plain products as fast (docs/benchmarks.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +34,24 @@ class Tiling:
     """Inputs that it loads at a time."""
     split: int
     """Programs that share the inputs of one tile of outputs."""
-    ahead: int
-    """Tiles that it asks for before it loads them: 4 of each of 264 programs are 17 MB, 4 us of an H200's memory."""
     stages: int = 4
-    """Tiles in shared memory: they cover the latency of the L2 cache and leave room for the next kernel's programs."""
+    """Tiles in shared memory."""
     warps: int = 4
 
 
 def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False) -> Tiling:
-    """The tiling of (O, I) weights of 16 bits; the same for every number of rows, so that they round alike."""
+    """The tiling of (O, I) weights of 16 bits; the same for every number of rows, so that they round alike.
+
+    The best of those that bench/linear.py --tune tries on an H200.
+    """
     if gated:
-        return Tiling(outputs=64, depth=64, split=1, ahead=4)
-    if triton.cdiv(num_outputs, 128) > PROGRAMS // 2:
-        return Tiling(outputs=128, depth=64, split=1, ahead=4)
+        return Tiling(outputs=64, depth=128, split=1, stages=3)
+    if num_outputs > MAX_OUTPUTS:
+        return Tiling(outputs=128, depth=64, split=1, stages=3)
     split = 1
-    while triton.cdiv(num_outputs, 64) * 2 * split <= PROGRAMS and num_inputs >= MIN_PART * 2 * split:
+    while triton.cdiv(num_outputs, 64) * 2 * split <= PROGRAMS and num_inputs >= 1024 * 2 * split:
         split *= 2
-    whole = num_outputs * num_inputs * 2 <= RESIDENT_BYTES
-    ahead = triton.cdiv(triton.cdiv(num_inputs, 128), split) if whole else 4
-    return Tiling(outputs=64, depth=128, split=split, ahead=ahead)
+    return Tiling(outputs=64, depth=128, split=split, stages=6)
 
 
 def linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -118,7 +117,6 @@ def _options(x: Tensor, tiling: Tiling) -> dict[str, Any]:
         "OUTPUTS": tiling.outputs,
         "DEPTH": tiling.depth,
         "SPLIT": tiling.split,
-        "AHEAD": tiling.ahead if x.is_cuda else 0,
         "num_stages": tiling.stages,
         "num_warps": tiling.warps,
         **pdl_options(x.device),

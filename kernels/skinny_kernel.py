@@ -1,10 +1,7 @@
-"""The kernel of `linear_few_rows`: weights stream through the L2 cache and shared memory into the tensor cores.
+"""The kernel of `linear_few_rows`: weights stream through shared memory into the tensor cores.
 
-The weights are the left operand of the product and the few rows, padded to ROWS, the right one. Each program asks for
-its weights AHEAD tiles before it loads them, the first of them before it waits for the kernel before: the memory then
-works through that kernel's end, and through small kernels, which leave it idle. The L2 cache is where stores meet, so
-even weights that an earlier kernel still writes are read right. The next kernel may start once the last tile is asked
-for: earlier, its requests would only compete, and the memory would idle in the gap again.
+The weights are the left operand of the product and the few rows, padded to ROWS, the right one. The next kernel may
+start once the last tile is loaded: earlier, its programs would only take room.
 """
 
 import triton
@@ -18,7 +15,7 @@ def linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
     x_stride, weight_stride, num_rows, num_outputs, num_inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
-    EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1).
 
@@ -30,12 +27,7 @@ def linear_kernel(
     tiles_each = tl.cdiv(tl.cdiv(num_inputs, DEPTH), SPLIT)
     first = tl.program_id(1) * tiles_each
     last = tl.minimum(first + tiles_each, tl.cdiv(num_inputs, DEPTH))
-    for step in range(first, tl.minimum(first + AHEAD, last)):
-        _prefetch(weights, step, last, num_inputs, DEPTH)
-        if GATED:
-            _prefetch(up_weights, step, last, num_inputs, DEPTH)
     if PDL:
-        _launch_dependents_if(first + AHEAD >= last)
         tl.extra.cuda.gdc_wait()
 
     row = tl.arange(0, ROWS)
@@ -48,12 +40,6 @@ def linear_kernel(
         acc = tl.dot(_load(weights + k, k, num_inputs, EVEN), tl.trans(x), acc, input_precision=PRECISION)
         if GATED:
             up = tl.dot(_load(up_weights + k, k, num_inputs, EVEN), tl.trans(x), up, input_precision=PRECISION)
-        if AHEAD > 0:
-            _prefetch(weights, step + AHEAD, last, num_inputs, DEPTH)
-            if GATED:
-                _prefetch(up_weights, step + AHEAD, last, num_inputs, DEPTH)
-            if PDL:
-                _launch_dependents_if(step + AHEAD + 1 >= last)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -103,26 +89,3 @@ def _merge(
     for part in tl.static_range(SPLIT):
         result += tl.load(cells + part * ROWS * OUTPUTS, mask=merging, other=0.0, cache_modifier=".cg")
     return result, valid & merging
-
-
-@triton.jit
-def _prefetch(weights, step, last, num_inputs, DEPTH: tl.constexpr):
-    """Asks for a tile of weights (rows of pointers) into the L2 cache, 128 bytes by 128; beyond `last` for nothing."""
-    LINE: tl.constexpr = 1024 // weights.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = DEPTH // LINE if DEPTH > LINE else 1
-    k = step * DEPTH + tl.arange(0, LINES)[None, :] * LINE
-    wanted = (k < tl.where(step < last, num_inputs, 0)).to(tl.int32)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r", [weights + k, tl.broadcast_to(wanted, (weights + k).shape)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _launch_dependents_if(condition):
-    """`gdc_launch_dependents` without a branch, which would keep the loop around it from being pipelined."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p griddepcontrol.launch_dependents; mov.u32 $0, 0; }",
-        "=r,r", [condition.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip

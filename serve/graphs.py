@@ -4,8 +4,10 @@ All graphs share one memory pool and write into one result buffer, so a replay's
 next replay, in stream order.
 """
 
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,18 @@ def buckets(max_batch: int) -> list[int]:
     """Batch sizes to capture: 1, 2, 4, then steps that waste at most a quarter of a pass, up to `max_batch`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_batch, 64)]
     return [size for size in sizes if size < max_batch] + [max_batch]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage that owns device memory, such as another engine's graphs, would break a capture by being freed in it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,7 @@ class RoundGraphs:
 
         Raises ValueError where the graphs do not fit into memory.
         """
+        gc.collect()
         start, before = time.monotonic(), torch.cuda.mem_get_info()[0]
         keys = [(size, width) for size in reversed(self.sizes) for width in sorted(widths, reverse=True)]
         try:
@@ -109,7 +124,7 @@ class RoundGraphs:
             self._round(size, width, mode)
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             self._round(size, width, mode)
         self._graphs[size, width, mode] = graph
 

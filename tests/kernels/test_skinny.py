@@ -15,7 +15,7 @@ from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, 
 
 # The interpreter has no product of bfloat16.
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-TILINGS = [Tiling(16, 16, 1, 2), Tiling(16, 32, 3, 1), Tiling(32, 16, 4, 8)]
+TILINGS = [Tiling(16, 16, 1), Tiling(16, 32, 3), Tiling(32, 16, 4)]
 SMALL = [(1, 24, 40), (3, 33, 50), (8, 16, 16), (17, 65, 7), (32, 10, 128)]
 LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
 DRAFT = [(4096, 12288), (6144, 8192), (32000, 4096), (24576, 4096), (4096, 12288), (1000, 2560)]
@@ -54,7 +54,7 @@ def test_small(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SMALL)
-@pytest.mark.parametrize("tiling", [TILINGS[0], Tiling(32, 32, 1, 3), None])
+@pytest.mark.parametrize("tiling", [TILINGS[0], Tiling(32, 32, 1), None])
 def test_small_gated(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     rows, outputs, inputs = shape
     x, weight, _ = random(rows, 2 * outputs, inputs, dtype, device)
@@ -68,7 +68,7 @@ def test_small_gated(tiling: Tiling | None, shape: tuple[int, int, int], dtype: 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gated_rounds_as_the_two_kernels(device: str) -> None:
     x, weight, _ = random(5, 64, 48, torch.float16, device)
-    tiling = Tiling(16, 16, 1, 1)
+    tiling = Tiling(16, 16, 1)
     apart = silu_mul_triton(skinny.linear_few_rows_triton(x, weight, None, tiling))
     assert torch.equal(skinny.gated_linear_few_rows_triton(x, weight, tiling), apart)
 
@@ -84,11 +84,10 @@ def test_a_row_does_not_depend_on_the_others(tiling: Tiling, device: str) -> Non
 
 
 def test_tilings_fill_the_device_once() -> None:
-    for outputs, inputs in (shape for shape in LLAMA + DRAFT if shape[0] < 30_000):
+    for outputs, inputs in (shape for shape in LLAMA + DRAFT if 4000 < shape[0] <= skinny.MAX_OUTPUTS):
         tiling = skinny.choose_tiling(outputs, inputs)
         programs = -(-outputs // tiling.outputs) * tiling.split
-        assert programs <= skinny.PROGRAMS
-        assert programs >= skinny.PROGRAMS // 2 or inputs < skinny.MIN_PART * 2 * tiling.split
+        assert skinny.PROGRAMS / 2 < programs <= skinny.PROGRAMS
 
 
 def test_no_rows_and_the_cpu() -> None:
@@ -121,16 +120,20 @@ def test_a_graph_replays_a_chain(run: Callable[..., Tensor]) -> None:
     x, down, _ = random(4, 4096, 14336, torch.bfloat16, "cuda")
     _, gate_up, _ = random(4, 28672, 4096, torch.bfloat16, "cuda")
 
+    def bounded(x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:])
+
     def chain(x: Tensor) -> Tensor:
         for _ in range(8):
-            x = skinny.gated_linear_few_rows_triton(run(x, down), gate_up) * 8
+            x = bounded(skinny.gated_linear_few_rows_triton(run(x, down), gate_up))
         return x
 
     with torch.inference_mode():
         expected = x
         for _ in range(8):
-            expected = skinny.gated_linear_few_rows_triton(run(expected, down), gate_up) * 8
+            expected = bounded(skinny.gated_linear_few_rows_triton(run(expected, down), gate_up))
             torch.cuda.synchronize()
+        assert expected.isfinite().all()
         assert torch.equal(replayed(lambda: chain(x)), expected)
 
 
