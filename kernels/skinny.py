@@ -45,7 +45,7 @@ def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False) -> Til
     The best of those that bench/linear.py --tune tries on an H200.
     """
     if gated:
-        return Tiling(outputs=64, depth=128, split=1, stages=3)
+        return Tiling(outputs=64, depth=64, split=1)  # 32 rows leave room for two programs, too
     if num_outputs > MAX_OUTPUTS:
         return Tiling(outputs=128, depth=64, split=1, stages=3)
     split = 1

@@ -2,9 +2,14 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 
 #include <cerrno>
+#include <filesystem>
+#include <memory>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "ngram.h"
 #include "snapshot.h"
@@ -14,7 +19,7 @@ using ngram::Ngram;
 
 namespace {
 
-// Inputs are converted; arrays that are written into must be the caller's own.
+// pybind11 makes a ValueError of std::invalid_argument. Inputs are converted; arrays that are written into must be the caller's own.
 using Ints = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
 using Longs = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 using IntsOut = py::array_t<int32_t, py::array::c_style>;
@@ -74,6 +79,16 @@ void insert(Ngram& self, const Ints& tokens, const std::string& name) {
   self.insert(tokens.data(), static_cast<size_t>(tokens.size()), short_name);
 }
 
+void save(Ngram& self, const std::filesystem::path& path) {
+  py::gil_scoped_release release;
+  self.save(path.string());
+}
+
+void load(Ngram& self, const std::filesystem::path& path) {
+  py::gil_scoped_release release;
+  self.load(path.string());
+}
+
 py::dict stats(Ngram& self) {
   ngram::Stats stats;
   {
@@ -117,10 +132,8 @@ void translate(std::exception_ptr pointer) {
   } catch (const ngram::FileError& error) {
     errno = error.number;
     PyErr_SetFromErrnoWithFilename(PyExc_OSError, error.what());
-  } catch (const std::logic_error& error) {
-    // std::invalid_argument is one of these, and pybind11 makes a ValueError of it.
-    const bool is_argument = dynamic_cast<const std::invalid_argument*>(&error) != nullptr;
-    PyErr_SetString(is_argument ? PyExc_ValueError : PyExc_AssertionError, error.what());
+  } catch (const ngram::Contradiction& error) {
+    PyErr_SetString(PyExc_AssertionError, error.what());
   }
 }
 
@@ -141,8 +154,8 @@ PYBIND11_MODULE(ngram_core, module) {
       .def("release", &Ngram::release, py::arg("row"), release())
       .def("insert", &insert, py::arg("tokens"), py::arg("namespace") = "")
       .def("flush", &Ngram::flush, release())
-      .def("save", &Ngram::save, py::arg("path"), release())
-      .def("load", &Ngram::load, py::arg("path"), release())
+      .def("save", &save, py::arg("path"))
+      .def("load", &load, py::arg("path"))
       .def("check", &Ngram::check, release())
       .def("stats", &stats)
       .def("branches", &branches);

@@ -30,12 +30,16 @@ class ChildTable {
   template <class Wanted>
   uint32_t find(uint64_t hash, const Wanted& is_wanted) const {
     const uint32_t tag = tag_of(hash);
-    for (uint32_t at = home(hash);; at = next(at)) {
+    uint32_t at = home(hash);
+    for (uint32_t left = line_mask_;; --left, at = next(at)) {
       const Line& line = lines_[at];
-      for (const uint32_t slot : line.slots) {
-        if (slot >> id_bits_ == tag && is_wanted(slot & id_mask())) return slot & id_mask();
+      uint32_t hits = 0;
+      for (uint32_t i = 0; i < 15; ++i) hits |= static_cast<uint32_t>(line.slots[i] >> id_bits_ == tag) << i;
+      for (; hits != 0; hits &= hits - 1) {
+        const uint32_t id = line.slots[__builtin_ctz(hits)] & id_mask();
+        if (is_wanted(id)) return id;
       }
-      if (line.num_passed == 0) return 0;
+      if (line.num_passed == 0 || left == 0) return 0;
     }
   }
 

@@ -72,8 +72,8 @@ void Ngram::admit(int64_t row, const int32_t* tokens, size_t num_tokens, const s
   request.is_lost = false;
   request.context.clear();
   for (size_t index = 0; index < num_tokens; ++index) request.context.add(tokens[index]);
-  const size_t most = options_.insert_prompts ? num_tokens : static_cast<size_t>(options_.branch_length);
-  const size_t count = std::min(num_tokens, most);
+  const int64_t most = options_.insert_prompts ? options_.queue_tokens / 2 : options_.branch_length;
+  const size_t count = std::min(num_tokens, static_cast<size_t>(most));
   queue_.set_busy(++num_running_ > 0);
   queue(row, JobKind::BEGIN, tokens + num_tokens - count, count);
 }
@@ -112,7 +112,7 @@ void Ngram::propose(const int64_t* rows, size_t batch, size_t width, int32_t* to
       const Row row{static_cast<uint32_t>(width), tokens + start, parents + start, masks};
       const uint32_t match = draft_.propose(request.context, request.history, row);
       matches[index] = static_cast<int32_t>(match);
-      ++match_lengths_[match];
+      if (width > 1) ++match_lengths_[match];
       drafted_tokens_ += draft_.size() - 1;
     }
   }

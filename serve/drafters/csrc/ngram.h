@@ -23,7 +23,7 @@ struct Stats {
   uint64_t nodes, bytes, context_bytes;  // bytes of the trie, and of the running requests' own texts
   uint64_t inserted_tokens, dropped_tokens, waiting_tokens, evicted_nodes;
   uint64_t drafted_tokens;
-  std::vector<uint64_t> match_lengths;  // [length]: proposals whose longest match had it; [0]: that found nothing
+  std::vector<uint64_t> match_lengths;  // [length]: proposals whose longest match had it; [0]: that found none
   double insert_seconds;                // that the thread has spent
 };
 
@@ -55,7 +55,7 @@ class Ngram {
   Stats stats();
   // Every branch, the one used longest ago first.
   std::vector<Branch> branches();
-  // Throws std::logic_error where the trie contradicts itself.
+  // Throws Contradiction where the trie contradicts itself.
   void check();
 
  private:

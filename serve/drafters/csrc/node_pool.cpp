@@ -1,7 +1,6 @@
 #include "node_pool.h"
 
 #include <cassert>
-#include <stdexcept>
 #include <string>
 
 namespace ngram {
@@ -146,7 +145,7 @@ void NodePool::unlist(uint32_t leaf) {
 namespace {
 
 void require(bool holds, const char* what, uint32_t id) {
-  if (!holds) throw std::logic_error("n-gram trie: node " + std::to_string(id) + ": " + what);
+  if (!holds) throw Contradiction("n-gram trie: node " + std::to_string(id) + ": " + what);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
 
 #include "child_table.h"
 #include "memory.h"
@@ -13,6 +14,11 @@ constexpr uint32_t NONE = 0;           // no node: ids begin at 1
 constexpr uint32_t ROOT = 1u << 31;    // ROOT | number of a namespace is the parent of its first level
 constexpr int32_t MAX_TOKEN = (1 << 21) - 1;
 constexpr uint32_t MAX_BRANCH = 63;    // depth has 6 bits
+
+// A fault of this program.
+struct Contradiction : std::logic_error {
+  using std::logic_error::logic_error;
+};
 
 // What a match reads: half a cache line.
 struct Node {
@@ -79,7 +85,7 @@ class NodePool {
   void prefetch_child(uint32_t parent, int32_t token) const {
     prefetch(&nodes_[table_.guess(ChildTable::hash(parent, token))]);
   }
-  // Throws std::logic_error where the links contradict each other. Walks everything.
+  // Throws Contradiction where the links contradict each other. Walks everything.
   void check() const;
 
  private:

@@ -19,7 +19,7 @@ struct Options {
   std::string order;      // "probability" or "breadth"
   int64_t breadth;        // children of a drafted node
   int64_t queue_tokens;   // tokens that may wait for their insertion
-  bool insert_prompts;    // otherwise only their last branch_length tokens
+  bool insert_prompts;    // up to half the queue; otherwise only their last branch_length tokens
 
   // Throws std::invalid_argument with the option, its value and what to do.
   void validate() const {

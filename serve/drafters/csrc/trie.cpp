@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cassert>
-#include <stdexcept>
 
 namespace ngram {
 
@@ -224,7 +223,7 @@ void Trie::check() const {
   std::vector<uint32_t> num_children(names_.size());
   for (uint32_t id = 1; id <= nodes_.capacity(); ++id) {
     if (nodes_[id].birth == 0) continue;
-    if (nodes_[id].depth > branch_length_) throw std::logic_error("n-gram trie: a branch is too long");
+    if (nodes_[id].depth > branch_length_) throw Contradiction("n-gram trie: a branch is too long");
     if ((nodes_[id].parent & ROOT) != 0) ++num_children.at(nodes_[id].parent & ~ROOT);
   }
   for (size_t number = 0; number < names_.size(); ++number) {
@@ -233,7 +232,7 @@ void Trie::check() const {
     const bool is_known = known != numbers_.end() && known->second == number;
     const bool is_used = space.num_users > 0 || num_children[number] > 0;
     if (space.num_children != num_children[number] || is_used != is_known) {
-      throw std::logic_error("n-gram trie: namespace " + std::to_string(number) + " is counted wrong");
+      throw Contradiction("n-gram trie: namespace " + std::to_string(number) + " is counted wrong");
     }
   }
 }

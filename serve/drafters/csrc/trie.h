@@ -76,7 +76,7 @@ class Trie {
   uint64_t num_evicted() const { return num_evicted_; }
   uint64_t num_inserted() const { return num_inserted_; }
   size_t bytes() const;
-  // Throws std::logic_error where the structure contradicts itself. Walks everything.
+  // Throws Contradiction where the structure contradicts itself. Walks everything.
   void check() const;
 
  private:
