@@ -19,8 +19,9 @@ from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine, refuse_to_start
 from slipstream.tests.serve.fake_server import write_target
 
-OPTIONS = [  # frozen: a new one is a decision, and there are never more than 20
+OPTIONS = [  # frozen: a new one is a decision, and there are never more than 25
     "attention",
+    "cuda_graph",
     "device",
     "draft",
     "dtype",
@@ -30,13 +31,17 @@ OPTIONS = [  # frozen: a new one is a decision, and there are never more than 20
     "max_running",
     "max_waiting",
     "mem_fraction",
+    "overlap",
     "page_size",
     "port",
     "prefill_budget",
     "revision",
     "served_model_name",
+    "simulate_accept_length",
     "target",
     "trust_remote_code",
+    "unsafe_simulate",
+    "width",
 ]
 START = """
 from slipstream.serve.cli import run
@@ -189,4 +194,4 @@ def test_flags_are_not_abbreviated(flag: str, capsys: pytest.CaptureFixture[str]
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert "unrecognized arguments" in error
-    assert "valid options: attention, device, draft" in error
+    assert "valid options: attention, cuda_graph, device, draft" in error
