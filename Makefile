@@ -23,7 +23,7 @@ lint: .venv/.installed
 	MYPYPATH=build/types $(BIN)/mypy -p slipstream.models -p slipstream.serve -p slipstream.kernels
 
 # Wheels of torch's CPU build are small; on a machine with a GPU install torch first and it stays as it is.
-.venv/.installed: pyproject.toml
+.venv/.installed: pyproject.toml setup.py $(wildcard serve/drafters/csrc/*)
 	@start=$$(date +%s); set -e; \
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'; \

@@ -84,10 +84,10 @@ def replay(core: NgramCore, exchanges: Sequence[Exchange], batch: int, width: in
     total = Replayed()
     waiting = iter([exchange for exchange in exchanges if len(exchange.answer) > 1])
     running: dict[int, tuple[Exchange, int]] = {}  # row -> its exchange, and how much of the answer is emitted
-    arrays = np.zeros((2, batch, width), np.int32), np.zeros(batch, np.int32)
+    trees, lengths = np.zeros((2, batch, width), np.int32), np.zeros(batch, np.int32)
     while _admit(core, waiting, running, batch):
         rows = sorted(running)
-        (tokens, parents), matches = arrays[0][:, : len(rows)], arrays[1][: len(rows)]
+        (tokens, parents), matches = trees[:, : len(rows)], lengths[: len(rows)]
         start = time.perf_counter()
         core.propose(rows, tokens, parents, matches)
         total.seconds += time.perf_counter() - start

@@ -188,6 +188,8 @@ def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | Non
     if graphs is None:
         return None, {}
     start_requests(engine, config, batch)
+    while engine._flights:
+        engine._flights.popleft().land()
     sequences = engine.scheduler.next_round(engine.reserve)
     rows = [sequence.row for sequence in sequences]
     state, lengths = engine.state, engine.state.lengths.clone()

@@ -37,6 +37,15 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
+class HostProposal:
+    """Proposals made on the host, as Proposal holds them."""
+
+    tokens: Tensor  # (B, N) int32 on the CPU; unused nodes -1
+    parents: Tensor  # (B, N) int32 on the CPU
+    counts: list[int]  # nodes in use, root included; 0: the request keeps the proposal that it has
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """The target's answer."""
 
@@ -90,6 +99,16 @@ class Rows:
         if changes:
             rows, indices, pages = self.upload(list(zip(*changes, strict=True)))
             self.pages[rows, indices] = pages
+
+    def store(self, rows: Sequence[int], proposal: HostProposal) -> None:
+        """Replaces the stored proposals of the requests in rows[i] whose counts[i] is not 0."""
+        chosen = [index for index, count in enumerate(proposal.counts) if count]
+        if chosen:
+            where = self.upload([rows[index] for index in chosen])
+            width = proposal.tokens.shape[1]
+            for stored, nodes in ((self.tokens, proposal.tokens), (self.parents, proposal.parents)):
+                stored[where, :width] = nodes[chosen].to(self.device)
+                stored[where, width:] = -1
 
     def sampling(self, rows: Tensor, mode: SamplingMode) -> Sampling:
         temperature = None if mode == "greedy" else self.temperature

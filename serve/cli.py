@@ -16,7 +16,7 @@ import yaml
 
 from slipstream.config import parse
 from slipstream.serve.client import EngineError
-from slipstream.serve.drafters.base import find_drafter
+from slipstream.serve.drafters.base import options_of
 from slipstream.serve.launch import serve
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.worker import EngineFactory, build_engine
@@ -54,7 +54,7 @@ def read_config(argv: Sequence[str]) -> ServeConfig:
 
 def options_class(draft: str) -> Any:
     """ServeConfig in which `drafter` is the Options of this draft's drafter."""
-    drafter = ("drafter", find_drafter(draft).Options)
+    drafter = ("drafter", options_of(draft))
     return make_dataclass("ServeOptions", [drafter], bases=(ServeConfig,), frozen=True, kw_only=True)
 
 

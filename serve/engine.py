@@ -21,7 +21,7 @@ from slipstream.models.target import load_config, load_target
 from slipstream.serve.attention.base import Hybrid, KVFormat, find_backends
 from slipstream.serve.batch import KVSpec, Rows
 from slipstream.serve.cache import PageCache
-from slipstream.serve.drafters.base import build_options, find_drafter
+from slipstream.serve.drafters.base import load_drafter
 from slipstream.serve.executor import Executor
 from slipstream.serve.graphs import RoundGraphs
 from slipstream.serve.options import EngineConfig, find_target
@@ -55,8 +55,7 @@ class Engine:
         self.device = torch.device(_pick_device(config.device))
         dtype = _pick_dtype(config.dtype, path, self.device)
         self.target = load_target(path, model, dtype, self.device)
-        drafter_class = find_drafter(config.draft)
-        self.drafter = drafter_class.load(config.draft, build_options(drafter_class, config.drafter), self.target)
+        self.drafter = load_drafter(config.draft, config.drafter, self.target)
         _warn_if_changed(config.draft, path, config.trust_remote_code)
         self.widths = _pick_widths(config.width, self.drafter.widths)
         self.width = max(self.widths)
@@ -143,8 +142,12 @@ class Engine:
         flight = self.executor.prefill(chunks)
 
         def land() -> list[Output]:
-            tokens = [token if chunk.is_last else None for chunk, (token,) in zip(chunks, flight.read(), strict=True)]
-            return self.scheduler.commit_prefill(chunks, tokens)
+            sampled, _ = flight.read()
+            tokens = [token if chunk.is_last else None for chunk, (token,) in zip(chunks, sampled, strict=True)]
+            outputs = self.scheduler.commit_prefill(chunks, tokens)
+            ends = [(chunk.sequence, token) for chunk, token in zip(chunks, sampled, strict=True) if chunk.is_last]
+            self._draft_on_host(ends)
+            return outputs
 
         return Pass("prefill", land)
 
@@ -152,16 +155,40 @@ class Engine:
         sequences = self.scheduler.next_round(self.reserve)
         if not sequences:
             return None
-        width = self.width if self.policy is None else self.policy.choose(len(sequences))
+        width = self._pick_width(sequences)
         flight, drafted = self.executor.round(sequences, width)
 
         def land() -> list[Output]:
-            tokens = flight.read()
+            tokens, accepted = flight.read()
             if self.policy is not None:
-                self.policy.record(drafted, [len(emitted) - 1 for emitted in tokens])
-            return self.scheduler.commit_round(sequences, tokens, drafted)
+                self.policy.record(drafted, accepted)
+            outputs = self.scheduler.commit_round(sequences, tokens, drafted)
+            self._draft_on_host(list(zip(sequences, tokens, strict=True)))
+            return outputs
 
         return Pass("round", land)
+
+    def _pick_width(self, sequences: list[Sequence]) -> int:
+        """As many nodes as pay at this load, where that is known, and no more than the host has drafted."""
+        least = self.drafter.device_width  # the device drafts as many as it is asked for
+        proposed = [max(least, count) for count in self.executor.proposed(sequences)]
+        if self.policy is not None:
+            return self.policy.choose(proposed)
+        return min(width for width in self.widths if width >= min(self.width, max(proposed)))
+
+    def _draft_on_host(self, gained: list[tuple[Sequence, list[int]]]) -> None:
+        """Tells a drafter on the host what its requests have gained, and stores what it proposes for them."""
+        if not self.drafter.on_host:
+            return
+        alive = [(sequence.row, tokens) for sequence, tokens in gained if sequence.row >= 0]
+        if alive:
+            rows = [row for row, _ in alive]
+            self.drafter.extend(rows, [tokens for _, tokens in alive])
+            self.executor.store(rows, self.drafter.draft(rows, self.width))
+
+    def close(self) -> None:
+        """Lets the drafter put away what it keeps. The engine is not used afterwards."""
+        self.drafter.close()
 
     def _launch(self, flight: Pass | None) -> list[Output]:
         if flight is None:
@@ -178,6 +205,7 @@ class Engine:
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
             "preemptions": scheduler.num_preemptions,
+            **self.drafter.metrics(),
         }
 
     def _admit(self, sequence: Sequence) -> None:
@@ -193,8 +221,8 @@ class Engine:
                 f"attention is {self.config.attention!r}: its backend for {planned[0]} plans on the host, which a CUDA "
                 f"graph cannot; choose another for {' and '.join(planned)}, or add --no-cuda-graph"
             )
-        captures = on_gpu and self.config.cuda_graph and self.drafter.on_device
-        return captures, on_gpu and self.config.overlap and not planned and self.drafter.on_device
+        overlap = on_gpu and self.config.overlap and not planned and not self.drafter.on_host
+        return on_gpu and self.config.cuda_graph, overlap
 
     def _build_runner(self, specs: list[KVSpec], dtype: torch.dtype, num_pages: int, pages_per_row: int) -> Runner:
         config, device = self.config, self.device

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.serve.batch import Batch, SamplingMode
+from slipstream.serve.batch import Batch, HostProposal, SamplingMode
 from slipstream.serve.graphs import RoundGraphs
 from slipstream.serve.round import Runner
 from slipstream.serve.sequence import Chunk, Sequence
@@ -18,24 +18,30 @@ from slipstream.serve.sequence import Chunk, Sequence
 class Flight:
     """A launched pass: where its tokens arrive, and when."""
 
-    results: Tensor  # (B, 1 + N) int32 on the host: number of tokens, tokens; written once `landed` has passed
+    results: Tensor  # (B, 1 + N or 1 + 2 * N) int32 on the host: see Runner.round; written once `landed` has passed
+    width: int  # N
     landed: torch.cuda.Event | None
 
     @classmethod
-    def launch(cls, results: Tensor) -> "Flight":
-        """Starts the copy of results (B, 1 + N) int32 to the host."""
+    def launch(cls, results: Tensor, width: int) -> "Flight":
+        """Starts the copy of the results to the host."""
         if results.device.type != "cuda":
-            return cls(results, None)
+            return cls(results, width, None)
         host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
         host.copy_(results, non_blocking=True)
         landed = torch.cuda.Event()
         landed.record()
-        return cls(host, landed)
+        return cls(host, width, landed)
 
-    def read(self) -> list[list[int]]:
+    def read(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Each request's tokens, and the drafted nodes that it accepted."""
         if self.landed is not None:
             self.landed.synchronize()  # sync
-        return [row[1 : 1 + row[0]] for row in self.results.tolist()]
+        rows = self.results.tolist()
+        tokens = [row[1 : 1 + row[0]] for row in rows]
+        if self.results.shape[1] == 1 + self.width:  # chains: nodes are accepted in order
+            return tokens, [list(range(1, row[0])) for row in rows]
+        return tokens, [row[2 + self.width : 1 + self.width + row[0]] for row in rows]
 
 
 class Executor:
@@ -57,7 +63,7 @@ class Executor:
         for chunk in chunks:
             self._proposed[chunk.sequence.row] = self.width
         sampled = self.runner.prefill(batch, tokens, tuple(chunk.is_last for chunk in chunks), self.width).int()
-        return Flight.launch(torch.stack((torch.ones_like(sampled), sampled), dim=1))
+        return Flight.launch(torch.stack((torch.ones_like(sampled), sampled), dim=1), 1)
 
     def round(self, sequences: list[Sequence], width: int) -> tuple[Flight, list[int]]:
         """Verifies and proposes `width` nodes each. Also returns how many of the nodes verified are drafted tokens."""
@@ -65,7 +71,17 @@ class Executor:
         drafted = [min(self._proposed[row], width) - 1 for row in rows]
         for row in rows:
             self._proposed[row] = width
-        return Flight.launch(self._round(sequences, rows, width)), drafted
+        return Flight.launch(self._round(sequences, rows, width), width), drafted
+
+    def store(self, rows: list[int], proposal: HostProposal) -> None:
+        """Takes proposals made on the host."""
+        self.state.store(rows, proposal)
+        for row, count in zip(rows, proposal.counts, strict=True):
+            self._proposed[row] = count or self._proposed[row]
+
+    def proposed(self, sequences: list[Sequence]) -> list[int]:
+        """Nodes of each stored proposal, root included."""
+        return [self._proposed[sequence.row] for sequence in sequences]
 
     def _round(self, sequences: list[Sequence], rows: list[int], width: int) -> Tensor:
         self._upload_pages(sequences)

@@ -60,7 +60,8 @@ class RoundGraphs:
         self.runner = runner
         self.sizes = buckets(max_batch)
         self.rows = torch.full((max_batch,), state.null, dtype=torch.int64, device=state.device)
-        self.results = torch.zeros(max_batch, 1 + state.tokens.shape[1], dtype=torch.int32, device=state.device)
+        self.results = torch.zeros(max_batch, 1 + 2 * state.tokens.shape[1], dtype=torch.int32, device=state.device)
+        self._columns: dict[int, int] = {}  # of the results, by width
         self._graphs: dict[tuple[int, int, SamplingMode], torch.cuda.CUDAGraph] = {}
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._held: tuple[list[int], int] = ([], 0)  # what self.rows holds
@@ -89,14 +90,14 @@ class RoundGraphs:
         return {(size, width): self._time(size, width) for size, width, mode in self._graphs if mode == "plain"}
 
     def round(self, rows: list[int], mode: SamplingMode, width: int) -> Tensor:
-        """(B, 1 + N) int32 on the device: how many tokens each request's round emits, and which."""
+        """What `runner.round` returns, on the device."""
         size = next(size for size in self.sizes if size >= len(rows))
         mode = "full" if mode == "full" else "plain"
         if (size, width, mode) not in self._graphs:
             self._capture(size, width, mode)
         self._hold(rows, size)
         self._graphs[size, width, mode].replay()
-        return self.results[: len(rows), : 1 + width]
+        return self.results[: len(rows), : self._columns[width]]
 
     def _hold(self, rows: list[int], size: int) -> None:
         if self._held != (rows, size):
@@ -130,4 +131,5 @@ class RoundGraphs:
 
     def _round(self, size: int, width: int, mode: SamplingMode) -> None:
         results = self.runner.round(self.rows[:size], (0,) * size, mode, width, width)
-        self.results[:size, : 1 + width] = results
+        self._columns[width] = results.shape[1]
+        self.results[:size, : results.shape[1]] = results

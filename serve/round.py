@@ -48,6 +48,8 @@ class Runner:
         assert batch.next_tokens is not None
         batch.next_tokens[last[done]] = sampled[done]
         self.state.lengths[batch.rows] = ends.int()
+        if not self.drafter.on_device:
+            return sampled
         self.drafter.observe(batch, features, None)
         if ending:
             bounds = tuple(batch.kv_bounds[row] for row in ending)
@@ -68,7 +70,8 @@ class Runner:
         """Verifies the stored proposals of `rows` (B,), cut to `width` nodes, and stores the next ones.
 
         `bounds`: host upper bound of each request's committed tokens before the round.
-        Returns (B, 1 + N) int32: how many tokens each request emits, and which, -1 padded.
+        Returns (B, 1 + N) int32: how many tokens each request emits, and which, -1 padded; of trees (B, 1 + 2 * N): the
+        accepted nodes, too.
         """
         batch, proposal, inputs = self._begin(rows, bounds, mode, width)
         mask = "causal" if batch.ancestors is None else "tree"
@@ -80,9 +83,10 @@ class Runner:
             verdict = simulate(sampled, self.state.keys[rows], batch.lengths, self.accept_length)
         self._move_accepted(batch, verdict)
         end = end_round(self.state.lengths, rows, self.state.null, batch.lengths, verdict.tokens, verdict.lengths)
-        self.drafter.observe(batch, features, verdict)
-        self._propose(replace(batch, lengths=end.lengths, roots=end.roots), next_width)
-        return end.results
+        if self.drafter.on_device:
+            self.drafter.observe(batch, features, verdict)
+            self._propose(replace(batch, lengths=end.lengths, roots=end.roots), next_width)
+        return end.results if batch.ancestors is None else torch.cat((end.results, verdict.nodes), dim=1)
 
     def attention_for(self, batch: Batch) -> Backend:
         self.attention.plan(batch)

@@ -22,48 +22,56 @@ class WidthPolicy:
         self.ms = ms
         self.sizes = sorted({size for size, _ in ms})
         self.width = self.widths[-1]
-        depth = self.widths[-1] - 1
-        self._tried = [PRIOR] * depth  # drafts at each depth whose parent was accepted, decayed
-        self._accepted = [PRIOR] * depth
+        num_drafted = self.widths[-1] - 1
+        self._tried = [PRIOR] * num_drafted  # by node behind the root: how often it was verified, decayed
+        self._accepted = [PRIOR] * num_drafted
         self._budget = 0.0  # ms that probes may cost
         self._probes_left = 0
 
-    def choose(self, batch: int) -> int:
-        """The width of the next round, of `batch` requests."""
-        best = max(self.widths, key=lambda width: self.rate(batch, width))
-        if self.rate(batch, best) > HYSTERESIS * self.rate(batch, self.width):
-            self.width = best
-        wider = next((width for width in self.widths if width > self.width), self.width)
-        extra = self._time(batch, wider) - self._time(batch, self.width)
-        self._budget += PROBE_SHARE * self._time(batch, self.width)
-        if wider == self.width or extra <= 0:
-            return wider
+    def choose(self, proposed: Sequence[int]) -> int:
+        """The width of the next round; proposed[i]: nodes that request i has to verify, root included."""
+        fitting = [width for width in self.widths if width < max(proposed)]
+        offered = self.widths[: len(fitting) + 1]  # wider ones would verify no more
+        best = max(offered, key=lambda width: self.rate(proposed, width))
+        current = min(self.width, offered[-1])
+        if self.rate(proposed, best) > HYSTERESIS * self.rate(proposed, current):
+            current = best
+        self.width = current
+        return self._probe(len(proposed), [width for width in offered if width > current])
+
+    def rate(self, proposed: Sequence[int], width: int) -> float:
+        """Expected tokens per millisecond of the batch."""
+        tokens = sum(self.expected_tokens(min(width, count)) for count in proposed)
+        return tokens / self._time(len(proposed), width)
+
+    def expected_tokens(self, count: int) -> float:
+        """Tokens that `count` nodes yield on average, by the acceptance seen lately: the root's, and one per accepted
+        node. Nodes come best first and a parent before its children, so a proposal is cut behind any of them."""
+        rates = zip(self._accepted[: count - 1], self._tried, strict=False)
+        return 1.0 + sum(accepted / tried for accepted, tried in rates)
+
+    def record(self, drafted: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+        """A round verified drafted[i] nodes of request i behind its root, and accepted those with ids accepted[i]."""
+        for index in range(max(drafted, default=0)):
+            self._tried[index] = DECAY * self._tried[index] + sum(index < count for count in drafted)
+            self._accepted[index] *= DECAY
+        for nodes in accepted:
+            for node in nodes:
+                self._accepted[node - 1] += 1
+
+    def _probe(self, batch: int, wider: list[int]) -> int:
+        """The present width, or now and then the next wider one."""
+        if not wider:
+            return self.width
+        base = self._time(batch, self.width)
+        extra = self._time(batch, wider[0]) - base
+        self._budget += PROBE_SHARE * base
         if self._probes_left == 0 and self._budget >= PROBE_ROUNDS * extra:
             self._probes_left, self._budget = PROBE_ROUNDS, 0.0
         if self._probes_left == 0:
             return self.width
         self._probes_left -= 1
-        return wider
+        return wider[0]
 
     def _time(self, batch: int, width: int) -> float:
         return self.ms[next(size for size in self.sizes if size >= batch), width]
-
-    def rate(self, batch: int, width: int) -> float:
-        """Expected tokens per millisecond and request."""
-        return self.expected_tokens(width) / self._time(batch, width)
-
-    def expected_tokens(self, width: int) -> float:
-        """Tokens that a round of `width` chained nodes emits on average, by the acceptance seen lately."""
-        tokens = reached = 1.0
-        for tried, accepted in zip(self._tried[: width - 1], self._accepted, strict=False):
-            reached *= accepted / tried
-            tokens += reached
-        return tokens
-
-    def record(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """A round proposed `drafted[i]` tokens to request i, `accepted[i]` of which it took."""
-        for depth in range(max(drafted, default=0)):
-            tried = sum(count >= depth < limit for limit, count in zip(drafted, accepted, strict=True))
-            taken = sum(count > depth for count in accepted)
-            self._tried[depth] = DECAY * self._tried[depth] + tried
-            self._accepted[depth] = DECAY * self._accepted[depth] + taken

@@ -32,6 +32,7 @@ class EngineLike(Protocol):
     def abort(self, request_id: str) -> Output | None: ...
     def step(self) -> list[Output]: ...
     def metrics(self) -> dict[str, int]: ...
+    def close(self) -> None: ...
 
 
 EngineFactory = Callable[[EngineConfig], EngineLike]  # a function that can be imported, since it is named to a process
@@ -73,6 +74,7 @@ def run_engine(make_engine: EngineFactory, config: EngineConfig, connection: Con
     try:
         engine = start_engine(make_engine, config, connection)
         serve_requests(engine, inbox, connection)
+        engine.close()
     except ConnectionError:  # the server ends and has hung up; what this step yields nobody waits for
         raise SystemExit(1) from None
     except Exception as error:

@@ -2,6 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from torch import Tensor
 from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, KVSpec, Proposal, Rows, Verdict
+from slipstream.serve.batch import Batch, HostProposal, KVSpec, Proposal, Rows, Verdict
 
 # `architectures` entries of other trainers' checkpoints, which do not name our drafter.
 FOREIGN_ARCHITECTURES = {
@@ -36,8 +37,14 @@ class Drafter(ABC):
     kv: KVSpec | None = None  # its own per-token KV, kept at the target's slots
     lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
     branches: ClassVar[bool] = False  # False: proposals are chains, which need neither tree mask nor KV moves
-    on_device: ClassVar[bool] = True  # False: propose runs on the host between rounds
+    on_device: ClassVar[bool] = True  # propose and observe are part of the round
+    on_host: ClassVar[bool] = False  # extend and draft run between rounds, which then wait for the host
     widths: tuple[int, ...] = (1,)  # the values of N it can offer; 1 is always allowed
+
+    @property
+    def device_width(self) -> int:
+        """Most nodes that it proposes on the device."""
+        return max(self.widths) if self.on_device else 1
 
     @classmethod
     @abstractmethod
@@ -54,9 +61,9 @@ class Drafter(ABC):
     def admit(self, row: int, tokens: list[int], namespace: str) -> None:
         """A request begins (or resumes) in `row` with these tokens, prefix hits included."""
 
-    @abstractmethod
     def propose(self, batch: Batch, width: int) -> Proposal:
         """N = `width` nodes for each request: batch.lengths (B,) tokens are committed, batch.roots (B,) follow."""
+        raise NotImplementedError(f"{type(self).__module__} drafts on the device and does not say how")
 
     def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:
         """Sees a target pass: `features` (T, K * H) of its queries.
@@ -65,8 +72,22 @@ class Drafter(ABC):
         the accepted nodes are committed, in order, at positions batch.lengths (B,) + 0..verdict.lengths - 1.
         """
 
+    def extend(self, rows: Sequence[int], tokens: Sequence[list[int]]) -> None:
+        """On the host: the request in rows[i] has gained tokens[i]."""
+
+    def draft(self, rows: Sequence[int], width: int) -> HostProposal:
+        """On the host: nodes for the requests in `rows` (B,), of which each proposes what follows its last token."""
+        raise NotImplementedError(f"{type(self).__module__} drafts on the host and does not say how")
+
     def release(self, row: int, tokens: list[int]) -> None:
         """The request in `row` ended or was preempted; `tokens` is all of it."""
+
+    def metrics(self) -> dict[str, int]:
+        """Gauges by name, for /metrics."""
+        return {}
+
+    def close(self) -> None:
+        """The engine ends; no request is running."""
 
 
 def find_drafter(draft: str) -> type[Drafter]:
@@ -76,6 +97,25 @@ def find_drafter(draft: str) -> type[Drafter]:
     if name not in found:
         raise ValueError(f"drafter {name!r} does not exist; name a checkpoint folder or one of: {', '.join(found)}")
     return importlib.import_module(f"slipstream.serve.drafters.{name}").Drafter
+
+
+def options_of(draft: str) -> type:
+    """The dataclass of options of this draft's drafter; a checkpoint's can be mixed with n-gram lookahead."""
+    own = find_drafter(draft).Options
+    if not is_checkpoint(draft):
+        return own
+    return importlib.import_module("slipstream.serve.drafters.mixed").options_class(own)
+
+
+def load_drafter(draft: str, values: dict[str, Any], target: Target) -> Drafter:
+    """The drafter with options by name. Raises ValueError where a name or value is wrong, or it does not fit."""
+    drafter = find_drafter(draft)
+    if not is_checkpoint(draft):
+        return drafter.load(draft, build_options(drafter, values), target)
+    mixed = importlib.import_module("slipstream.serve.drafters.mixed")
+    own, options = mixed.split_options(values)
+    network = drafter.load(draft, build_options(drafter, own), target)
+    return mixed.Drafter.around(network, options, target) if options.ngram_first else network
 
 
 def drafter_name(draft: str) -> str:

@@ -89,6 +89,9 @@ class FakeEngine:
     def metrics(self) -> dict[str, int]:
         return {"running": len(self.running), "aborted": self.num_aborted, "largest_batch": self.largest_batch}
 
+    def close(self) -> None:
+        pass
+
 
 def refuse_to_start(config: EngineConfig) -> FakeEngine:
     raise ValueError(f"checkpoint {config.target} is cut short; fetch it again")

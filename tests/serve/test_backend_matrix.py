@@ -76,7 +76,14 @@ def answers(target: Path, draft: Path | str, mix: dict[str, str], dtype: str, **
     option = ",".join(f"{phase}={name}" for phase, name in mix.items())
     needs_host = [backend.needs_host_lengths for phase, backend in find_backends(option).items() if phase != "prefill"]
     engine = build_engine(
-        target, draft, device="cuda", dtype=dtype, attention=option, cuda_graph=not any(needs_host), **options
+        target,
+        draft,
+        device="cuda",
+        dtype=dtype,
+        attention=option,
+        cuda_graph=not any(needs_host),
+        width=None if draft == "none" else 4,
+        **options,
     )
     found: dict[str, Answer] = {}
     for batch in requests():

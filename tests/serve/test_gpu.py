@@ -49,6 +49,10 @@ def on_gpu(target: Path, draft: Path | str = "none", **options: Any) -> Engine:
     return build_engine(target, draft, **{"device": "cuda", "dtype": "float32", "attention": OURS} | options)
 
 
+def on_cpu(target: Path, requests: list[Request]) -> dict[str, list[int]]:
+    return tokens_of(run(build_engine(target, device="cpu", kv_cache_tokens=8192), requests))
+
+
 def requests_of(sampling: dict[str, Any], count: int = 8, **params: Any) -> list[Request]:
     return [
         make_request(str(index), random_prompt(5 + 7 * index, index), seed=index, **sampling, **params)
@@ -62,7 +66,7 @@ def test_captured_rounds_give_the_cpus_tokens(
     sampling: dict[str, Any], page_size: int, target: Path, draft: Path
 ) -> None:
     requests = requests_of(sampling)
-    expected = tokens_of(run(build_engine(target), requests))
+    expected = on_cpu(target, requests)
     for name, options in (("none", {}), (draft, {}), (draft, {"drafter": {"depth": 7}}), (draft, {"overlap": False})):
         answers = run(on_gpu(target, name, page_size=page_size, **options), requests)
         assert tokens_of(answers) == expected
@@ -86,7 +90,7 @@ def test_replay_equals_eager_bit_for_bit(dtype: str, name: str, target: Path, dr
 
 def test_preemption_under_graphs(target: Path, draft: Path) -> None:
     requests = requests_of({"temperature": 1.0}, count=6, max_tokens=40, ignore_eos=True)
-    expected = tokens_of(run(build_engine(target), requests))
+    expected = on_cpu(target, requests)
     engine = on_gpu(target, draft, kv_cache_tokens=180, page_size=1)
     assert tokens_of(run(engine, requests)) == expected
     assert engine.scheduler.num_preemptions > 0
@@ -95,7 +99,7 @@ def test_preemption_under_graphs(target: Path, draft: Path) -> None:
 def test_prefix_hits_under_graphs(target: Path, draft: Path) -> None:
     shared = random_prompt(70, 1)
     requests = [make_request(str(end), [*shared, end], max_tokens=30) for end in range(5, 13)]
-    expected = tokens_of(run(build_engine(target), requests))
+    expected = on_cpu(target, requests)
     engine = on_gpu(target, draft)
     first, again = run(engine, requests), run(engine, requests)
     assert tokens_of(first) == tokens_of(again) == expected
@@ -104,7 +108,7 @@ def test_prefix_hits_under_graphs(target: Path, draft: Path) -> None:
 
 def test_aborts_under_graphs(target: Path, draft: Path) -> None:
     requests = requests_of({"temperature": 0.0}, max_tokens=60, ignore_eos=True)
-    expected = tokens_of(run(build_engine(target), requests))
+    expected = on_cpu(target, requests)
     engine, answers = on_gpu(target, draft, max_running=5), dict[str, Answer]()
     for request in requests:
         engine.add(request)
@@ -161,8 +165,8 @@ def test_soak(target: Path, draft: Path) -> None:
         )
         for index in range(120)
     }
-    expected = tokens_of(run(build_engine(target, kv_cache_tokens=8192), list(kinds.values())))
-    engine = on_gpu(target, draft, max_running=64, kv_cache_tokens=3000)
+    expected = on_cpu(target, list(kinds.values()))
+    engine = on_gpu(target, draft, max_running=64, kv_cache_tokens=1500)
     start, number, open_kinds, answers, num_done = time.monotonic(), 0, dict[str, str](), dict[str, Answer](), 0
     while time.monotonic() - start < seconds or engine.has_work:
         while len(open_kinds) < 80 and time.monotonic() - start < seconds:
@@ -177,8 +181,9 @@ def test_soak(target: Path, draft: Path) -> None:
             outputs += [aborted] if aborted else []
         collect(outputs, answers)
         for name in [output.request_id for output in outputs if output.finish_reason]:
-            answer, tokens = answers.pop(name), expected[open_kinds.pop(name)]
-            assert answer.tokens == (tokens if answer.finish_reason != "abort" else tokens[: len(answer.tokens)])
+            answer, kind = answers.pop(name), open_kinds.pop(name)
+            tokens = expected[kind] if answer.finish_reason != "abort" else expected[kind][: len(answer.tokens)]
+            assert answer.tokens == tokens, (num_done, kinds[kind].params)
             num_done += 1
     engine.scheduler.check()
     assert num_done == number > 1000

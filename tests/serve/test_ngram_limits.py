@@ -144,8 +144,9 @@ def test_bad_arguments_change_nothing() -> None:
     for method, arguments, message in calls:
         with pytest.raises(ValueError, match=message):
             getattr(core, method)(*arguments)
-    with pytest.raises(TypeError):  # written into, so it must be the caller's own
-        core.propose([0], arrays[0].astype(np.int64), arrays[1], arrays[2])
+    for copied in (arrays[0].astype(np.int64), np.zeros((1, 8), np.int32)[:, ::2]):
+        with pytest.raises(TypeError):  # what is written into must be the caller's own
+            core.propose([0], copied, arrays[1], arrays[2])
     assert propose(core, 0, 4) == ([1, 2, 1, 2], [-1, 0, 1, 2], 1)
     core.flush()
     assert core.stats()["inserted_tokens"] == 3

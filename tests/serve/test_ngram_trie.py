@@ -99,6 +99,18 @@ def test_own_text_is_seen_at_once_and_other_texts_when_inserted() -> None:
     assert propose(core, 1, 4) == ([5, 6, 7, 8], [-1, 0, 1, 2], 2)
 
 
+def test_a_request_may_stand_in_a_batch_twice() -> None:
+    core = NgramCore(rows=2)
+    core.insert(list(range(10, 30)))
+    core.admit(0, [10, 11, 12])
+    core.admit(1, [20, 21])
+    tokens, parents = np.zeros((2, 4, 3), np.int32)
+    matches = np.zeros(4, np.int32)
+    core.propose([0, 0, 1, 0], tokens, parents, matches)
+    assert tokens.tolist() == [[12, 13, 14], [12, 13, 14], [21, 22, 23], [12, 13, 14]]
+    assert matches.tolist() == [3, 3, 2, 3]
+
+
 def test_repeating_text_is_drafted_beyond_its_end() -> None:
     core = NgramCore()
     core.admit(0, [5, 1, 2, 1, 2])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slipstream.serve import engine as engine_module
 from slipstream.serve.batch import SamplingMode
+from slipstream.serve.drafters import base
 from slipstream.serve.engine import Engine
 from slipstream.serve.request import Request
 from slipstream.serve.round import Runner
@@ -48,7 +48,7 @@ def build_tree_engine(
     drafter = TreeDrafter(texts, features_of(target, texts, layer=1))
     with patch.context() as scope:
         scope.setattr(TreeDrafter, "load", classmethod(lambda *_: drafter))
-        scope.setattr(engine_module, "find_drafter", lambda _: TreeDrafter)
+        scope.setattr(base, "find_drafter", lambda _: TreeDrafter)
         return build_engine(target, **options), drafter
 
 

@@ -19,7 +19,7 @@ def simulate(policy: WidthPolicy, batch: int, rate: float, num_rounds: int, seed
     """Tokens per millisecond and request over rounds in which every draft is accepted at `rate`; the widths taken."""
     rng, tokens, ms, proposed, taken = random.Random(seed), 0, 0.0, 1, []
     for _ in range(num_rounds):
-        width = policy.choose(batch)
+        width = policy.choose([WIDTHS[-1]] * batch)
         drafted = min(proposed, width) - 1
         accepted = []
         for _ in range(batch):
@@ -27,7 +27,7 @@ def simulate(policy: WidthPolicy, batch: int, rate: float, num_rounds: int, seed
             while count < drafted and rng.random() < rate:
                 count += 1
             accepted.append(count)
-        policy.record([drafted] * batch, accepted)
+        policy.record([drafted] * batch, [range(1, count + 1) for count in accepted])
         tokens += sum(accepted) + batch
         ms += policy.ms[next(size for size in SIZES if size >= batch), width]
         proposed = width
@@ -61,6 +61,6 @@ def test_it_comes_back_when_drafts_are_accepted_again() -> None:
 
 def test_no_drafter_leaves_one_choice() -> None:
     policy = WidthPolicy((1,), {(4, 1): 3.0})
-    policy.record([0, 0], [0, 0])
-    assert policy.choose(3) == 1
+    policy.record([0, 0], [[], []])
+    assert policy.choose([1, 1, 1]) == 1
     assert policy.expected_tokens(1) == 1.0

@@ -19,7 +19,8 @@ using ngram::Ngram;
 
 namespace {
 
-// pybind11 makes a ValueError of std::invalid_argument. Inputs are converted; arrays that are written into must be the caller's own.
+// pybind11 makes a ValueError of std::invalid_argument. Inputs are converted; arrays that are written into must be the
+// caller's own, or it would never see the result.
 using Ints = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
 using Longs = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 using IntsOut = py::array_t<int32_t, py::array::c_style>;
@@ -65,7 +66,9 @@ void propose(Ngram& self, const Longs& rows, IntsOut tokens, IntsOut parents, In
   expect_shape("parents", parents, {rows.size(), width});
   expect_shape("matches", matches, {rows.size()});
   if (ancestors) expect_shape("ancestors", *ancestors, {rows.size(), width});
-  int32_t *tokens_out = tokens.mutable_data(), *parents_out = parents.mutable_data(), *matches_out = matches.mutable_data();
+  int32_t* tokens_out = tokens.mutable_data();
+  int32_t* parents_out = parents.mutable_data();
+  int32_t* matches_out = matches.mutable_data();
   int64_t* ancestors_out = ancestors ? ancestors->mutable_data() : nullptr;
   py::gil_scoped_release release;
   self.propose(rows.data(), static_cast<size_t>(rows.size()), static_cast<size_t>(width), tokens_out, parents_out,

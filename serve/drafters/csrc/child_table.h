@@ -21,7 +21,7 @@ class ChildTable {
         lines_(size_t{line_mask_} + 1) {}
 
   static uint64_t hash(uint32_t parent, int32_t token) {
-    uint64_t key = uint64_t{parent} << 32 | static_cast<uint32_t>(token);
+    uint64_t key = (uint64_t{parent} << 32 | static_cast<uint32_t>(token)) ^ HASH_SECRET;
     key = (key ^ key >> 29) * 0x9E3779B97F4A7C15u;
     return (key ^ key >> 32) * 0xD6E8FEB86659FD93u;
   }
@@ -33,11 +33,8 @@ class ChildTable {
     uint32_t at = home(hash);
     for (uint32_t left = line_mask_;; --left, at = next(at)) {
       const Line& line = lines_[at];
-      uint32_t hits = 0;
-      for (uint32_t i = 0; i < 15; ++i) hits |= static_cast<uint32_t>(line.slots[i] >> id_bits_ == tag) << i;
-      for (; hits != 0; hits &= hits - 1) {
-        const uint32_t id = line.slots[__builtin_ctz(hits)] & id_mask();
-        if (is_wanted(id)) return id;
+      for (const uint32_t slot : line.slots) {
+        if (slot >> id_bits_ == tag && is_wanted(slot & id_mask())) return slot & id_mask();
       }
       if (line.num_passed == 0 || left == 0) return 0;
     }

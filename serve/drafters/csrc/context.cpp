@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "memory.h"
+
 namespace ngram {
 
 namespace {
@@ -32,7 +34,7 @@ void GramIndex::clear() {
 // The slot of the gram that ends at `index`, or the empty one where it belongs.
 uint32_t* GramIndex::slot(const std::vector<int32_t>& text, uint32_t index) {
   const int32_t* end = text.data() + index + 1;
-  uint64_t hash = 0;
+  uint64_t hash = HASH_SECRET;
   for (const int32_t* token = end - gram_; token != end; ++token) {
     hash = (hash ^ static_cast<uint32_t>(*token)) * 0x9E3779B97F4A7C15u;
     hash ^= hash >> 32;
@@ -40,7 +42,10 @@ uint32_t* GramIndex::slot(const std::vector<int32_t>& text, uint32_t index) {
   const size_t mask = slots_.size() - 1;
   for (size_t probe = hash & mask;; probe = (probe + 1) & mask) {
     if (slots_[probe] == NOWHERE) return &slots_[probe];
-    if (std::equal(end - gram_, end, text.data() + slots_[probe] + 1 - gram_)) return &slots_[probe];
+    const int32_t* other = text.data() + slots_[probe];
+    uint32_t back = 0;  // compared here and not by a library's function: grams are two or three tokens long
+    while (back < gram_ && end[-1 - static_cast<ptrdiff_t>(back)] == other[-static_cast<ptrdiff_t>(back)]) ++back;
+    if (back == gram_) return &slots_[probe];
   }
 }
 

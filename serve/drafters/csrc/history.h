@@ -12,8 +12,9 @@ namespace ngram {
 class History {
  public:
   void begin(uint32_t name);
-  // Follows the tokens that `text` has gained, and keeps the places that something follows.
-  void advance(const Trie& trie, const std::vector<int32_t>& text, uint32_t max_match);
+  // Follows the tokens that `text` has gained, and keeps the places that something follows. `firsts`: for each of these
+  // tokens, from `next` on, the node with which a branch begins, or NONE.
+  void advance(const Trie& trie, const std::vector<int32_t>& text, uint32_t max_match, const uint32_t* firsts);
   // Longest first, settled.
   const std::vector<Place>& places() const { return places_; }
   uint32_t name() const { return name_; }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <new>
+#include <random>
 #include <utility>
 
 #ifdef __linux__
@@ -55,6 +56,12 @@ class Array {
   void* raw_;
   T* data_;
 };
+
+// Begins every hash: nobody who only sends tokens can choose ones that collide.
+inline const uint64_t HASH_SECRET = [] {
+  std::random_device device;
+  return uint64_t{device()} << 32 | device();
+}();
 
 // The largest power of two that is at most `value`, which is positive.
 inline uint32_t power_of_two_within(uint32_t value) {

@@ -27,9 +27,9 @@ void check_tokens(const int32_t* tokens, size_t num_tokens, int32_t least) {
 }
 
 struct LastTurn {
-  explicit LastTurn(Turns& turns) : turns(turns) { turns.lock_last(); }
-  ~LastTurn() { turns.unlock(); }
-  Turns& turns;
+  explicit LastTurn(Turns& turns) : turns_(turns) { turns.lock_last(); }
+  ~LastTurn() { turns_.unlock(); }
+  Turns& turns_;
 };
 
 }  // namespace
@@ -129,16 +129,17 @@ void Ngram::release(int64_t row) {
 
 // Moves the requests' histories to the ends of their texts.
 void Ngram::follow(const int64_t* rows, size_t batch) {
+  num_steps_.clear();
   warm_up_.clear();
   for (size_t index = 0; index < batch; ++index) {
     const Request& request = running(rows[index]);
-    warm_up_.add(request.history, request.context.text());
+    num_steps_.push_back(warm_up_.add(request.history, request.context.text()));
   }
-  warm_up_.steps();
-  warm_up_.clear();
+  const uint32_t* firsts = warm_up_.steps().data();
   for (size_t index = 0; index < batch; ++index) {
     Request& request = running(rows[index]);
-    request.history.advance(trie_, request.context.text(), static_cast<uint32_t>(options_.max_match));
+    request.history.advance(trie_, request.context.text(), static_cast<uint32_t>(options_.max_match), firsts);
+    firsts += num_steps_[index];
     warm_up_.add_match(request.history);
   }
   warm_up_.drafts();

@@ -78,6 +78,7 @@ class Ngram {
   std::mutex front_;  // requests and counters; locked before the trie
   std::vector<Request> requests_;
   int64_t num_running_ = 0;
+  std::vector<size_t> num_steps_;  // of a batch: tokens to follow for each request
   uint64_t drafted_tokens_ = 0, dropped_tokens_ = 0;
   std::vector<uint64_t> match_lengths_;
 

@@ -8,10 +8,10 @@
 
 namespace ngram {
 
-// The system refused a file; `number` is errno.
+// The system refused a file.
 struct FileError : std::runtime_error {
-  FileError(const std::string& path, int number) : std::runtime_error(path), number(number) {}
-  int number;
+  FileError(const std::string& path, int error) : std::runtime_error(path), number(error) {}
+  int number;  // errno
 };
 
 // Little-endian: magic, version, the counts of Header; names; nodes, parents first and siblings last used first;

@@ -146,17 +146,13 @@ bool Trie::descend(Place& place, uint32_t child, Writer& writer) {
 }
 
 void Trie::evict() {
+  // There is a leaf: a full pool holds more than the one branch that is being extended (capacity > branch_length).
+  assert(nodes_.oldest() != NONE);
   ++num_evicted_;
   const uint32_t parent = nodes_.remove(nodes_.oldest());
   if ((parent & ROOT) == 0) return;
   --names_[parent & ~ROOT].num_children;
   forget_if_unused(parent & ~ROOT);
-}
-
-bool Trie::first(uint32_t name, int32_t token, Place& place) const {
-  const uint32_t child = nodes_.find(ROOT | name, token);
-  if (child != NONE) place = {child, nodes_[child].birth, 1};
-  return child != NONE;
 }
 
 bool Trie::settle(Place& place, const int32_t* text) const {
@@ -214,7 +210,7 @@ Branch Trie::branch(uint32_t leaf) const {
 
 size_t Trie::bytes() const {
   size_t total = nodes_.bytes() + log_.bytes();
-  for (const Namespace& space : names_) total += sizeof(Namespace) + space.name.capacity();
+  for (const Namespace& space : names_) total += 2 * (sizeof(Namespace) + space.name.capacity());
   return total;
 }
 

@@ -57,8 +57,6 @@ class Trie {
   void begin(Writer& writer, uint32_t name) const;
   void append(Writer& writer, int32_t token);
 
-  // The string of one token.
-  bool first(uint32_t name, int32_t token, Place& place) const;
   // Makes the string longer by `token`; `text` ends behind the present string. False if it does not occur.
   bool step(Place& place, int32_t token, const int32_t* text) const;
   // Moves the place down to the deepest node on its string. False if it no longer exists.

@@ -2,27 +2,37 @@
 
 namespace ngram {
 
-void WarmUp::add(const History& history, const std::vector<int32_t>& text) {
-  for (size_t index = history.next(text, max_match_); index < text.size(); ++index) {
-    pairs_.push_back({ROOT | history.name(), text[index], index + 1 < text.size() ? text[index + 1] : NO_TOKEN});
-  }
+void WarmUp::clear() {
+  pairs_.clear();
+  firsts_.clear();
+  siblings_.clear();
+  chunks_.clear();
 }
 
-void WarmUp::steps() {
+size_t WarmUp::add(const History& history, const std::vector<int32_t>& text) {
+  const size_t start = history.next(text, max_match_);
+  for (size_t index = start; index < text.size(); ++index) {
+    pairs_.push_back({ROOT | history.name(), text[index], index + 1 < text.size() ? text[index + 1] : NO_TOKEN});
+  }
+  return text.size() - start;
+}
+
+const std::vector<uint32_t>& WarmUp::steps() {
   const NodePool& nodes = trie_.nodes();
   for (const Pair& pair : pairs_) nodes.prefetch_line(pair.root, pair.token);
   for (const Pair& pair : pairs_) nodes.prefetch_child(pair.root, pair.token);
   for (const Pair& pair : pairs_) {
     const uint32_t id = nodes.find(pair.root, pair.token);
-    nodes_.push_back(id);
+    firsts_.push_back(id);
     if (id != NONE) prefetch_below(id, pair.next);
   }
   for (size_t index = 0; index < pairs_.size(); ++index) {
-    const uint32_t id = nodes_[index];
+    const uint32_t id = firsts_[index];
     if (id != NONE && nodes[id].hashed && pairs_[index].next != NO_TOKEN) {
       nodes.prefetch_child(id, pairs_[index].next);
     }
   }
+  return firsts_;
 }
 
 void WarmUp::prefetch_below(uint32_t id, int32_t next) const {
@@ -39,12 +49,12 @@ void WarmUp::prefetch_below(uint32_t id, int32_t next) const {
 void WarmUp::add_match(const History& history) {
   if (history.places().empty()) return;
   const Node& node = trie_.nodes()[history.places().front().node];
-  if (!node.is_leaf()) nodes_.push_back(node.down);
+  if (!node.is_leaf()) siblings_.push_back(node.down);
 }
 
 void WarmUp::drafts() {
   for (uint32_t sibling = 0; sibling < breadth_; ++sibling) {
-    for (uint32_t& id : nodes_) {
+    for (uint32_t& id : siblings_) {
       if (id == NONE) continue;
       const Node& node = trie_.nodes()[id];
       if (node.is_leaf()) {

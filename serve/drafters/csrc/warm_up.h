@@ -1,6 +1,7 @@
 // Brings what a batch's lookups will read into the cache, for all requests at once.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -17,17 +18,12 @@ class WarmUp {
   WarmUp(const Trie& trie, uint32_t max_match, uint32_t breadth)
       : trie_(trie), max_match_(max_match), breadth_(breadth) {}
 
-  // A new batch.
-  void clear() {
-    pairs_.clear();
-    nodes_.clear();
-    chunks_.clear();
-  }
-  // The tokens of `text` that its history has not followed yet.
-  void add(const History& history, const std::vector<int32_t>& text);
-  // What following them will read.
-  void steps();
-  // What drafting behind the longest match will read, now that they are followed.
+  void clear();
+  // Notes the tokens of `text` that its history has not followed yet, and returns how many there are.
+  size_t add(const History& history, const std::vector<int32_t>& text);
+  // Fetches what following them will read. Returns the node with which a branch begins for each of them, in order.
+  const std::vector<uint32_t>& steps();
+  // Notes, when they are followed, what lies behind the longest match; fetches what drafting it will read.
   void add_match(const History& history);
   void drafts();
 
@@ -43,7 +39,8 @@ class WarmUp {
   const Trie& trie_;
   uint32_t max_match_, breadth_;
   std::vector<Pair> pairs_;
-  std::vector<uint32_t> nodes_;
+  std::vector<uint32_t> firsts_;    // for each pair
+  std::vector<uint32_t> siblings_;  // one for each match
   std::vector<uint32_t> chunks_;
 };
 

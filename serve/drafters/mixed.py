@@ -1,0 +1,123 @@
+"""A draft network with n-gram lookahead before it: `--draft ckpt/ --drafter.ngram-first 5`.
+
+Where at least `ngram_first` last tokens of a request have occurred before, what followed them is verified; elsewhere
+the network's own proposal, which is always made. So the choice is each request's own in each round. Rounds wait for
+the host.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, make_dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from slipstream.models.target import Target
+from slipstream.serve.attention.base import Backend
+from slipstream.serve.batch import Batch, HostProposal, Proposal, Rows, Verdict
+from slipstream.serve.drafters import base, ngram
+
+
+@dataclass(frozen=True)  # without slots: it is a second base of others
+class MixedOptions:
+    """What a network's drafter offers besides its own options."""
+
+    ngram_first: int = 0
+    """Verify n-gram lookahead instead where at least so many last tokens have occurred before; 0: never."""
+    ngram_nodes: int = 16
+    """Most nodes of such a proposal, root included."""
+    ngram_capacity: int = 1_000_000
+    """Nodes kept of all texts."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ngram_first <= ngram.NgramOptions().max_match:
+            raise ValueError(
+                f"drafter.ngram_first is {self.ngram_first}; it must be between 0 (never) and "
+                f"{ngram.NgramOptions().max_match}"
+            )
+
+    def ngram_options(self) -> ngram.NgramOptions:
+        return ngram.NgramOptions(nodes=self.ngram_nodes, capacity=self.ngram_capacity)
+
+
+NAMES = tuple(field.name for field in fields(MixedOptions))
+
+
+def options_class(own: type) -> type:
+    """The options of a network's drafter together with MixedOptions."""
+
+    def check(self: Any) -> None:
+        MixedOptions.__post_init__(self)
+        if hasattr(own, "__post_init__"):
+            own.__post_init__(self)
+
+    return make_dataclass(own.__name__, [], bases=(MixedOptions, own), namespace={"__post_init__": check}, frozen=True)
+
+
+class Drafter(base.Drafter):
+    branches = True
+    on_host = True
+
+    def __init__(self, network: base.Drafter, lookahead: ngram.Drafter, first: int) -> None:
+        self.network, self.ngram, self.first = network, lookahead, first
+        self.feature_layers, self.kv, self.lookahead = network.feature_layers, network.kv, network.lookahead
+        self.widths = tuple(sorted({*network.widths, *lookahead.widths}))
+
+    @property
+    def device_width(self) -> int:
+        return self.network.device_width
+
+    @classmethod
+    def load(cls, draft: str, options: Any, target: Target) -> "Drafter":
+        raise ValueError("draft is 'mixed'; name a draft checkpoint and add --drafter.ngram-first 5")
+
+    @classmethod
+    def around(cls, network: base.Drafter, options: MixedOptions, target: Target) -> "Drafter":
+        return cls(network, ngram.Drafter(options.ngram_options(), target.config.vocab_size), options.ngram_first)
+
+    def scratch(self, width: int) -> int:
+        return self.network.scratch(min(width, self.device_width))
+
+    def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
+        self.network.attach(target, state, attention)
+        self.ngram.attach(target, state, None)
+
+    def admit(self, row: int, tokens: list[int], namespace: str) -> None:
+        self.network.admit(row, tokens, namespace)
+        self.ngram.admit(row, tokens, namespace)
+
+    def propose(self, batch: Batch, width: int) -> Proposal:
+        own = min(width, self.device_width)
+        proposal = self.network.propose(batch, own)
+        if own == width:
+            return proposal
+        return Proposal(*(pad(nodes, (0, width - own), value=-1) for nodes in (proposal.tokens, proposal.parents)))
+
+    def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:
+        self.network.observe(batch, features, verdict)
+
+    def extend(self, rows: Sequence[int], tokens: Sequence[list[int]]) -> None:
+        self.ngram.extend(rows, tokens)
+
+    def draft(self, rows: Sequence[int], width: int) -> HostProposal:
+        proposal, matches = self.ngram.match(rows, min(width, self.ngram.options.nodes))
+        pairs = zip(proposal.counts, matches, strict=True)
+        counts = [count if count > 1 and match >= self.first else 0 for count, match in pairs]
+        return HostProposal(proposal.tokens, proposal.parents, counts)
+
+    def release(self, row: int, tokens: list[int]) -> None:
+        self.network.release(row, tokens)
+        self.ngram.release(row, tokens)
+
+    def metrics(self) -> dict[str, int]:
+        return {**self.network.metrics(), **self.ngram.metrics()}
+
+    def close(self) -> None:
+        self.network.close()
+        self.ngram.close()
+
+
+def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], MixedOptions]:
+    """The network's own options by name, and those of this module. Raises ValueError for one out of its range."""
+    mine = {name: value for name, value in values.items() if name in NAMES}
+    return {name: value for name, value in values.items() if name not in NAMES}, MixedOptions(**mine)

@@ -1,0 +1,153 @@
+"""N-gram lookahead: drafts what has followed the last tokens before, in the request's own text or in others', without
+a model.
+
+It needs no target states, no KV and no GPU: a C++ core (csrc/) matches and expands on the host between rounds, which
+wait for it. Requests of one namespace (the API's `cache_salt`) see each other's texts, those of others never.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from slipstream.models.target import Target
+from slipstream.serve.attention.base import Backend
+from slipstream.serve.batch import HostProposal, Rows
+from slipstream.serve.drafters import base
+from slipstream.serve.drafters.ngram_core import NgramCore
+
+MAX_NODES = 64  # bits of an ancestor mask
+CORE_OPTIONS = ("capacity", "branch_length", "min_match", "max_match", "order", "breadth", "queue_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class NgramOptions:
+    nodes: int = 16
+    """Most nodes per proposal, root included."""
+    min_match: int = 1
+    """Fewest last tokens that must have occurred before."""
+    max_match: int = 12
+    """Most last tokens that are looked up; the longest match wins."""
+    order: Literal["probability", "breadth"] = "probability"
+    """Which nodes come first: the likeliest by counts, or level by level."""
+    breadth: int = 4
+    """Most children of a node; 1 drafts chains."""
+    capacity: int = 1_000_000
+    """Nodes kept of all texts, about 60 bytes each; the ones used longest ago go first."""
+    branch_length: int = 18
+    """Longest sequence of tokens that is kept."""
+    queue_tokens: int = 65_536
+    """Most tokens that wait to be inserted; more are dropped and counted."""
+    corpus: str | None = None
+    """Texts to know from the start: a prepared dataset (slipstream prepare), or .jsonl with `tokens` in each line."""
+    load: str | None = None
+    """File of an earlier `save` to begin with."""
+    save: str | None = None
+    """File to write when the engine ends."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.nodes <= MAX_NODES:
+            raise ValueError(f"drafter.nodes is {self.nodes}; it must be between 2 and {MAX_NODES}")
+        if self.load and not Path(self.load).is_file():
+            raise ValueError(f"drafter.load {self.load} does not exist; name a file that drafter.save has written")
+        if self.corpus and not Path(self.corpus).exists():
+            raise ValueError(f"drafter.corpus {self.corpus} does not exist; name a prepared dataset or a .jsonl file")
+        self.core(1)
+
+    def core(self, rows: int) -> NgramCore:
+        """Raises ValueError for an option out of its range."""
+        values = asdict(self)
+        try:
+            return NgramCore(rows=rows, **{name: values[name] for name in CORE_OPTIONS})
+        except ValueError as error:
+            raise ValueError(f"drafter.{error}") from error
+
+
+class Drafter(base.Drafter):
+    Options = NgramOptions
+    branches = True
+    on_device = False
+    on_host = True
+
+    def __init__(self, options: NgramOptions, vocab_size: int) -> None:
+        self.options, self.vocab_size = options, vocab_size
+        self.widths = (*(2**power for power in range(6) if 2**power < options.nodes), options.nodes)
+
+    @classmethod
+    def load(cls, draft: str, options: NgramOptions, target: Target) -> "Drafter":
+        return cls(options, target.config.vocab_size)
+
+    def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
+        self.core = self.options.core(state.null)
+        if self.options.load:
+            self.core.load(self.options.load)
+        for tokens in read_corpus(self.options.corpus, self.vocab_size) if self.options.corpus else ():
+            self.core.insert(tokens)
+
+    def admit(self, row: int, tokens: list[int], namespace: str) -> None:
+        self.core.admit(row, np.asarray(tokens, dtype=np.int32), namespace)
+
+    def extend(self, rows: Sequence[int], tokens: Sequence[list[int]]) -> None:
+        gained = np.full((len(rows), max(map(len, tokens))), -1, dtype=np.int32)
+        for index, own in enumerate(tokens):
+            gained[index, : len(own)] = own
+        self.core.extend(np.asarray(rows, dtype=np.int32), gained)
+
+    def draft(self, rows: Sequence[int], width: int) -> HostProposal:
+        proposal, _ = self.match(rows, width)
+        return proposal
+
+    def match(self, rows: Sequence[int], width: int) -> tuple[HostProposal, list[int]]:
+        """The proposals, and the length of each longest match."""
+        tokens, parents = (np.empty((len(rows), width), dtype=np.int32) for _ in range(2))
+        matches = np.empty(len(rows), dtype=np.int32)
+        self.core.propose(np.asarray(rows, dtype=np.int32), tokens, parents, matches)
+        counts = (tokens >= 0).sum(axis=1).tolist()
+        return HostProposal(torch.from_numpy(tokens), torch.from_numpy(parents), counts), matches.tolist()
+
+    def release(self, row: int, tokens: list[int]) -> None:
+        self.core.release(row)
+
+    def metrics(self) -> dict[str, int]:
+        stats = self.core.stats()
+        lengths = stats["match_lengths"]
+        numbers = {f"ngram_{name}": value for name, value in stats.items() if isinstance(value, int)}
+        numbers |= {f"ngram_match_length_{length}": count for length, count in enumerate(lengths)}
+        return {**numbers, "ngram_misses": lengths[0], "ngram_hits": sum(lengths[1:])}
+
+    def close(self) -> None:
+        if self.options.save:
+            self.core.flush()
+            self.core.save(self.options.save)
+
+
+def read_corpus(path: str, vocab_size: int) -> Iterator[np.ndarray]:
+    """Token ids of each text. Raises ValueError, naming the place, for what is none."""
+    for place, tokens in _read_lines(Path(path)) if path.endswith(".jsonl") else _read_dataset(path):
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or ids.size and not (ids.dtype.kind == "i" and 0 <= ids.min() <= ids.max() < vocab_size):
+            raise ValueError(
+                f"drafter.corpus {place}: not a list of token ids 0..{vocab_size - 1}; check the tokenizer"
+            )
+        yield ids.astype(np.int32)
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            place = f"{path}:{number}"
+            try:
+                yield place, json.loads(line)["tokens"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"drafter.corpus {place}: no JSON object with a list `tokens`") from error
+
+
+def _read_dataset(path: str) -> Iterator[tuple[str, Any]]:
+    from datasets import load_from_disk  # here: nothing else in serving needs it
+
+    for number, row in enumerate(load_from_disk(path)["train"]):
+        yield f"{path} row {number}", row["input_ids"]

@@ -1,0 +1,98 @@
+"""The core of the n-gram drafter, in C++ (csrc/): what follows a request's last tokens in its own text and in a trie
+of other texts, as a tree of drafted tokens. Methods release the GIL and may be called from any thread.
+
+B requests, K tokens gained, N nodes per request (root included). Token ids are 0..2^21 - 1.
+"""
+
+from os import PathLike
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+class Stats(TypedDict):
+    nodes: int
+    bytes: int  # of the trie: all it will ever take, committed as it fills
+    context_bytes: int  # of the running requests' own texts
+    inserted_tokens: int
+    dropped_tokens: int  # the queue was full
+    waiting_tokens: int
+    evicted_nodes: int
+    drafted_tokens: int
+    match_lengths: list[int]  # [length]: proposals whose longest match had it; [0]: that found none
+    insert_seconds: float  # that the inserting thread has worked
+
+class NgramCore:
+    def __init__(
+        self,
+        *,
+        rows: int = 64,
+        capacity: int = 1_000_000,
+        branch_length: int = 18,
+        min_match: int = 1,
+        max_match: int = 12,
+        order: str = "probability",
+        breadth: int = 4,
+        queue_tokens: int = 65_536,
+        insert_prompts: bool = False,
+    ) -> None:
+        """Raises ValueError with the option, its value and its range.
+
+        rows: requests at the same time. capacity: nodes of the trie, 57 to 62 bytes each. branch_length: tokens that a
+        branch may share. min_match, max_match: how many last tokens are looked up. order: "probability", or "breadth"
+        for level by level. breadth: most children of a drafted node; 1 drafts chains. queue_tokens: what may wait for
+        its insertion. insert_prompts: all of them (up to half the queue), not only their last branch_length tokens.
+        """
+
+    def admit(self, row: int, tokens: ArrayLike, namespace: str = "") -> None:
+        """A request begins in `row` with these tokens (S,); it sees and feeds the texts of its namespace."""
+
+    def extend(self, rows: ArrayLike, tokens: ArrayLike) -> None:
+        """Requests `rows` (B,) have gained tokens (B, K), each up to its first -1.
+
+        They count for the request at once, for others when the inserting thread has come to them: within a millisecond
+        or two. What the queue cannot take is dropped and counted.
+        """
+
+    def propose(
+        self,
+        rows: ArrayLike,
+        tokens: NDArray[np.int32],
+        parents: NDArray[np.int32],
+        matches: NDArray[np.int32],
+        ancestors: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Writes a tree for each of `rows` (B,) into the caller's arrays.
+
+        tokens, parents (B, N) with N <= 64: as in serve/batch.py's Proposal, the root being the request's last token.
+        matches (B,): length of the longest match, 0 where nothing is drafted. ancestors (B, N): bit masks as in
+        kernels/verify.py.
+        """
+
+    def release(self, row: int) -> None:
+        """The request in `row` ended; its texts stay."""
+
+    def insert(self, tokens: ArrayLike, namespace: str = "") -> None:
+        """Inserts a text (S,) and returns when it is visible."""
+
+    def flush(self) -> None:
+        """Returns when all that was queued is inserted."""
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the trie; the file appears whole or not at all. Rounds wait while it is copied. Raises OSError."""
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Replaces the trie; its capacity and branch_length must be large enough. No request may be running.
+
+        Raises OSError, and ValueError naming the file if it is damaged, does not fit or comes too late.
+        """
+
+    def stats(self) -> Stats: ...
+    def branches(self) -> list[tuple[str, list[int], list[int]]]:
+        """(namespace, tokens, times used) of every branch, the one used longest ago first.
+
+        The last tokens may have no number: they are those of one text only.
+        """
+
+    def check(self) -> None:
+        """Walks everything; AssertionError where the trie contradicts itself."""

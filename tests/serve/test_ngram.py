@@ -1,0 +1,188 @@
+"""The n-gram drafter in the engine: what it learns, from whom, and what it keeps. Its core: test_ngram_trie.py."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.serve.cli import read_config
+from slipstream.serve.engine import Engine
+from slipstream.serve.request import Request
+from slipstream.tests.random_drafts import save_random_draft
+from slipstream.tests.serve.engine_runs import Answer, build_engine, make_request, random_prompt, run, tokens_of
+
+
+@pytest.fixture(scope="module")
+def target(make_target: Callable[[str], Path]) -> Path:
+    return make_target("qwen3")
+
+
+def requests_of(namespace: str = "", temperature: float = 0.0) -> list[Request]:
+    return [
+        replace(
+            make_request(f"{seed}", random_prompt(12, seed), max_tokens=40, seed=seed, temperature=temperature),
+            namespace=namespace,
+        )
+        for seed in range(4)
+    ]
+
+
+def accept_length(answers: dict[str, Answer]) -> float:
+    counts = [answer.counts for answer in answers.values()]
+    return sum(one.completion_tokens - 1 for one in counts) / sum(one.rounds for one in counts)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_question_asked_again_is_drafted_whole(temperature: float, target: Path) -> None:
+    requests = requests_of(temperature=temperature)
+    expected = tokens_of(run(build_engine(target), requests))
+    engine = build_engine(target, "ngram", drafter={"nodes": 16, "breadth": 1})
+    first, again = run(engine, requests), run(engine, requests)
+    assert tokens_of(first) == tokens_of(again) == expected
+    assert accept_length(again) > 6 > accept_length(first)
+
+
+def test_namespaces_do_not_see_each_other(target: Path) -> None:
+    engine = build_engine(target, "ngram")
+    alone = accept_length(run(build_engine(target, "ngram"), requests_of("mine")))
+    run(engine, requests_of("yours"))
+    assert accept_length(run(engine, requests_of("mine"))) == alone
+    assert accept_length(run(engine, requests_of("mine"))) > 4 * alone
+
+
+def test_rounds_verify_no_more_than_was_drafted(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build_engine(target, "ngram", drafter={"nodes": 16, "min_match": 6})
+    widths: list[int] = []
+    original = engine.executor.round
+
+    def recorded(sequences: Any, width: int) -> Any:
+        widths.append(width)
+        return original(sequences, width)
+
+    monkeypatch.setattr(engine.executor, "round", recorded)
+    run(engine, requests_of())
+    assert widths.count(1) > len(widths) / 2, "six tokens seldom occur twice"
+    widths.clear()
+    run(engine, requests_of())
+    assert max(widths) == 16
+
+
+def test_what_was_saved_is_known_from_the_start(target: Path, tmp_path: Path) -> None:
+    engine = build_engine(target, "ngram", drafter={"save": str(tmp_path / "texts.trie")})
+    run(engine, requests_of())
+    engine.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["texts.trie"]
+    loaded = build_engine(target, "ngram", drafter={"load": str(tmp_path / "texts.trie")})
+    assert accept_length(run(loaded, requests_of())) > 6
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "dataset"])
+def test_a_corpus_is_known_from_the_start(kind: str, target: Path, tmp_path: Path) -> None:
+    answers = tokens_of(run(build_engine(target), requests_of()))
+    texts = [request.prompt + answers[request.id] for request in requests_of()]
+    path = tmp_path / ("texts.jsonl" if kind == "jsonl" else "texts")
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps({"tokens": text}) + "\n" for text in texts))
+    else:
+        import datasets
+
+        datasets.DatasetDict({"train": datasets.Dataset.from_dict({"input_ids": texts})}).save_to_disk(path)
+    engine = build_engine(target, "ngram", drafter={"corpus": str(path)})
+    assert accept_length(run(engine, requests_of())) > 6
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"tokens": [1, 2', "texts.jsonl:1: no JSON object with a list `tokens`"),
+        ('{"text": "a"}', "texts.jsonl:1: no JSON object with a list `tokens`"),
+        ('{"tokens": [5, 120]}', r"texts.jsonl:1: not a list of token ids 0\.\.119; check the tokenizer"),
+        ('{"tokens": ["a"]}', "texts.jsonl:1: not a list of token ids"),
+    ],
+)
+def test_a_broken_corpus_is_named(line: str, message: str, target: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        build_engine(target, "ngram", drafter={"corpus": str(tmp_path / "texts.jsonl")})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": 1}, "drafter.nodes is 1; it must be between 2 and 64"),
+        ({"nodes": 65}, "drafter.nodes is 65"),
+        ({"breadth": 0}, "drafter.breadth is 0"),
+        ({"min_match": 5, "max_match": 4}, "drafter.*m.._match"),
+        ({"capacity": 3}, "drafter.capacity is 3"),
+        ({"load": "/no/such/file"}, "drafter.load /no/such/file does not exist"),
+        ({"corpus": "/no/such/file"}, "drafter.corpus /no/such/file does not exist"),
+        ({"depth": 3}, "drafter option 'depth' does not exist; valid: nodes, min_match"),
+    ],
+)
+def test_bad_options_are_sentences(options: dict[str, Any], message: str, target: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_engine(target, "ngram", drafter=options)
+
+
+def test_metrics_tell_what_it_knows(target: Path) -> None:
+    engine = build_engine(target, "ngram")
+    run(engine, requests_of())
+    run(engine, requests_of())
+    engine.drafter.core.flush()  # type: ignore[attr-defined]
+    metrics = engine.metrics()
+    assert metrics["ngram_nodes"] > 0
+    assert metrics["ngram_hits"] > metrics["ngram_misses"] >= 0
+    assert metrics["ngram_hits"] == sum(metrics[f"ngram_match_length_{length}"] for length in range(1, 13))
+
+
+# Mixed with a network
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixed") / "draft"
+    save_random_draft(target, folder)
+    return folder
+
+
+def mixed(target: Path, draft: Path, **drafter: Any) -> Engine:
+    return build_engine(target, draft, drafter={"ngram_first": 5, **drafter})
+
+
+def test_the_network_drafts_until_texts_repeat(target: Path, draft: Path) -> None:
+    requests = requests_of(temperature=1.0)
+    network = run(build_engine(target, draft), requests)
+    engine = mixed(target, draft)
+    first, again = run(engine, requests), run(engine, requests)
+    assert tokens_of(first) == tokens_of(again) == tokens_of(network)
+    assert accept_length(first) == pytest.approx(accept_length(network), rel=0.1)
+    assert accept_length(again) > 2 * accept_length(first)
+
+
+def test_each_request_chooses_for_itself(target: Path, draft: Path) -> None:
+    """One repeats, one does not, in the same batch: both keep what they would have alone."""
+    engine, requests = mixed(target, draft), requests_of()
+    known = requests[0]
+    run(engine, [known])
+    alone = run(build_engine(target, draft), requests[1:2])["1"].counts
+    together = run(engine, [replace(known, id="known"), requests[1]])
+    assert accept_length({"known": together["known"]}) > 4
+    assert together["1"].counts.accepted_tokens == alone.accepted_tokens
+
+
+def test_the_draft_decides_which_options_there_are(draft: Path) -> None:
+    options = read_config(["--draft", str(draft), "--drafter.ngram-first", "5", "--drafter.depth", "2"]).drafter
+    assert options == {"ngram_first": 5, "ngram_nodes": 16, "ngram_capacity": 1_000_000, "depth": 2}
+    assert read_config(["--draft", "ngram", "--target", "x", "--drafter.nodes", "8"]).drafter["nodes"] == 8
+
+
+def test_wrong_choices_of_mixed_are_sentences(target: Path, draft: Path) -> None:
+    with pytest.raises(ValueError, match="drafter.ngram_first is 13; it must be between 0"):
+        mixed(target, draft, ngram_first=13)
+    with pytest.raises(ValueError, match="draft is 'mixed'; name a draft checkpoint and add --drafter.ngram-first 5"):
+        build_engine(target, "mixed")
+    with pytest.raises(ValueError, match="drafter option 'ngram_first' does not exist"):
+        build_engine(target, "none", drafter={"ngram_first": 5})
