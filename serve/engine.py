@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from slipstream.models.checkpoint import is_checkpoint, read_json, resolve, tokenizer_hash, weights_fingerprint
-from slipstream.models.config import ModelConfig
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config, load_target
 from slipstream.serve.attention.base import Hybrid, KVFormat, find_backends
 from slipstream.serve.batch import KVSpec, Rows
 from slipstream.serve.cache import PageCache
+from slipstream.serve.defaults import pick_device, pick_dtype, pick_max_model_len, pick_widths, stop_ids
 from slipstream.serve.drafters.base import load_drafter
 from slipstream.serve.executor import Executor
 from slipstream.serve.graphs import RoundGraphs
@@ -52,12 +52,12 @@ class Engine:
         self.config = config
         target_name, path = find_target(config)
         model = load_config(path, config.trust_remote_code)
-        self.device = torch.device(_pick_device(config.device))
-        dtype = _pick_dtype(config.dtype, path, self.device)
+        self.device = torch.device(pick_device(config.device))
+        dtype = pick_dtype(config.dtype, path, self.device)
         self.target = load_target(path, model, dtype, self.device)
         self.drafter = load_drafter(config.draft, config.drafter, self.target)
         _warn_if_changed(config.draft, path, config.trust_remote_code)
-        self.widths = _pick_widths(config.width, self.drafter.widths)
+        self.widths = pick_widths(config.width, self.drafter.widths)
         self.width = max(self.widths)
         self.reserve = self.width + self.drafter.scratch(self.width)
         self.specs = specs = [KVSpec(model.num_layers, model.num_kv_heads, model.head_dim, model.rope)]
@@ -245,46 +245,6 @@ class Engine:
         graphs = RoundGraphs(runner, self.config.max_running)
         logger.info("%s", graphs.capture_all(self.widths))
         return graphs
-
-
-def stop_ids(path: Path) -> frozenset[int]:
-    """Every end-of-text id: of generation_config.json, else of config.json."""
-    if (path / "generation_config.json").exists():
-        ids = GenerationConfig.from_pretrained(path).eos_token_id
-    else:
-        ids = AutoConfig.from_pretrained(path).eos_token_id
-    return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
-
-
-def pick_max_model_len(asked: int | None, model: ModelConfig) -> int:
-    """The context length: at most the target's positions, and its sliding window, which is not implemented."""
-    limit = min(model.max_position_embeddings, model.sliding_window or model.max_position_embeddings)
-    if asked is not None and asked > limit:
-        raise ValueError(f"max_model_len is {asked}; this target allows at most {limit}")
-    return asked or limit
-
-
-def _pick_widths(asked: int | None, offered: tuple[int, ...]) -> tuple[int, ...]:
-    if asked is None:
-        return offered
-    if asked not in offered:
-        raise ValueError(f"width is {asked}; this drafter offers {', '.join(map(str, offered))}")
-    return (asked,)
-
-
-def _pick_device(device: str) -> str:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda' and torch finds none; choose cpu, or install a CUDA build of torch")
-    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _pick_dtype(name: str, path: Path, device: torch.device) -> torch.dtype:
-    if name == "auto" and device.type == "cpu":
-        return torch.float32
-    if name == "auto":
-        config = read_json(path / "config.json")
-        name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    return getattr(torch, name)
 
 
 def _warn_if_changed(draft: str, target: Path, trust_remote_code: bool) -> None:

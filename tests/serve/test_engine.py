@@ -12,7 +12,7 @@ import torch
 
 from slipstream.models.checkpoint import weights_fingerprint
 from slipstream.serve import sizing
-from slipstream.serve.engine import stop_ids
+from slipstream.serve.defaults import stop_ids
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run, tokens_of
 

@@ -66,7 +66,7 @@ def test_the_options_are_frozen(draft: str, extra: list[str]) -> None:
 def test_the_draft_decides_which_options_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft = draft_folder(tmp_path / "draft")
     config = read_config(["--draft", draft, "--drafter.depth", "5", "--max-model-len", "64", "--trust-remote-code"])
-    assert (config.draft, config.drafter, config.target) == (draft, {"depth": 5}, "")
+    assert (config.draft, config.drafter["depth"], config.target) == (draft, 5, "")
     assert (config.max_model_len, config.trust_remote_code) == (64, True)
     with pytest.raises(SystemExit) as ended:
         read_config(["--target", "x", "--drafter.depth", "5"])
@@ -78,7 +78,7 @@ def test_options_from_a_file_and_flags_over_them(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(f"draft: {draft_folder(tmp_path / 'draft')}\ndrafter:\n  depth: 7\nport: 1234\n")
     config = read_config(["--config", str(file), "--port=4321"])
-    assert (config.drafter, config.port) == ({"depth": 7}, 4321)
+    assert (config.drafter["depth"], config.port) == (7, 4321)
 
 
 def test_print_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
