@@ -153,7 +153,7 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
 
 
 def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:
-    """Steps until all prompts are computed and all requests decode."""
+    """Steps until all prompts are computed and all requests decode, and nothing is in flight."""
     params = SamplingParams(
         max_tokens=config.new_tokens, temperature=config.temperature, top_p=config.top_p, ignore_eos=True
     )
@@ -164,6 +164,8 @@ def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:
     started: set[str] = set()
     while len(started) < batch:
         started |= {output.request_id for output in engine.step() if output.tokens}
+    while engine._flights:  # else their rounds would be counted, and be done before the clock starts
+        engine._flights.popleft().land()
 
 
 def decode(engine: Engine, config: RoundConfig, batch: int) -> tuple[float, int, int]:
@@ -188,8 +190,6 @@ def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | Non
     if graphs is None:
         return None, {}
     start_requests(engine, config, batch)
-    while engine._flights:
-        engine._flights.popleft().land()
     sequences = engine.scheduler.next_round(engine.reserve)
     rows = [sequence.row for sequence in sequences]
     state, lengths = engine.state, engine.state.lengths.clone()
@@ -234,22 +234,21 @@ def capture_target(engine: Engine, rows: Tensor) -> torch.cuda.CUDAGraph:
 def bytes_read(engine: Engine, config: RoundConfig, batch: int) -> float:
     """Weights and KV that a round must read at least: the target once, the draft once per drafted token."""
     length = config.prompt_len + config.new_tokens / 2
-    passes = 1 if engine.width == 1 else engine.width - 1
-    total = 0.0
-    for model, weights, times in networks(engine, passes):
-        total += weights * times + batch * length * model * times
-    return total
+    return sum(weights + batch * length * kv_bytes for kv_bytes, weights in passes(engine))
 
 
-def networks(engine: Engine, draft_passes: int) -> Iterator[tuple[int, int, int]]:
-    """(KV bytes per token, weight bytes without embedding, passes) of the target and of the draft."""
+def passes(engine: Engine) -> Iterator[tuple[int, int]]:
+    """(KV bytes per token, bytes of weights) of the target's pass and of each of the draft's; embeddings are not read.
+
+    Only the draft's first pass fuses target states.
+    """
     target, specs = engine.target, engine.specs
     item = next(target.parameters()).dtype
-    layers = sum(parameter.nbytes for parameter in target.layers.parameters())
-    yield bytes_per_token(specs[:1], item), layers + target.head.nbytes, 1
+    yield bytes_per_token(specs[:1], item), sum(x.nbytes for x in target.layers.parameters()) + target.head.nbytes
     module = getattr(engine.drafter, "module", None)
-    if module is not None:
-        yield bytes_per_token(specs[1:], item), sum(parameter.nbytes for parameter in module.parameters()), draft_passes
+    for step in range(engine.width - 1 if module is not None else 0):
+        weights = sum(x.nbytes for name, x in module.named_parameters() if step == 0 or not name.startswith("fc."))
+        yield bytes_per_token(specs[1:], item), weights
 
 
 def print_row(line: Measured, first: bool) -> None:

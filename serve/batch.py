@@ -107,7 +107,7 @@ class Rows:
             where = self.upload([rows[index] for index in chosen])
             width = proposal.tokens.shape[1]
             for stored, nodes in ((self.tokens, proposal.tokens), (self.parents, proposal.parents)):
-                stored[where, :width] = nodes[chosen].to(self.device)
+                stored[where, :width] = nodes[chosen].to(self.device)  # sync
                 stored[where, width:] = -1
 
     def sampling(self, rows: Tensor, mode: SamplingMode) -> Sampling:

@@ -60,8 +60,7 @@ class Executor:
     def prefill(self, chunks: list[Chunk]) -> Flight:
         """Computes prompt chunks; the flight brings the token sampled behind each, which counts for last ones only."""
         batch, tokens = self._pack(chunks)
-        for chunk in chunks:
-            self._proposed[chunk.sequence.row] = self.width
+        self._expect_proposals([chunk.sequence.row for chunk in chunks], self.width)
         sampled = self.runner.prefill(batch, tokens, tuple(chunk.is_last for chunk in chunks), self.width).int()
         return Flight.launch(torch.stack((torch.ones_like(sampled), sampled), dim=1), 1)
 
@@ -69,8 +68,7 @@ class Executor:
         """Verifies and proposes `width` nodes each. Also returns how many of the nodes verified are drafted tokens."""
         rows = [sequence.row for sequence in sequences]
         drafted = [min(self._proposed[row], width) - 1 for row in rows]
-        for row in rows:
-            self._proposed[row] = width
+        self._expect_proposals(rows, width)
         return Flight.launch(self._round(sequences, rows, width), width), drafted
 
     def store(self, rows: list[int], proposal: HostProposal) -> None:
@@ -82,6 +80,11 @@ class Executor:
     def proposed(self, sequences: list[Sequence]) -> list[int]:
         """Nodes of each stored proposal, root included."""
         return [self._proposed[sequence.row] for sequence in sequences]
+
+    def _expect_proposals(self, rows: list[int], width: int) -> None:
+        """The pass about to be launched leaves what the drafter proposes on the device."""
+        for row in rows:
+            self._proposed[row] = min(width, self.runner.drafter.device_width)
 
     def _round(self, sequences: list[Sequence], rows: list[int], width: int) -> Tensor:
         self._upload_pages(sequences)

@@ -112,12 +112,12 @@ class RoundGraphs:
         for event in events:
             event.record()
             self._graphs[size, width, "plain"].replay()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # sync
         return min(start.elapsed_time(end) for start, end in zip(events[1:], events[2:], strict=False))
 
     def _capture(self, size: int, width: int, mode: SamplingMode) -> None:
         """On rows that are all null: nothing but the dump page is written."""
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # sync
         self._held = ([], 0)
         self.rows.fill_(self.runner.state.null)
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -4,6 +4,7 @@ Messages in: Request, Abort, and None to end. Messages out: `engine.info` once i
 Failed before an end that nobody asked for. A step and its Outputs are one message, so that a round costs one write.
 """
 
+import logging
 import os
 import threading
 import time
@@ -64,6 +65,8 @@ class Failed:
 def build_engine(config: EngineConfig) -> EngineLike:
     from slipstream.serve.engine import Engine  # here: only the engine's process shall load it
 
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("slipstream").setLevel(logging.INFO)  # which backends were taken, which rounds captured
     return Engine(config)
 
 

@@ -139,14 +139,14 @@ def test_a_backend_that_plans_on_the_host_is_refused_under_graphs(target: Path) 
 def test_memory_does_not_grow_over_2000_rounds(target: Path, draft: Path) -> None:
     engine = on_gpu(target, draft, width=4, kv_cache_tokens=4096)
     used: list[int] = []
-    for start in range(12):
+    while len(used) < 2000:
+        start = len(used)
         requests = [
             make_request(f"{start} {index}", random_prompt(9, index), max_tokens=200, ignore_eos=True)
             for index in range(8)
         ]
         rounds = max(answer.counts.rounds for answer in run(engine, requests).values())
         used += [torch.cuda.memory_allocated()] * rounds
-    assert len(used) > 600
     assert used[-1] == used[len(used) // 2]
 
 

@@ -171,6 +171,7 @@ def test_each_request_chooses_for_itself(target: Path, draft: Path) -> None:
     together = run(engine, [replace(known, id="known"), requests[1]])
     assert accept_length({"known": together["known"]}) > 4
     assert together["1"].counts.accepted_tokens == alone.accepted_tokens
+    assert together["1"].counts.drafted_tokens == 3 * together["1"].counts.rounds, "what the network drafts, not 15"
 
 
 def test_the_draft_decides_which_options_there_are(draft: Path) -> None:

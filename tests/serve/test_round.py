@@ -57,6 +57,7 @@ class VaryingWidths:
 
     def __init__(self, runner: Runner, widths: tuple[int, ...]) -> None:
         self.runner, self.widths, self.rng = runner, widths, random.Random(3)
+        self.drafter = runner.drafter
 
     def prefill(self, *arguments: Any) -> Tensor:
         return self.runner.prefill(*arguments)
