@@ -12,6 +12,8 @@ VERBS = {
     "prepare": ("slipstream.data_tools.prepare", "conversations to tokens and loss masks"),
     "regenerate": ("slipstream.data_tools.regenerate", "replace the answers by the target's own"),
     "frequency-map": ("slipstream.data_tools.frequency_map", "count answer tokens, choose a draft vocabulary"),
+    "convert": ("slipstream.data_tools.convert", "write a draft in another server's or trainer's layout"),
+    "report": ("slipstream.train.report", "draw a training run as an HTML page"),
 }
 
 

@@ -2,6 +2,7 @@
 
     python data_tools/frequency_map.py --data runs/data --size 32000 -o runs/tokens.safetensors
     slipstream frequency-map --data chats.jsonl --target Qwen/Qwen3-8B --sglang-pt tokens.pt -o tokens.safetensors
+    slipstream frequency-map --from-responses served.jsonl --target Qwen/Qwen3-8B --plot map.png -o map.safetensors
     slipstream frequency-map --merge a.safetensors b.safetensors -o c.safetensors
 
 Invariant: special and added tokens are always in the map; equal counts go to the lower id, so the same data gives the
@@ -10,9 +11,9 @@ same file on every machine.
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import sched_getaffinity
 from pathlib import Path
 
@@ -27,12 +28,13 @@ from slipstream.data_tools.dataset import is_prepared, read_report
 from slipstream.data_tools.options import TokenizeOptions
 from slipstream.data_tools.prepare import Tally
 from slipstream.data_tools.rows import read_rows
-from slipstream.data_tools.target_tokenizer import load_target_tokenizer
-from slipstream.data_tools.tokenization import RowTokenizer, tokenize_rows
+from slipstream.data_tools.served_answers import tokenize_answers
+from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer
+from slipstream.data_tools.token_coverage import ACCEPT_RATES, check_accept_rates, coverage_table, plot_coverage
+from slipstream.data_tools.tokenization import Outcome, RowTokenizer, tokenize_rows
 from slipstream.models.token_map import TokenMap
 
 SHARD_ROWS = 1024
-BAR_WIDTH = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +47,26 @@ class FrequencyMapConfig(TokenizeOptions):
     """Tokens in the draft vocabulary. Default: a quarter of the target's."""
     merge: tuple[str, ...] = ()
     """Token maps of one tokenizer whose counts are added up, instead of `data`."""
+    from_responses: tuple[str, ...] = ()
+    """Files of answers that the target served (OpenAI responses, texts, token ids), instead of `data`."""
     sglang_pt: str | None = None
     """Also write SGLang's token map (.pt) here."""
     fr_spec: str | None = None
     """Also write FR-Spec's frequency list (.pt) here."""
+    plot: str | None = None
+    """Also draw the coverage curve here (.png)."""
+    accept_rates: tuple[float, ...] = ACCEPT_RATES
+    """Share of rounds that accept draft position 1, 2, ... with the whole vocabulary; for the loss of accept length."""
 
     def __post_init__(self) -> None:
         TokenizeOptions.__post_init__(self)
         if not self.output:
             raise ValueError("output is empty; name the safetensors file to write")
-        if bool(self.data) == bool(self.merge):
-            raise ValueError("give either data (datasets or conversations) or merge (token maps)")
+        if bool(self.data) + bool(self.merge) + bool(self.from_responses) != 1:
+            raise ValueError(
+                "give either data (datasets or conversations), from_responses (served answers) or merge (token maps)"
+            )
+        check_accept_rates(self.accept_rates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +98,17 @@ def frequency_map(config: FrequencyMapConfig) -> None:
         token_map.write_sglang(Path(config.sglang_pt))
     if config.fr_spec is not None:
         token_map.write_fr_spec(Path(config.fr_spec))
-    print(coverage_table(token_map))
+    if config.plot is not None:
+        plot_coverage(token_map, Path(config.plot), config.accept_rates)
+    print(coverage_table(token_map, config.accept_rates))
 
 
 def count(config: FrequencyMapConfig) -> Counted:
-    """Counts what `config` names: token maps, prepared datasets or conversations."""
+    """Counts what `config` names: token maps, served answers, prepared datasets or conversations."""
     if config.merge:
         return combine([from_map(Path(path)) for path in config.merge])
+    if config.from_responses:
+        return count_responses(config)
     prepared = [is_prepared(Path(path)) for path in config.data]
     if not any(prepared):
         if not config.target:
@@ -188,8 +203,22 @@ def count_ids(ids: np.ndarray, vocab_size: int) -> np.ndarray:
 def count_conversations(config: FrequencyMapConfig) -> Counted:
     """Counts the supervised tokens of raw conversations, masked as `slipstream prepare` masks them."""
     target = load_target_tokenizer(config)
+    return count_outcomes(tokenize_rows(read_rows(config), RowTokenizer(target, config)), target)
+
+
+def count_responses(config: FrequencyMapConfig) -> Counted:
+    """Counts the tokens of answers that were served."""
+    absent = [path for path in config.from_responses if not Path(path).exists()]
+    if absent:
+        raise ValueError(f"from_responses: {absent[0]} does not exist; name files or folders of served answers")
+    target = load_target_tokenizer(config)
+    rows = read_rows(replace(config, data=config.from_responses, from_responses=()))
+    return count_outcomes(tokenize_answers(rows, target, config), target)
+
+
+def count_outcomes(outcomes: Iterable[Outcome], target: TargetTokenizer) -> Counted:
+    """Counts the supervised tokens of rows, and says how many rows there were. Raises ValueError when none was kept."""
     counts, digest, tally = np.zeros(target.vocab_size, np.int64), hashlib.sha256(), Tally()
-    outcomes = tokenize_rows(read_rows(config), RowTokenizer(target, config))
     kept = tally.kept(tqdm(outcomes, unit=" rows", desc="frequency-map"))
     while shard := list(itertools.islice(kept, SHARD_ROWS)):
         supervised = np.concatenate([ids[mask] for ids, mask in shard])
@@ -198,20 +227,6 @@ def count_conversations(config: FrequencyMapConfig) -> Counted:
     tally.check()
     print(f"{tally.rows:,} rows, of which dropped: {dict(tally.dropped) or 'none'}")
     return Counted(counts=counts, tokenizer_hash=target.hash, data_hash=digest.hexdigest(), kept_ids=target.kept_ids)
-
-
-def coverage_table(token_map: TokenMap) -> str:
-    """The coverage curve with bars, and what the chosen size covers."""
-    size, metadata = len(token_map.ids), token_map.metadata
-    lines = ["    tokens  coverage"]
-    for name, share in metadata["coverage"].items():
-        chosen = "  <- this map" if int(name) == size else ""
-        lines.append(f"{int(name):10,}  {share:8.2%}  {'#' * round(BAR_WIDTH * share):<{BAR_WIDTH}}{chosen}")
-    lines.append(
-        f"{size:,} of {token_map.vocab_size:,} tokens ({size / token_map.vocab_size:.0%} of the vocabulary) cover "
-        f"{token_map.coverage:.2%} of {metadata['tokens_seen']:,} answer tokens"
-    )
-    return "\n".join(lines)
 
 
 def _joint_hash(hashes: list[str]) -> str:

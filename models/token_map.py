@@ -1,11 +1,13 @@
 """Token maps: which target tokens a reduced draft vocabulary holds, and how often each target token occurred.
 
 Invariant: `ids` is ascending in memory and in every file but FR-Spec's, so draft id i is always the i-th smallest of
-them; `counts` covers the whole vocabulary, so any other size can be cut from the same file.
+them; `counts` covers the whole vocabulary, so any other size can be cut from the same file. A drafter that gathers rows
+of the target's head lays them out by `ids_by_frequency`, where every prefix is the map of that size. token_map_files.py
+reads the files of other programs.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,11 @@ SMALLEST_REPORTED_SIZE = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMap:
-    """`metadata` is JSON: tokenizer_hash, data_hash, kept_ids, tokens_seen, coverage and what else the writer adds."""
+    """`metadata` is JSON: tokenizer_hash, data_hash, kept_ids, tokens_seen, coverage and what else the writer adds.
+
+    A map read from a public file has no tokens_seen: its counts are ranks, falling in the file's order, or, where
+    metadata["ranked"] is False, 1 for every token of the map. Such a map can be cut, or not even that, but not grow.
+    """
 
     ids: Tensor  # (Vd,) int64 target id of each draft id, ascending
     counts: Tensor  # (V,) int64 occurrences of each target id
@@ -56,7 +62,7 @@ class TokenMap:
                 f"size is {size}; it must hold the {len(kept)} special and added tokens and be at most the "
                 f"vocabulary of {vocab_size}"
             )
-        order = _ranking(counts.numpy(), kept)
+        order = ranking(counts.numpy(), kept)
         covered = np.cumsum(counts.numpy()[order]) / tokens_seen
         sizes = [n for n in reported_sizes(vocab_size, size) if n >= len(kept)]
         coverage = {str(n): round(float(covered[n - 1]), 6) for n in sizes}
@@ -84,9 +90,35 @@ class TokenMap:
         """Share of the counted tokens that the map holds."""
         return int(self.counts[self.ids].sum()) / int(self.counts.sum())
 
-    def by_frequency(self) -> Tensor:
-        """(Vd,) int64 the same target ids, most frequent first; equal counts go to the lower id."""
-        return self.ids[self.counts[self.ids].sort(descending=True, stable=True).indices]
+    @property
+    def kept_ids(self) -> list[int]:
+        """Special, added and end tokens, which every size holds; ascending."""
+        return list(self.metadata.get("kept_ids", ()))
+
+    def ids_by_frequency(self, size: int | None = None, stop_ids: Collection[int] = ()) -> Tensor:
+        """(size,) int64 target ids, in the order of a head's gathered rows: the kept ids and `stop_ids`, then the most
+        frequent first, equal counts by rising id. A shorter result is a prefix of a longer one, and a map itself.
+
+        `size`: default the map's own; a counted map can be cut to any, also a larger one. Raises ValueError for stop
+        ids that the map lacks, and for a size that holds less than those first ids or more than is known.
+        """
+        check_stop_ids(self, stop_ids)
+        first = sorted({*self.kept_ids, *stop_ids})
+        order = ranking(self.counts.numpy(), first)
+        own = self.t2d.numpy()[order]
+        order = np.concatenate((order[own], order[~own])) if "tokens_seen" in self.metadata else order[own]
+        size = len(self.ids) if size is None else size
+        if not max(1, len(first)) <= size <= len(order):
+            raise ValueError(
+                f"token map size is {size}; this map can be cut to {max(1, len(first))} (its special and end tokens) "
+                f"up to {len(order)}"
+            )
+        if size != len(self.ids) and not self.metadata.get("ranked", True):
+            raise ValueError(
+                f"token map size is {size}, but the file holds its {len(self.ids)} ids without an order of frequency; "
+                "leave the size out, or make a map with slipstream frequency-map"
+            )
+        return torch.from_numpy(order[:size])
 
     def write(self, path: Path) -> None:
         """One safetensors file: d2t, t2d, counts and the metadata as JSON."""
@@ -118,24 +150,29 @@ class TokenMap:
         _save(self.ids.clone(), path)
 
     def write_fr_spec(self, path: Path) -> None:
-        """FR-Spec's freq_{Vd}.pt: a Python list of target ids, most frequent first."""
-        _save(self.by_frequency().tolist(), path)
+        """FR-Spec's freq_{Vd}.pt: a Python list of target ids in the order of `ids_by_frequency`."""
+        _save(self.ids_by_frequency().tolist(), path)
 
 
-def read_sglang(path: Path) -> Tensor:
-    """(Vd,) int64 target id of each draft id, in the file's order."""
-    ids = _load(path)
-    if not torch.is_tensor(ids) or ids.ndim != 1 or ids.dtype != torch.int64:
-        raise ValueError(f"{path} does not hold a 1-D int64 tensor of token ids")
-    return ids
+def check_tokenizer(token_map: TokenMap, tokenizer_hash: str, source: str = "the token map") -> None:
+    """Raises ValueError if `token_map`, which the message calls `source`, was counted with another tokenizer than the
+    one of `tokenizer_hash` (models/checkpoint.py). Public files do not say which it was and pass."""
+    counted = token_map.metadata.get("tokenizer_hash", tokenizer_hash)
+    if counted != tokenizer_hash:
+        raise ValueError(
+            f"{source} was counted with another tokenizer ({counted[:12]}; the target's is {tokenizer_hash[:12]}), so "
+            "its ids mean other tokens here; make a map for this target with slipstream frequency-map"
+        )
 
 
-def read_fr_spec(path: Path) -> list[int]:
-    """Target ids, most frequent first."""
-    ids = _load(path)
-    if type(ids) is not list or any(type(token) is not int for token in ids):
-        raise ValueError(f"{path} does not hold a list of token ids")
-    return ids
+def check_stop_ids(token_map: TokenMap, stop_ids: Collection[int], source: str = "the token map") -> None:
+    """Raises ValueError that names the `stop_ids` which `token_map` lacks: a draft could never propose an end there."""
+    missing = sorted(set(stop_ids) - set(token_map.ids.tolist()))
+    if missing:
+        raise ValueError(
+            f"{source} lacks the stop token{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}, so a draft could "
+            "not end an answer; add them, or make a map for this target with slipstream frequency-map"
+        )
 
 
 def reported_sizes(vocab_size: int, size: int) -> list[int]:
@@ -147,7 +184,7 @@ def reported_sizes(vocab_size: int, size: int) -> list[int]:
     return sorted(sizes)
 
 
-def _ranking(counts: np.ndarray, kept: list[int]) -> np.ndarray:
+def ranking(counts: np.ndarray, kept: list[int]) -> np.ndarray:
     """(V,) int64 all ids: the kept ones first, the others by falling count, equal counts by rising id."""
     order = np.argsort(-counts, kind="stable")
     is_kept = np.zeros(len(counts), np.bool_)
@@ -158,10 +195,3 @@ def _ranking(counts: np.ndarray, kept: list[int]) -> np.ndarray:
 def _save(value: Any, path: Path) -> None:
     with atomic_file(path) as temporary:
         torch.save(value, temporary)
-
-
-def _load(path: Path) -> Any:
-    try:
-        return torch.load(path, weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{path} is missing, damaged or holds more than token ids ({error})") from error

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from datasets import load_from_disk
 
 from slipstream.data_tools import frequency_map, prepare
 from slipstream.data_tools.dataset import write_dataset
-from slipstream.models.token_map import TokenMap, read_fr_spec, read_sglang
+from slipstream.models.token_map import TokenMap
 from slipstream.tests.data_tools.chats import CHATML, chat, write_jsonl
 
 ROWS = [{"messages": chat(f"What is {n}?", f"It is {n * n}. Hello there")} for n in range(300)]
@@ -64,7 +65,7 @@ def test_counts_the_supervised_training_tokens(tmp_path: Path, data: Path, capsy
     assert metadata["coverage"] == {"40": round(covered, 6), "512": 1.0}
     output = capsys.readouterr().out
     assert f"40 of 512 tokens (8% of the vocabulary) cover {covered:.2%} of {counts.total():,} answer tokens" in output
-    assert f"        40  {covered:8.2%}  " + "#" * round(40 * covered) in output
+    assert f"        40  {covered:8.2%}  " + "#" * round(30 * covered) in output
 
 
 def test_default_size_is_a_quarter_of_the_vocabulary(tmp_path: Path, data: Path) -> None:
@@ -85,6 +86,28 @@ def test_conversations_count_as_their_prepared_dataset(tmp_path: Path, data: Pat
     assert as_counter(raw) == counter(data / "prepared", "train", "heldout")
 
 
+def test_served_answers_count_as_the_conversations_they_come_from(tmp_path: Path, data: Path, target: Path) -> None:
+    """One file of each kind of log: together they are the prepared dataset, end tokens included."""
+    answers = [row["messages"][1]["content"] for row in ROWS]
+    logs: list[dict[str, object]] = [{"id": str(n), "messages": row["messages"]} for n, row in enumerate(ROWS[:100])]
+    logs += [{"choices": [{"message": {"content": text}, "finish_reason": "stop"}]} for text in answers[100:200]]
+    logs += [{"text": text} for text in answers[200:]]
+    served = write_jsonl(tmp_path / "served.jsonl", logs)
+    token_map = run(tmp_path, "--from-responses", served, "--target", target, "--size", 40)
+    assert as_counter(token_map) == counter(data / "prepared", "train", "heldout")
+
+
+def test_the_plot_and_the_loss_at_given_rates(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = ("--accept-rates", "0.5", "0.25", "--plot", tmp_path / "plots" / "map.png")
+    share = run(tmp_path, "--data", data / "prepared", "--size", 40, *rates).coverage
+    length = 1 + 0.5 * share + 0.25 * share**2
+    output = capsys.readouterr().out
+    assert f"  {length:5.2f}  {length / 1.75:6.1%}  <- this map" in output
+    assert "   1.75  100.0%" in output
+    assert "at accept rates a_k of 0.5 0.25 with the whole vocabulary" in output
+    assert (tmp_path / "plots" / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_merged_maps_add_their_counts_in_any_order(tmp_path: Path, data: Path) -> None:
     for split in ("train", "heldout"):
         run(tmp_path, "--data", data / "prepared", "--split", split).write(tmp_path / f"{split}.safetensors")
@@ -102,9 +125,11 @@ def test_public_files(tmp_path: Path, data: Path) -> None:
     files = ("--sglang-pt", tmp_path / "sglang.pt", "--fr-spec", tmp_path / "fr_spec.pt")
     token_map = run(tmp_path, "--data", data / "prepared", "--size", 40, *files)
     counts = counter(data / "prepared", "train")
-    assert read_sglang(tmp_path / "sglang.pt").tolist() == token_map.ids.tolist() == chosen(counts, 40)
-    by_count = sorted(chosen(counts, 40), key=lambda token: (-counts[token], token))
-    assert read_fr_spec(tmp_path / "fr_spec.pt") == by_count
+    sglang = torch.load(tmp_path / "sglang.pt", weights_only=True)
+    assert sglang.tolist() == token_map.ids.tolist() == chosen(counts, 40)
+    others = set(chosen(counts, 40)) - set(SPECIAL)
+    by_count = SPECIAL + sorted(others, key=lambda token: (-counts[token], token))
+    assert torch.load(tmp_path / "fr_spec.pt", weights_only=True) == by_count
 
 
 def write_tokens(path: Path, ids: list[int]) -> None:
@@ -145,6 +170,10 @@ def test_other_tokenizers_are_refused(
     [
         ((), "either data"),
         (("--data", "a", "--merge", "b"), "either data"),
+        (("--from-responses", "a", "--merge", "b"), "either data"),
+        (("--from-responses", "absent.jsonl"), "from_responses: absent.jsonl does not exist"),
+        (("--data", "a", "--accept-rates", "0.5", "0.6"), "accept_rates is [0.5, 0.6]; give the share of rounds"),
+        (("--data", "a", "--accept-rates", "1.5"), "accept_rates is [1.5]"),
         (("--data", "absent"), "absent is no prepared dataset; to count conversations, name their --target"),
         (("--merge", "absent"), "absent is missing, damaged or no safetensors file"),
         (("--data", "PREPARED", "rows.jsonl"), "mixes prepared datasets and conversations"),

@@ -1,0 +1,119 @@
+"""What a token map covers, and what the rest costs: the coverage curve as a table and a plot.
+
+The model: a draft token outside the map cannot be proposed, so the chain of accepted tokens ends there. If position k
+is reached with probability a_k without a map, and a share c of the tokens lies in the map whatever their position,
+
+    accept length = 1 + sum over k of a_k * c**k = 1 + sum over k of the product of p_i * c, i = 1..k
+
+with p_i = a_i / a_(i-1), the rate at position i once it is reached.
+
+It takes tokens outside to be as easy to draft as others. They are rare words, which a draft often misses anyway, so the
+real loss is smaller: docs/token_map.md compares it with published figures.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from slipstream.models.token_map import TokenMap, ranking
+
+BAR_WIDTH = 30
+PLOTTED_SIZES = 400
+BLUE, GREY = "#1f6feb", "#9aa5b1"
+ACCEPT_RATES = (0.75, 0.56, 0.42, 0.32, 0.24)  # three of four draft tokens right, at any position
+
+
+def expected_accept_length(accept_rates: Sequence[float], coverage: float) -> float:
+    """Tokens per round with a map that covers this share of the answer tokens, the target's own token included.
+
+    `accept_rates`: share of rounds that accept position 1, 2, ... of a draft with the whole vocabulary.
+    """
+    return 1.0 + sum(rate * coverage**position for position, rate in enumerate(accept_rates, 1))
+
+
+def check_accept_rates(accept_rates: Sequence[float]) -> None:
+    """Raises ValueError unless they are shares that do not rise: a position is accepted only behind the one before."""
+    falling = [1.0, *accept_rates, 0.0]
+    if not accept_rates or any(not later <= earlier for earlier, later in zip(falling, falling[1:], strict=False)):
+        raise ValueError(
+            f"accept_rates is {list(accept_rates)}; give the share of rounds that accept each draft position, as "
+            "eval_accept_rate_i or /metrics show them: falling, from 0 to 1"
+        )
+
+
+def coverage_curve(token_map: TokenMap) -> np.ndarray:
+    """(V + 1,) float64: entry n is the share of the counted tokens that the map of n tokens holds."""
+    counts = token_map.counts.numpy()
+    covered = np.cumsum(counts[ranking(counts, token_map.kept_ids)])
+    return np.concatenate(([0.0], covered / covered[-1]))
+
+
+def coverage_table(token_map: TokenMap, accept_rates: Sequence[float] = ACCEPT_RATES) -> str:
+    """The coverage curve with bars, what each size costs in accept length, and what the chosen size covers."""
+    size, metadata = len(token_map.ids), token_map.metadata
+    full = expected_accept_length(accept_rates, 1.0)
+    lines = [f"    tokens  coverage  {'':{BAR_WIDTH}}  accept length"]
+    for name, share in metadata["coverage"].items():
+        chosen = "  <- this map" if int(name) == size else ""
+        length = expected_accept_length(accept_rates, share)
+        bar = f"{'#' * round(BAR_WIDTH * share):<{BAR_WIDTH}}"
+        lines.append(f"{int(name):10,}  {share:8.2%}  {bar}  {length:5.2f}  {length / full:6.1%}{chosen}")
+    lines.append(
+        f"{size:,} of {token_map.vocab_size:,} tokens ({size / token_map.vocab_size:.0%} of the vocabulary) cover "
+        f"{token_map.coverage:.2%} of {metadata['tokens_seen']:,} answer tokens"
+    )
+    rates = " ".join(f"{rate:g}" for rate in accept_rates)
+    lines.append(
+        f"accept length: 1 + sum of a_k * coverage^k, at accept rates a_k of {rates} with the whole vocabulary;\n"
+        "tokens outside the map are taken to be as easy to draft as others, so less than this is lost"
+    )
+    return "\n".join(lines)
+
+
+def plot_coverage(token_map: TokenMap, path: Path, accept_rates: Sequence[float] = ACCEPT_RATES) -> None:
+    """Writes a PNG: share of the answer tokens covered and of the accept length kept, by size of the map."""
+    curve, size = coverage_curve(token_map), len(token_map.ids)
+    smallest = max(len(token_map.kept_ids), token_map.vocab_size // 256, 1)
+    sizes = np.unique(np.geomspace(smallest, token_map.vocab_size, PLOTTED_SIZES).astype(np.int64))
+    full = expected_accept_length(accept_rates, 1.0)
+    kept = np.array([expected_accept_length(accept_rates, share) / full for share in curve[sizes]])
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(sizes, curve[sizes], color=BLUE, label="answer tokens covered")
+    axes.plot(sizes, kept, color=GREY, linestyle="--", label="accept length kept (by the model)")
+    axes.set(xlabel="tokens in the map", ylabel="share", xlim=(sizes[0], sizes[-1]), ylim=(0.0, 1.08))
+    axes.set_title(f"{token_map.metadata['tokens_seen']:,} answer tokens, vocabulary {token_map.vocab_size:,}")
+    _log_axis(axes, smallest, token_map.vocab_size)
+    _mark(axes, size, float(curve[size]), is_right=size**2 > int(sizes[0]) * token_map.vocab_size)
+    axes.legend(loc="lower right", facecolor="white", edgecolor="none", framealpha=1.0)
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _mark(axes: Axes, size: int, share: float, *, is_right: bool) -> None:
+    """The chosen size: a dot with its figures, and lines to both axes."""
+    axes.plot([size, size, axes.get_xlim()[0]], [0, share, share], color=BLUE, linewidth=0.8, linestyle=":")
+    axes.plot([size], [share], color=BLUE, marker="o", markersize=6)
+    axes.annotate(
+        f"{size:,} tokens: {share:.1%}",
+        (size, share),
+        xytext=(-8, 6) if is_right else (8, -16),
+        textcoords="offset points",
+        ha="right" if is_right else "left",
+        color=BLUE,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.0},
+    )
+
+
+def _log_axis(axes: Axes, smallest: int, largest: int) -> None:
+    """Powers of two as whole numbers."""
+    axes.set_xscale("log", base=2)
+    ticks = [2**power for power in range(smallest.bit_length(), largest.bit_length())]
+    axes.set_xticks(ticks[:: max(1, len(ticks) // 8)])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,235 @@
+"""Losses between a draft's and a target's distribution over the draft's vocabulary, fused: no softmax is written.
+
+With p = softmax(teacher) and q = softmax(student), in fp32, a row's loss is
+
+    soft_ce      -sum p log q         the draft learns all of the target's distribution, likely tokens most
+    forward_kl   sum p log (p / q)    the same gradient, less the entropy of p: it is 0 where the draft is perfect
+    reverse_kl   sum q log (q / p)    pulls the draft to the target's main mode, away from what the target rules out
+    tv           1 - sum min(p, q)    the share that rejection sampling refuses; its gradient fades where p and q lie
+                                      far apart, so it suits a draft that is trained already
+    lk           -log sum min(p, q)   the log of the share it accepts ("LK"): tv's direction without that fading
+
+The forward kernel reads each row once (tv and lk twice) with running maxima (Milakov & Gimelshein 2018, arXiv
+1805.02867), one program a row; the backward kernel computes both softmaxes again from a row's saved maxima and sums and
+can write the gradient over the student's logits.
+Letters: N rows, V columns (the draft's vocabulary). reverse_kl is infinite where q > 0 meets a teacher's -inf; the
+others take -inf there as probability 0.
+"""
+
+from typing import Any, Literal, get_args
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Kind = Literal["soft_ce", "forward_kl", "reverse_kl", "tv", "lk"]
+
+TILE = 2048  # columns that a program holds at a time, at most
+LEAST_TILE = 128
+NUM_WARPS = 8
+NUM_STATS = tl.constexpr(6)  # per row: student's maximum and log of its sum, the teacher's, and two of the loss
+LEAST_OVERLAP = tl.constexpr(1e-30)  # below it lk is flat
+
+
+def soft_cross_entropy(
+    student: Tensor, teacher: Tensor, weights: Tensor, kind: Kind = "soft_ce", *, in_place: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(losses (N,) fp32, each times its weight; best (N,) int64, the student's likeliest column, ties to the lowest).
+
+    student, teacher (N, V) logits of any float type, whose rows may lie apart; weights (N,) fp32. Only the student gets
+    a gradient; a row of weight 0 gets none, whatever it holds. `in_place` (GPU): backward writes it over `student`,
+    which must be the output of an operation and read by nothing later; a second backward is then an error.
+    """
+    if student.is_cuda:  # under autograd, too, where other kernels step aside
+        return soft_cross_entropy_triton(student, teacher, weights, kind, in_place=in_place)
+    return soft_cross_entropy_reference(student, teacher, weights, kind)
+
+
+def soft_cross_entropy_reference(
+    student: Tensor, teacher: Tensor, weights: Tensor, kind: Kind = "soft_ce"
+) -> tuple[Tensor, Tensor]:
+    """float64 logits are computed in float64."""
+    dtype, is_out = torch.promote_types(student.dtype, torch.float32), (weights == 0)[:, None]
+    log_q = student.to(dtype).masked_fill(is_out, 0.0).log_softmax(dim=-1)
+    log_p = teacher.detach().to(dtype).masked_fill(is_out, 0.0).log_softmax(dim=-1)
+    return _row_losses(log_p, log_q, kind) * weights.detach(), student.detach().argmax(dim=-1)
+
+
+def soft_cross_entropy_triton(
+    student: Tensor, teacher: Tensor, weights: Tensor, kind: Kind = "soft_ce", *, in_place: bool = False
+) -> tuple[Tensor, Tensor]:
+    assert kind in get_args(Kind)
+    assert student.shape == teacher.shape
+    assert weights.shape == student.shape[:1]
+    assert student.stride(1) == teacher.stride(1) == 1
+    assert not (in_place and student.is_leaf and student.requires_grad), "would write over a parameter"
+    return _SoftCrossEntropy.apply(student, teacher, weights, kind, in_place)
+
+
+def _row_losses(log_p: Tensor, log_q: Tensor, kind: Kind) -> Tensor:
+    """(N,) from log probabilities (N, V)."""
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "soft_ce":
+        return -_expectation(p, log_q)
+    if kind == "forward_kl":
+        return _expectation(p, log_p - log_q)
+    if kind == "reverse_kl":
+        return _expectation(q, log_q - log_p)
+    overlap = torch.minimum(p, q).sum(dim=-1)
+    return 1.0 - overlap if kind == "tv" else -overlap.clamp(min=LEAST_OVERLAP.value).log()
+
+
+def _expectation(weights: Tensor, terms: Tensor) -> Tensor:
+    """sum weights * terms over columns; a weight of 0 takes an infinite term out."""
+    return (weights * terms.masked_fill(weights == 0, 0.0)).sum(dim=-1)
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, weights: Tensor, kind: Kind, in_place: bool
+    ) -> tuple[Tensor, Tensor]:
+        N, V = student.shape
+        losses = torch.empty(N, dtype=torch.float32, device=student.device)
+        best = torch.empty(N, dtype=torch.int64, device=student.device)
+        stats = torch.empty(N, NUM_STATS.value, dtype=torch.float32, device=student.device)
+        if N:
+            _forward_kernel[(N,)](
+                student, teacher, weights, losses, best, stats, student.stride(0), teacher.stride(0), V,
+                LOSS=kind, TILE=_tile(V), num_warps=NUM_WARPS,
+            )  # fmt: skip
+        ctx.save_for_backward(student, teacher, weights, stats)
+        ctx.mark_non_differentiable(best)
+        ctx.kind, ctx.in_place = kind, in_place
+        return losses, best
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, _best: Tensor) -> tuple[Tensor, None, None, None, None]:
+        student, teacher, weights, stats = ctx.saved_tensors
+        N, V = student.shape
+        gradient = student.detach() if ctx.in_place else torch.empty_like(student)
+        tile = _tile(V)
+        if N:
+            _backward_kernel[(N, triton.cdiv(V, tile))](
+                student, teacher, weights, stats, upstream, gradient,
+                student.stride(0), teacher.stride(0), upstream.stride(0), gradient.stride(0), V,
+                LOSS=ctx.kind, TILE=tile, num_warps=NUM_WARPS,
+            )  # fmt: skip
+        if ctx.in_place:
+            torch.autograd.graph.increment_version(student)
+        return gradient, None, None, None, None
+
+
+def _tile(V: int) -> int:
+    return min(max(triton.next_power_of_2(V), LEAST_TILE), TILE)
+
+
+@triton.jit
+def _forward_kernel(
+    student_ptr, teacher_ptr, weights_ptr, losses_ptr, best_ptr, stats_ptr, student_stride, teacher_stride, V,
+    LOSS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """`moment` is the sum of exp(a - its maximum) * term; terms refer to the maxima so far and shift with them."""
+    row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    student_ptr += row * student_stride
+    teacher_ptr += row * teacher_stride
+    s_peak, s_total = -1e30, 0.0  # a finite stand-in for -inf: differences of maxima stay numbers
+    t_peak, t_total = -1e30, 0.0
+    moment = 0.0
+    best_values, best_columns = tl.full((TILE,), float("-inf"), tl.float32), lanes
+    for start in range(0, V, TILE):
+        columns = start + lanes
+        s, t = _load_tile(student_ptr, columns, V), _load_tile(teacher_ptr, columns, V)
+        best_columns = tl.where(s > best_values, columns, best_columns)
+        best_values = tl.maximum(s, best_values)
+        s_next, t_next = tl.maximum(s_peak, tl.max(s, axis=0)), tl.maximum(t_peak, tl.max(t, axis=0))
+        s_scale, t_scale = tl.exp(s_peak - s_next), tl.exp(t_peak - t_next)
+        s_exp, t_exp = tl.exp(s - s_next), tl.exp(t - t_next)
+        s_shift, t_shift = s_peak - s_next, t_peak - t_next  # of all columns before
+        if LOSS == "soft_ce":
+            terms = t_exp * tl.where(t_exp > 0.0, s_next - s, 0.0)
+            moment = (moment - t_total * s_shift) * t_scale + tl.sum(terms, axis=0)
+        if LOSS == "forward_kl":
+            terms = t_exp * tl.where(t_exp > 0.0, (t - t_next) - (s - s_next), 0.0)
+            moment = (moment + t_total * (t_shift - s_shift)) * t_scale + tl.sum(terms, axis=0)
+        if LOSS == "reverse_kl":
+            terms = s_exp * tl.where(s_exp > 0.0, (s - s_next) - (t - t_next), 0.0)
+            moment = (moment + s_total * (s_shift - t_shift)) * s_scale + tl.sum(terms, axis=0)
+        s_total = s_total * s_scale + tl.sum(s_exp, axis=0)
+        t_total = t_total * t_scale + tl.sum(t_exp, axis=0)
+        s_peak, t_peak = s_next, t_next
+
+    s_log, t_log = tl.log(s_total), tl.log(t_total)
+    first, second = 0.0, 0.0  # what backward needs of the loss
+    if LOSS == "soft_ce":
+        loss = moment / t_total + s_log
+    elif LOSS == "forward_kl":
+        loss = moment / t_total + s_log - t_log
+    elif LOSS == "reverse_kl":
+        loss = moment / s_total + t_log - s_log
+        first = loss
+    else:
+        for start in range(0, V, TILE):
+            q = tl.exp(_load_tile(student_ptr, start + lanes, V) - s_peak - s_log)
+            p = tl.exp(_load_tile(teacher_ptr, start + lanes, V) - t_peak - t_log)
+            first += tl.sum(tl.minimum(p, q), axis=0)
+            second += tl.sum(q * _is_below(q, p), axis=0)
+        loss = 1.0 - first if LOSS == "tv" else -tl.log(tl.maximum(first, LEAST_OVERLAP))
+
+    weight = tl.load(weights_ptr + row)
+    tl.store(losses_ptr + row, tl.where(weight == 0.0, 0.0, loss * weight))
+    peak = tl.max(best_values, axis=0)
+    tl.store(best_ptr + row, tl.min(tl.where(best_values == peak, best_columns, V - 1), axis=0).to(tl.int64))
+    _store_stats(stats_ptr + row * NUM_STATS, s_peak, s_log, t_peak, t_log, first, second)
+
+
+@triton.jit
+def _backward_kernel(
+    student_ptr, teacher_ptr, weights_ptr, stats_ptr, upstream_ptr, gradient_ptr,
+    student_stride, teacher_stride, upstream_stride, gradient_stride, V,
+    LOSS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile reads what it writes before it writes, so the gradient may lie where the student's logits are."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    scale = tl.load(weights_ptr + row) * tl.load(upstream_ptr + row * upstream_stride).to(tl.float32)
+    end = tl.where(scale == 0.0, 0, V)  # rows without weight are not read
+    s = _load_tile(student_ptr + row * student_stride, columns, end)
+    t = _load_tile(teacher_ptr + row * teacher_stride, columns, end)
+    stats_ptr += row * NUM_STATS
+    log_q = s - tl.load(stats_ptr) - tl.load(stats_ptr + 1)
+    log_p = t - tl.load(stats_ptr + 2) - tl.load(stats_ptr + 3)
+    q, p = tl.exp(log_q), tl.exp(log_p)
+    first, second = tl.load(stats_ptr + 4), tl.load(stats_ptr + 5)
+    if LOSS == "reverse_kl":
+        gradient = q * tl.where(q > 0.0, log_q - log_p - first, 0.0)
+    elif LOSS == "tv":
+        gradient = q * (second - _is_below(q, p))
+    elif LOSS == "lk":
+        gradient = tl.where(first > LEAST_OVERLAP, q * (second - _is_below(q, p)) / first, 0.0)
+    else:
+        gradient = q - p
+    gradient = tl.where(columns < end, scale * gradient, 0.0).to(gradient_ptr.dtype.element_ty)
+    tl.store(gradient_ptr + row * gradient_stride + columns, gradient, mask=columns < V)
+
+
+@triton.jit
+def _load_tile(row_ptr, columns, end):
+    """Logits of a row in fp32, -inf from `end` on."""
+    return tl.load(row_ptr + columns, mask=columns < end, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _store_stats(stats_ptr, s_peak, s_log, t_peak, t_log, first, second):
+    tl.store(stats_ptr, s_peak)
+    tl.store(stats_ptr + 1, s_log)
+    tl.store(stats_ptr + 2, t_peak)
+    tl.store(stats_ptr + 3, t_log)
+    tl.store(stats_ptr + 4, first)
+    tl.store(stats_ptr + 5, second)
+
+
+@triton.jit
+def _is_below(q, p):
+    """Derivative of min(p, q) by q; a half at ties, as in torch."""
+    return tl.where(q < p, 1.0, tl.where(q == p, 0.5, 0.0))

@@ -1,0 +1,117 @@
+"""Logs of served answers: every kind of row, against tokens put together by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from slipstream.data_tools import served_answers
+from slipstream.data_tools.options import ConversationOptions
+from slipstream.data_tools.rows import Row, RowError
+from slipstream.data_tools.served_answers import tokenize_answers
+from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer
+from slipstream.tests.data_tools.chats import chat
+
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def loaded(target: Path) -> TargetTokenizer:
+    return load_target_tokenizer(ConversationOptions(target=str(target)))
+
+
+def row(columns: object, number: int = 1) -> Row:
+    return Row(f"log, line {number}", json.dumps(columns).encode())
+
+
+def tokens(target: Path, *pieces: str) -> list[int]:
+    """Each piece tokenised by itself."""
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    return [token for piece in pieces for token in tokenizer(piece, add_special_tokens=False)["input_ids"]]
+
+
+def choice(text: Any, reason: str = "stop", **more: Any) -> dict[str, Any]:
+    return {"message": {"role": "assistant", "content": text, **more}, "finish_reason": reason}
+
+
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "chat response": ({"choices": [choice("Hello there")]}, ["Hello there", END]),
+    "cut answer": ({"choices": [choice("Hello", "length")]}, ["Hello"]),
+    "several choices": ({"choices": [choice("One"), choice("Two", "length")]}, ["One", END, "Two"]),
+    "reasoning": ({"choices": [choice("Four", reasoning_content="2 + 2")]}, ["2 + 2", "Four", END]),
+    "end in the text": ({"choices": [choice(f"Hello{END}")]}, ["Hello", END]),
+    "text response": ({"choices": [{"text": "Hello", "finish_reason": "stop"}]}, ["Hello", END]),
+    "batch file": ({"custom_id": "a", "response": {"body": {"choices": [choice("Hi")]}}, "error": None}, ["Hi", END]),
+    "logged pair": ({"prompt": "Hello?", "response": "Fine"}, ["Fine", END]),
+    "completion": ({"prompt": "Hello?", "completion": "Fine"}, ["Fine", END]),
+    "text": ({"text": "Fine"}, ["Fine", END]),
+    "regenerated": (
+        {"id": "a", "messages": chat("How?", "So.", "Why?", "Because"), "finish_reason": "length"},
+        ["So.", END, "Because"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_texts_and_their_ends_are_counted(case: str, target: Path, loaded: TargetTokenizer) -> None:
+    columns, expected = CASES[case]
+    (outcome,) = tokenize_answers([row(columns)], loaded, ConversationOptions())
+    assert outcome.status == "kept"
+    assert outcome.input_ids.tolist() == tokens(target, *expected)
+    assert outcome.loss_mask.all()
+
+
+def test_token_ids_are_taken_as_they_are(loaded: TargetTokenizer) -> None:
+    rows = [
+        {"choices": [{"text": "not this", "token_ids": [9, 8, 2], "finish_reason": "stop"}]},
+        {"text": "nor this", "output_ids": [7, 7], "meta_info": {"finish_reason": {"type": "stop"}}},
+        {"token_ids": [5]},
+        {"input_ids": [9, 9, 4, 2], "loss_mask": [0, 0, 1, 1], "tokenizer_hash": loaded.hash},
+    ]
+    outcomes = list(tokenize_answers([row(columns) for columns in rows], loaded, ConversationOptions()))
+    assert [outcome.input_ids.tolist() for outcome in outcomes] == [[9, 8, 2], [7, 7], [5], [4, 2]]
+
+
+def test_rows_keep_their_order_over_chunks(
+    target: Path, loaded: TargetTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_answers, "CHUNK_ROWS", 3)
+    rows = [row({"text": f"I am {n}", "kind": "ab"[n % 2]}, n) for n in range(10)]
+    outcomes = list(tokenize_answers(rows, loaded, ConversationOptions(where=("kind=a",), limit=4)))
+    kept = [outcome.input_ids.tolist() for outcome in outcomes if outcome.status == "kept"]
+    assert kept == [tokens(target, f"I am {n}", END) for n in (0, 2, 4, 6)]
+    assert sum(outcome.status == "filtered" for outcome in outcomes) == 3
+
+
+def test_failed_requests_and_tool_calls_are_dropped(loaded: TargetTokenizer) -> None:
+    rows = [
+        {"custom_id": "a", "response": None, "error": {"message": "overloaded"}},
+        {"error": {"message": "overloaded"}},
+        {"choices": [choice(None, "tool_calls", tool_calls=[{"function": {"name": "f"}}])]},
+        {"choices": []},
+        {"choices": [choice("")]},
+    ]
+    outcomes = list(tokenize_answers([row(columns) for columns in rows], loaded, ConversationOptions()))
+    assert [(outcome.status, outcome.reason) for outcome in outcomes] == [("dropped", "no_answer")] * 5
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"choices": [{"delta": {"content": "He"}}]}, "holds a piece of a stream; log whole answers"),
+        ({"choices": {"text": "a"}}, "choices holds a dict, not a list"),
+        ({"choices": [choice(7)]}, "content holds a int, not text"),
+        ({"token_ids": [512]}, "token_ids holds 512, no token id of the target's vocabulary of 512"),
+        ({"output_ids": ["5"]}, "output_ids holds '5'"),
+        ({"input_ids": [5], "loss_mask": [1], "tokenizer_hash": "x"}, "come from another tokenizer"),
+        ({"answer": "Hello"}, "has answer; expected messages"),
+    ],
+)
+def test_other_rows_are_named_with_their_place(columns: dict[str, Any], message: str, loaded: TargetTokenizer) -> None:
+    rows = [row(columns, 7), row({"text": "Hello"})]
+    with pytest.raises(RowError, match=f"log, line 7: .*{message}.* \\(--skip-bad counts such rows instead\\)"):
+        list(tokenize_answers(rows, loaded, ConversationOptions()))
+    skipped = list(tokenize_answers(rows, loaded, ConversationOptions(skip_bad=True)))
+    assert [outcome.status for outcome in skipped] == ["bad", "kept"]

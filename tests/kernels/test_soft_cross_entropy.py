@@ -1,0 +1,231 @@
+"""Distillation losses: values against other forms of their formulas in fp64, gradients against autograd of those."""
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels import soft_cross_entropy as module
+from slipstream.kernels.soft_cross_entropy import (
+    Kind,
+    soft_cross_entropy,
+    soft_cross_entropy_reference,
+    soft_cross_entropy_triton,
+)
+from slipstream.tests.kernels.triton_runs import DEVICES, poisoned
+
+KINDS = get_args(Kind)
+RUNS = [soft_cross_entropy_reference, soft_cross_entropy_triton]
+SHAPES = [(1, 1), (2, 128), (3, 300), pytest.param((4096, 32768), marks=pytest.mark.gpu)]
+DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+Run = Callable[..., tuple[Tensor, Tensor]]
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+
+
+@pytest.fixture(autouse=True)
+def several_tiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Short rows go through several tiles, too."""
+    if "4096" not in request.node.name:
+        monkeypatch.setattr(module, "TILE", 128)
+
+
+def expected(student: Tensor, teacher: Tensor, weights: Tensor, kind: str) -> Tensor:
+    log_q, p = student.double().log_softmax(-1), teacher.double().softmax(-1)
+    if kind == "soft_ce":
+        rows = F.cross_entropy(student.double(), p, reduction="none")
+    elif kind == "forward_kl":
+        rows = F.kl_div(log_q, p, reduction="none").sum(-1)
+    elif kind == "reverse_kl":
+        rows = F.kl_div(teacher.double().log_softmax(-1), log_q.exp(), reduction="none").sum(-1)
+    else:
+        distance = 0.5 * (p - log_q.exp()).abs().sum(-1)
+        rows = distance if kind == "tv" else -torch.log(1.0 - distance)
+    return rows * weights.double()
+
+
+def with_gradient(run: Callable[[Tensor], Tensor], student: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = student.detach().clone().requires_grad_()
+    losses = run(leaf)
+    losses.backward(upstream.to(losses.dtype))
+    assert leaf.grad is not None
+    return losses.detach(), leaf.grad
+
+
+def random(shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int, scale: float = 3.0) -> Tensor:
+    """Logits in rows that do not lie next to each other."""
+    wide = torch.randn((shape[0], shape[1] + 16), generator=torch.Generator().manual_seed(seed)) * scale
+    return wide.to(device, dtype)[:, : shape[1]]
+
+
+def check(run: Run, student: Tensor, teacher: Tensor, weights: Tensor, kind: str, atol: float = 2e-6) -> None:
+    """Each row's loss within 1e-5 of itself, its gradient within the rounding of its type, as a vector and by entry."""
+    upstream = torch.linspace(0.5, 1.5, len(student), device=student.device)
+    losses, gradient = with_gradient(lambda x: expected(x, teacher, weights, kind), student.double(), upstream)
+    with poisoned():
+        found, found_gradient = with_gradient(lambda x: run(x, teacher, weights, kind)[0], student, upstream)
+    assert (found.dtype, found_gradient.dtype) == (torch.float32, student.dtype)
+    torch.testing.assert_close(found.double(), losses, rtol=1e-5, atol=atol)
+    compared = torch.ones_like(losses, dtype=torch.bool)
+    if kind in ("tv", "lk"):  # their gradient jumps where p = q, which rounding moves
+        distance = (student.double().log_softmax(-1) - teacher.double().log_softmax(-1)).abs()
+        compared = ((distance > 2e-5) | (distance == 0)).all(-1)
+        assert compared.double().mean() > 0.6
+    found_gradient, gradient = found_gradient[compared].double(), gradient[compared]
+    precision = 1e-4 if student.dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(found_gradient, gradient, rtol=precision, atol=atol)
+    assert ((found_gradient - gradient).norm(dim=-1) <= precision * gradient.norm(dim=-1) + atol).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=["fp32", "mixed", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("run", RUNS)
+def test_values_and_gradients(
+    run: Run, kind: str, shape: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], device: str
+) -> None:
+    student, teacher = random(shape, dtypes[0], device, 0), random(shape, dtypes[1], device, 1)
+    weights = torch.rand(shape[0], generator=torch.Generator().manual_seed(2)).to(device)
+    check(run, student, teacher, weights, kind)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("run", RUNS)
+def test_extreme_logits(run: Run, kind: str, device: str) -> None:
+    """Far from 0, far apart, and with the peak in the first or the last tile: the running maxima must move."""
+    far = torch.full((6, 300), -40.0)
+    far[0, 299], far[1, 0], far[2, 150] = 60.0, 60.0, 60.0
+    far[3] = torch.linspace(-50, 50, 300)
+    far[4] = torch.linspace(50, -50, 300)
+    far[5] = torch.randn(300, generator=torch.Generator().manual_seed(0)) + 3e4
+    near = far + torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
+    near[5] -= 2e4  # a constant changes nothing
+    far[5], near[5] = far[5].round(decimals=2), near[5].round(decimals=2)
+    check(run, near.to(device), far.to(device), torch.ones(6, device=device), kind, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["soft_ce", "forward_kl", "tv", "lk"])
+@pytest.mark.parametrize("run", RUNS)
+def test_columns_that_the_teacher_rules_out(run: Run, kind: str, device: str) -> None:
+    """-inf is probability 0: the same as a teacher of a very low logit there; whole tiles, too."""
+    student, teacher = random((4, 300), torch.float32, device, 0), random((4, 300), torch.float32, device, 1)
+    teacher[0, :130], teacher[1, 200:], teacher[2, ::2], teacher[3, :299] = (-torch.inf,) * 4
+    floor = teacher.clamp(min=-1e4)
+    weights, upstream = torch.ones(4, device=device), torch.ones(4, device=device)
+    losses, gradient = with_gradient(lambda x: expected(x, floor, weights, kind), student.double(), upstream)
+    found, found_gradient = with_gradient(lambda x: run(x, teacher, weights, kind)[0], student, upstream)
+    torch.testing.assert_close(found.double(), losses, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(found_gradient.double(), gradient, rtol=1e-4, atol=2e-6)
+    both = student.masked_fill(teacher == -torch.inf, -torch.inf)  # the student rules them out as well
+    found, found_gradient = with_gradient(lambda x: run(x, teacher, weights, kind)[0], both, upstream)
+    losses, gradient = with_gradient(
+        lambda x: expected(x, floor, weights, kind), both.clamp(min=-1e4).double(), upstream
+    )
+    torch.testing.assert_close(found.double(), losses, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(found_gradient.double(), gradient, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", RUNS)
+def test_limits_of_the_losses(run: Run, device: str) -> None:
+    student = random((3, 200), torch.float32, device, 0)
+    weights, ones = torch.ones(3, device=device), torch.ones(3, device=device)
+    for kind in ("forward_kl", "reverse_kl", "tv", "lk"):  # a perfect draft: nothing lost, nothing to learn
+        losses, gradient = with_gradient(lambda x, kind=kind: run(x, student, weights, kind)[0], student, ones)
+        torch.testing.assert_close(losses, torch.zeros_like(losses), atol=1e-6, rtol=0)
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-6, rtol=0)
+    teacher = student.clone()
+    teacher[:, 0] = -torch.inf
+    assert (run(student, teacher, weights, "reverse_kl")[0] == torch.inf).all()
+    student[:, 100:], teacher[:, :100], teacher[:, 100:] = -torch.inf, -torch.inf, 1.0  # nothing in common
+    losses, gradient = with_gradient(lambda x: run(x, teacher, weights, "lk")[0], student, ones)
+    torch.testing.assert_close(losses, torch.full_like(losses, 69.0776), rtol=1e-4, atol=0)
+    assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("run", RUNS)
+def test_rows_without_weight_do_not_exist(run: Run, kind: str, device: str) -> None:
+    student, teacher = random((4, 200), torch.float32, device, 0), random((4, 200), torch.float32, device, 1)
+    student[1], teacher[1], teacher[3] = torch.nan, torch.inf, -torch.inf
+    weights = torch.tensor([1.0, 0.0, 2.0, 0.0], device=device)
+    upstream = torch.ones(4, device=device)
+    with poisoned():
+        losses, gradient = with_gradient(lambda x: run(x, teacher, weights, kind)[0], student, upstream)
+    assert (losses[[1, 3]] == 0).all()
+    assert (gradient[[1, 3]] == 0).all()
+    check(run, student[[0, 2]], teacher[[0, 2]], weights[[0, 2]], kind)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", RUNS)
+def test_the_best_column_is_the_first_of_equals(run: Run, device: str) -> None:
+    student = random((6, 400), torch.bfloat16, device, 0)
+    student[1, [30, 150, 390]] = 50.0
+    student[2, [399, 200]] = 50.0
+    student[3] = 0.0
+    student[4] = -torch.inf
+    student[4, 7] = -3e38
+    student[5, 0] = 60.0
+    best = run(student, torch.zeros_like(student), torch.zeros(6, device=device))[1]
+    assert best.dtype == torch.int64
+    assert best.tolist() == [max(range(400), key=lambda i: (student[0, i].item(), -i)), 30, 200, 0, 7, 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_gradient_can_take_the_place_of_the_logits(device: str) -> None:
+    leaf, teacher = random((3, 300), torch.bfloat16, device, 0), random((3, 300), torch.bfloat16, device, 1)
+    weights, scale = torch.tensor([1.0, 0.0, 0.5], device=device), torch.tensor(2.0, device=device, requires_grad=True)
+
+    def gradients(in_place: bool) -> tuple[Tensor, Tensor, Any]:
+        x = leaf.detach().clone().requires_grad_()
+        logits = x + 0.0
+        losses = soft_cross_entropy_triton(logits, teacher, weights, in_place=in_place)[0].sum()
+        (losses * scale).backward(retain_graph=True)
+        assert x.grad is not None
+        return x.grad, logits.detach(), losses
+
+    gradient, logits, _ = gradients(in_place=False)
+    assert torch.equal(logits, leaf)
+    in_place, overwritten, losses = gradients(in_place=True)
+    assert torch.equal(in_place, gradient)
+    assert torch.equal(overwritten, gradient)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.backward()
+    with pytest.raises(AssertionError, match="would write over a parameter"):
+        soft_cross_entropy_triton(leaf.requires_grad_(), teacher, weights, in_place=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", RUNS)
+def test_no_rows_and_no_gradient_for_the_teacher(run: Run, device: str) -> None:
+    student, teacher = torch.randn(4, 50, device=device), torch.randn(4, 50, device=device, requires_grad=True)
+    losses, best = run(student[:0], teacher[:0], torch.ones(0, device=device))
+    assert losses.shape == best.shape == (0,)
+    losses, _ = run(student.requires_grad_(), teacher, torch.ones(4, device=device))
+    losses.sum().backward()
+    assert teacher.grad is None
+    assert student.grad is not None
+
+
+def test_float64_stays_float64_on_the_cpu() -> None:
+    """Gradients of tests that compare packed with unpacked rows; checked by finite differences."""
+    generator = torch.Generator().manual_seed(0)
+    student = torch.randn(3, 6, dtype=torch.float64, generator=generator, requires_grad=True)
+    teacher = torch.randn(3, 6, dtype=torch.float64, generator=generator)
+    weights = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
+    for kind in KINDS:
+        assert torch.autograd.gradcheck(lambda x, kind=kind: soft_cross_entropy(x, teacher, weights, kind)[0], student)
+
+
+def test_the_soft_cross_entropy_is_that_of_torch() -> None:
+    student, teacher = torch.randn(5, 40), torch.randn(5, 40)
+    losses, best = soft_cross_entropy(student, teacher, torch.ones(5))
+    torch.testing.assert_close(losses, F.cross_entropy(student, teacher.softmax(-1), reduction="none"))
+    assert torch.equal(best, student.argmax(-1))

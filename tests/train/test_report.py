@@ -1,0 +1,210 @@
+"""The page of a run: complete, self-contained, and its curves where the numbers are."""
+
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream import cli
+from slipstream.train import eagle3
+from slipstream.train.report import ReportConfig, load_run, main, write_report
+from slipstream.train.samples import Sample
+from slipstream.train.svg_chart import (
+    HEIGHT,
+    WIDTH,
+    Axis,
+    Line,
+    chart,
+    linear_ticks,
+    log_ticks,
+    palette,
+    smoothed,
+    thinned,
+)
+
+EMPTY_TAGS = {"meta"}
+OPEN_TAGS = {"tr", "th", "td", "p", "html"}  # may end without an end tag
+
+
+class Page(HTMLParser):
+    """Elements with their attributes; every end tag closes the innermost open element of its kind."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.stack: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in EMPTY_TAGS:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.stack[-1] != tag:
+            assert self.stack.pop() in OPEN_TAGS
+        self.stack.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def record(step: int, **more: float) -> dict[str, Any]:
+    values = {"loss": 9.0 / step, "lr": 1e-3, "tokens": 100 * step, "tokens_per_second": 500.0, "grad_norm": 1.0}
+    return {"step": step, **values, "accept_rate_0": 0.5, "accept_rate_1": 0.25, **more}
+
+
+def write_run(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def page_of(folder: Path) -> tuple[str, Page]:
+    text = write_report(ReportConfig(run=str(folder))).read_text()
+    assert not re.search(r"https?://|src=|url\(|<script|<link|@import", text)
+    return text, Page(text)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    lines = [record(step) for step in range(1, 41)]
+    for step, length in ((10, 1.5), (20, 2.25), (30, 2.25), (40, 2.0)):
+        lines[step - 1] |= {"eval_accept_length": length, "eval_accept_rate_0": length / 4, "eval_other": 3.0}
+    return write_run(tmp_path / "a<run>", lines)
+
+
+def test_every_curve_is_on_the_page(run: Path) -> None:
+    text, page = page_of(run)
+    titles = re.findall("<figcaption>(.*?)</figcaption>", text)
+    assert titles[:4] == [
+        "Loss",
+        "Learning rate",
+        "Accept length on held-out answers",
+        "Accept rate by position, held out: share of rounds",
+    ]
+    assert titles[4].startswith("Agreement with the target")
+    assert titles[5:] == ["Throughput: supervised tokens per second", "Gradient norm before clipping", "eval_other"]
+    assert "<h1>a&lt;run&gt;</h1>" in text
+    assert "<b>2.250</b>best accept length, step 20<" in text
+    assert "<b>40</b>steps<" in text
+    assert "<b>4,000</b>supervised tokens<" in text
+    assert len(page.all("svg")) == len(titles)
+
+
+def test_the_best_evaluation_is_ringed_and_every_one_has_a_dot(run: Path) -> None:
+    text, _ = page_of(run)
+    figure = next(part for part in text.split("<figure>") if part.startswith("<figcaption>Accept length"))
+    dots = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="3".*?<title>(.*?)</title>', figure)
+    assert [label for _, _, label in dots] == ["10: 1.5", "20: 2.25", "30: 2.25", "40: 2"]
+    ((x, y),) = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="6.5"', figure)
+    assert (x, y) == dots[1][:2]
+    assert "best: 2.250" in figure
+    across, up = [float(x) for x, _, _ in dots], [float(y) for _, y, _ in dots]
+    assert [b - a for a, b in zip(across, across[1:], strict=False)] == pytest.approx([across[1] - across[0]] * 3)
+    assert up[1] == up[2] < up[3] < up[0]
+    assert (up[3] - up[1]) / (up[0] - up[1]) == pytest.approx(0.25 / 0.75, abs=0.01)
+
+
+def test_samples_show_what_was_drafted(run: Path) -> None:
+    samples = [Sample("old?", "old", ()), Sample("1 < 2?", "Yes & <no>.\nEnd", ((0, 3), (6, 10), (12, 15)))]
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, sample in zip((30, 40), samples, strict=True):
+            file.write(json.dumps(sample.record(step)) + "\n")
+    text, page = page_of(run)
+    assert "<mark>Yes</mark> &amp; <mark>&lt;no&gt;</mark>.\n<mark>End</mark>" in text
+    assert "1 &lt; 2?" in text
+    assert "67% of the text drafted" in text
+    assert len(page.all("article")) == 1  # the newest step's
+    assert len(load_run(run).records) == 40
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([[0, 9]], r"step 3: .*span \[0, 9\] does not follow 0 within an answer of 4"),
+        ([[2, 3], [1, 2]], r"span \[1, 2\] does not follow 3"),
+        ([[2, 2]], "not empty"),
+        ([3], "step 3: no readable sample"),
+        (None, "step 3: no readable sample"),
+    ],
+)
+def test_other_samples_are_named(tmp_path: Path, spans: object, message: str) -> None:
+    sample = {"step": 3, "sample": {"prompt": "", "answer": "four", "spans": spans}}
+    with pytest.raises(ValueError, match=message):
+        load_run(write_run(tmp_path, [record(1), sample]))
+
+
+def test_a_run_of_the_trainer_is_drawn_with_its_options(
+    arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eagle3.main(arguments(tmp_path / "run"))
+    cli.main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "page.html")])
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "<th>optim.lr<td>0.01" in text
+    assert "<th>versions.torch<td>" in text
+    assert "<th>git_revision<td>" in text
+    assert "Accept length on held-out answers" in text
+    Page(text)
+
+
+def test_runs_that_have_just_begun_or_are_none(tmp_path: Path) -> None:
+    write_run(tmp_path, [record(1)])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')  # still being written
+    text, _ = page_of(tmp_path)
+    assert "<b>1</b>steps<" in text
+    assert "best accept length" not in text
+    assert "Options" not in text
+    for folder in (tmp_path / "absent", write_run(tmp_path / "empty", [])):
+        with pytest.raises(SystemExit, match="has no metrics.jsonl with a step in it; name the output of a training"):
+            main([str(folder)])
+
+
+def test_numbers_that_are_none_leave_a_gap_and_not_a_picture() -> None:
+    text = chart("t", [Line(points=[(0, 1.0), (1, float("nan")), (2, 3.0)])], 2)
+    (path,) = re.findall('polyline points="(.*?)"', text)
+    assert len(path.split()) == 2
+    assert chart("t", [Line(points=[(0, float("inf"))])], 1) == ""
+    assert chart("t", [], 1) == ""
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+def test_points_lie_within_the_picture(is_log: bool) -> None:
+    for values in ([3.0], [0.0, 0.0], [-5.0, 7.0], [1e-9, 1e9], [2.0, 2.0 + 1e-9], [100.0, 101.0]):
+        points = list(enumerate(values))
+        text = chart("t", [Line(points=points, has_dots=True)], len(values) - 1, is_log=is_log)
+        for x, y in re.findall(r'<circle cx="([\d.-]+)" cy="([\d.-]+)"', text):
+            assert 0 <= float(x) <= WIDTH
+            assert 0 <= float(y) <= HEIGHT
+
+
+def test_ticks_are_round_numbers_within_the_range() -> None:
+    assert linear_ticks(0.0, 1.0) == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert linear_ticks(-3.0, 7.0) == [-2, 0, 2, 4, 6]
+    assert linear_ticks(0, 432) == [0, 100, 200, 300, 400]
+    assert log_ticks(3.0, 22.0) == [5, 10, 20]
+    assert Axis(1.0, 100.0, 0.0, 10.0, is_log=True).place(10.0) == 5.0
+
+
+def test_long_lines_are_averaged_and_smoothing_keeps_constants() -> None:
+    points = [(float(step), float(step % 2)) for step in range(10_000)]
+    assert len(thinned(points)) == 500
+    assert thinned(points)[0] == (9.5, 0.5)
+    assert smoothed([(step, 3.0) for step in range(200)])[-1] == (199, pytest.approx(3.0))
+    assert smoothed(points)[-1][1] == pytest.approx(0.5, abs=0.01)
+    assert smoothed([(0, 1.0), (1, float("nan"))]) == [(0, 1.0)]
+    assert len(set(palette(16))) == 16
