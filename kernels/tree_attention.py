@@ -51,6 +51,8 @@ def tree_attention(
     mask: Mask,
     scale: float,
     *,
+    first_node: int = 0,
+    window: int | None = None,
     prefix: bool = True,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -60,12 +62,18 @@ def tree_attention(
     nodes' KV lies already, at the slots of positions lengths + 0..N-1; pages (R, P) int64 page table; rows (B,) int64
     the requests' rows of it; lengths (B,) int64 committed tokens.
     mask: "causal" node i sees nodes 0..i; "tree" those of its bits in ancestors (B, N) int64 (bit i must be set in
-    node i's mask); "block" all N. prefix=False leaves the committed tokens out.
+    node i's mask); "block" all N. window, only with "causal": node i, at position lengths + i, sees so many positions,
+    its own the last of them. prefix=False leaves the committed tokens out.
+    first_node: only the last N of first_node + N <= 64 nodes ask; row i of q and of ancestors is node first_node + i,
+    and the KV of the nodes before lies at positions lengths + 0..first_node-1.
     Returns (B, N, Q, D) in q's dtype and, with return_lse, the log-sum-exp (B, N, Q) fp32 of the scaled scores, natural
     logarithm: exp(lse) is what two results over disjoint keys are weighted by.
     """
     run = tree_attention_triton if use_triton(q) else tree_attention_reference
-    return run(q, keys, values, pages, rows, lengths, ancestors, mask, scale, prefix=prefix, return_lse=return_lse)
+    where = pages, rows, lengths, ancestors
+    return run(
+        q, keys, values, *where, mask, scale, first_node=first_node, window=window, prefix=prefix, return_lse=return_lse
+    )
 
 
 def tree_attention_triton(
@@ -79,6 +87,8 @@ def tree_attention_triton(
     mask: Mask,
     scale: float,
     *,
+    first_node: int = 0,
+    window: int | None = None,
     prefix: bool = True,
     return_lse: bool = False,
     blocks: Blocks | None = None,
@@ -87,25 +97,30 @@ def tree_attention_triton(
     """`tree_attention` by the kernel; `blocks` and `splits` replace the table's choice (benchmarks, tests)."""
     B, N, Q, D = q.shape
     (page_size, G), group = keys.shape[1:3], Q // keys.shape[2]
-    assert N <= MAX_NODES
+    end = first_node + N  # nodes
+    assert end <= MAX_NODES
     assert group * G == Q
     assert q.dtype == keys.dtype == values.dtype
     assert all(x.is_contiguous() for x in (q, keys, values, pages, rows, lengths))
     assert mask != "tree" or (ancestors is not None and ancestors.is_contiguous())
+    assert window is None or (mask == "causal" and window > 0)
     blocks = blocks or choose_blocks(N * group, D, q.element_size())
     tiles = G * triton.cdiv(N * group, blocks.rows)  # of one request
-    splits = splits or choose_splits(B, tiles, blocks.rows, pages.shape[1] * page_size if prefix else N)
+    capacity = pages.shape[1] * page_size if prefix else end
+    if window is not None:
+        capacity = min(capacity, window + N + blocks.tokens)
+    splits = splits or choose_splits(B, tiles, blocks.rows, capacity)
     block_dim = max(16, triton.next_power_of_2(D))
     out = torch.empty_like(q)
     lse = torch.empty(B, N, Q, dtype=torch.float32, device=q.device) if return_lse else None
     attend_kernel[(tiles, splits, B)](
         q, keys, values, pages, rows, lengths, ancestors if mask == "tree" else None, out, lse,
-        *_scratch(q.device, B * tiles, splits, blocks.rows, block_dim), scale / math.log(2), N, G,
-        pages.shape[1], blocks.part,
+        *_scratch(q.device, B * tiles, splits, blocks.rows, block_dim), scale / math.log(2), N,
+        first_node, G, pages.shape[1], blocks.part,
         D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
-        MERGED=merged_at_once(blocks, block_dim), MASK=mask, PREFIX=prefix, SPLIT=splits > 1,
+        MERGED=merged_at_once(blocks, block_dim), MASK=mask, WINDOW=window, PREFIX=prefix, SPLIT=splits > 1,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # 16-bit operands do not ask
-        WORD=tl.int32 if N <= 32 else tl.int64, num_warps=blocks.warps, num_stages=blocks.stages,
+        WORD=tl.int32 if end <= 32 else tl.int64, num_warps=blocks.warps, num_stages=blocks.stages,
         **pdl_options(q.device),
     )  # fmt: skip
     return out if lse is None else (out, lse)

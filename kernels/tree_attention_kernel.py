@@ -7,13 +7,13 @@ from slipstream.kernels.arrivals import arrives_last
 from slipstream.kernels.launch import wait_for_inputs
 
 
-@triton.jit(do_not_specialize=["N", "table_width", "min_part"])
+@triton.jit(do_not_specialize=["N", "first_node", "table_width", "min_part"])
 def attend_kernel(
     q_ptr, keys_ptr, values_ptr, pages_ptr, rows_ptr, lengths_ptr, ancestors_ptr, out_ptr, lse_ptr,
-    partial_ptr, partial_lse_ptr, counters_ptr, scale, N, G, table_width, min_part,
+    partial_ptr, partial_lse_ptr, counters_ptr, scale, N, first_node, G, table_width, min_part,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, MERGED: tl.constexpr, MASK: tl.constexpr, PREFIX: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, MERGED: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
+    PREFIX: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of one KV head and request (axes 0 and 2) over one part of its context (axis 1); scale is for exp2."""
     wait_for_inputs(PDL)
@@ -22,26 +22,32 @@ def attend_kernel(
     head = tl.program_id(0) // row_tiles
     length = tl.load(lengths_ptr + request).to(tl.int32)
     table = pages_ptr + tl.load(rows_ptr + request) * table_width
-    begin = 0 if PREFIX else length
-    end = length + N
+    if not PREFIX:
+        begin = length
+    elif WINDOW is None:
+        begin = 0
+    else:  # the tile in which the first query's window begins
+        begin = tl.maximum(length + first_node + 1 - WINDOW, 0) // TOKENS * TOKENS
+    end = length + first_node + N
     tiles = tl.cdiv(end - begin, TOKENS)
     tiles_each = tl.cdiv(tiles, tl.minimum(tl.num_programs(1), tl.cdiv(end - begin, min_part)))
     first = tl.program_id(1) * tiles_each
     if first >= tiles:
         return
 
-    # Row = node * GROUP + query head within the group. Rows beyond the last node repeat it and are not stored.
+    # Row = query * GROUP + head within the group. Rows beyond the last query repeat it and are not stored.
     row = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
     valid = row < N * GROUP
-    node = tl.minimum(row // GROUP, N - 1)
-    out_row = (request * N + node) * (G * GROUP) + head * GROUP + row % GROUP
+    query = tl.minimum(row // GROUP, N - 1)
+    out_row = (request * N + query) * (G * GROUP) + head * GROUP + row % GROUP
     dims = tl.arange(0, BLOCK_D)
     cells = out_row.to(tl.int64)[:, None] * D + dims[None, :]
     q = tl.load(q_ptr + cells, mask=(dims < D)[None, :], other=0.0)
-    seen = _seen_nodes(ancestors_ptr, request * N, node, MASK, WORD)
+    seen = _seen_nodes(ancestors_ptr, request * N + query, first_node + query, MASK, WORD)
     acc, log_sum = _attend_tokens(
         q, seen, keys_ptr, values_ptr, table, head, begin + first * TOKENS,
         tl.minimum(begin + (first + tiles_each) * TOKENS, end), length, end, scale, G,
+        length + first_node + query - WINDOW if WINDOW is not None else None,
         D, BLOCK_D, PAGE, ROWS, TOKENS, PREFIX and PAGE % TOKENS == 0, PRECISION,
     )  # fmt: skip
     if SPLIT:
@@ -60,11 +66,14 @@ def attend_kernel(
 
 @triton.jit
 def _attend_tokens(
-    q, seen, keys_ptr, values_ptr, table, head, start, stop, length, end, scale, G,
+    q, seen, keys_ptr, values_ptr, table, head, start, stop, length, end, scale, G, before,
     D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of q (ROWS, BLOCK_D) to the tokens start..stop - 1, and its log2-sum-exp2 (ROWS,)."""
+    """Attention of q (ROWS, BLOCK_D) to the tokens start..stop - 1, and its log2-sum-exp2 (ROWS,).
+
+    before (ROWS,): the last position that a row's window leaves out; None without a window.
+    """
     dims = tl.arange(0, BLOCK_D)[None, :]
     top = tl.full((ROWS,), -1e30, tl.float32)  # finite: exp2(-inf - top) is 0 also where a row sees nothing yet
     total = tl.zeros((ROWS,), tl.float32)
@@ -79,6 +88,8 @@ def _attend_tokens(
         k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         visible = (seen[:, None] & _node_bit(position, length, end, seen.dtype)[None, :]) != 0
+        if before is not None:
+            visible = visible & (position[None, :] > before[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -99,10 +110,10 @@ def _load_pages(table, start, end, PAGE: tl.constexpr, TOKENS: tl.constexpr, ALI
 
 
 @triton.jit
-def _seen_nodes(ancestors_ptr, first_node, node, MASK: tl.constexpr, WORD: tl.constexpr):
+def _seen_nodes(ancestors_ptr, row, node, MASK: tl.constexpr, WORD: tl.constexpr):
     """Bit j of a row says that its node sees node j; never 0, so that `seen & -1` lets it see committed tokens."""
     if MASK == "tree":
-        seen = tl.load(ancestors_ptr + first_node + node).to(WORD)
+        seen = tl.load(ancestors_ptr + row).to(WORD)
     elif MASK == "causal":
         own = tl.full(node.shape, 1, WORD) << node.to(WORD)
         seen = own | (own - 1)

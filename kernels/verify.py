@@ -36,9 +36,10 @@ def ancestor_masks_triton(parents: Tensor) -> Tensor:
     return masks
 
 
-def unpack(masks: Tensor) -> Tensor:
-    """Bit masks (..., N) int64 -> (..., N, N) bool."""
-    return (masks[..., None] >> torch.arange(masks.shape[-1], device=masks.device) & 1).bool()
+def unpack(masks: Tensor, count: int | None = None) -> Tensor:
+    """Bit masks (..., n) int64 -> (..., n, count) bool; count: default n."""
+    count = masks.shape[-1] if count is None else count
+    return (masks[..., None] >> torch.arange(count, device=masks.device) & 1).bool()
 
 
 def verify(tokens: Tensor, parents: Tensor, sampled: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

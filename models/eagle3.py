@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from slipstream.kernels.norm import rms_norm_pair
 from slipstream.models.config import ModelConfig, RopeConfig, check_feature_layers
-from slipstream.models.layers import Attention, GatedMLP, OutputSplitLinear, RMSNorm, SelfAttention
+from slipstream.models.layers import Attention, GatedMLP, Mask, OutputSplitLinear, RMSNorm, SelfAttention
+from slipstream.models.vocabulary import enter_vocabulary, ids_of, vocabulary_buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +91,8 @@ class Midlayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = GatedMLP(size, config.intermediate_size)
 
-    def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> Tensor:
-        attended = self.self_attn(self.attention_input(embeds, hidden), attention)
+    def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention, mask: Mask) -> Tensor:
+        attended = self.self_attn(self.attention_input(embeds, hidden), attention, mask)
         normed, x = self.post_attention_layernorm.add(hidden, attended)
         return x + self.mlp(normed)
 
@@ -114,23 +115,18 @@ class Eagle3(nn.Module):
         self.midlayer = Midlayer(config)
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = OutputSplitLinear(size, config.draft_vocab_size, bias=False)
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        d2t, t2d = vocabulary_buffers(config.vocab_size, config.draft_vocab_size)
+        self.register_buffer("d2t", d2t)
+        self.register_buffer("t2d", t2d)
 
     def set_vocabulary(self, ids: Tensor) -> None:
         """ids (Vd,) int64: the target ids that the draft can propose, ascending and distinct."""
-        config = self.config
-        if ids.shape != (config.draft_vocab_size,) or not bool((ids[1:] > ids[:-1]).all()) or int(ids[0]) < 0:
-            raise ValueError(f"draft vocabulary: need {config.draft_vocab_size} distinct ascending ids")
-        if int(ids[-1]) >= config.vocab_size:
-            raise ValueError(f"draft vocabulary: id {int(ids[-1])} is outside the target's {config.vocab_size} tokens")
-        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
-        self.t2d.zero_()[ids.to(self.t2d.device)] = True
+        enter_vocabulary(ids, self.d2t, self.t2d)
 
     @property
     def target_ids(self) -> Tensor:
         """(Vd,) int64 target id of each draft id."""
-        return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)
+        return ids_of(self.d2t)
 
     @torch.no_grad()
     def init_from_target(self, head: Tensor, final_norm: Tensor, mlp: Mapping[str, Tensor]) -> None:
@@ -166,9 +162,9 @@ class Eagle3(nn.Module):
         """Stores keys and values for rows (..., H) whose prediction nobody needs."""
         self.midlayer.self_attn.write(self.midlayer.attention_input(embeds, hidden), attention)
 
-    def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> Tensor:
+    def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
         """embeds and hidden (..., H) -> (..., H), before the final norm: the state that recurs as `hidden`."""
-        return self.midlayer(embeds, hidden, attention)
+        return self.midlayer(embeds, hidden, attention, mask)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., H) before the final norm -> (..., Vd)."""

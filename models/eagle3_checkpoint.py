@@ -10,6 +10,7 @@ from torch import Tensor
 from slipstream.models.checkpoint import fuse, load_strict, read_json, read_tensors, unfuse, write_checkpoint
 from slipstream.models.config import ModelConfig, RopeConfig, default_feature_layers
 from slipstream.models.eagle3 import Eagle3, Eagle3Config
+from slipstream.models.vocabulary import complete_vocabulary
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 # Flags of other trainers that change the network: a checkpoint that sets one is refused by name.
@@ -121,7 +122,9 @@ def load_eagle3(path: Path, target: ModelConfig, dtype: torch.dtype, device: tor
         module = Eagle3(config)
     tensors = {_public_name(key): tensor for key, tensor in read_tensors(path).items()}
     tensors.pop("embed_tokens.weight", None)  # a copy of the target's, which the draft shares
-    _complete_vocabulary(tensors, config, path)
+    if config.draft_vocab_size == config.vocab_size:  # EAGLE leaves the map out then
+        tensors.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.int64))
+    complete_vocabulary(tensors, config.vocab_size, path)
     tensors = {
         key: tensor.to(device, dtype if tensor.is_floating_point() else None) for key, tensor in fuse(tensors).items()
     }
@@ -132,15 +135,3 @@ def load_eagle3(path: Path, target: ModelConfig, dtype: torch.dtype, device: tor
 def _public_name(key: str) -> str:
     key = key.removeprefix("model.")
     return key.replace("layers.0.", "midlayer.", 1) if key.startswith("layers.0.") else key
-
-
-def _complete_vocabulary(tensors: dict[str, Tensor], config: Eagle3Config, path: Path) -> None:
-    """EAGLE leaves d2t out when the draft has the full vocabulary, others leave out t2d, which follows from d2t."""
-    if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:
-        tensors["d2t"] = torch.zeros(config.vocab_size, dtype=torch.int64)
-    if "d2t" not in tensors:
-        return
-    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-    if not bool(((ids >= 0) & (ids < config.vocab_size)).all()) or len(ids.unique()) != len(ids):
-        raise ValueError(f"{path}: d2t maps outside the target's {config.vocab_size} tokens or twice to one")
-    tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)

@@ -25,8 +25,11 @@ class Attention(Protocol):
         """Rotates k (..., G, D) by the batch's positions and stores k and v; for rows that ask nothing."""
         ...
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask) -> Tensor:
-        """Writes k and v, rotates q (..., Q, D) and returns the attention output (..., Q, D)."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask, window: int | None = None) -> Tensor:
+        """Writes k and v, rotates q (..., Q, D) and returns the attention output (..., Q, D).
+
+        `window`: a query sees the last `window` positions only, its own included (with mask "causal").
+        """
         ...
 
 
@@ -76,9 +79,12 @@ class GatedMLP(nn.Module):
 class SelfAttention(nn.Module):
     """Grouped-query attention with q, k and v fused in one projection; q/k norms where the architecture has them."""
 
-    def __init__(self, config: ModelConfig, layer: int, input_size: int | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, input_size: int | None = None, window: int | None = None
+    ) -> None:
         super().__init__()
         self.layer = layer
+        self.window = window
         self.head_dim = config.head_dim
         self.sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         width = sum(self.sizes) * config.head_dim
@@ -93,13 +99,18 @@ class SelfAttention(nn.Module):
             q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)  # (..., heads, D)
         else:
             q, k, v = head_norm(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *self.sizes[:2])
-        return self.o_proj(attention.attend(q, k, v, self.layer, mask).flatten(-2))
+        return self.o_proj(attention.attend(q, k, v, self.layer, mask, self.window).flatten(-2))
+
+    @property
+    def kv_projection(self) -> tuple[Tensor, Tensor | None]:
+        """Weight (2 * G * D, H) and bias of the keys and, behind them, the values: views."""
+        start = self.sizes[0] * self.head_dim
+        bias = self.qkv_proj.bias
+        return self.qkv_proj.weight[start:], None if bias is None else bias[start:]
 
     def write(self, x: Tensor, attention: Attention) -> None:
         """Stores keys and values of rows whose attention output nobody needs."""
-        start = self.sizes[0] * self.head_dim
-        bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[start:]
-        kv = linear(x, self.qkv_proj.weight[start:], bias)
+        kv = linear(x, *self.kv_projection)
         k, v = kv.unflatten(-1, (-1, self.head_dim)).chunk(2, dim=-2)  # (..., G, D) each
         attention.write(k if self.k_norm is None else self.k_norm(k), v, self.layer)
 

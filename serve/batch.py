@@ -32,8 +32,8 @@ class KVSpec(NamedTuple):
 class Proposal:
     """A drafter's question to the target."""
 
-    tokens: Tensor  # (B, N) int32 target ids; [:, 0] the last emitted token, not yet in the KV cache; unused nodes -1
-    parents: Tensor  # (B, N) int32; parents[:, 0] = -1, parents[:, i] < i; siblings distinct; best score first
+    tokens: Tensor  # (B, N) target ids; [:, 0] the last emitted token, not yet in the KV cache; unused nodes -1
+    parents: Tensor  # (B, N); parents[:, 0] = -1, parents[:, i] < i; siblings distinct; best score first
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,7 @@ class Batch:
     roots: Tensor | None = None  # (B,) int64 last emitted tokens, where a round begins
     next_tokens: Tensor | None = None  # (T,) int64 the token after each query; prefill only
     ancestors: Tensor | None = None  # (B, N) int64 bit masks (kernels/verify.py); tree passes only
+    first_node: int = 0  # tree passes: nodes of each request that lie before its queries
 
     @property
     def sampling(self) -> Sampling:
@@ -163,4 +164,22 @@ class Batch:
             kv_bounds=tuple(bound + spare for bound in self.kv_bounds),
             next_tokens=None,
             ancestors=None,
+            first_node=0,
+        )
+
+    def last_nodes(self, positions: Tensor, slots: Tensor, ancestors: Tensor, first_node: int) -> "Batch":
+        """The same requests with queries for the last n of first_node + n tree nodes behind the committed tokens.
+
+        positions and slots (B * n,) int64; ancestors (B, n) int64 over all of these nodes.
+        """
+        count = ancestors.shape[1]
+        return replace(
+            self,
+            positions=positions,
+            slots=slots,
+            query_lens=(count,) * len(self.query_lens),
+            kv_bounds=tuple(bound + first_node + count for bound in self.kv_bounds),
+            next_tokens=None,
+            ancestors=ancestors,
+            first_node=first_node,
         )

@@ -99,10 +99,11 @@ class TTTAttention:
         assert layer == 0
         self.context = rotate(k, *self.rope.cos_sin(self.rows.context_positions)), v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask, window: int | None = None) -> Tensor:
         """q (N, Q, D), k and v (N, G, D) of the asking rows -> (N, Q, D)."""
         assert layer == 0
         assert mask == "causal"
+        assert window is None
         cos, sin = self.rope.cos_sin(self.rows.asking_positions + self.step)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q = (q * q.shape[-1] ** -0.5).unflatten(1, (k.shape[1], -1))  # (N, G, R, D): R query heads per KV head

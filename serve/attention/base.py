@@ -34,6 +34,8 @@ class Backend(Attention, Protocol):
     """Attention over one network's paged KV."""
 
     needs_host_lengths: bool  # sizes or plans its work on the host: its rounds cannot be captured in a CUDA graph
+    flat: Tensor  # (L, 2, slots, G, D) the KV, for kernels that store several layers at once
+    rope: RotaryEmbedding
 
     def plan(self, batch: Batch) -> None:
         """Prepares one pass; `write` and `attend` of every layer follow."""
@@ -61,6 +63,7 @@ class Hybrid:
     def __init__(self, prefill: Backend, verify: Backend) -> None:
         self.prefill, self.verify = prefill, verify
         self.needs_host_lengths = verify.needs_host_lengths
+        self.flat, self.rope = verify.flat, verify.rope
         self.active = verify
 
     def plan(self, batch: Batch) -> None:
@@ -70,8 +73,8 @@ class Hybrid:
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
         self.active.write(k, v, layer)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask) -> Tensor:
-        return self.active.attend(q, k, v, layer, mask)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask, window: int | None = None) -> Tensor:
+        return self.active.attend(q, k, v, layer, mask, window)
 
 
 def find_backends(option: str, formats: Mapping[str, KVFormat] | None = None) -> dict[str, type[PhaseBackend]]:

@@ -62,7 +62,7 @@ class Backend:
         self.flat = cache.flatten(2, 3)  # (L, 2, slots, G, D), a view
         self.workspace = _workspace(cache.device)
         self.planners: dict[str, Planner] = {}  # kind of pass -> its wrapper, made once
-        self.planned: dict[Mask, Any] = {}  # the wrappers that are planned for this pass
+        self.planned: dict[tuple[Mask, int | None], Any] = {}  # by mask and window: the wrappers planned for this pass
 
     @classmethod
     def fault(cls, kv: KVFormat) -> str:
@@ -86,14 +86,15 @@ class Backend:
         keys, values = self.flat[layer]
         store(k, v, self.rope.cos, self.rope.sin, self.batch.positions, self.batch.slots, keys, values)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask, window: int | None = None) -> Tensor:
         batch, (keys, values) = self.batch, self.flat[layer]
         q = rotate_and_store(q, k, v, self.rope.cos, self.rope.sin, batch.positions, batch.slots, keys, values)
-        if max(batch.query_lens) == 1:
-            mask = "causal"  # what one node sees does not depend on the mask
-        if mask not in self.planned:
-            self.planned[mask] = self._plan_pass(mask, q.shape[1])
-        wrapper = self.planned[mask]
+        if max(batch.query_lens) == 1 and not batch.first_node:
+            mask = "causal"  # what a node without others sees does not depend on the mask
+        assert window is None or mask == "causal", "a window is one of positions, and a tree's slots are none"
+        if (mask, window) not in self.planned:
+            self.planned[mask, window] = self._plan_pass(mask, window, q.shape[1])
+        wrapper = self.planned[mask, window]
         keys, values = self.cache[layer]  # (num_pages, page_size, G, D)
         if mask != "tree":
             return wrapper.run(q, (keys, values), out=torch.empty_like(q))
@@ -107,26 +108,28 @@ class Backend:
         nodes = q.view(len(batch.query_lens), -1, Q, D)
         where = (batch.state.pages, batch.rows, batch.lengths)
         out, lse = tree_attention(
-            nodes, keys, values, *where, batch.ancestors, "tree", D**-0.5, prefix=False, return_lse=True
-        )
+            nodes, keys, values, *where, batch.ancestors, "tree", D**-0.5,
+            first_node=batch.first_node, prefix=False, return_lse=True,
+        )  # fmt: skip
         rows = (T * G, Q // G)  # a thread block merges one row: all Q heads would be too many threads
         parts = [committed[0].view(*rows, D), committed[1].view(rows), out.view(*rows, D), lse.view(rows) / math.log(2)]
         return flashinfer.merge_state(*parts)[0].view(T, Q, D)
 
-    def _plan_pass(self, mask: Mask, num_heads: int) -> Any:
-        """The wrapper for this pass and mask. With "tree" it will see the committed tokens only."""
+    def _plan_pass(self, mask: Mask, window: int | None, num_heads: int) -> Any:
+        """The wrapper for this pass, mask and window. With "tree" it will see the committed tokens only."""
         query_lens = torch.tensor(self.batch.query_lens, dtype=torch.int32)
         lengths = self._committed_lengths()
         table = self._page_table(lengths if mask == "tree" else lengths + query_lens)
         page_size, G, D = self.cache.shape[3:]
-        shape, dtype = (num_heads, G, D, page_size), self.cache.dtype
+        shape, dtypes = (num_heads, G, D, page_size), dict.fromkeys(("q_data_type", "kv_data_type"), self.cache.dtype)
+        window_left = -1 if window is None else window - 1  # how many keys before its own a query sees; -1: all
         if max(self.batch.query_lens) == 1:
-            planner = self._planner("decode", num_heads)
-            planner.plan(*table, *shape, q_data_type=dtype, kv_data_type=dtype)
+            planner = self._planner("decode", num_heads, "causal", window)
+            planner.plan(*table, *shape, window_left=window_left, **dtypes)
         else:
-            planner = self._planner("round" if self.batch.next_tokens is None else "prompt", num_heads, mask)
-            causal = mask == "causal"
-            planner.plan(_starts(query_lens), *table, *shape, causal=causal, q_data_type=dtype, kv_data_type=dtype)
+            kind = "round" if self.batch.next_tokens is None else "prompt"
+            planner, causal = self._planner(kind, num_heads, mask, window), mask == "causal"
+            planner.plan(_starts(query_lens), *table, *shape, causal=causal, window_left=window_left, **dtypes)
         return planner.wrapper
 
     def _committed_lengths(self) -> Tensor:
@@ -148,9 +151,9 @@ class Backend:
         pages = batch.state.pages[batch.rows[owners], numbers].int()
         return starts, pages, lengths - (counts - 1).clamp(min=0) * page_size
 
-    def _planner(self, kind: str, num_heads: int, mask: Mask = "causal") -> Planner:
+    def _planner(self, kind: str, num_heads: int, mask: Mask, window: int | None) -> Planner:
         """The wrapper of "decode", or of a "round" or "prompt" with that mask; each has buffers of its own."""
-        name = f"{kind} {mask}"
+        name = f"{kind} {mask} {window}"
         if name not in self.planners:
             with torch.inference_mode(False):  # a wrapper writes into its buffers in other modes, too
                 self.planners[name] = Planner(self._make_wrapper(kind, num_heads))

@@ -20,7 +20,8 @@ class Segment:
     queries: slice  # of the packed tokens
     count: int  # queries per request
     pages: Tensor  # (b, p) int64
-    biases: dict[Mask, Tensor] = field(default_factory=dict)  # (b, 1, count or Q / G * count, p * page_size), 0 or -inf
+    # (b, 1, count or Q / G * count, p * page_size), 0 or -inf, by mask and window
+    biases: dict[tuple[Mask, int | None], Tensor] = field(default_factory=dict)
 
 
 class Backend:
@@ -51,13 +52,13 @@ class Backend:
         keys.index_copy_(0, self.batch.slots, rotate(k, self.cos, self.sin))
         values.index_copy_(0, self.batch.slots, v)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask, window: int | None = None) -> Tensor:
         self.write(k, v, layer)
         q = rotate(q, self.cos, self.sin)
-        parts = [self._attend(q[segment.queries], layer, mask, segment) for segment in self.segments]
+        parts = [self._attend(q[segment.queries], layer, mask, window, segment) for segment in self.segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend(self, q: Tensor, layer: int, mask: Mask, segment: Segment) -> Tensor:
+    def _attend(self, q: Tensor, layer: int, mask: Mask, window: int | None, segment: Segment) -> Tensor:
         """q (b * count, Q, D) -> the same shape."""
         b, p = segment.pages.shape
         page_size, G, D = self.cache.shape[3:]
@@ -70,14 +71,14 @@ class Backend:
         # Query heads that share a KV head: on the GPU, where a prompt's bias is large, KV heads take the batch's place
         # for a single request; else the heads are stacked along the queries.
         heads_as_batch = b == 1 and q.is_cuda
-        if mask not in segment.biases:
-            bias = self._bias(mask, segment, q.dtype)
-            segment.biases[mask] = bias if heads_as_batch else bias.repeat(1, 1, group, 1)
+        if (mask, window) not in segment.biases:
+            bias = self._bias(mask, window, segment, q.dtype)
+            segment.biases[mask, window] = bias if heads_as_batch else bias.repeat(1, 1, group, 1)
         if heads_as_batch:
             q, k, v = q[0], *(x.transpose(0, 1).expand(-1, group, -1, -1) for x in (k, v))  # (G, Q / G, count or S, D)
         else:
             q = q.reshape(b, G, group * segment.count, D)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=segment.biases[mask])
+        out = scaled_dot_product_attention(q, k, v, attn_mask=segment.biases[mask, window])
         out = out.view(b, G, group, segment.count, D).permute(0, 3, 1, 2, 4)
         return out.reshape(b * segment.count, G * group, D)
 
@@ -88,25 +89,30 @@ class Backend:
         pages = batch.state.pages[batch.rows[start:end], :num_pages]
         return Segment(slice(start, end), slice(first_query, first_query + count * (end - start)), count, pages)
 
-    def _bias(self, mask: Mask, segment: Segment, dtype: torch.dtype) -> Tensor:
+    def _bias(self, mask: Mask, window: int | None, segment: Segment, dtype: torch.dtype) -> Tensor:
         """(b, 1, count, S): 0 where a query sees a key, -inf elsewhere. Keys stand in slot order, not depth order."""
         lengths = self.batch.lengths[segment.requests, None, None]  # (b, 1, 1)
         size = segment.pages.shape[1] * self.cache.shape[3]
         keys = torch.arange(size, device=lengths.device)
-        queries = torch.arange(segment.count, device=lengths.device)[:, None]
+        first, end = self.batch.first_node, self.batch.first_node + segment.count
+        queries = torch.arange(first, end, device=lengths.device)[:, None]
         if mask == "causal":
             visible = keys <= lengths + queries
         elif mask == "block":
-            visible = (keys < lengths + segment.count).expand(-1, segment.count, -1)
+            visible = (keys < lengths + end).expand(-1, segment.count, -1)
         else:
             visible = self._tree_visible(keys, lengths, segment)
+        if window is not None:
+            assert mask == "causal", "elsewhere slots are not positions"
+            visible = visible & (keys > lengths + queries - window)
         bias = torch.zeros(visible.shape, dtype=dtype, device=lengths.device)
         return bias.masked_fill_(~visible, -torch.inf)[:, None]
 
     def _tree_visible(self, keys: Tensor, lengths: Tensor, segment: Segment) -> Tensor:
         assert self.batch.ancestors is not None
-        ancestors = unpack(self.batch.ancestors[segment.requests])  # (b, N, N)
+        end = self.batch.first_node + segment.count  # nodes
+        ancestors = unpack(self.batch.ancestors[segment.requests], end)  # (b, count, end)
         node = keys - lengths  # (b, 1, S): which node a key is; negative for committed tokens
-        in_tree = (node >= 0) & (node < segment.count)
-        index = node.clamp(0, segment.count - 1).expand(-1, segment.count, -1)
+        in_tree = (node >= 0) & (node < end)
+        index = node.clamp(0, end - 1).expand(-1, segment.count, -1)
         return (node < 0) | (in_tree & ancestors.gather(2, index))

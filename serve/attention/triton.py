@@ -10,7 +10,7 @@ from slipstream.serve.batch import Batch
 
 
 class Backend:
-    """Every request of a pass asks as many queries, at most 64; `write` takes any number of each."""
+    """Every request of a pass asks as many queries, at most 64 with the nodes before; `write` takes any number."""
 
     needs_host_lengths = False
     phases = frozenset({"verify", "draft"})
@@ -33,13 +33,14 @@ class Backend:
         batch, (keys, values) = self.batch, self.flat[layer]
         store(k, v, self.rope.cos, self.rope.sin, batch.positions, batch.slots, keys, values)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask, window: int | None = None) -> Tensor:
         batch, (keys, values) = self.batch, self.flat[layer]
         N, D = batch.query_lens[0], q.shape[-1]
         assert set(batch.query_lens) == {N}, batch.query_lens
         q = rotate_and_store(q, k, v, self.rope.cos, self.rope.sin, batch.positions, batch.slots, keys, values)
         keys, values = self.cache[layer]  # (num_pages, page_size, G, D)
-        where = (batch.state.pages, batch.rows, batch.lengths)
-        out = tree_attention(q.unflatten(0, (-1, N)), keys, values, *where, batch.ancestors, mask, D**-0.5)
+        where = (batch.state.pages, batch.rows, batch.lengths, batch.ancestors)
+        nodes = q.unflatten(0, (-1, N))
+        out = tree_attention(nodes, keys, values, *where, mask, D**-0.5, first_node=batch.first_node, window=window)
         assert isinstance(out, Tensor)
         return out.flatten(0, 1)

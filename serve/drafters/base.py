@@ -1,5 +1,6 @@
 """The interface of a drafter and how one is found. A drafter is a file of this folder with a class `Drafter`."""
 
+import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,6 +20,12 @@ from slipstream.serve.batch import Batch, HostProposal, KVSpec, Proposal, Rows, 
 FOREIGN_ARCHITECTURES = {
     "LlamaForCausalLMEagle3": "eagle3",
     "Eagle3LlamaForCausalLM": "eagle3",
+    "LlamaForCausalLMEagle": "eagle",
+    "EagleLlamaForCausalLM": "eagle",
+    "Qwen2ForCausalLMEagle": "eagle",
+    "DFlashDraftModel": "dflash",
+    "DFlashSpeculator": "dflash",
+    "Qwen3DSparkModel": "dflash",
 }
 
 
@@ -36,7 +43,7 @@ class Drafter(ABC):
     ] = ()  # target states it reads: 0..n-1 = output of that layer, n = after the final norm
     kv: KVSpec | None = None  # its own per-token KV, kept at the target's slots
     lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
-    branches: ClassVar[bool] = False  # False: proposals are chains, which need neither tree mask nor KV moves
+    branches: bool = False  # False: proposals are chains, which need neither tree mask nor KV moves
     on_device: ClassVar[bool] = True  # propose and observe are part of the round
     on_host: ClassVar[bool] = False  # extend and draft run between rounds, which then wait for the host
     widths: tuple[int, ...] = (1,)  # the values of N it can offer; 1 is always allowed
@@ -125,6 +132,8 @@ def drafter_name(draft: str) -> str:
     if "drafter" in config:
         return str(config["drafter"])
     architecture = (config.get("architectures") or ["(none)"])[0]
+    if architecture == "LlamaForCausalLM" and config.get("num_hidden_layers") == 1:  # EAGLE's authors name no draft
+        return "eagle3" if "draft_vocab_size" in config else "eagle"
     if architecture not in FOREIGN_ARCHITECTURES:
         raise ValueError(
             f"draft {draft} has architecture {architecture}; known drafts: {', '.join(FOREIGN_ARCHITECTURES)}"
@@ -143,4 +152,12 @@ def build_options(drafter: type[Drafter], values: dict[str, Any]) -> Any:
 
 def chain_parents(batch_size: int, width: int, device: torch.device) -> Tensor:
     """(B, N) int32 parents of a chain: -1, 0, 1, ..."""
-    return (torch.arange(width, dtype=torch.int32, device=device) - 1).expand(batch_size, width)
+    return _chain_parents(width, device).expand(batch_size, width)
+
+
+@functools.cache
+def _chain_parents(width: int, device: torch.device) -> Tensor:
+    """(N,), made once: a captured round only reads it."""
+    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capture"
+    with torch.inference_mode(False):
+        return torch.arange(-1, width - 1, dtype=torch.int32, device=device)

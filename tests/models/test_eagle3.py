@@ -27,7 +27,7 @@ class RecordingAttention:
         assert layer == 0
         self.k, self.v = rotate(k, self.cos, self.sin), v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: str) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: str, window: int | None = None) -> Tensor:
         assert mask == "causal"
         self.write(k, v, layer)
         q, k, v = (x.transpose(-2, -3) for x in (rotate(q, self.cos, self.sin), self.k, self.v))

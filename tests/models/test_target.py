@@ -26,7 +26,7 @@ class FullAttention:
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
         raise AssertionError("a target attends with every row")
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: str) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: str, window: int | None = None) -> Tensor:
         q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)

@@ -27,6 +27,7 @@ class Pass:
     num_heads: int = 8
     num_kv_heads: int = 2
     page_size: int = 16
+    window: int | None = None
 
 
 PASSES = {
@@ -34,6 +35,9 @@ PASSES = {
     "decode of one": Pass(mask="causal", lengths=(47,), query_lens=(1,)),
     "decode, two heads share": Pass(mask="causal", lengths=(0, 90, 16), query_lens=(1,) * 3, num_heads=4),
     "chain": Pass(mask="causal", lengths=(0, 9, 31, 260), query_lens=(5,) * 4),
+    "window": Pass(mask="causal", lengths=(0, 9, 31, 260), query_lens=(5,) * 4, window=33),
+    "window, decode": Pass(mask="causal", lengths=(0, 1, 15, 16, 300), query_lens=(1,) * 5, window=20),
+    "window, prompts": Pass(mask="causal", lengths=(16, 5, 130, 0), query_lens=(3, 90, 1, 16), prompt=True, window=12),
     "block": Pass(mask="block", lengths=(12, 0, 130), query_lens=(8,) * 3),
     "tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4),
     "wide tree": Pass(mask="tree", lengths=(64, 33), query_lens=(64,) * 2),
@@ -44,7 +48,7 @@ PASSES = {
 }
 PASSES |= {
     f"{name}, pages of {size}": replace(PASSES[name], page_size=size)
-    for name in ("decode", "chain", "block", "tree", "prompts with prefix")
+    for name in ("decode", "chain", "window", "block", "tree", "prompts with prefix")
     for size in (1, 64)
 }
 
@@ -98,7 +102,7 @@ class Scene:
         """Output (T, Q, D) and the slots' new KV (2, T, G, D)."""
         attention, batch = backend(self.cache, self.rope), self.batch()
         attention.plan(batch)
-        out = attention.attend(*self.qkv, LAYER, self.case.mask)
+        out = attention.attend(*self.qkv, LAYER, self.case.mask, self.case.window)
         return out, self.cache[LAYER].flatten(1, 2)[:, batch.slots]
 
     def _slots(self, request: int, start: int, end: int) -> Tensor:

@@ -66,6 +66,12 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, Answer]:
     return answers
 
 
+def texts_of(target: Path, requests: list[Request]) -> list[tuple[int, list[int]]]:
+    """The target's own answers, for a draft to know: length of the prompt, and all tokens."""
+    answers = run(build_engine(target), requests)
+    return [(len(request.prompt), request.prompt + answers[request.id].tokens) for request in requests]
+
+
 def inside_drafts(answer: Answer) -> list[int]:
     """Indices of tokens that came first among several of one round: an answer that ends there ends inside a draft."""
     ends = [*answer.starts[1:], len(answer.tokens)]

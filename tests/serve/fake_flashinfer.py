@@ -62,6 +62,11 @@ class Wrapper:
             if causal:
                 visible = torch.ones(end - start, length, dtype=torch.bool).tril(length - (end - start))
                 scores = scores.masked_fill(~visible, -torch.inf)
+            if self.window_left >= 0:
+                too_old = torch.ones(end - start, length, dtype=torch.bool).tril(
+                    length - (end - start) - self.window_left - 1
+                )
+                scores = scores.masked_fill(too_old, -torch.inf)
             if length:
                 out[start:end] = torch.einsum("hns,shd->nhd", scores.softmax(-1), v).to(out.dtype)
                 lse[start:end] = scores.logsumexp(-1).t() / math.log(2)
@@ -85,10 +90,12 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         head_dim: int,
         page_size: int,
         *,
+        window_left: int = -1,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
     ) -> None:
         assert q_data_type == kv_data_type
+        self.window_left = window_left
         shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
         starts = torch.arange(len(indptr), dtype=torch.int32)
         self._keep(starts, (indptr, indices, last_page_len), shape, q_data_type)
@@ -115,13 +122,14 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         page_size: int,
         *,
         causal: bool,
+        window_left: int = -1,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
     ) -> None:
         assert q_data_type == kv_data_type
         table = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         self._keep(qo_indptr, table, (num_qo_heads, num_kv_heads, head_dim_qk, page_size), q_data_type)
-        self.causal = causal
+        self.causal, self.window_left = causal, window_left
 
     def run(
         self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor, return_lse: bool = False

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.models.config import RopeConfig
 from slipstream.models.layers import RotaryEmbedding
-from slipstream.serve.attention.base import Backend, Hybrid, find_backends
+from slipstream.serve.attention.base import Backend, Hybrid
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend
 from slipstream.serve.batch import Batch, Rows
@@ -44,6 +44,7 @@ class Case:
     lengths: tuple[int, ...]
     query_lens: tuple[int, ...]
     parents: tuple[tuple[int, ...], ...] = ()  # of each request's queries, trees only
+    window: int | None = None
     num_heads: int = 4
     num_kv_heads: int = 2
     page_size: int = 16
@@ -65,6 +66,11 @@ CASES = {
     "one KV head": Case(mask="causal", lengths=(3, 18), query_lens=(6, 6), num_kv_heads=1),
     "no sharing of heads": Case(mask="causal", lengths=(3, 18), query_lens=(6, 6), num_kv_heads=4),
     "six heads for two": Case(mask="causal", lengths=(3, 18), query_lens=(6, 2), num_heads=6),
+    "window": Case(mask="causal", lengths=(0, 9, 14, 47), query_lens=(5,) * 4, window=7),
+    "window of one": Case(mask="causal", lengths=(0, 33), query_lens=(3,) * 2, window=1),
+    "window, decode": Case(mask="causal", lengths=(1, 16, 60, 15), query_lens=(1,) * 4, window=16, page_size=1),
+    "window wider than all": Case(mask="causal", lengths=(3, 30), query_lens=(4, 4), window=90),
+    "window, ragged prefill": Case(mask="causal", lengths=(16, 5, 33, 0), query_lens=(3, 20, 1, 16), window=9),
     "block": Case(mask="block", lengths=(12, 0, 30), query_lens=(5, 5, 5)),
     "ragged block": Case(mask="block", lengths=(12, 4), query_lens=(5, 9), page_size=1),
     **{
@@ -86,7 +92,9 @@ def ancestors_of(node: int, parents: tuple[int, ...]) -> set[int]:
 
 
 def visible(case: Case, request: int, query: int) -> set[int]:
-    """Which of the request's new tokens a query sees; it sees all committed ones."""
+    """Which of the request's new tokens a query sees; without a window it sees all committed ones."""
+    if case.window is not None:
+        return set(range(max(0, query + 1 - case.window), query + 1))
     if case.mask == "causal":
         return set(range(query + 1))
     if case.mask == "block":
@@ -159,10 +167,11 @@ class Scene:
         start = 0
         for request, count in enumerate(case.query_lens):
             length = case.lengths[request]
-            past = [self.slot(request, position) for position in range(length)]
             turned = [turn(self.k[start + j], length + depth(case, request, j)) for j in range(count)]
             for query in range(count):
                 seen = sorted(visible(case, request, query))
+                first = 0 if case.window is None else max(0, length + query + 1 - case.window)
+                past = [self.slot(request, position) for position in range(first, length)]
                 for head in range(case.num_heads):
                     shared = head // group
                     q = turn(self.q[start + query, head], length + depth(case, request, query))
@@ -202,7 +211,7 @@ def test_attention_equals_a_loop(backend: type[Backend], name: str, dtype: torch
     for spare in (0, 20):  # the second pass writes the same rows again
         batch = scene.batch(spare)
         attention.plan(batch)
-        out = attention.attend(scene.q, scene.k, scene.v, LAYER, CASES[name].mask)
+        out = attention.attend(scene.q, scene.k, scene.v, LAYER, CASES[name].mask, CASES[name].window)
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
     check_stored(scene, before, batch, tolerance)
@@ -243,6 +252,7 @@ class Recorder:
     """A backend that notes its calls."""
 
     needs_host_lengths = False
+    flat, rope = torch.empty(0), RotaryEmbedding(RopeConfig(), 2, 1)
 
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name, self.calls = name, calls
@@ -253,8 +263,8 @@ class Recorder:
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
         self.calls.append(f"{self.name} write")
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: str) -> Tensor:
-        self.calls.append(f"{self.name} attend")
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: str, window: int | None = None) -> Tensor:
+        self.calls.append(f"{self.name} attend {window}")
         return q
 
 
@@ -268,9 +278,9 @@ def test_hybrid_hands_each_phase_to_its_backend() -> None:
     for batch in (prefill, verify, prefill):
         hybrid.plan(batch)
         hybrid.write(scene.k, scene.v, 0)
-        hybrid.attend(scene.q, scene.k, scene.v, 0, "causal")
+        hybrid.attend(scene.q, scene.k, scene.v, 0, "causal", 9)
     passes = ("prefill", "verify", "prefill")
-    assert calls == [f"{phase} {call}" for phase in passes for call in ("plan", "write", "attend")]
+    assert calls == [f"{phase} {call}" for phase in passes for call in ("plan", "write", "attend 9")]
 
 
 def test_hybrid_needs_host_lengths_where_its_verify_backend_does() -> None:
@@ -279,21 +289,3 @@ def test_hybrid_needs_host_lengths_where_its_verify_backend_does() -> None:
     needy.needs_host_lengths = True
     assert Hybrid(Recorder("prefill", calls), needy).needs_host_lengths
     assert not Hybrid(needy, Recorder("verify", calls)).needs_host_lengths
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("nope", r"attention backend 'nope' does not exist; found: .*sdpa"),
-        ("base", r"attention backend 'base' does not exist; found: .*sdpa"),
-        ("", r"attention backend '' does not exist"),
-        ("prefill=sdpa,verify=nope,draft=sdpa", "attention backend 'nope' does not exist"),
-        ("prefill=sdpa,verify=sdpa", "attention is 'prefill=sdpa,verify=sdpa'; write one name or prefill=NAME"),
-        ("prefill=sdpa,verify=sdpa,decode=sdpa", "write one name or prefill=NAME,verify=NAME,draft=NAME"),
-        ("sdpa,prefill=sdpa,verify=sdpa,draft=sdpa", "write one name or prefill=NAME,verify=NAME,draft=NAME"),
-        ("prefill=sdpa,prefill=sdpa,verify=sdpa,draft=sdpa", "write one name or prefill=NAME,verify=NAME,draft=NAME"),
-    ],
-)
-def test_wrong_backend_options_name_the_fault(option: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        find_backends(option)

@@ -182,3 +182,21 @@ def test_auto_warns_where_flashinfer_is_missing(caplog: pytest.LogCaptureFixture
     assert names("auto", formats()) == ["sdpa Backend", "triton Backend", "triton Backend"]
     (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
     assert "pip install flashinfer-python" in warning
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("nope", r"attention backend 'nope' does not exist; found: .*sdpa"),
+        ("base", r"attention backend 'base' does not exist; found: .*sdpa"),
+        ("", r"attention backend '' does not exist"),
+        ("prefill=sdpa,verify=nope,draft=sdpa", "attention backend 'nope' does not exist"),
+        ("prefill=sdpa,verify=sdpa", "attention is 'prefill=sdpa,verify=sdpa'; write one name or prefill=NAME"),
+        ("prefill=sdpa,verify=sdpa,decode=sdpa", "write one name or prefill=NAME,verify=NAME,draft=NAME"),
+        ("sdpa,prefill=sdpa,verify=sdpa,draft=sdpa", "write one name or prefill=NAME,verify=NAME,draft=NAME"),
+        ("prefill=sdpa,prefill=sdpa,verify=sdpa,draft=sdpa", "write one name or prefill=NAME,verify=NAME,draft=NAME"),
+    ],
+)
+def test_wrong_backend_options_name_the_fault(option: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_backends(option)

@@ -74,7 +74,7 @@ def test_prompts_do_not_wait_for_the_device(backend: type[PhaseBackend], monkeyp
             patch.setattr(torch.Tensor, "cpu", lambda self, reads=reads: reads.append(self) or self)
             attention.plan(batch)
             for layer in (0, LAYER):
-                attention.attend(*scene.qkv, layer, PASSES[name].mask)
+                attention.attend(*scene.qkv, layer, PASSES[name].mask, PASSES[name].window)
         assert len(reads) == expected, name
 
 

@@ -26,23 +26,27 @@ from slipstream.tests.serve.engine_runs import (
     run,
     tokens_of,
 )
+from slipstream.tests.serve.known_answers import SAMPLINGS, ending_requests, save_dflash, save_eagle, uneven_requests
 
-SAMPLINGS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "plain": {"temperature": 1.0},
-    "full": {"temperature": 0.6, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
-}
 # Drafter -> what makes its checkpoint for a target; none where it needs no checkpoint.
 CHECKPOINTS: dict[str, Callable[[Path, Path], None] | None] = {
     "none": None,
+    "dflash": save_dflash,
+    "eagle": save_eagle,
+    "eagle tree": save_eagle,
     "eagle3": lambda target, folder: save_random_draft(target, folder, draft_vocab_size=100),
     "mixed": lambda target, folder: save_random_draft(target, folder, draft_vocab_size=100),
     "ngram": None,
 }
-OPTIONS: dict[str, dict[str, Any]] = {"mixed": {"ngram_first": 2, "ngram_nodes": 7}, "ngram": {"nodes": 9}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eagle tree": {"depth": 3, "topk": 3, "nodes": 7},
+    "mixed": {"ngram_first": 2, "ngram_nodes": 7},
+    "ngram": {"nodes": 9},
+}
 LEARNING = ("mixed", "ngram")  # drafters that know what earlier requests of the engine have said
+BY_NETWORK = ("dflash", "eagle", "eagle tree", "eagle3")
 FOLDER = Path(__file__).parents[2] / "serve/drafters"
-DRAFTERS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "base")
+DRAFTERS = [*sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "base"), "eagle tree"]
 BuildDrafted = Callable[..., Engine]
 
 
@@ -81,15 +85,6 @@ def reference(build: BuildDrafted) -> Callable[[str, list[Request]], dict[str, l
 
 
 Reference = Callable[[str, list[Request]], dict[str, list[int]]]
-
-
-def uneven_requests(sampling: dict[str, Any]) -> list[Request]:
-    """Eight, of all lengths: shorter and longer than a page, ending at different times."""
-    lengths = ((1, 30), (5, 3), (15, 24), (16, 1), (17, 17), (33, 12), (48, 30), (70, 8))
-    return [
-        make_request(f"{length}+{answer}", random_prompt(length, length), max_tokens=answer, seed=length, **sampling)
-        for length, answer in lengths
-    ]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -131,10 +126,14 @@ def test_the_reference_is_transformers_generate(
         assert tokens == expected[0, len(request.prompt) :].tolist()
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen3", "llama"}))
-def test_every_family_takes_a_draft(family: str, build: BuildDrafted, reference: Reference) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "family"),
+    [("eagle3", family) for family in sorted(FAMILIES.keys() - {"qwen3", "llama"})]
+    + [("dflash", "llama-rope-llama3"), ("dflash", "qwen3-tied"), ("eagle", "llama-rope-llama3"), ("eagle", "qwen2")],
+)
+def test_every_family_takes_a_draft(drafter: str, family: str, build: BuildDrafted, reference: Reference) -> None:
     requests = uneven_requests(SAMPLINGS["plain"])
-    answers = run(build(family, "eagle3"), requests)
+    answers = run(build(family, drafter), requests)
     assert tokens_of(answers) == reference(family, requests)
     assert acceptance(answers) > 0
 
@@ -167,11 +166,11 @@ def test_requests_may_arrive_late_and_in_chunks(
 
 @pytest.mark.parametrize("ending", ["stop token", "max_tokens"])
 @pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("drafter", BY_NETWORK)
 def test_an_answer_may_end_inside_a_draft(
-    ending: str, page_size: int, build: BuildDrafted, reference: Reference
+    ending: str, page_size: int, drafter: str, build: BuildDrafted, reference: Reference
 ) -> None:
-    engine = build("qwen3", "eagle3", page_size=page_size)
-    requests = [make_request(str(seed), random_prompt(8, seed), temperature=1.0, seed=seed) for seed in range(8)]
+    engine, requests = build("qwen3", drafter, page_size=page_size), ending_requests()
     whole, shorter, expected = run(engine, requests), [], {}
     for request in requests:
         tokens = whole[request.id].tokens
@@ -182,7 +181,7 @@ def test_an_answer_may_end_inside_a_draft(
                 shorter.append(make_request(name, request.prompt, temperature=1.0, seed=request.params.seed, **end))
                 expected[name] = tokens[: index + 1]
     assert len(shorter) > 8
-    answers = run(build("qwen3", "eagle3", page_size=page_size), shorter)
+    answers = run(build("qwen3", drafter, page_size=page_size), shorter)
     assert tokens_of(answers) == expected == reference("qwen3", shorter)
     assert {answer.finish_reason for answer in answers.values()} == {"stop" if ending == "stop token" else "length"}
 

@@ -29,17 +29,17 @@ def test_equals_sdpa_in_fp32(name: str, head_dim: int, dtype: torch.dtype) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["decode", "chain", "tree", "wide tree"])
+@pytest.mark.parametrize("name", ["decode", "chain", "window", "tree", "wide tree"])
 @torch.inference_mode()
 def test_replays_equal_eager_passes(name: str) -> None:
     scene = Scene(PASSES[name], 128, torch.bfloat16, "cuda")
-    attention, mask = Backend(scene.cache, scene.rope), PASSES[name].mask
+    attention, mask = Backend(scene.cache, scene.rope), (PASSES[name].mask, PASSES[name].window)
     attention.plan(scene.batch())
-    expected = attention.attend(*scene.qkv, LAYER, mask)
+    expected = attention.attend(*scene.qkv, LAYER, *mask)
     stored = scene.cache.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.attend(*scene.qkv, LAYER, mask)
+        out = attention.attend(*scene.qkv, LAYER, *mask)
     out.fill_(torch.nan)
     graph.replay()
     assert torch.equal(out, expected)

@@ -19,23 +19,40 @@ class ListAttention:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, _layer: int, _mask: str) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, _layer: int, _mask: str, _window: int | None) -> Tensor:
         self.keys.append(self.turn(k))
         self.values.append(v)
-        q = self.turn(q)
-        outputs = []
-        for head in range(len(q)):
-            group = head * len(k) // len(q)
-            scores = torch.stack([q[head] @ key[group] for key in self.keys]) / q.shape[-1] ** 0.5
-            outputs.append(scores.softmax(dim=0) @ torch.stack([value[group] for value in self.values]))
-        return torch.stack(outputs)
+        return attended(self.turn(q), self.keys, self.values)
 
     def turn(self, x: Tensor) -> Tensor:
-        """Rotates the pair (i, i + D/2) by position * theta ** (-2i / D), as complex numbers."""
-        real, imaginary = x.chunk(2, dim=-1)
-        angles = self.position * self.theta ** (-torch.arange(real.shape[-1]) / real.shape[-1])
-        turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat((turned.real, turned.imag), dim=-1)
+        return turned(x, self.position, self.theta)
+
+
+def attended(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Queries (Q, D) of one row over all rows' keys and values, (G, D) each -> (Q, D)."""
+    outputs = []
+    for head in range(len(q)):
+        group = head * len(keys[0]) // len(q)
+        scores = torch.stack([q[head] @ key[group] for key in keys]) / q.shape[-1] ** 0.5
+        outputs.append(scores.softmax(dim=0) @ torch.stack([value[group] for value in values]))
+    return torch.stack(outputs)
+
+
+def turned(x: Tensor, position: int, theta: float) -> Tensor:
+    """Rotates the pair (i, i + D/2) by position * theta ** (-2i / D), as complex numbers."""
+    real, imaginary = x.chunk(2, dim=-1)
+    angles = position * theta ** (-torch.arange(real.shape[-1]) / real.shape[-1])
+    pairs = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+
+def target_features(target: PreTrainedModel, tokens: Tensor, layers: tuple[int, ...]) -> Tensor:
+    """(T, K * Ht) from transformers' hidden states: entry i + 1 is layer i's output, the last one is normed."""
+    num_layers = target.config.num_hidden_layers
+    assert num_layers - 1 not in layers, "transformers does not report the last layer before the norm"
+    with torch.no_grad():
+        states = target(input_ids=tokens[None], output_hidden_states=True).hidden_states
+    return torch.cat([states[min(layer + 1, num_layers)][0] for layer in layers], dim=-1)
 
 
 class NaiveDraft:
@@ -45,22 +62,13 @@ class NaiveDraft:
         self.draft = draft
         self.target = target
 
-    def features(self, tokens: Tensor) -> Tensor:
-        """(S, K * Ht) from transformers' hidden states: entry i + 1 is layer i's output, the last one is normed."""
-        layers = self.draft.config.feature_layers
-        num_layers = self.draft.config.target_num_layers
-        assert num_layers - 1 not in layers, "transformers does not report the last layer before the norm"
-        with torch.no_grad():
-            states = self.target(input_ids=tokens[None], output_hidden_states=True).hidden_states
-        return torch.cat([states[min(layer + 1, num_layers)][0] for layer in layers], dim=-1)
-
     def embed(self, token: Tensor) -> Tensor:
         return self.target.get_input_embeddings().weight.detach()[token]
 
     def prefixes(self, tokens: Tensor) -> Iterator[tuple[int, ListAttention, Tensor]]:
         """Per row t < S - 1: the attention after rows 0..t with the target's features, and row t's state (H,)."""
         attention = ListAttention(self.draft.config.rope.theta)
-        features = self.features(tokens)
+        features = target_features(self.target, tokens, self.draft.config.feature_layers)
         for row in range(len(tokens) - 1):
             attention.position = row
             state = self.draft(self.embed(tokens[row + 1]), self.draft.fuse(features[row]), attention)

@@ -1,0 +1,261 @@
+"""DFLASH checkpoints on disk: the public config.json fields and key names (z-lab's, SpecForge's), ours beside them.
+
+Reads these, DeepSpec's and the layout of speculators (models/speculators_layout.py).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.models.checkpoint import fuse, load_strict, read_json, read_tensors, unfuse, write_checkpoint
+from slipstream.models.config import ModelConfig, RopeConfig
+from slipstream.models.dflash import DFlash, DFlashConfig, default_block_feature_layers
+from slipstream.models.speculators_layout import from_speculators, is_speculators
+from slipstream.models.vocabulary import complete_vocabulary
+
+ARCHITECTURE = "DFlashDraftModel"
+DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"
+REQUIRED_FIELDS = [
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps"),
+    "max_position_embeddings",
+]
+OWN_FIELDS = ("target", "target_revision", "target_fingerprint", "tokenizer_hash")
+# Settings of other trainers and servers that change the network or what is made of its output -> the values that do
+# not. A checkpoint with another value is refused by name.
+OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("conv_kernel_size", "selector_rank", "selector_top_k", "shift_label", "causal", "is_causal"), OFF),
+    **dict.fromkeys(("final_logit_softcapping", "attention_sink_bias", "use_swa", "sliding_window_non_causal"), OFF),
+    **dict.fromkeys(("markov_rank", "enable_confidence_head", "mlp_bias", "quantization_config"), OFF),
+    **dict.fromkeys(("output_multiplier", "attention_value_scale", "embedding_scale", "logit_scale"), (None, 1)),
+    "projector_type": (None, "", "dflash"),
+}
+ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+SHARED = ("embed_tokens.weight", "lm_head.weight")  # some files hold copies of the target's
+
+
+def config_to_json(config: DFlashConfig) -> dict[str, Any]:
+    """config.json of a checkpoint. Layer ids count outputs, which is also the convention of the public field."""
+    windowed = [layer in config.windowed_layers for layer in range(config.num_layers)]
+    reduced = {} if config.draft_vocab_size is None else {"draft_vocab_size": config.draft_vocab_size}
+    shifted = {"sample_from_anchor": True} if config.sample_from_anchor else {}
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "num_target_layers": config.target_num_layers,
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.feature_layers),
+        },
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": config.attention_bias,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        **config.rope.to_json(),
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": config.sliding_window is not None,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": False,
+        **reduced,
+        **shifted,
+        "drafter": "dflash",
+        **{name: getattr(config, name) for name in OWN_FIELDS},
+    }
+
+
+def config_from_json(values: Mapping[str, Any], target: ModelConfig) -> DFlashConfig:
+    """Reads our config.json or another trainer's.
+
+    Raises ValueError for what the network here cannot run and for a draft that does not fit `target`.
+    """
+    missing = [name for name in REQUIRED_FIELDS if name not in values]
+    if missing:
+        raise ValueError(f"draft config lacks {', '.join(missing)}")
+    own = {**values, **(values.get("dflash_config") or {})}  # where a field may stand, trainers disagree
+    _refuse_unsupported(own)
+    _check_target(values, target)
+    heads, num_layers = values["num_attention_heads"], values["num_hidden_layers"]
+    reduced = values.get("draft_vocab_size") or values["vocab_size"]
+    return DFlashConfig(
+        hidden_size=values["hidden_size"],
+        intermediate_size=values["intermediate_size"],
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=values.get("num_key_value_heads") or heads,
+        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+        vocab_size=values["vocab_size"],
+        draft_vocab_size=None if reduced == values["vocab_size"] else reduced,
+        rms_norm_eps=values["rms_norm_eps"],
+        max_position_embeddings=values["max_position_embeddings"],
+        target_num_layers=target.num_layers,
+        feature_layers=tuple(
+            own.get("target_layer_ids") or default_block_feature_layers(target.num_layers, num_layers)
+        ),
+        mask_token_id=_mask_token(own),
+        block_size=_block_size(values),
+        sample_from_anchor=bool(own.get("sample_from_anchor", DEEPSPEC_ARCHITECTURE in _architectures(values))),
+        rope=RopeConfig.from_json(values),
+        attention_bias=bool(values.get("attention_bias", False)),
+        **_windows(values),
+        **{name: values[name] for name in OWN_FIELDS if values.get(name) is not None},
+    )
+
+
+def _architectures(values: Mapping[str, Any]) -> list[str]:
+    return values.get("architectures") or []
+
+
+def _refuse_unsupported(values: Mapping[str, Any]) -> None:
+    for name, neutral in UNSUPPORTED.items():
+        if values.get(name) not in neutral:
+            raise ValueError(f"draft config sets {name} to {values[name]!r}, which is not supported")
+    if values.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"draft config: hidden_act is {values['hidden_act']!r}; only 'silu' is supported")
+
+
+def _check_target(values: Mapping[str, Any], target: ModelConfig) -> None:
+    expected = {"num_target_layers": target.num_layers, "target_hidden_size": target.hidden_size}
+    expected |= {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    for name, actual in expected.items():
+        if values.get(name) not in (None, actual):
+            raise ValueError(
+                f"draft does not fit the target: {name} is {values[name]} in the draft and {actual} in the target; "
+                "serve the target it was trained for"
+            )
+
+
+def _mask_token(values: Mapping[str, Any]) -> int:
+    if values.get("mask_token_id") is None:
+        token = values.get("mask_token") or "the token that masked its blocks in training (SGLang assumes <|MASK|>)"
+        raise ValueError(f"draft config lacks dflash_config.mask_token_id; enter the target's id of {token}")
+    return int(values["mask_token_id"])
+
+
+def _block_size(values: Mapping[str, Any]) -> int:
+    outer, inner = values.get("block_size"), (values.get("dflash_config") or {}).get("block_size")
+    size = inner if outer is None else outer
+    if size is None:
+        raise ValueError("draft config lacks block_size, the tokens of the blocks that the draft was trained on")
+    if None not in (outer, inner) and outer != inner:
+        raise ValueError(f"draft config: block_size is {outer} and, in dflash_config, {inner}; they must be equal")
+    return int(size)
+
+
+def _windows(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields `sliding_window` and `windowed_layers` of the config."""
+    num_layers, window = values["num_hidden_layers"], values.get("sliding_window")
+    types, is_used = values.get("layer_types"), values.get("use_sliding_window")
+    if types is None:  # transformers' older rule
+        first = values.get("max_window_layers", num_layers) if is_used and window else num_layers
+        types = ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unknown or len(types) != num_layers:
+        raise ValueError(
+            f"draft config: layer_types is {list(types)}; it must be full_attention or sliding_attention for each of "
+            f"the {num_layers} layers"
+        )
+    windowed = tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
+    if windowed and (not window or is_used is False):
+        raise ValueError(
+            f"draft config: layers {list(windowed)} are sliding_attention; sliding_window must be set and "
+            "use_sliding_window not be false"
+        )
+    return {"sliding_window": window if windowed else None, "windowed_layers": windowed}
+
+
+def save_dflash(module: DFlash, state: Mapping[str, Tensor], path: Path, run: Mapping[str, Any]) -> None:
+    """Writes a servable checkpoint into the existing folder `path` (see checkpoint.atomic_folder).
+
+    `state` is the module's state_dict, gathered by the caller where it is sharded; weights are written in bf16.
+    """
+    tensors = {
+        key: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for key, tensor in public_tensors(module.config, state).items()
+    }
+    write_checkpoint(path, config_to_json(module.config) | {"torch_dtype": "bfloat16"}, tensors, run)
+
+
+def public_tensors(config: DFlashConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A module's state_dict by public names."""
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    sizes = {
+        "qkv_proj": [count * config.head_dim for count in heads],
+        "gate_up_proj": [config.intermediate_size] * 2,
+    }
+    return unfuse(state, sizes)
+
+
+def load_dflash(
+    path: Path,
+    target: ModelConfig,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    shared: Mapping[str, Tensor] | None = None,
+) -> DFlash:
+    """Reads a draft for `target`, strictly: every missing or unexpected key is named in the ValueError.
+
+    dtype None keeps the file's. `shared`: the target's embed_tokens.weight and lm_head.weight (V, H), which a file's
+    copies of them must be equal to.
+    """
+    values, tensors = read_public(path)
+    config = config_from_json(values, target)
+    with torch.device("meta"):
+        module = DFlash(config)
+    _check_fc(tensors, config, path)
+    complete_vocabulary(tensors, config.vocab_size, path)
+    _drop_shared(tensors, shared, path)
+    tensors = {
+        key: tensor.to(device, dtype if tensor.is_floating_point() else None) for key, tensor in fuse(tensors).items()
+    }
+    load_strict(module, tensors, path)
+    return module.eval().requires_grad_(False)
+
+
+def read_public(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and tensors of any layout, in public fields and names; copies of the target's included."""
+    values = read_json(path / "config.json")
+    if (path / "mask_embedding.pt").exists():
+        raise ValueError(f"{path} has a mask embedding of its own (mask_embedding.pt), which is not supported")
+    tensors = {public_name(key): tensor for key, tensor in read_tensors(path).items()}
+    return (from_speculators(values) if is_speculators(values) else values), tensors
+
+
+def public_name(key: str) -> str:
+    key = key.removeprefix("model.")
+    return ALIASES.get(key, key)
+
+
+def _check_fc(tensors: Mapping[str, Tensor], config: DFlashConfig, path: Path) -> None:
+    width, count = config.hidden_size, len(config.feature_layers)
+    inputs = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else count * width
+    if inputs != count * width:
+        raise ValueError(
+            f"{path}: fc.weight reads {inputs} numbers, {inputs / width:g} target states of {width}, and "
+            f"target_layer_ids names {count}: {list(config.feature_layers)}; name the layers that it was trained on"
+        )
+
+
+def _drop_shared(tensors: dict[str, Tensor], shared: Mapping[str, Tensor] | None, path: Path) -> None:
+    """Raises ValueError for an embedding or head that is not the target's, rounding between dtypes aside."""
+    for key in SHARED:
+        own = tensors.pop(key, None)
+        if own is None or shared is None:
+            continue
+        expected = shared[key]
+        if key == "lm_head.weight" and "t2d" in tensors:
+            expected = expected[tensors["t2d"].to(expected.device)]
+        own = own.to(expected.device)
+        dtypes = (own.dtype, expected.dtype)
+        if own.shape != expected.shape or not any(torch.equal(own.to(dtype), expected.to(dtype)) for dtype in dtypes):
+            raise ValueError(f"{path}: {key} is not the target's; a draft with one of its own is not supported")

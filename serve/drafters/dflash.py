@@ -1,0 +1,106 @@
+"""DFLASH drafter (arXiv 2602.06036): one pass over [last token, mask, mask, ...] drafts a whole chain.
+
+Its KV at a committed slot comes from the target's features there alone, hence lookahead 0; that of the block lies
+behind it until the next round's features take its place. No row state.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.context_kv import store_context
+from slipstream.kernels.linear import linear
+from slipstream.kernels.sampling import sample
+from slipstream.models.checkpoint import resolve
+from slipstream.models.dflash import DFlash
+from slipstream.models.dflash_checkpoint import load_dflash
+from slipstream.models.target import Target
+from slipstream.serve.attention.base import Backend
+from slipstream.serve.batch import Batch, KVSpec, Proposal, Rows, Verdict
+from slipstream.serve.drafters import base
+
+MAX_BLOCK = 64  # nodes that our attention kernel takes
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashOptions:
+    block: int | None = None
+    """Most nodes that the target verifies: tokens drafted per round + 1. Default: what the draft was trained on."""
+    full_block: bool = False
+    """Draft the whole block also where a round takes fewer tokens of it."""
+
+    def __post_init__(self) -> None:
+        if self.block is not None and not 2 <= self.block <= MAX_BLOCK:
+            raise ValueError(f"drafter.block is {self.block}; it must be between 2 and {MAX_BLOCK}")
+
+
+class Drafter(base.Drafter):
+    Options = DFlashOptions
+
+    def __init__(self, module: DFlash, head: Tensor, options: DFlashOptions) -> None:
+        """head (V, H): the target's."""
+        config = module.config
+        self.module, self.context = module, module.stack_context()
+        self.target_ids = module.target_ids
+        self.head = head if self.target_ids is None else head[self.target_ids]
+        self.first_slot = 0 if config.sample_from_anchor else 1  # slot of a block that drafts the first token
+        trained = config.block_size + 1 - self.first_slot
+        if options.block is not None and options.block > trained:
+            raise ValueError(
+                f"drafter.block is {options.block}; this draft was trained on blocks of {config.block_size} and offers "
+                f"at most {trained} nodes"
+            )
+        nodes = options.block or min(trained, MAX_BLOCK)
+        self.full_slots = nodes - 1 + self.first_slot if options.full_block else 0
+        self.feature_layers = config.feature_layers
+        self.kv = KVSpec(config.num_layers, config.num_kv_heads, config.head_dim, config.rope)
+        self.widths = (*(2**power for power in range(6) if 2**power < nodes), nodes)
+
+    @classmethod
+    def load(cls, draft: str, options: DFlashOptions, target: Target) -> "Drafter":
+        weight = target.embed_tokens.weight
+        shared = {"embed_tokens.weight": weight, "lm_head.weight": target.head}
+        module = load_dflash(resolve(draft), target.config, weight.dtype, weight.device, shared)
+        return cls(module, target.head, options)
+
+    def scratch(self, width: int) -> int:
+        return self._slots(width) if width > 1 else 0
+
+    def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
+        assert attention is not None
+        self.embed, self.attention = target.embed_tokens, attention
+
+    def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:
+        """Stores the KV of all rows. Of a round, those beyond the accepted ones are overwritten by the next."""
+        assert features is not None
+        context = self.module.fuse(features)
+        if verdict is not None and batch.ancestors is not None:  # a tree: accepted nodes follow the committed tokens
+            (B, N), nodes = verdict.nodes.shape, verdict.nodes.clamp(min=0).long()
+            context = context.view(B, N, -1).gather(1, nodes[:, :, None].expand(B, N, context.shape[-1])).flatten(0, 1)
+            batch = batch.uniform(batch.lengths, N)
+        weight, bias, k_norm = self.context
+        where = (self.attention.rope.cos, self.attention.rope.sin, batch.positions, batch.slots, self.attention.flat)
+        store_context(linear(context, weight, bias), k_norm, self.module.config.rms_norm_eps, *where)
+
+    def propose(self, batch: Batch, width: int) -> Proposal:
+        assert batch.roots is not None
+        roots, B = batch.roots, len(batch.roots)
+        parents = base.chain_parents(B, width, roots.device)
+        if width == 1:
+            return Proposal(roots[:, None], parents)
+        slots = self._slots(width)
+        block = batch.uniform(batch.lengths, slots, spare=slots)
+        self.attention.plan(block)
+        hidden = self.module(self.embed(self.module.block_tokens(roots, slots).flatten()), self.attention)
+        drafting = slice(self.first_slot, self.first_slot + width - 1)
+        hidden, own = (x.unflatten(0, (B, slots))[:, drafting].flatten(0, 1) for x in (hidden, block.positions))
+        positions = own if self.first_slot else own + 1  # of the tokens that are drafted
+        drafted = sample(linear(hidden, self.head), positions, batch.sampling.repeat(width - 1), self.target_ids)
+        if self.target_ids is not None:
+            drafted = self.target_ids[drafted]
+        return Proposal(torch.cat((roots[:, None], drafted.view(B, width - 1)), dim=1), parents)
+
+    def _slots(self, width: int) -> int:
+        """Tokens of the block that drafts `width` nodes."""
+        return self.full_slots or width - 1 + self.first_slot

@@ -1,0 +1,175 @@
+"""Random proposals over random paged contexts, and what their attention must give: data for the kernel's tests."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """N new nodes behind each request's committed tokens."""
+
+    lengths: tuple[int, ...]
+    N: int
+    mask: str = "causal"
+    Q: int = 4
+    G: int = 2
+    D: int = 64
+    page_size: int = 16
+    prefix: bool = True
+    window: int | None = None
+
+
+CASES = {
+    "nothing committed": Case(lengths=(0, 0), N=1),
+    "nothing committed, a tree": Case(lengths=(0, 0), N=40, mask="tree"),
+    "decode": Case(lengths=(0, 1, 15, 16, 17, 300), N=1),
+    "chain": Case(lengths=(0, 9, 31, 260), N=5),
+    "block": Case(lengths=(12, 0, 130), N=8, mask="block"),
+    "tree": Case(lengths=(0, 7, 48, 200), N=9, mask="tree"),
+    "32 nodes": Case(lengths=(64, 33), N=32, mask="tree"),
+    "33 nodes": Case(lengths=(64, 33), N=33, mask="tree"),
+    "64 nodes of a chain": Case(lengths=(100, 0), N=64),
+    "64 nodes of a tree": Case(lengths=(100, 0), N=64, mask="tree", Q=8),
+    "64 nodes of a block": Case(lengths=(100, 0), N=64, mask="block"),
+    "parts of a long context": Case(lengths=(1200, 513, 128, 127, 0), N=3, G=1),
+    "parts whose last holds nodes only": Case(lengths=(128, 256, 384), N=7, mask="tree"),
+    "pages of one token": Case(lengths=(70, 3), N=6, mask="tree", page_size=1),
+    "pages of 32 tokens": Case(lengths=(140, 3), N=6, mask="tree", page_size=32),
+    "pages of 64 tokens": Case(lengths=(140, 64, 63), N=6, mask="tree", page_size=64),
+    "pages of 128 tokens": Case(lengths=(140, 300), N=2, page_size=128),
+    "D 128, eight heads share": Case(lengths=(150, 20), N=4, Q=8, G=1, D=128),
+    "D 128, rows of two tiles": Case(lengths=(150, 20), N=20, Q=8, G=1, D=128, mask="tree"),
+    "D 256": Case(lengths=(150, 20), N=4, Q=8, D=256),
+    "D 8": Case(lengths=(40, 3), N=3, D=8),
+    "D 96": Case(lengths=(40, 3), N=3, D=96, mask="tree"),
+    "seven heads share": Case(lengths=(40, 3), N=3, Q=14, mask="tree"),
+    "no sharing": Case(lengths=(140, 3), N=3, Q=3, G=3),
+    "window": Case(lengths=(0, 9, 31, 260), N=5, window=33),
+    "window of one": Case(lengths=(0, 64, 129), N=3, window=1),
+    "window, decode": Case(lengths=(0, 63, 64, 65, 300), N=1, window=64),
+    "window within the nodes": Case(lengths=(70, 0), N=40, window=9, Q=8),
+    "window wider than all": Case(lengths=(70, 3), N=6, window=1000),
+    "window, parts of a long context": Case(lengths=(1200, 700, 513, 128, 0), N=3, G=1, window=600),
+    "window, pages of one token": Case(lengths=(300, 70, 3), N=6, window=50, page_size=1),
+    "window, pages of 64 tokens": Case(lengths=(300, 140, 63), N=20, window=70, page_size=64, D=128, G=1, Q=8),
+    "window, new nodes only": Case(lengths=(140, 0), N=20, window=6, prefix=False),
+    "new nodes only": Case(lengths=(140, 0, 65), N=9, mask="tree", prefix=False),
+    "new nodes only, pages of 64": Case(lengths=(140, 0, 65), N=64, mask="tree", prefix=False, page_size=64),
+    "new nodes only, a chain": Case(lengths=(140, 0, 65), N=20, prefix=False, page_size=1),
+}
+
+
+def random_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    G = rng.choice([1, 2, 3])
+    return Case(
+        lengths=tuple(rng.choice([0, 1, 16, rng.randrange(64), rng.randrange(400)]) for _ in range(rng.randint(1, 3))),
+        N=rng.choice([1, 2, 7, 16, 31, 64]),
+        mask=rng.choice(["causal", "tree", "block"]),
+        Q=G * rng.choice([1, 4, 8]),
+        G=G,
+        D=rng.choice([64, 128, 256]),
+        page_size=rng.choice([1, 16, 32, 64]),
+        prefix=rng.random() < 0.8,
+    )
+
+
+CASES |= {f"random {seed}": random_case(seed) for seed in range(12)}
+REAL = Case(lengths=(700,), N=4, mask="tree", Q=32, G=8, D=128)
+LONG = tuple(random.Random(0).sample(range(6000), 32))
+GPU_CASES = {
+    "batch 1, 700 tokens": REAL,
+    "batch 1, decode": replace(REAL, N=1, mask="causal"),
+    "batch 1, 16 nodes": replace(REAL, N=16, lengths=(8000,)),
+    "batch 1, 64 nodes": replace(REAL, N=64, lengths=(8000,)),
+    "batch 8": replace(REAL, lengths=LONG[:8], page_size=64),
+    "batch 8, 16 nodes, a group of 8": replace(REAL, lengths=LONG[:8], N=16, Q=64),
+    "batch 32": replace(REAL, lengths=LONG),
+    "batch 32, pages of one token": replace(REAL, lengths=LONG, page_size=1),
+    "batch 32, 64 nodes": replace(REAL, lengths=LONG, N=64),
+    "batch 1, 16 nodes, a window": replace(REAL, N=16, lengths=(8000,), mask="causal", window=2048),
+    "batch 32, 16 nodes, a window": replace(REAL, N=16, lengths=LONG, mask="causal", window=500, page_size=64),
+    "batch 5, D 256": replace(REAL, lengths=LONG[:5], D=256, Q=16, N=16),
+    "batch 5, D 64": replace(REAL, lengths=LONG[:5], D=64, Q=64, page_size=32),
+    "32k tokens": replace(REAL, lengths=(32768, 5)),
+}
+
+
+class Scene:
+    """Slots that hold nothing are NaN; page tables are shuffled; every other row of the batch pads it."""
+
+    def __init__(self, case: Case, dtype: torch.dtype, device: str) -> None:
+        self.case, B = case, len(case.lengths)
+        generator = torch.Generator(device).manual_seed(2)
+        options = {"generator": generator, "device": device}
+        capacity = -(-(max(case.lengths) + case.N) // case.page_size) + 1
+        num_pages = B * capacity + 1
+        self.pages = torch.zeros(B + 1, capacity, dtype=torch.int64, device=device)  # the last row, the padding's: 0
+        self.pages[:B] = (torch.randperm(num_pages - 1, **options) + 1).view(B, -1)
+        self.rows = torch.full((2 * B,), B, device=device)
+        self.rows[::2] = torch.randperm(B, **options)
+        self.lengths = torch.zeros(2 * B, dtype=torch.int64, device=device)
+        self.lengths[::2] = torch.tensor(case.lengths, device=device)
+        self.q = torch.randn(2 * B, case.N, case.Q, case.D, **options).to(dtype)
+        shape = (2, num_pages, case.page_size, case.G, case.D)
+        self.keys, self.values = torch.full(shape, torch.nan, dtype=dtype, device=device)
+        for request in range(0, 2 * B, 2):
+            slots = self.slots(request)
+            for x in (self.keys, self.values):
+                x.flatten(0, 1)[slots] = torch.randn(len(slots), case.G, case.D, **options).to(dtype)
+        self.parents = [self._parents(seed) for seed in range(2 * B)]
+        masks = [[sum(1 << node for node in self.seen(b, n)) for n in range(case.N)] for b in range(2 * B)]
+        masks = [[mask - 2**64 if mask >= 2**63 else mask for mask in row] for row in masks]  # as int64
+        self.ancestors = torch.tensor(masks, device=device) if case.mask == "tree" else None
+
+    def _parents(self, seed: int) -> list[int]:
+        rng = random.Random(seed)
+        return [-1, *(rng.randrange(max(0, node - 5), node) for node in range(1, self.case.N))]
+
+    def slots(self, request: int) -> Tensor:
+        """Of the request's committed tokens and new nodes."""
+        positions = torch.arange(int(self.lengths[request]) + self.case.N, device=self.pages.device)
+        page = self.pages[self.rows[request], positions // self.case.page_size]
+        return page * self.case.page_size + positions % self.case.page_size
+
+    def seen(self, request: int, node: int) -> list[int]:
+        """The nodes that a node sees."""
+        if self.case.mask == "causal":
+            return list(range(max(0, node + 1 - (self.case.window or node + 1)), node + 1))
+        if self.case.mask == "block":
+            return list(range(self.case.N))
+        path = [node]
+        while (above := self.parents[request][path[-1]]) >= 0:
+            path.append(above)
+        return sorted(path)
+
+    def run(self, kernel: Callable[..., tuple[Tensor, Tensor]], **options: object) -> tuple[Tensor, Tensor]:
+        """Output (B, N, Q, D) and log-sum-exp (B, N, Q) of the requests that do not pad."""
+        tensors = (self.q, self.keys, self.values, self.pages, self.rows, self.lengths, self.ancestors)
+        options |= {"window": self.case.window, "prefix": self.case.prefix, "return_lse": True}
+        out, lse = kernel(*tensors, self.case.mask, 0.3, **options)
+        assert out.dtype == self.q.dtype
+        assert lse.dtype == torch.float32
+        return out[::2], lse[::2]
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """The same in fp64."""
+        case, B = self.case, len(self.lengths) // 2
+        out = torch.empty(B, case.N, case.Q, case.D, dtype=torch.float64, device=self.q.device)
+        lse = torch.empty(B, case.N, case.Q, dtype=torch.float64, device=self.q.device)
+        for request in range(0, 2 * B, 2):
+            length, slots = int(self.lengths[request]), self.slots(request)
+            keys, values = (x.flatten(0, 1)[slots].double() for x in (self.keys, self.values))  # (S, G, D)
+            for node in range(case.N):
+                new = [length + other for other in self.seen(request, node)]
+                first = 0 if case.window is None else max(0, length + node + 1 - case.window)
+                tokens = [*range(first, length), *new] if case.prefix else new
+                q = self.q[request, node].double().view(case.G, -1, case.D)
+                scores = torch.einsum("grd,sgd->grs", q, keys[tokens]) * 0.3
+                lse[request // 2, node] = scores.logsumexp(-1).flatten()
+                out[request // 2, node] = torch.einsum("grs,sgd->grd", scores.softmax(-1), values[tokens]).flatten(0, 1)
+        return out, lse

@@ -1,0 +1,94 @@
+"""A DFLASH draft written out from its public files, in fp64, with nothing kept between blocks: the tests' oracle."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slipstream.kernels.sampling import gumbel
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The last layer's parts for n slots."""
+
+    residual: Tensor  # (n, H) what its MLP's output is added to
+    activations: Tensor  # (n, I) what down_proj reads
+    states: Tensor  # (n, H) normed: what the target's head reads
+
+
+class NaiveDFlash:
+    """`embeddings` and `head` (V, H) are the target's. Plain rotary embedding only."""
+
+    def __init__(self, folder: Path, embeddings: Tensor, head: Tensor) -> None:
+        self.config = json.loads((folder / "config.json").read_text())
+        tensors = load_file(folder / "model.safetensors")
+        self.weights = {key: tensor.double() for key, tensor in tensors.items() if tensor.is_floating_point()}
+        self.target_ids = torch.arange(len(head))
+        if "d2t" in tensors:
+            self.target_ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+        self.embeddings, self.head = embeddings.double(), head.double()
+
+    def block(self, features: Tensor, anchor: int, slots: int) -> Block:
+        """The block behind features (a, K * H) of the a tokens before `anchor`, which stands at position a."""
+        tokens = [anchor] + [self.config["dflash_config"]["mask_token_id"]] * (slots - 1)
+        context = self._norm(features.double() @ self.weights["fc.weight"].T, "hidden_norm")
+        x = self.embeddings[tokens]
+        for layer in range(self.config["num_hidden_layers"]):
+            name = f"layers.{layer}"
+            x = x + self._attention(context, self._norm(x, f"{name}.input_layernorm"), layer)
+            residual, inner = x, self._norm(x, f"{name}.post_attention_layernorm")
+            gate, up = (inner @ self.weights[f"{name}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+            activations = gate * torch.sigmoid(gate) * up
+            x = residual + activations @ self.weights[f"{name}.mlp.down_proj.weight"].T
+        return Block(residual, activations, self._norm(x, "norm"))
+
+    def chain(
+        self, features: Tensor, tokens: list[int], width: int, slots: int, key: int, temperature: float
+    ) -> list[int]:
+        """The width - 1 tokens that a block of so many slots drafts behind `tokens`; features of all but the last."""
+        states = self.block(features, tokens[-1], slots).states
+        drafted = []
+        for index in range(width - 1):
+            state = states[index + (0 if self.config.get("sample_from_anchor") else 1)]
+            position = torch.tensor([len(tokens) + index])
+            noise = gumbel(torch.tensor([key]), position, self.target_ids)[0].double()
+            best = int((self.head[self.target_ids] @ state + temperature * noise).argmax())
+            drafted.append(int(self.target_ids[best]))
+        return drafted
+
+    def _attention(self, context: Tensor, x: Tensor, layer: int) -> Tensor:
+        """x (n, H), normed -> (n, H): every slot sees the context and the block, or causally a window of both."""
+        name, (a, n) = f"layers.{layer}.self_attn", (len(context), len(x))
+        size, rows = self.config["head_dim"], torch.cat((context, x))
+        q = self._norm(self._project(x, f"{name}.q_proj").view(n, -1, size), f"{name}.q_norm")
+        k = self._norm(self._project(rows, f"{name}.k_proj").view(a + n, -1, size), f"{name}.k_norm")
+        v = self._project(rows, f"{name}.v_proj").view(a + n, -1, size)
+        q, k = self._turn(q, a), self._turn(k, 0)
+        keys, queries = torch.arange(a + n)[None], torch.arange(a, a + n)[:, None]
+        hidden = torch.zeros(n, a + n, dtype=torch.bool)
+        if self.config["layer_types"][layer] == "sliding_attention":
+            hidden = (keys > queries) | (keys <= queries - self.config["sliding_window"])
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # heads of a group share theirs
+        scores = torch.einsum("nhd,shd->hns", q, k) / math.sqrt(size)
+        outputs = torch.einsum("hns,shd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        return self._project(outputs.flatten(1), f"{name}.o_proj")
+
+    def _turn(self, x: Tensor, start: int) -> Tensor:
+        """Rotates x (n, heads, D): row i by start + i times the angle of each pair of components (j, j + D / 2)."""
+        half = x.shape[-1] // 2
+        frequencies = self.config["rope_theta"] ** (-torch.arange(half).double() / half)
+        angles = torch.outer(torch.arange(start, start + len(x)).double(), frequencies)[:, None]
+        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    def _project(self, x: Tensor, name: str) -> Tensor:
+        return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", torch.zeros(()))
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        return x * scale * self.weights[f"{name}.weight"]
