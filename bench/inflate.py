@@ -1,4 +1,4 @@
-"""A function-preserving enlargement of a small Qwen3 target and its EAGLE3 draft, to measure speed-ups end to end.
+"""A function-preserving enlargement of a small Qwen3 target and its draft, to measure speed-ups end to end.
 
     python bench/inflate.py --draft runs/demo/draft/best --shape llama31-8b --output runs/llama31-8b --device cuda
 
@@ -14,7 +14,8 @@ the small target's and 0.007 % are zero. Activations beyond the small model's ch
 what comes close, cost a matrix product less power.
 
 "llama31-8b" has Llama-3.1-8B's sizes under Qwen3ForCausalLM, since Llama has no q/k norms. The small model's rotary
-embedding, head size and ratio of query to KV heads stay.
+embedding, head size and ratio of query to KV heads stay. The draft is of the same kind as the small one: an EAGLE3 head
+(bench/inflate_eagle3.py) or a DFLASH draft (bench/inflate_dflash.py).
 """
 
 import json
@@ -23,15 +24,15 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from slipstream.bench.inflate_shapes import SHAPES, Shape, check, draft_config, places, target_json
-from slipstream.bench.inflate_weights import Inflation, Layer, Part, draft_tensors, target_tensors
+from slipstream.bench import inflate_dflash, inflate_eagle3
+from slipstream.bench.inflate_draft import CPU, Draft
+from slipstream.bench.inflate_shapes import SHAPES, Shape, check, places, target_json
+from slipstream.bench.inflate_weights import Inflation, Layer, Part, read_parts, target_tensors
 from slipstream.bench.shards import ShardWriter
 from slipstream.config import parse
 from slipstream.models.checkpoint import (
@@ -39,19 +40,16 @@ from slipstream.models.checkpoint import (
     read_json,
     resolve,
     tokenizer_hash,
-    unfuse,
     weights_fingerprint,
     write_checkpoint,
 )
 from slipstream.models.config import ModelConfig
-from slipstream.models.eagle3 import Eagle3
-from slipstream.models.eagle3_checkpoint import config_to_json, load_eagle3
 from slipstream.models.target import load_config, load_target
+from slipstream.serve.drafters.base import drafter_name
 from slipstream.serve.options import EngineConfig, find_target
 
+DRAFTS: dict[str, type[Draft]] = {"eagle3": inflate_eagle3.Draft, "dflash": inflate_dflash.Draft}
 COPIED = ("tokenizer*", "*.jinja", "generation_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
-DRAFT_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +57,7 @@ class InflateConfig:
     """Options."""
 
     draft: str
-    """EAGLE3 checkpoint of the small target."""
+    """Draft checkpoint of the small target."""
     output: str
     """Folder for target/ and draft/; replaced if it exists."""
     target: str = ""
@@ -85,11 +83,25 @@ def inflate(config: InflateConfig) -> None:
     output = Path(config.output)
     _, source = find_target(EngineConfig(target=config.target, draft=config.draft))
     model = load_config(source)
-    draft = load_eagle3(resolve(config.draft), model, torch.bfloat16, CPU)
-    check(model, draft.config, SHAPES[config.shape])
+    draft = load_draft(config.draft, model)
+    check_pair(model, draft, SHAPES[config.shape])
     with atomic_folder(output) as folder:
         write_target(config, model, source, folder / "target")
         write_draft(config, draft, folder / "draft", folder / "target", output / "target")
+
+
+def check_pair(model: ModelConfig, draft: Draft, shape: Shape) -> None:
+    """Raises ValueError naming what does not fit."""
+    check(model, shape)
+    draft.check(model, shape)
+
+
+def load_draft(name: str, model: ModelConfig) -> Draft:
+    """The checkpoint `name` of any drafter that can be enlarged."""
+    drafter = drafter_name(name)
+    if drafter not in DRAFTS:
+        raise ValueError(f"draft {name} is of drafter {drafter}; only {', '.join(DRAFTS)} can be inflated")
+    return DRAFTS[drafter].load(resolve(name), model)
 
 
 def write_target(config: InflateConfig, model: ModelConfig, source: Path, folder: Path) -> None:
@@ -97,10 +109,9 @@ def write_target(config: InflateConfig, model: ModelConfig, source: Path, folder
     tensors = target_tensors(
         None if config.random_weights else read_parts(load_target(source, model, torch.bfloat16, CPU), model),
         inflation(config, model.hidden_size),
-        layer_sizes(shape, model.head_dim),
+        Layer.of(shape, model.head_dim),
         places(model.num_layers, shape.num_layers),
-        shape.num_layers,
-        shape.vocab_size,
+        shape,
     )
     with ShardWriter(folder) as writer:
         for name, tensor in progress(tensors, "target", 3 + 11 * shape.num_layers):
@@ -112,28 +123,19 @@ def write_target(config: InflateConfig, model: ModelConfig, source: Path, folder
             shutil.copyfile(file, folder / file.name)
 
 
-def write_draft(config: InflateConfig, draft: Eagle3, folder: Path, target: Path, target_name: Path) -> None:
+def write_draft(config: InflateConfig, draft: Draft, folder: Path, target: Path, target_name: Path) -> None:
     """`target`: the big target's folder, which will be renamed to `target_name`."""
-    shape, small = SHAPES[config.shape], draft.config
-    num_padded = shape.draft_vocab_size - small.draft_vocab_size
-    tensors = draft_tensors(
-        None if config.random_weights else read_parts(draft, small.layer_config()),
-        inflation(config, small.hidden_size),
-        layer_sizes(shape, small.head_dim, num_inputs=2, qk_norm=False, norms=DRAFT_NORMS),
-        [index == small.target_num_layers for index in small.feature_layers],
-        torch.cat((draft.target_ids, small.vocab_size + torch.arange(num_padded))),
-        shape.vocab_size,
-    )
-    big = draft_config(
-        small,
+    shape = SHAPES[config.shape]
+    tensors = draft.tensors(inflation(config, draft.config.hidden_size), shape)
+    values = draft.big_json(
         shape,
         target=str(target_name),
         target_fingerprint=weights_fingerprint(target),
         tokenizer_hash=tokenizer_hash(AutoTokenizer.from_pretrained(target)),
     )
     folder.mkdir()
-    values = config_to_json(big) | {"torch_dtype": "bfloat16"}
-    write_checkpoint(folder, values, dict(progress(tensors, "draft", 15)), {"inflated": asdict(config)})
+    values |= {"torch_dtype": "bfloat16"}
+    write_checkpoint(folder, values, dict(progress(tensors, "draft")), {"inflated": asdict(config)})
 
 
 def inflation(config: InflateConfig, hidden_size: int) -> Inflation:
@@ -141,24 +143,12 @@ def inflation(config: InflateConfig, hidden_size: int) -> Inflation:
     return Inflation(*sizes, torch.device(config.device), config.seed, random=config.random_weights)
 
 
-def layer_sizes(shape: Shape, head_dim: int, **fields: Any) -> Layer:
-    sizes = {name: getattr(shape, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}
-    return Layer(head_dim=head_dim, **sizes, **fields)
-
-
-def read_parts(module: nn.Module, layer: ModelConfig) -> dict[str, Tensor]:
-    """The module's tensors, fused projections taken apart."""
-    heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
-    sizes = {"qkv_proj": [n * layer.head_dim for n in heads], "gate_up_proj": [layer.intermediate_size] * 2}
-    return unfuse(module.state_dict(), sizes)
-
-
-def progress(tensors: Iterable[Part], title: str, total: int) -> Iterator[Part]:
+def progress(tensors: Iterable[Part], title: str, total: int | None = None) -> Iterator[Part]:
     yield from tqdm(tensors, desc=title, total=total, unit="tensor")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(InflateConfig, argv, prog="inflate", description="Enlarges a small target and its EAGLE3 draft.")
+    config = parse(InflateConfig, argv, prog="inflate", description="Enlarges a small target and its draft.")
     began = time.perf_counter()
     try:
         inflate(config)

@@ -1,21 +1,23 @@
-"""Shapes that a small pair can be inflated to (bench/inflate.py), what fits into them, and the big configs.
+"""Shapes that a small pair can be inflated to (bench/inflate.py), what fits into them, and the big target's config.
 
 Invariant: state i of the small target is the output of the big layer `places(...)` gives it, and its state after the
 final norm is the big one's.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import log
 from typing import Any
 
 from slipstream.models.config import ModelConfig
-from slipstream.models.eagle3 import Eagle3Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes of a big pair. The draft is as wide as its target, with the same heads and MLP, as EAGLE3 heads are."""
+    """Sizes of a big pair. The draft is as wide as its target, with the same heads and MLP, as published ones are.
+
+    `draft_vocab_size` is that of a draft with a vocabulary of its own.
+    """
 
     hidden_size: int
     num_layers: int
@@ -71,35 +73,23 @@ SHAPES = {
 }
 
 
-def check(model: ModelConfig, draft: Eagle3Config, shape: Shape) -> None:
-    """Raises ValueError naming what does not fit."""
-    if model.architecture != "Qwen3ForCausalLM" or model.qkv_bias or model.output_bias or draft.attention_bias:
+def check(model: ModelConfig, shape: Shape) -> None:
+    """Raises ValueError naming what of a target does not fit."""
+    if model.architecture != "Qwen3ForCausalLM" or model.qkv_bias or model.output_bias:
         raise ValueError(f"target is a {model.architecture}; only Qwen3ForCausalLM without biases can be inflated")
-    if draft.hidden_size != model.hidden_size or draft.target_hidden_size != model.hidden_size:
-        raise ValueError(f"draft has hidden_size {draft.hidden_size}, its target {model.hidden_size}; make them equal")
     growth = log(shape.hidden_size / model.hidden_size, 4)
     if growth < 1 or growth != round(growth):
         raise ValueError(
             f"hidden_size is {model.hidden_size} and would be {shape.hidden_size}; it can grow by 4, 16, 64 or more, "
             "since its square root scales the norm weights and must be a power of 2"
         )
-    for name, small in (("target", model), ("draft", draft.layer_config())):
-        _check_layer(name, small, shape)
-    room = {
-        "num_layers": (model.num_layers, shape.num_layers),
-        "vocab_size": (model.vocab_size, shape.vocab_size - 1),
-        "draft_vocab_size": (draft.draft_vocab_size, shape.draft_vocab_size),
-        "unused draft tokens": (
-            shape.draft_vocab_size - draft.draft_vocab_size,
-            shape.vocab_size - model.vocab_size,
-        ),
-    }
-    for field, (needed, limit) in room.items():
-        if needed > limit:
-            raise ValueError(f"{field}: {needed} do not fit into the shape, which has room for {limit}")
+    check_layer("target", model, shape)
+    check_room("num_layers", model.num_layers, shape.num_layers)
+    check_room("vocab_size", model.vocab_size, shape.vocab_size - 1)
 
 
-def _check_layer(name: str, small: ModelConfig, shape: Shape) -> None:
+def check_layer(name: str, small: ModelConfig, shape: Shape) -> None:
+    """Raises ValueError for heads or neurons that do not fit. `name`: whose layers these are."""
     if small.num_heads * shape.num_kv_heads != shape.num_heads * small.num_kv_heads:
         raise ValueError(
             f"{name} has {small.num_heads} query and {small.num_kv_heads} KV heads, the shape {shape.num_heads} and "
@@ -110,15 +100,14 @@ def _check_layer(name: str, small: ModelConfig, shape: Shape) -> None:
             raise ValueError(f"{name} has {field} {getattr(small, field)}, more than the shape's")
 
 
+def check_room(field: str, needed: int, limit: int) -> None:
+    if needed > limit:
+        raise ValueError(f"{field}: {needed} do not fit into the shape, which has room for {limit}")
+
+
 def places(num_small: int, num_big: int) -> dict[int, int]:
     """Big layer -> the small layer that it is, spread evenly from layer 0 on; the others do nothing."""
     return {index * num_big // num_small: index for index in range(num_small)}
-
-
-def feature_layers(small: Eagle3Config, shape: Shape) -> tuple[int, ...]:
-    """States of the big target that equal the small draft's features."""
-    place_of = {index: big for big, index in places(small.target_num_layers, shape.num_layers).items()}
-    return tuple(place_of.get(layer, shape.num_layers) for layer in small.feature_layers)
 
 
 def target_json(small: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
@@ -136,19 +125,3 @@ def target_json(small: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
     }
     eps = small["rms_norm_eps"] * small["hidden_size"] / shape.hidden_size
     return {**small, **sizes, "rms_norm_eps": eps, "tie_word_embeddings": False, "dtype": "bfloat16"}
-
-
-def draft_config(small: Eagle3Config, shape: Shape, **origin: Any) -> Eagle3Config:
-    """Config of the big draft; `origin`: target, target_fingerprint and tokenizer_hash."""
-    shared = ["hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "vocab_size", "draft_vocab_size"]
-    sizes = {name: getattr(shape, name) for name in [*shared, "max_position_embeddings"]}
-    return replace(
-        small,
-        **sizes,
-        rms_norm_eps=small.rms_norm_eps * small.hidden_size / shape.hidden_size,
-        target_hidden_size=shape.hidden_size,
-        target_num_layers=shape.num_layers,
-        feature_layers=feature_layers(small, shape),
-        target_revision=None,
-        **origin,
-    )

@@ -5,7 +5,9 @@ Letters: h and H are the small and the big hidden size. Residual channels of the
     0 .. h - 1     the small model's, with its values
     h .. H - 2     quiet: about 2**-56, which every sum with ordinary values absorbs in bf16 and in fp32
     H - 1          one constant, 2**-18 for every token: too small for any norm, zero after all of them but the last
-                   (final norm of the target, norm of the draft), which lift it for the rows of unused tokens
+                   (final norm of the target, norm of the draft), which lift it for the rows of unused tokens. It comes
+                   from the target's embedding and stays in the residual stream; an EAGLE3 draft's stream starts from
+                   fc, which passes it on
 
 So a weight is of ordinary size wherever it is harmless: all of q, k, v, gate, up, embedding and head, where it is read
 by no real channel or meets a quiet one. What writes into channels that must stay as they are (o_proj, down_proj and fc
@@ -16,9 +18,14 @@ as in any model. Exactly zero are only rows and columns of the constant channel.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from slipstream.bench.inflate_shapes import Shape
+from slipstream.models.checkpoint import unfuse
+from slipstream.models.config import ModelConfig
 
 SPREAD = 0.02  # standard deviation of ordinary weights
 QUIET = 2.0**-50  # factor of quiet ones; their squares stay above fp32's subnormal numbers, which are slow on CPUs
@@ -34,7 +41,7 @@ Weights = Mapping[str, Tensor] | None  # of the small network or of one of its l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Sizes of a decoder layer. The draft's attention reads two states (`num_inputs`) and has no q/k norms."""
+    """Sizes of a decoder layer. An EAGLE3 draft's attention reads two states (`num_inputs`) and has no q/k norms."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,6 +51,11 @@ class Layer:
     qk_norm: bool = True
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
 
+    @classmethod
+    def of(cls, shape: Shape, head_dim: int, **fields: Any) -> "Layer":
+        sizes = {name: getattr(shape, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}
+        return cls(head_dim=head_dim, **sizes, **fields)
+
 
 class Inflation:
     """Makes big tensors out of small ones, or out of None: then nothing is preserved there.
@@ -52,7 +64,7 @@ class Inflation:
     """
 
     def __init__(self, h: int, H: int, device: torch.device, seed: int, random: bool = False) -> None:
-        self.h, self.H, self.device = h, H, device
+        self.h, self.H, self.device, self.random = h, H, device, random
         self.quiet = 1.0 if random else QUIET
         self.scale = 1.0 if random else sqrt(h / H)  # of norm weights: the mean square is taken over H channels
         self.generator = torch.Generator(device).manual_seed(seed)
@@ -106,22 +118,32 @@ class Inflation:
             weight[len(small) :, -1] = -UNUSED
         return weight
 
-    def fusion(self, small: Tensor | None, is_normed: Sequence[bool]) -> Tensor:
-        """The draft's fc over K target states: (h, K * h) -> (H, K * H). Passes the constant of one state on.
+    def fusion(self, small: Tensor | None, sources: Sequence[int | None]) -> Tensor:
+        """A draft's fc over K target states: (h, K' * h) -> (H, K * H), blind to the constant channel.
 
-        `is_normed`: which states lie behind the final norm, where the constant is lifted and varies with the norm.
+        `sources`: which of the K' small states each big one is; of a state that is None (a new one) nothing is read.
         """
-        K, h, H = len(is_normed), self.h, self.H
+        K, h, H = len(sources), self.h, self.H
         weight = self.fill(H, K * H)
         blocks = weight.unflatten(1, (K, H))
         if small is not None:
             blocks[h:] *= self.quiet
-            blocks[:h, :, :h] = small.to(self.device).unflatten(1, (K, h))
+            states = small.to(self.device).unflatten(1, (-1, h))
+            for index, source in enumerate(sources):
+                blocks[:h, index, :h] = blocks[:h, index, :h] * self.quiet if source is None else states[:, source]
         blocks[:, :, -1] = 0.0
         blocks[-1] = 0.0
-        source = min(range(K), key=lambda index: is_normed[index])
-        blocks[-1, source, -1] = 1.0 / (LIFT * sqrt(H / h)) if is_normed[source] else 1.0
         return weight
+
+    def pass_constant(self, fusion: Tensor, is_normed: Sequence[bool]) -> Tensor:
+        """The same fc (H, K * H), which now passes the constant of one state on.
+
+        `is_normed`: which states lie behind the final norm, where the constant is lifted and varies with the norm.
+        """
+        source = min(range(len(is_normed)), key=lambda index: is_normed[index])
+        blocks = fusion.unflatten(1, (-1, self.H))
+        blocks[-1, source, -1] = 1.0 / (LIFT * sqrt(self.H / self.h)) if is_normed[source] else 1.0
+        return fusion
 
     def layer(self, small: Weights, sizes: Layer) -> Iterator[Part]:
         """A decoder layer under the public names; without a small one it leaves the residual stream as it is.
@@ -131,51 +153,51 @@ class Inflation:
         """
         head_dim, states = sizes.head_dim, sizes.num_inputs
         for name in sizes.norms:
-            yield name, self.norm(_take(small, name))
+            yield name, self.norm(take(small, name))
         for name, heads in (("q", sizes.num_heads), ("k", sizes.num_kv_heads), ("v", sizes.num_kv_heads)):
             name, is_normed = f"self_attn.{name}_proj", sizes.qk_norm and name != "v"
             factor = self.scale if is_normed else 1.0
-            yield name, self.reads(_take(small, name), heads * head_dim, states, factor)
-        yield "self_attn.o_proj", self.writes(_take(small, "self_attn.o_proj"), sizes.num_heads * head_dim)
+            yield name, self.reads(take(small, name), heads * head_dim, states, factor)
+        yield "self_attn.o_proj", self.writes(take(small, "self_attn.o_proj"), sizes.num_heads * head_dim)
         for name in ("self_attn.q_norm", "self_attn.k_norm") if sizes.qk_norm else ():
-            yield name, self.head_norm(_take(small, name), head_dim)
+            yield name, self.head_norm(take(small, name), head_dim)
         for name in ("mlp.gate_proj", "mlp.up_proj"):
-            yield name, self.reads(_take(small, name), sizes.intermediate_size)
-        yield "mlp.down_proj", self.writes(_take(small, "mlp.down_proj"), sizes.intermediate_size)
+            yield name, self.reads(take(small, name), sizes.intermediate_size)
+        yield "mlp.down_proj", self.writes(take(small, "mlp.down_proj"), sizes.intermediate_size)
+
+    def layers(self, small: Weights, sizes: Layer, places: Mapping[int, int], num_layers: int) -> Iterator[Part]:
+        """Decoder layers, layers.0 and so on. `places`: big layer -> the small layer that it is."""
+        for index in range(num_layers):
+            source = within(small, f"layers.{places[index]}.") if index in places else None
+            for name, tensor in self.layer(source, sizes):
+                yield f"layers.{index}.{name}.weight", tensor
 
 
 def target_tensors(
-    small: Weights, inflation: Inflation, sizes: Layer, places: Mapping[int, int], num_layers: int, vocab_size: int
+    small: Weights, inflation: Inflation, sizes: Layer, places: Mapping[int, int], shape: Shape
 ) -> Iterator[Part]:
     """Every tensor of the big target, in order. `places`: big layer -> the small layer that it is."""
-    yield "model.embed_tokens.weight", inflation.embedding(_take(small, "embed_tokens"), vocab_size)
-    for index in range(num_layers):
-        source = _within(small, f"layers.{places[index]}.") if index in places else None
-        for name, tensor in inflation.layer(source, sizes):
-            yield f"model.layers.{index}.{name}.weight", tensor
-    yield "model.norm.weight", inflation.norm(_take(small, "norm"), LIFT)
+    yield "model.embed_tokens.weight", inflation.embedding(take(small, "embed_tokens"), shape.vocab_size)
+    for name, tensor in inflation.layers(small, sizes, places, shape.num_layers):
+        yield f"model.{name}", tensor
+    yield "model.norm.weight", inflation.norm(take(small, "norm"), LIFT)
     tied = small is not None and "lm_head.weight" not in small
-    yield "lm_head.weight", inflation.head(_take(small, "embed_tokens" if tied else "lm_head"), vocab_size)
+    yield "lm_head.weight", inflation.head(take(small, "embed_tokens" if tied else "lm_head"), shape.vocab_size)
 
 
-def draft_tensors(
-    small: Weights, inflation: Inflation, sizes: Layer, is_normed: Sequence[bool], target_ids: Tensor, vocab_size: int
-) -> Iterator[Part]:
-    """Every tensor of the big EAGLE3 draft. `target_ids` (Vd,) int64 ascending: the small draft's come first."""
-    yield "fc.weight", inflation.fusion(_take(small, "fc"), is_normed)
-    for name, tensor in inflation.layer(_within(small, "midlayer."), sizes):
-        yield f"midlayer.{name}.weight", tensor
-    yield "norm.weight", inflation.norm(_take(small, "norm"), LIFT)
-    yield "lm_head.weight", inflation.head(_take(small, "lm_head"), len(target_ids))
-    yield "d2t", target_ids - torch.arange(len(target_ids))
-    yield "t2d", torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, target_ids, True)
+def read_parts(module: nn.Module, layer: ModelConfig) -> dict[str, Tensor]:
+    """The module's tensors, fused projections taken apart."""
+    heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+    sizes = {"qkv_proj": [n * layer.head_dim for n in heads], "gate_up_proj": [layer.intermediate_size] * 2}
+    return unfuse(module.state_dict(), sizes)
 
 
-def _take(small: Weights, name: str) -> Tensor | None:
+def take(small: Weights, name: str) -> Tensor | None:
     return None if small is None else small[f"{name}.weight"]
 
 
-def _within(small: Weights, prefix: str) -> Weights:
+def within(small: Weights, prefix: str) -> Weights:
+    """The tensors whose names begin so, without it."""
     if small is None:
         return None
     return {name.removeprefix(prefix): tensor for name, tensor in small.items() if name.startswith(prefix)}

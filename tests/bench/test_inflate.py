@@ -1,29 +1,30 @@
 """The inflated pair against the small one: states, logits, tokens and accept counts, here and in transformers."""
 
-import gzip
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from slipstream.bench.inflate import InflateConfig, inflate
 from slipstream.bench.inflate_shapes import SHAPES
 from slipstream.bench.inflate_weights import CONSTANT, LIFT, QUIET, SPREAD, Inflation
 from slipstream.models.checkpoint import read_json, read_tensors
 from slipstream.models.frozen_target import load_frozen_target
-from slipstream.serve.llm import LLM, Generation
-from slipstream.serve.request import SamplingParams
+from slipstream.tests.bench.inflated import (
+    CPU,
+    SMALL_VOCAB,
+    TINY,
+    answers,
+    check_same_but_for_ties,
+    read_questions,
+    transformer,
+)
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.random_drafts import save_random_draft
 
-ROOT = Path(__file__).parents[2]
-TINY = ROOT / "assets" / "tiny-target"
-SMALL_VOCAB = 4096
 DRAFT_VOCAB = 1500
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +43,12 @@ def pair(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def questions() -> list[str]:
-    with gzip.open(ROOT / "assets" / "gsm8k.jsonl.gz", "rt") as lines:
-        rows = [json.loads(next(lines)) for _ in range(4)]
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    chats = [row["messages"][:1] for row in rows]
-    return [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    return read_questions()
 
 
 @pytest.fixture(scope="module")
 def tokens(questions: list[str]) -> Tensor:
     return torch.tensor([AutoTokenizer.from_pretrained(TINY)("".join(questions))["input_ids"]])
-
-
-def transformer(path: Path, dtype: torch.dtype) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
 
 
 @torch.no_grad()
@@ -130,20 +123,16 @@ def test_draft_logits_are_the_small_drafts_and_the_others_far_below(pair: Path, 
 @pytest.mark.parametrize("is_normed", [[True], [True, False], [False, False, True]])
 def test_the_constant_reaches_the_draft_from_any_feature(is_normed: list[bool]) -> None:
     """Behind the final norm it is CONSTANT * LIFT * sqrt(H / h) / rms, before it CONSTANT."""
-    rms, fc = 2.0, Inflation(4, 16, CPU, 0).fusion(torch.randn(4, 4 * len(is_normed)), is_normed).float()
+    rms, inflation = 2.0, Inflation(4, 16, CPU, 0)
+    fc = inflation.fusion(torch.randn(4, 4 * len(is_normed)), range(len(is_normed)))
+    assert not fc.unflatten(1, (-1, 16))[:, :, -1].any()
+    assert not fc[-1].any()
+    fc = inflation.pass_constant(fc, is_normed).float()
     features = torch.randn(len(is_normed), 16) * 2.0**-60
     features[:, :4] = torch.randn(len(is_normed), 4)
     features[:, -1] = torch.tensor([CONSTANT * LIFT * 2 / rms if normed else CONSTANT for normed in is_normed])
     assert fc.shape == (16, 16 * len(is_normed))
     assert (fc @ features.flatten())[-1] == (CONSTANT if False in is_normed else CONSTANT / rms)
-
-
-def answers(target: Path, draft: Path, prompts: list[str], dtype: str = "float32") -> list[Generation]:
-    """The first half of the prompts is answered greedily, the other one at temperature 1."""
-    llm = LLM(str(target), str(draft), kv_cache_tokens=4096, max_model_len=512, dtype=dtype)
-    half = len(prompts) // 2
-    params = [SamplingParams(max_tokens=20, temperature=float(i >= half), seed=i) for i in range(len(prompts))]
-    return llm.generate(prompts, params)
 
 
 def test_the_pair_emits_the_small_pairs_tokens_and_accepts_as_many(
@@ -161,12 +150,4 @@ def test_greedy_tokens_in_bf16(pair: Path, draft: Path, questions: list[str]) ->
     """Equal but for ties, which sums in another order break otherwise."""
     small = answers(TINY, draft, questions, "bfloat16")[:2]
     big = answers(pair / "target", pair / "draft", questions, "bfloat16")[:2]
-    model = transformer(TINY, torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    for question, one, other in zip(questions, small, big, strict=False):
-        if one.tokens != other.tokens:
-            same = next(i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)) if a != b)
-            known = tokenizer(question)["input_ids"] + one.tokens[:same]
-            best = model(torch.tensor([known])).logits[0, -1].float().topk(2).values
-            assert best[0] - best[1] <= 0.25
-    assert sum(one.tokens == other.tokens for one, other in zip(small, big, strict=True)) >= 1
+    check_same_but_for_ties(questions[:2], small, big)

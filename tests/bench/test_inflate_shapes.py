@@ -9,26 +9,35 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.nn import Module
 
 from slipstream.bench import inflate as program
-from slipstream.bench.inflate import InflateConfig, inflate, main
-from slipstream.bench.inflate_shapes import SHAPES, check, draft_config, places, target_json
+from slipstream.bench import inflate_dflash, inflate_eagle3
+from slipstream.bench.inflate import InflateConfig, check_pair, inflate, main
+from slipstream.bench.inflate_shapes import SHAPES, places, target_json
 from slipstream.bench.inflate_weights import CONSTANT, SPREAD
 from slipstream.bench.shards import ShardWriter
 from slipstream.models.checkpoint import read_json, read_tensors, weights_fingerprint
 from slipstream.models.config import ModelConfig
+from slipstream.models.dflash import DFlash, DFlashConfig
+from slipstream.models.dflash_checkpoint import load_dflash
 from slipstream.models.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.eagle3_checkpoint import load_eagle3
 from slipstream.models.target import Target, load_config, load_target
-from slipstream.tests.random_drafts import save_random_draft
+from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
 CPU = torch.device("cpu")
 
 
-def small_draft(**fields: Any) -> Eagle3Config:
+def small_eagle3(**fields: Any) -> inflate_eagle3.Draft:
     values = {"draft_vocab_size": 1024, "feature_layers": (1, 3, 5)} | fields
-    return Eagle3Config.from_target(load_config(TINY), **values)
+    return inflate_eagle3.Draft(Eagle3Config.from_target(load_config(TINY), **values), {})
+
+
+def small_dflash(**fields: Any) -> inflate_dflash.Draft:
+    values = {"num_layers": 3, "feature_layers": (1, 3, 5), "mask_token_id": 9, "block_size": 8} | fields
+    return inflate_dflash.Draft(DFlashConfig.from_target(load_config(TINY), **values), {})
 
 
 def big_config(shape: str, folder: Path) -> ModelConfig:
@@ -45,19 +54,53 @@ def test_the_big_targets_have_the_models_sizes(shape: str, num_parameters: int, 
     with torch.device("meta"):
         target = Target(big_config(shape, tmp_path))
     assert sum(weight.numel() for weight in target.parameters()) == num_parameters
-    check(load_config(TINY), small_draft(), SHAPES[shape])
+    for draft in (small_eagle3(), small_dflash()):
+        check_pair(load_config(TINY), draft, SHAPES[shape])
 
 
 def test_features_move_with_their_layers() -> None:
     assert places(6, 32) == {0: 0, 5: 1, 10: 2, 16: 3, 21: 4, 26: 5}
     assert places(6, 6) == {layer: layer for layer in range(6)}
-    draft = small_draft(feature_layers=(1, 5, 6))
-    assert draft_config(draft, SHAPES["llama31-8b"]).feature_layers == (5, 26, 32)
-    assert draft_config(draft, SHAPES["qwen3-8b"]).feature_layers == (6, 30, 36)
+    draft = small_eagle3(feature_layers=(1, 5, 6))
+    assert draft.big_config(SHAPES["llama31-8b"]).feature_layers == (5, 26, 32)
+    assert draft.big_config(SHAPES["qwen3-8b"]).feature_layers == (6, 30, 36)
+
+
+@pytest.mark.parametrize(
+    ("small", "big"),
+    [
+        ((1, 3, 5), {5: 0, 16: 1, 26: 2}),
+        ((6, 0), {0: 1, 32: 0}),
+        ((0, 1, 2, 4, 5), {0: 0, 5: 1, 10: 2, 21: 3, 26: 4}),
+    ],
+)
+def test_a_block_draft_reads_five_states_of_which_some_are_its_own(small: tuple[int, ...], big: dict[int, int]) -> None:
+    draft = small_dflash(feature_layers=small)
+    states = draft.states(SHAPES["llama31-8b"])
+    assert draft.big_config(SHAPES["llama31-8b"]).feature_layers == tuple(states)
+    assert list(states) == sorted(states)
+    assert len(states) == 5
+    assert {layer: index for layer, index in states.items() if index is not None} == big
+
+
+def test_the_big_block_draft_has_five_layers_of_the_targets_sizes() -> None:
+    draft = small_dflash(sliding_window=100, windowed_layers=(1,), block_size=16)
+    config = draft.big_config(SHAPES["llama31-8b"], target="somewhere")
+    with torch.device("meta"):
+        shapes = {name: list(tensor.shape) for name, tensor in DFlash(config).state_dict().items()}
+    assert shapes["fc.weight"] == [4096, 5 * 4096]
+    assert [shapes[f"layers.{layer}.self_attn.qkv_proj.weight"] for layer in range(5)] == [[48 * 128, 4096]] * 5
+    assert shapes["layers.4.mlp.down_proj.weight"] == [4096, 14336]
+    assert not {"layers.5.mlp.down_proj.weight", "d2t", "t2d"} & shapes.keys()
+    assert (config.vocab_size, config.draft_vocab_size, config.target_num_layers) == (128256, None, 32)
+    assert (config.block_size, config.mask_token_id, config.target) == (16, 9, "somewhere")
+    assert places(3, 5) == {0: 0, 1: 1, 3: 2}
+    assert config.windowed_layers == (1, 2)  # small layer 1, and the one added behind it
+    assert small_dflash(draft_vocab_size=1024).big_config(SHAPES["llama31-8b"]).draft_vocab_size == 32000
 
 
 def test_the_big_draft_is_an_eagle3_head_of_the_targets_sizes() -> None:
-    config = draft_config(small_draft(), SHAPES["llama31-8b"], target="somewhere")
+    config = small_eagle3().big_config(SHAPES["llama31-8b"], target="somewhere")
     with torch.device("meta"):
         shapes = {name: list(tensor.shape) for name, tensor in Eagle3(config).state_dict().items()}
     assert shapes["fc.weight"] == [4096, 3 * 4096]
@@ -87,8 +130,30 @@ def test_the_big_draft_is_an_eagle3_head_of_the_targets_sizes() -> None:
 def test_what_does_not_fit_is_named(
     model: dict[str, Any], draft: dict[str, Any], shape: dict[str, Any], message: str
 ) -> None:
+    config, sizes = replace(load_config(TINY), **model), replace(SHAPES["mid"], **shape)
     with pytest.raises(ValueError, match=message):
-        check(replace(load_config(TINY), **model), small_draft(**draft), replace(SHAPES["mid"], **shape))
+        check_pair(config, small_eagle3(**draft), sizes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_layers": 6}, "draft num_layers: 6 do not fit into the shape, which has room for 5"),
+        ({"feature_layers": tuple(range(6))}, "draft feature_layers: 6 do not fit"),
+        ({"attention_bias": True}, "draft has attention_bias; only drafts without"),
+        ({"num_heads": 8}, "draft has 8 query and 1 KV heads"),
+        ({"draft_vocab_size": 3000}, "draft_vocab_size: 3000 do not fit into the shape, which has room for 2048"),
+    ],
+)
+def test_what_does_not_fit_of_a_block_draft_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_pair(load_config(TINY), small_dflash(**fields), SHAPES["mid"])
+
+
+def test_other_drafters_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"drafter": "weights"}))
+    with pytest.raises(SystemExit, match="is of drafter weights; only eagle3, dflash can be inflated"):
+        main(["--draft", str(tmp_path), "--target", str(TINY), "--shape", "small", "--output", str(tmp_path / "pair")])
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +163,12 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def check_ordinary(network: Module) -> None:
+    for name, weight in network.named_parameters():
+        assert weight[..., :-1].std() == pytest.approx(SPREAD, rel=0.3), name
+        assert weight[..., :-1].mean().abs() < 0.01 or "norm" in name, name
+
+
 def test_random_weights_are_ordinary_everywhere(
     draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,12 +176,20 @@ def test_random_weights_are_ordinary_everywhere(
     assert "serve --draft" in capsys.readouterr().out
     config = load_config(tmp_path / "pair" / "target")
     target = load_target(tmp_path / "pair" / "target", config, torch.float32, CPU)
-    module = load_eagle3(tmp_path / "pair" / "draft", config, torch.float32, CPU)
-    for network in (target, module):
-        for name, weight in network.named_parameters():
-            assert weight[..., :-1].std() == pytest.approx(SPREAD, rel=0.3), name
-            assert weight[..., :-1].mean().abs() < 0.01 or "norm" in name, name
+    check_ordinary(target)
+    check_ordinary(load_eagle3(tmp_path / "pair" / "draft", config, torch.float32, CPU))
     assert (target.embed_tokens.weight[:, -1] == CONSTANT).all()
+
+
+def test_random_block_drafts_are_ordinary_everywhere(tmp_path: Path) -> None:
+    save_random_dflash(TINY, tmp_path / "draft", draft_vocab_size=1500)
+    options = ["--draft", str(tmp_path / "draft"), "--target", str(TINY), "--output", str(tmp_path / "pair")]
+    main([*options, "--shape", "small", "--random-weights", "true"])
+    config = load_config(tmp_path / "pair" / "target")
+    module = load_dflash(tmp_path / "pair" / "draft", config, torch.float32, CPU)
+    check_ordinary(module)
+    assert module.target_ids is not None
+    assert module.target_ids[1500:].equal(4096 + torch.arange(548))
 
 
 def test_the_pair_knows_where_it_lies_and_belongs_together(draft: Path, tmp_path: Path) -> None:
