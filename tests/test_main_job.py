@@ -17,12 +17,17 @@ from slipstream.data_tools.frequency_map import main as make_token_map
 from slipstream.models.checkpoint import tokenizer_hash
 from slipstream.serve.llm import LLM, Generation
 from slipstream.serve.request import SamplingParams
+from slipstream.train.dflash import main as train_dflash
 from slipstream.train.eagle3 import main as train
 from slipstream.train.trackers import read_lines
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "assets" / "tiny-target"
 DEPTH = 3
+DRAFTERS = {  # program; to learn by heart: its flags, the drafter's options, tokens of a round, questions, rounds
+    "eagle3": (train, ["--draft.ttt_steps", str(DEPTH), "--optim.steps", "60"], {"depth": DEPTH}, DEPTH + 1, 3, 4),
+    "dflash": (train_dflash, ["--draft.num_layers", "2", "--optim.steps", "40"], {}, 16, 1, 2),
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,23 +71,27 @@ def accept_length(answers: list[Generation]) -> float:
     return emitted / sum(reply.stats.rounds for reply in answers)
 
 
-def test_an_overfitted_draft_is_accepted_whole(target: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One batch learnt by heart: every round emits depth + 1 tokens."""
-    questions = prompts(target, "heldout", 3)
-    answers = answer(target, questions, max_tokens=4 * (DEPTH + 1) + 1)
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash"])
+def test_an_overfitted_draft_is_accepted_whole(
+    target: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture, drafter: str
+) -> None:
+    """One batch learnt by heart: every round emits as many tokens as the draft and the target's own make."""
+    program, flags, options, length, num_questions, num_rounds = DRAFTERS[drafter]
+    questions = prompts(target, "heldout", num_questions)
+    answers = answer(target, questions, max_tokens=num_rounds * length + 1)
     assert {reply.finish_reason for reply in answers} == {"length"}
     rows = rows_of(questions, answers)
     save_answers(target, tmp_path / "data", rows, rows)
-    train(
+    program(
         ["--target", str(TARGET), "--output", str(tmp_path / "draft"), "--data.path", str(tmp_path / "data")]
-        + ["--data.max_length", "512", "--optim.name", "muon", "--optim.lr", "5e-3", "--optim.steps", "60"]
-        + ["--draft.ttt_steps", str(DEPTH), "--evaluation.every", "1000", "--checkpoint.every", "1000"]
+        + ["--data.max_length", "512", "--optim.name", "muon", "--optim.lr", "5e-3", *flags]
+        + ["--evaluation.every", "1000", "--checkpoint.every", "1000"]
     )
     caplog.clear()
-    drafted = LLM(draft=str(tmp_path / "draft" / "best"), drafter={"depth": DEPTH})
-    served = answer(drafted, questions, max_tokens=4 * (DEPTH + 1) + 1)
+    drafted = LLM(draft=str(tmp_path / "draft" / "best"), drafter=options)
+    served = answer(drafted, questions, max_tokens=num_rounds * length + 1)
     assert [reply.tokens for reply in served] == [reply.tokens for reply in answers]
-    assert accept_length(served) == DEPTH + 1
+    assert accept_length(served) == length
     check_warning_for_another_tokenizer(tmp_path / "draft" / "best", caplog)
 
 
@@ -95,19 +104,26 @@ def check_warning_for_another_tokenizer(draft: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.fixture(scope="module")
-def trained(target: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft trained for about two minutes on the target's answers; held out are the questions that tests serve."""
+def folder(target: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target's answers and their token map; held out are the questions that tests serve."""
     folder = tmp_path_factory.mktemp("main_job")
     splits = {split: prompts(target, split, count) for split, count in (("train", 400), ("heldout", 64))}
     rows = {split: rows_of(asked, answer(target, asked, max_tokens=192)) for split, asked in splits.items()}
     save_answers(target, folder / "data", rows["train"], rows["heldout"])
     make_token_map(["--data", str(folder / "data"), "--size", "1024", "--output", str(folder / "map.safetensors")])
-    train(
-        ["--config", str(ROOT / "configs" / "eagle3" / "tiny.yaml"), "--target", str(TARGET), "--output"]
-        + [str(folder / "draft"), "--data.path", str(folder / "data"), "--draft.vocabulary"]
+    return folder
+
+
+@pytest.fixture(scope="module", params=["eagle3", "dflash"])
+def trained(request: pytest.FixtureRequest, folder: Path) -> Path:
+    """A draft trained for about two minutes by its recipe."""
+    (program, *_), output = DRAFTERS[request.param], folder / request.param
+    program(
+        ["--config", str(ROOT / "configs" / request.param / "tiny.yaml"), "--target", str(TARGET), "--output"]
+        + [str(output), "--data.path", str(folder / "data"), "--draft.vocabulary"]
         + [str(folder / "map.safetensors"), "--optim.epochs", "2", "--evaluation.documents", "64"]
     )
-    return folder / "draft"
+    return output
 
 
 @pytest.mark.slow
@@ -139,5 +155,6 @@ def test_the_simulated_accept_length_is_the_served_one(target: LLM, trained: Pat
     """Both walk the same texts; they differ by bf16 weights on disk only."""
     records = read_lines(trained / "metrics.jsonl")
     simulated = max(record["eval_accept_length"] for record in records if "eval_accept_length" in record)
-    served = answer(LLM(draft=str(trained / "best"), drafter={"depth": DEPTH}), prompts(target, "heldout", 64), 192)
+    options = DRAFTERS[trained.name][2]
+    served = answer(LLM(draft=str(trained / "best"), drafter=options), prompts(target, "heldout", 64), 192)
     assert accept_length(served) == pytest.approx(simulated, rel=0.03)

@@ -31,6 +31,7 @@ class Batch:
     documents: Tensor  # (B, S) int64, counted from 0 through the batch, in reading order
     positions: Tensor  # (B, S) int64, from 0 in each document
     supervised: Tensor  # (B, S) bool; never a document's first token, which nothing predicts
+    numbers: Tensor  # (B,) int64 which row of the whole run each is: seeds what is drawn for it
 
     @property
     def num_supervised(self) -> int:
@@ -58,30 +59,31 @@ class PackedRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def batch(self, rows: list[int]) -> Batch:
-        """The rows of these numbers, padded to the longest."""
+    def batch(self, rows: list[int], first_number: int = 0) -> Batch:
+        """These rows, padded to the longest; in the run they are `first_number` and those after it."""
         fetched = [self.dataset[self.rows[row]] for row in rows]
         documents = [list(zip(row["input_ids"], row["loss_mask"], strict=True)) for row in fetched]
-        return collate(documents, self.max_length)
+        return collate(documents, self.max_length, first_number)
 
 
-def collate(rows: list[list[tuple[list[int], list[bool]]]], max_length: int) -> Batch:
+def collate(rows: list[list[tuple[list[int], list[bool]]]], max_length: int, first_number: int = 0) -> Batch:
     """`rows` hold documents, a document its tokens and their loss mask."""
     width = max(sum(min(len(tokens), max_length) for tokens, _ in row) for row in rows)
     shape = (len(rows), width)
     tokens, documents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
     positions, supervised = np.zeros(shape, np.int64), np.zeros(shape, bool)
-    numbers = itertools.count()
+    names = itertools.count()
     for index, row in enumerate(rows):
         start = 0
         for ids, mask in row:
             end = start + min(len(ids), max_length)
             tokens[index, start:end] = ids[:max_length]
-            documents[index, start:end] = next(numbers)
+            documents[index, start:end] = next(names)
             positions[index, start:end] = np.arange(end - start)
             supervised[index, start + 1 : end] = mask[1:max_length]
             start = end
-    return Batch(*(torch.from_numpy(array) for array in (tokens, documents, positions, supervised)))
+    numbers = np.arange(first_number, first_number + len(rows))
+    return Batch(*(torch.from_numpy(array) for array in (tokens, documents, positions, supervised, numbers)))
 
 
 def measure(dataset: Dataset, max_length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -152,7 +154,7 @@ def training_batches(
         order = np.random.default_rng((seed, epoch)).permutation(len(rows)).tolist()
         for number in range(first, per_epoch):
             offset = (number * num_processes + process) * batch_size
-            yield rows.batch(order[offset : offset + batch_size])
+            yield rows.batch(order[offset : offset + batch_size], epoch * len(rows) + offset)
         start = (epoch + 1) * per_epoch
 
 

@@ -14,21 +14,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoTokenizer
 
-from slipstream.config import parse
-from slipstream.models.checkpoint import resolve, tokenizer_hash, weights_fingerprint
-from slipstream.models.config import ModelConfig, check_feature_layers, default_feature_layers
+from slipstream.models.config import default_feature_layers
 from slipstream.models.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.eagle3_checkpoint import save_eagle3
-from slipstream.models.frozen_target import FrozenTarget, load_frozen_target
+from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
-from slipstream.models.token_map import TokenMap
 from slipstream.train.acceptance import count_accepted, walk_answers
-from slipstream.train.batches import Batch, PackedRows, load_prepared
-from slipstream.train.checkpoints import provenance
-from slipstream.train.loop import fit, start
-from slipstream.train.options import RunOptions
+from slipstream.train.batches import Batch
+from slipstream.train.draft_setup import DraftRunOptions, TargetFiles, run_program
 from slipstream.train.training import DraftTraining, Metrics
 from slipstream.train.ttt import Rows, TTTAttention, find_rows
 
@@ -50,17 +44,11 @@ class DraftOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Options(RunOptions):
-    target: str
-    """target model: folder or hub id"""
-    revision: str | None = None
-    """hub revision of the target"""
-    trust_remote_code: bool = False
-    """run Python code that comes with the target"""
+class Eagle3Options(DraftRunOptions):
     draft: DraftOptions = field(default_factory=DraftOptions)
 
     def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)
+        DraftRunOptions.__post_init__(self)
         if self.draft.ttt_steps < 1 or self.draft.ttt_decay <= 0:
             steps, decay = self.draft.ttt_steps, self.draft.ttt_decay
             raise ValueError(f"draft.ttt_steps is {steps} and draft.ttt_decay {decay}; give at least 1 and above 0")
@@ -143,82 +131,37 @@ def token_at(tokens: Tensor, index: Tensor) -> Tensor:
     return tokens[index.clamp(max=len(tokens) - 1)]
 
 
-def build_draft(options: Eagle3Options, config: ModelConfig, path: Path, hash_of_tokenizer: str) -> Eagle3:
-    draft = options.draft
-    token_map = None if draft.vocabulary is None else TokenMap.read(Path(draft.vocabulary))
-    if token_map is not None and token_map.vocab_size != config.vocab_size:
-        raise ValueError(
-            f"draft.vocabulary {draft.vocabulary} was counted over {token_map.vocab_size} tokens, the target has "
-            f"{config.vocab_size}; make a map for this target"
-        )
-    if token_map is not None and token_map.metadata.get("tokenizer_hash", hash_of_tokenizer) != hash_of_tokenizer:
-        raise ValueError(
-            f"draft.vocabulary {draft.vocabulary} was counted with another tokenizer; make a map for this target"
-        )
-    layers = draft.feature_layers or default_feature_layers(config.num_layers)
-    check_feature_layers(layers, config.num_layers)
-    ids = torch.arange(config.vocab_size) if token_map is None else token_map.ids
+def build(options: Eagle3Options, files: TargetFiles, accelerator: Accelerator) -> tuple[Eagle3Training, Eagle3]:
+    draft = build_draft(options.draft, files)
+    target = files.freeze(draft.config.feature_layers, accelerator.device)
+    if options.draft.init_from_target:
+        draft.init_from_target(*target.initial_weights())
+    num_positions = options.data.max_length + max(options.draft.ttt_steps, options.evaluation.depth)
+    rope = RotaryEmbedding(files.config.rope, draft.config.head_dim, num_positions).to(accelerator.device)
+    return Eagle3Training(draft, target, rope, options.draft, options.evaluation.depth), draft
+
+
+def build_draft(options: DraftOptions, files: TargetFiles) -> Eagle3:
+    config = files.config
+    ids = files.read_vocabulary(options.vocabulary)
+    if ids is None:
+        ids = torch.arange(config.vocab_size)
     module = Eagle3(
         Eagle3Config.from_target(
             config,
             draft_vocab_size=len(ids),
-            feature_layers=layers,
-            intermediate_size=draft.intermediate_size or config.intermediate_size,
-            target=str(path.resolve()) if Path(options.target).is_dir() else options.target,
-            target_revision=options.revision,
-            target_fingerprint=weights_fingerprint(path),
-            tokenizer_hash=hash_of_tokenizer,
+            feature_layers=options.feature_layers or default_feature_layers(config.num_layers),
+            intermediate_size=options.intermediate_size or config.intermediate_size,
+            **files.origin(),
         )
     )
     module.set_vocabulary(ids)
     return module
 
 
-def train(options: Eagle3Options) -> None:
-    accelerator = start(options)
-    path = resolve(options.target, options.revision)
-    config = ModelConfig.from_hf(AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code))
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=options.trust_remote_code)
-    data = load_prepared(Path(options.data.path), tokenizer_hash(tokenizer))
-    train_rows = PackedRows(data.train, options.data.max_length)
-    heldout_rows = PackedRows(data.heldout, options.data.max_length, limit=options.evaluation.documents)
-    draft = build_draft(options, config, path, tokenizer_hash(tokenizer))
-    target = load_frozen_target(path, draft.config.feature_layers, accelerator.device, options.trust_remote_code)
-    if options.draft.init_from_target:
-        draft.init_from_target(*target.initial_weights())
-    num_positions = options.data.max_length + max(options.draft.ttt_steps, options.evaluation.depth)
-    rope = RotaryEmbedding(config.rope, draft.config.head_dim, num_positions).to(accelerator.device)
-    training = Eagle3Training(draft, target, rope, options.draft, options.evaluation.depth)
-    describe(accelerator, train_rows, heldout_rows, draft)
-    identity = {"target_fingerprint": draft.config.target_fingerprint, "data_hash": data.report["data_hash"]}
-    progress = fit(
-        accelerator, training, train_rows, heldout_rows, options, identity, provenance(data.report["data_hash"])
-    )
-    accelerator.print(
-        f"best accept length {progress.best_accept_length:.3f} at step {progress.best_step}: {options.output}/best"
-    )
-
-
-def describe(accelerator: Accelerator, train_rows: PackedRows, heldout_rows: PackedRows, draft: Eagle3) -> None:
-    config = draft.config
-    size = sum(parameter.numel() for parameter in draft.parameters())
-    accelerator.print(
-        f"draft: {size / 1e6:.1f}M parameters, vocabulary {config.draft_vocab_size} of {config.vocab_size}, target "
-        f"states {list(config.feature_layers)}"
-    )
-    for name, rows in (("train", train_rows), ("heldout", heldout_rows)):
-        accelerator.print(
-            f"{name}: {rows.num_supervised} supervised tokens in {len(rows)} rows of {rows.max_length}, "
-            f"{rows.num_dropped} documents left out for having no two in a row"
-        )
-
-
 def main(argv: list[str] | None = None) -> None:
-    options = parse(Eagle3Options, argv, prog="train/eagle3.py", description="Trains an EAGLE3 draft for a target.")
-    try:
-        train(options)
-    except ValueError as error:
-        raise SystemExit(f"train/eagle3.py: error: {error}") from error
+    description = "Trains an EAGLE3 draft for a target."
+    run_program(Eagle3Options, build, argv, prog="train/eagle3.py", description=description)
 
 
 if __name__ == "__main__":

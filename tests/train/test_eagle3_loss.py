@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.train.conftest import random_document
 from slipstream.tests.train.naive_draft import NaiveDraft
+from slipstream.tests.train.naive_walk import Document, half_predictable, naive_walk
 from slipstream.train.batches import collate
 from slipstream.train.eagle3 import Eagle3Training
 
 STEPS, DECAY, DEPTH = 4, 0.8, 3
-Document = tuple[list[int], list[bool]]
 
 
 def documents(seed: int) -> list[list[Document]]:
@@ -90,56 +90,13 @@ def test_the_teacher_is_beyond_the_gradient_and_the_target_is_not_saved(training
     assert all(parameter.grad is not None for parameter in training.parameters())
 
 
-def half_predictable(training: Eagle3Training, model: PreTrainedModel, document: Document, seed: int) -> Document:
-    """The document with chains of 0 to DEPTH + 1 of the draft's own proposals written into its answers."""
-    naive, generator = NaiveDraft(training.draft, model), torch.Generator().manual_seed(seed)
-    tokens, mask = list(document[0]), document[1]
-    position = 2
-    while position < len(tokens):
-        length = int(torch.randint(0, DEPTH + 2, (), generator=generator)) if mask[position] else 0
-        chain = naive.propose(torch.tensor(tokens[:position]), length) if length else []
-        for token in chain:
-            if position < len(tokens) and mask[position]:
-                tokens[position] = token
-                position += 1
-        position += 1
-    return tokens, mask
-
-
-def naive_walk(training: Eagle3Training, model: PreTrainedModel, document: Document) -> tuple[int, int, list[int]]:
-    """Emitted tokens after the first, rounds, and rounds by accepted position, of a server that answers this text."""
-    naive, (tokens, mask) = NaiveDraft(training.draft, model), document
-    emitted = rounds = 0
-    accepted_by_position = [0] * DEPTH
-    first = 0
-    while first < len(tokens):
-        if not mask[first]:
-            first += 1
-            continue
-        last = first
-        while last + 1 < len(tokens) and mask[last + 1]:
-            last += 1
-        root = first
-        while root < last:
-            proposed = naive.propose(torch.tensor(tokens[: root + 1]), DEPTH)
-            num_accepted = 0
-            while num_accepted < DEPTH and root + 1 + num_accepted <= last:
-                if proposed[num_accepted] != tokens[root + 1 + num_accepted]:
-                    break
-                accepted_by_position[num_accepted] += 1
-                num_accepted += 1
-            new_root = min(root + num_accepted + 1, last)
-            emitted, rounds, root = emitted + new_root - root, rounds + 1, new_root
-        first = last + 1
-    return emitted, rounds, accepted_by_position
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_the_walk_equals_a_server_that_runs_the_chain(
     training: Eagle3Training, target_model: PreTrainedModel, seed: int
 ) -> None:
-    rows = [[half_predictable(training, target_model, document, seed) for document in row] for row in documents(seed)]
-    walks = [naive_walk(training, target_model, document) for row in rows for document in row]
+    propose = NaiveDraft(training.draft, target_model).propose
+    rows = [[half_predictable(propose, document, seed, DEPTH) for document in row] for row in documents(seed)]
+    walks = [naive_walk(propose, document, DEPTH) for row in rows for document in row]
     emitted, rounds = sum(walk[0] for walk in walks), sum(walk[1] for walk in walks)
     training.eval()
     with torch.no_grad():

@@ -19,8 +19,9 @@ from transformers import AutoConfig
 
 from slipstream.models.config import ModelConfig
 from slipstream.models.eagle3_checkpoint import load_eagle3
+from slipstream.models.token_map import TokenMap
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE, SaveData, random_dataset
-from slipstream.train import eagle3
+from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import clean
 from slipstream.train.eagle3 import Eagle3Training, main
 from slipstream.train.loop import Loop, lr_factor
@@ -172,7 +173,7 @@ def test_best_follows_accept_length_and_survives_resume(
 
     monkeypatch.setattr(Eagle3Training, "evaluate", evaluate)
     monkeypatch.setattr(Loop, "evaluate", next_length)
-    monkeypatch.setattr(eagle3.PackedRows, "__len__", lambda rows: min(2, len(rows.rows)))  # one held-out batch
+    monkeypatch.setattr(PackedRows, "__len__", lambda rows: min(2, len(rows.rows)))  # one held-out batch
     main(arguments(tmp_path, evaluation__every=2, data__batch_size=2))
     assert json.loads((tmp_path / "best" / "run.json").read_text())["step"] == 4
     shutil.rmtree(tmp_path / "step-6")
@@ -248,7 +249,7 @@ def test_a_map_of_another_target_is_refused(
     tmp_path: Path, arguments: Arguments, vocab_size: int, metadata: dict[str, str], message: str
 ) -> None:
     path = tmp_path / "map.safetensors"
-    eagle3.TokenMap.build(torch.ones(vocab_size, dtype=torch.int64), 20, [], metadata).write(path)
+    TokenMap.build(torch.ones(vocab_size, dtype=torch.int64), 20, [], metadata).write(path)
     with pytest.raises(SystemExit) as stop:
         main(arguments(tmp_path / "output", draft__vocabulary=path))
     assert message in str(stop.value.code)

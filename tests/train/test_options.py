@@ -8,31 +8,48 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from slipstream.config import build_parser, option_names, parse
+from slipstream.train.dflash import DFlashOptions
 from slipstream.train.eagle3 import Eagle3Options
+from slipstream.train.options import RunOptions
 
 ROOT = Path(__file__).parents[2]
-EAGLE3_OPTIONS = """
+SHARED_OPTIONS = """
     checkpoint.every checkpoint.keep data.batch_size data.max_length data.path draft.feature_layers
-    draft.init_from_target draft.intermediate_size draft.ttt_decay draft.ttt_steps draft.vocabulary
-    evaluation.depth evaluation.documents evaluation.every optim.accumulation optim.betas optim.clip
-    optim.epochs optim.lr optim.name optim.steps optim.warmup_ratio optim.weight_decay output precision resume
-    revision seed target tracker.name tracker.project tracker.tensorboard tracker.wandb trust_remote_code
+    draft.init_from_target draft.intermediate_size draft.vocabulary evaluation.depth evaluation.documents
+    evaluation.every optim.accumulation optim.betas optim.clip optim.epochs optim.lr optim.name optim.steps
+    optim.warmup_ratio optim.weight_decay output precision resume revision seed target tracker.name tracker.project
+    tracker.tensorboard tracker.wandb trust_remote_code
 """
+PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
+    "eagle3": (Eagle3Options, "draft.ttt_decay draft.ttt_steps"),
+    "dflash": (
+        DFlashOptions,
+        "draft.anchors draft.block_size draft.gamma draft.loss draft.mask_token_id draft.num_layers "
+        "draft.sliding_window draft.windowed_layers",
+    ),
+}
+RECIPES = [
+    pytest.param(name, path, id=f"{name}-{path.stem}")
+    for name in PROGRAMS
+    for path in sorted((ROOT / "configs" / name).glob("*.yaml"))
+]
 
 
 def parse_eagle3(*argv: str) -> Eagle3Options:
     return parse(Eagle3Options, argv, prog="train/eagle3.py", description="")
 
 
-def test_the_options_are_these() -> None:
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_options_are_these(program: str) -> None:
     groups = {"checkpoint", "data", "draft", "evaluation", "optim", "tracker"}
-    names = set(option_names(build_parser(Eagle3Options, prog="", description=""))) - groups
-    assert sorted(names) == sorted(EAGLE3_OPTIONS.split())
+    options, own = PROGRAMS[program]
+    names = set(option_names(build_parser(options, prog="", description=""))) - groups
+    assert sorted(names) == sorted(SHARED_OPTIONS.split() + own.split())
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "eagle3").glob("*.yaml")), ids=lambda path: path.stem)
-def test_recipes_parse_and_flags_win(path: Path) -> None:
-    options = parse_eagle3(f"--config={path}", "--optim.lr=0.25")
+@pytest.mark.parametrize(("program", "path"), RECIPES)
+def test_recipes_parse_and_flags_win(program: str, path: Path) -> None:
+    options = parse(PROGRAMS[program][0], [f"--config={path}", "--optim.lr=0.25"], prog="", description="")
     assert options.optim.lr == 0.25
     assert options.data.batch_size == yaml.safe_load(path.read_text())["data"]["batch_size"]
 
@@ -66,6 +83,28 @@ def test_bad_values_are_named(argument: str, message: str, capsys: pytest.Captur
         parse_eagle3("--target=t", "--output=o", "--data.path=d", argument)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--draft.anchors=0", "draft.anchors is 0 and draft.num_layers 5; give at least 1"),
+        ("--draft.gamma=0", "draft.gamma is 0.0; give a positive number"),
+        ("--draft.loss=other", "draft.loss"),
+    ],
+)
+def test_bad_values_of_dflash_are_named(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(DFlashOptions, ["--target=t", "--output=o", "--data.path=d", argument], prog="", description="")
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_block_draft_is_evaluated_on_whole_blocks() -> None:
+    words = ["--target=t", "--output=o", "--data.path=d", "--evaluation.every=7", "--draft.block_size=10"]
+    options = parse(DFlashOptions, words, prog="", description="")
+    assert options.evaluation.every == 7
+    assert options.evaluation.depth >= options.draft.block_size - 1
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "train").glob("*.py")), ids=lambda path: path.stem)

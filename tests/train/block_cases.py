@@ -1,0 +1,57 @@
+"""Random block drafts in training, and random packed rows, for the tests of DFLASH."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from slipstream.models.config import ModelConfig
+from slipstream.models.dflash import DFlash, DFlashConfig
+from slipstream.models.frozen_target import FrozenTarget
+from slipstream.models.layers import RotaryEmbedding
+from slipstream.tests.train.conftest import FEATURE_LAYERS, random_document
+from slipstream.tests.train.naive_walk import Document
+from slipstream.train.batches import Batch, collate
+from slipstream.train.dflash import DFlashTraining, DraftOptions
+
+BLOCK_SIZE, MAX_LENGTH, MASK_TOKEN = 5, 32, 7
+
+
+def make_training(
+    target: PreTrainedModel, ids: torch.Tensor | None = None, options: DraftOptions | None = None, **fields: Any
+) -> DFlashTraining:
+    """A random draft of two layers; `ids` are its vocabulary, `fields` override its config's."""
+    torch.manual_seed(3)
+    config = ModelConfig.from_hf(AutoConfig.for_model(**target.config.to_dict()))
+    shape = {"num_layers": 2, "block_size": BLOCK_SIZE, "mask_token_id": MASK_TOKEN, "feature_layers": FEATURE_LAYERS}
+    size = None if ids is None else len(ids)
+    draft = DFlash(DFlashConfig.from_target(config, draft_vocab_size=size, **shape | fields))
+    if ids is not None:
+        draft.set_vocabulary(ids)
+    for parameter in draft.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    rope = RotaryEmbedding(config.rope, config.head_dim, 128)
+    options = DraftOptions(anchors=6) if options is None else options
+    return DFlashTraining(draft, FrozenTarget(target, FEATURE_LAYERS), rope, options, depth=63, seed=11)
+
+
+def documents(seed: int) -> list[list[Document]]:
+    """Three rows of one to three documents."""
+    generator = torch.Generator().manual_seed(seed)
+    return [[random_document(generator) for _ in range(count)] for count in (2, 1, 3)]
+
+
+def packed(seed: int) -> tuple[Batch, list[list[Document]]]:
+    rows = documents(seed)
+    return collate(rows, MAX_LENGTH), rows
+
+
+def flat_documents(rows: list[list[Document]], width: int) -> list[tuple[int, Document]]:
+    """Each document, cut as it is packed, with the row of the flattened batch where it begins."""
+    found = []
+    for number, row in enumerate(rows):
+        start = number * width
+        for tokens, mask in row:
+            found.append((start, (tokens[:MAX_LENGTH], mask[:MAX_LENGTH])))
+            start += len(found[-1][1][0])
+    return found

@@ -1,0 +1,53 @@
+"""A server that answers a given text in rounds: the oracle of the simulated accept length, for any draft."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Document = tuple[list[int], list[bool]]  # tokens, and which of them are supervised
+Propose = Callable[[Tensor, int], list[int]]  # prefix that ends in the root, depth -> drafted tokens
+
+
+def half_predictable(propose: Propose, document: Document, seed: int, depth: int) -> Document:
+    """The document with chains of 0 to `depth` of the draft's own proposals written into its answers."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, mask = list(document[0]), document[1]
+    position = 2
+    while position < len(tokens):
+        length = int(torch.randint(0, depth + 2, (), generator=generator)) if mask[position] else 0
+        chain = propose(torch.tensor(tokens[:position]), depth)[:length] if length else []
+        for token in chain:
+            if position < len(tokens) and mask[position]:
+                tokens[position] = token
+                position += 1
+        position += 1
+    return tokens, mask
+
+
+def naive_walk(propose: Propose, document: Document, depth: int) -> tuple[int, int, list[int]]:
+    """Emitted tokens after the first, rounds, and rounds by accepted position, of a server that answers this text."""
+    tokens, mask = document
+    emitted = rounds = 0
+    accepted_by_position = [0] * depth
+    first = 0
+    while first < len(tokens):
+        if not mask[first]:
+            first += 1
+            continue
+        last = first
+        while last + 1 < len(tokens) and mask[last + 1]:
+            last += 1
+        root = first
+        while root < last:
+            proposed = propose(torch.tensor(tokens[: root + 1]), depth)
+            num_accepted = 0
+            while num_accepted < depth and root + 1 + num_accepted <= last:
+                if proposed[num_accepted] != tokens[root + 1 + num_accepted]:
+                    break
+                accepted_by_position[num_accepted] += 1
+                num_accepted += 1
+            new_root = min(root + num_accepted + 1, last)
+            emitted, rounds, root = emitted + new_root - root, rounds + 1, new_root
+        first = last + 1
+    return emitted, rounds, accepted_by_position

@@ -1,0 +1,81 @@
+"""Weights and cross-entropies of block slots against loops and autograd's own formulas."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.train import block_loss
+from slipstream.train.block_loss import best_rows, decay_weights, default_gamma, dpace_weights, head_losses
+
+
+@pytest.mark.parametrize(
+    ("size", "gamma"), [(2, 1.0), (4, 2.0), (8, 4.0), (9, 4.5), (10, 5.0), (13, 6.0), (16, 7.0), (32, 37 / 3)]
+)
+def test_gamma_follows_the_block_size(size: int, gamma: float) -> None:
+    assert default_gamma(size) == pytest.approx(gamma)
+
+
+def test_weights_decay_from_one() -> None:
+    weights = decay_weights(5, gamma=2.0)
+    assert weights.tolist() == pytest.approx([1.0, 0.60653, 0.36788, 0.22313], abs=1e-5)
+
+
+def naive_dpace(losses: Tensor, known: Tensor, counts: Tensor, alpha: float = 0.5) -> list[float]:
+    """One block, by the formulas of arXiv 2605.18810; a slot that cannot be drafted has confidence 0."""
+    num_slots = len(losses)
+    survival, product = [], 1.0
+    for slot in range(num_slots):
+        confidence = float(torch.exp(-losses[slot])) if known[slot] else 0.0
+        product *= (1 - alpha) * confidence + alpha
+        survival.append(product if counts[slot] else 0.0)
+    return [sum(survival[slot:]) if known[slot] else 0.0 for slot in range(num_slots)]
+
+
+def test_dpace_weights_equal_the_loops() -> None:
+    generator = torch.Generator().manual_seed(0)
+    losses = 3 * torch.rand(20, 7, generator=generator, requires_grad=True)
+    counts = torch.arange(7) < torch.randint(0, 8, (20, 1), generator=generator)
+    known = counts & (torch.rand(20, 7, generator=generator) < 0.7)
+    weights = dpace_weights(losses, known, counts)
+    expected = [naive_dpace(*block) for block in zip(losses.detach(), known, counts, strict=True)]
+    torch.testing.assert_close(weights, torch.tensor(expected))
+    assert not weights.requires_grad
+    assert not weights.isnan().any()
+
+
+def test_dpace_survives_losses_that_were_not_computed() -> None:
+    nothing = torch.zeros(1, 3, dtype=torch.bool)
+    assert dpace_weights(torch.full((1, 3), torch.nan), nothing, nothing).tolist() == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("logits_at_once", [1, 150, 10**6])  # one row, three rows of 50, all
+def test_losses_and_gradients_are_autograds_for_any_chunk(logits_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_loss, "LOGITS_AT_ONCE", logits_at_once)
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(10, 16, generator=generator, requires_grad=True)
+    head, labels = torch.randn(50, 16, generator=generator), torch.randint(50, (10,), generator=generator)
+    weights = torch.rand(10, generator=generator)
+    expected = F.cross_entropy(states @ head.t(), labels, reduction="none")
+    (expected_gradient,) = torch.autograd.grad((weights * expected).sum(), states)
+    losses, best = head_losses(states, head, labels)
+    (gradient,) = torch.autograd.grad((weights * losses).sum(), states)
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(gradient, expected_gradient)
+    assert torch.equal(best, (states @ head.t()).argmax(dim=-1))
+    assert torch.equal(best, best_rows(states.detach(), head))
+
+
+def test_without_gradients_none_is_made() -> None:
+    states, head = torch.randn(4, 8), torch.randn(20, 8)
+    losses, _ = head_losses(states, head, torch.arange(4))
+    assert not losses.requires_grad
+    torch.testing.assert_close(losses, F.cross_entropy(states @ head.t(), torch.arange(4), reduction="none"))
+
+
+def test_nothing_to_predict_is_a_loss_of_zero_with_a_gradient() -> None:
+    """A batch whose answers lie outside the draft vocabulary still takes part in every collective."""
+    states = torch.randn(0, 8, requires_grad=True)
+    losses, _ = head_losses(states, torch.randn(20, 8), torch.zeros(0, dtype=torch.int64))
+    losses.sum().backward()
+    assert states.grad is not None

@@ -1,0 +1,216 @@
+"""Blocks and what they see, against the rules read out loud over documents and tokens."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as flex
+from torch import Tensor
+
+from slipstream.models.config import RopeConfig
+from slipstream.models.layers import RotaryEmbedding
+from slipstream.tests.train.block_cases import BLOCK_SIZE, documents, flat_documents, packed
+from slipstream.tests.train.naive_walk import Document
+from slipstream.train.batches import collate
+from slipstream.train.block_attention import (
+    BlockAttention,
+    FlexBlockAttention,
+    SDPABlockAttention,
+    block_places,
+    context_places,
+    sees,
+)
+from slipstream.train.blocks import Blocks, draw_anchors, find_blocks, possible_anchors
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_follow_the_rule(seed: int) -> None:
+    batch, rows = packed(seed)
+    anchors, starts, positions, labels, counts = [], [], [], [], []
+    for start, (tokens, mask) in flat_documents(rows, batch.tokens.shape[1]):
+        for a in range(1, len(tokens) - 1):
+            if not (mask[a] and mask[a + 1]):
+                continue
+            inside = [a + k < len(tokens) for k in range(1, BLOCK_SIZE)]
+            anchors.append(start + a)
+            starts.append(start)
+            positions.append(list(range(a, a + BLOCK_SIZE)))
+            counts.append([fits and all(mask[a : a + k + 2]) for k, fits in enumerate(inside)])
+            labels.append([tokens[a + k + 1] if fits else None for k, fits in enumerate(inside)])
+    assert possible_anchors(batch).tolist() == anchors
+    blocks = find_blocks(batch, possible_anchors(batch), BLOCK_SIZE)
+    assert blocks.starts.tolist() == starts
+    assert blocks.positions.tolist() == positions
+    assert blocks.counts.tolist() == counts
+    assert not all(map(all, counts))
+    for found, wanted, count in zip(blocks.labels.tolist(), labels, counts, strict=True):
+        assert all(f == w for f, w, counting in zip(found, wanted, count, strict=True) if counting)
+
+
+def test_anchors_depend_on_seed_and_row_alone() -> None:
+    """A row draws the same anchors alone and in any batch; another epoch, row or seed draws others."""
+    rows = [[([5] * 30, [False] * 3 + [True] * 27)] for _ in range(3)]
+    batch = collate(rows, 64, first_number=40)
+    anchors, stands_for = draw_anchors(batch, 8, seed=1)
+    assert stands_for.tolist() == [26 / 8] * 24
+    per_row = anchors.view(3, 8)
+    for number in range(3):
+        assert (
+            draw_anchors(collate(rows[:1], 64, 40 + number), 8, seed=1)[0].tolist()
+            == (per_row[number] - 30 * number).tolist()
+        )
+    assert len({tuple((row - row[0]).tolist()) for row in per_row}) == 3
+    assert draw_anchors(batch, 8, seed=2)[0].tolist() != anchors.tolist()
+
+
+@pytest.mark.parametrize("limit", [1, 3, 1000])
+def test_anchors_are_drawn_from_the_possible_ones(limit: int) -> None:
+    batch, _ = packed(2)
+    width = batch.tokens.shape[1]
+    anchors, stands_for = draw_anchors(batch, limit, seed=0)
+    possible = possible_anchors(batch).tolist()
+    assert all(first < second for first, second in pairwise(anchors.tolist()))
+    assert set(anchors.tolist()) <= set(possible)
+    for row in range(len(batch.tokens)):
+        in_row = sum(a // width == row for a in possible)
+        assert int((anchors // width == row).sum()) == min(limit, in_row)
+        assert float(stands_for[anchors // width == row].sum()) == pytest.approx(in_row)
+
+
+def naive_mask(blocks: Blocks, rows: list[list[Document]], batch_shape: torch.Size, window: int | None) -> Tensor:
+    """(N * S, C + N * S) by loops; C context rows, then every block's slots."""
+    document_of = {}
+    for number, (start, (tokens, _)) in enumerate(flat_documents(rows, batch_shape[1])):
+        document_of |= dict.fromkeys(range(start, start + len(tokens)), number)
+    num_rows, size = batch_shape.numel(), blocks.size
+    mask = torch.zeros(len(blocks) * size, num_rows + len(blocks) * size, dtype=torch.bool)
+    for block, anchor in enumerate(blocks.anchors.tolist()):
+        for slot in range(size):
+            query, position = mask[block * size + slot], anchor + slot
+            for row in range(anchor):
+                same = document_of.get(row) == document_of[anchor]
+                query[row] = same and (window is None or row > position - window)
+            for other in range(size):
+                query[num_rows + block * size + other] = window is None or (
+                    other <= slot and anchor + other > position - window
+                )
+    return mask
+
+
+def dense(attention: BlockAttention, window: int | None) -> Tensor:
+    """What an implementation's mask lets through, in the shape of naive_mask."""
+    blocks, num_rows = attention.blocks, len(attention.positions)
+    num_slots = len(blocks) * blocks.size
+    found = torch.zeros(num_slots, num_rows + num_slots, dtype=torch.bool)
+    mask = attention.make_mask(window)
+    if isinstance(attention, SDPABlockAttention):
+        for group in mask:
+            columns = torch.arange(num_rows + num_slots)
+            keys = torch.cat((columns[:num_rows][group.rows], columns[num_rows:][group.slots]))
+            found[group.slots.start : group.slots.stop, keys] = group.mask
+        return found
+    tiles = mask.to_dense()[0, 0].bool()  # what the kernel computes at all
+    allowed = tiles.repeat_interleave(128, 0).repeat_interleave(128, 1)[:num_slots, : num_rows + num_slots]
+    exact = flex.create_mask(mask.mask_mod, 1, 1, *found.shape, device="cpu")[0, 0]
+    assert bool((allowed | ~exact).all())
+    return exact
+
+
+def make_attention(
+    kind: type[BlockAttention], device: str = "cpu"
+) -> tuple[BlockAttention, list[list[Document]], torch.Size]:
+    batch, rows = packed(seed=1)
+    rope = RotaryEmbedding(RopeConfig(), HEAD_DIM, 128).to(torch.device(device))
+    attention = kind(batch.positions.flatten().to(device), rope)
+    attention.ask(find_blocks(batch, possible_anchors(batch), BLOCK_SIZE).to(torch.device(device)))
+    return attention, rows, batch.tokens.shape
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 6, 20])
+@pytest.mark.parametrize("kind", [SDPABlockAttention, FlexBlockAttention])
+def test_masks_equal_the_loops(kind: type[BlockAttention], window: int | None) -> None:
+    attention, rows, shape = make_attention(kind)
+    expected = naive_mask(attention.blocks, rows, shape, window)
+    assert torch.equal(dense(attention, window), expected)
+    queries, num_rows = block_places(attention.blocks), shape.numel()
+    keys = context_places(num_rows, torch.device("cpu")).followed_by(queries)
+    every_key = torch.arange(len(keys.row)).unsqueeze(0)
+    assert torch.equal(sees(queries, torch.arange(len(queries.row)).unsqueeze(1), keys, every_key, window), expected)
+
+
+def outputs_and_gradients(
+    kind: type[BlockAttention], window: int | None, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    attention, _, shape = make_attention(kind, device)
+    num_slots = len(attention.blocks) * BLOCK_SIZE
+    generator = torch.Generator().manual_seed(0)
+
+    def random(rows: int, heads: int) -> Tensor:
+        values = torch.randn(rows, heads, HEAD_DIM, generator=generator)
+        return values.to(device, dtype).requires_grad_()
+
+    context = random(shape.numel(), KV_HEADS), random(shape.numel(), KV_HEADS)
+    asking = random(num_slots, HEADS), random(num_slots, KV_HEADS), random(num_slots, KV_HEADS)
+    attention.write(*context, layer=0)
+    output = attention.attend(*asking, layer=0, mask="block" if window is None else "causal", window=window)
+    towards = torch.randn(output.shape, generator=generator).to(output)
+    return [output, *torch.autograd.grad((output * towards).sum(), [*context, *asking])]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 4])
+def test_flex_equals_sdpa(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled, in autograd's own formulas; torch would refuse gradients on a CPU, where only tests want them."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    expected = outputs_and_gradients(SDPABlockAttention, window)
+    found = outputs_and_gradients(FlexBlockAttention, window)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert float(other.detach().abs().max()) > 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-2), (torch.bfloat16, 5e-2)])
+def test_compiled_flex_equals_sdpa(window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+    expected = outputs_and_gradients(SDPABlockAttention, window)
+    found = outputs_and_gradients(FlexBlockAttention, window, "cuda", dtype)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float().cpu(), other, rtol=tolerance, atol=tolerance)
+
+
+def test_a_block_does_not_depend_on_the_others() -> None:
+    """Nor on their order, for Flex; SDPA takes neighbours together and wants them ascending."""
+    batch, _ = packed(1)
+    anchors = possible_anchors(batch)
+    order = torch.randperm(len(anchors), generator=torch.Generator().manual_seed(0))
+    rope = RotaryEmbedding(RopeConfig(), HEAD_DIM, 128)
+    q, k, v = (torch.randn(len(anchors), BLOCK_SIZE, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    context = torch.randn(2, batch.tokens.numel(), KV_HEADS, HEAD_DIM)
+
+    def attend(kind: type[BlockAttention], chosen: Tensor) -> Tensor:
+        attention = kind(batch.positions.flatten(), rope)
+        attention.write(*context, layer=0)
+        attention.ask(find_blocks(batch, anchors[chosen], BLOCK_SIZE))
+        asking = (x[chosen].flatten(0, 1) for x in (q, k, v))
+        return attention.attend(*asking, layer=0, mask="block").unflatten(0, (-1, BLOCK_SIZE))
+
+    everyone = attend(SDPABlockAttention, torch.arange(len(anchors)))
+    subset = order[:9].sort().values
+    torch.testing.assert_close(attend(SDPABlockAttention, subset), everyone[subset])
+    torch.testing.assert_close(attend(FlexBlockAttention, order), everyone[order])
+
+
+def test_parts_are_the_same_blocks() -> None:
+    batch, _ = packed(0)
+    blocks = find_blocks(batch, possible_anchors(batch), BLOCK_SIZE)
+    parts = list(blocks.parts(4))
+    assert [len(part) for part in parts[:-1]] == [4] * (len(parts) - 1)
+    assert torch.equal(torch.cat([part.labels for part in parts]), blocks.labels)
+    assert torch.equal(torch.cat([part.anchors for part in parts]), blocks.anchors)
+
+
+def test_every_row_of_the_run_has_its_number() -> None:
+    assert collate(documents(0), 64, first_number=9).numbers.tolist() == [9, 10, 11]

@@ -1,0 +1,199 @@
+"""DFLASH's training against the draft run one block at a time, and what its loss must not depend on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from slipstream.models.token_map import TokenMap
+from slipstream.tests.train.block_cases import (
+    BLOCK_SIZE,
+    MASK_TOKEN,
+    MAX_LENGTH,
+    documents,
+    flat_documents,
+    make_training,
+    packed,
+)
+from slipstream.tests.train.naive_block import NaiveBlock
+from slipstream.tests.train.naive_walk import Document, half_predictable, naive_walk
+from slipstream.train import dflash
+from slipstream.train.batches import Batch, collate
+from slipstream.train.blocks import Blocks, draw_anchors, find_blocks, possible_anchors
+from slipstream.train.dflash import DFlashTraining, DraftOptions
+
+EVERYTHING, DEPTH = 10**6, BLOCK_SIZE - 1
+VARIANTS = {
+    "plain": {},
+    "windowed": {"sliding_window": 3, "windowed_layers": (0, 1)},
+    "mixed": {"sliding_window": 4, "windowed_layers": (1,)},
+    "deep": {"num_layers": 3, "block_size": 8},
+}
+
+
+def all_states(training: DFlashTraining, batch: Batch) -> tuple[Blocks, Tensor]:
+    blocks = find_blocks(batch, possible_anchors(batch), training.draft.config.block_size)
+    with torch.no_grad():
+        return blocks, training.states(blocks, *training.read(batch))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_state_is_the_one_of_the_block_alone(target_model: PreTrainedModel, variant: str) -> None:
+    training = make_training(target_model, **VARIANTS[variant])
+    naive = NaiveBlock(training.draft, target_model)
+    batch, rows = packed(1)
+    blocks, states = all_states(training, batch)
+    number = {anchor: n for n, anchor in enumerate(blocks.anchors.tolist())}
+    compared = 0
+    for start, (tokens, _) in flat_documents(rows, batch.tokens.shape[1]):
+        for a in range(len(tokens)):
+            if start + a in number:
+                with torch.no_grad():
+                    expected = naive.states(torch.tensor(tokens), a)
+                torch.testing.assert_close(states[number[start + a]], expected, rtol=1e-4, atol=1e-4)
+                compared += 1
+    assert compared == len(blocks) > 20
+
+
+def test_mask_tokens_fill_the_block(target_model: PreTrainedModel) -> None:
+    """The drafted slots see the anchor's token and the mask token, never the text that they predict."""
+    training = make_training(target_model)
+    batch, _ = packed(1)
+    asked: list[Tensor] = []
+    embed = training.target.embed
+    training.target.embed = lambda tokens: asked.append(tokens) or embed(tokens)  # type: ignore[method-assign]
+    blocks, _ = all_states(training, batch)
+    assert torch.equal(asked[0][:, 0], batch.tokens.flatten()[blocks.anchors])
+    assert (asked[0][:, 1:] == MASK_TOKEN).all()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_tokens_after_the_anchor_change_nothing(target_model: PreTrainedModel, seed: int) -> None:
+    training = make_training(target_model)
+    batch, _ = packed(seed)
+    blocks, states = all_states(training, batch)
+    for number in range(0, len(blocks) - 1, 5):
+        anchor = int(blocks.anchors[number])
+        tokens = batch.tokens.flatten().clone()
+        tokens[anchor + 1 :] = (tokens[anchor + 1 :] + 13) % 120
+        _, changed = all_states(training, replace(batch, tokens=tokens.view_as(batch.tokens)))
+        torch.testing.assert_close(changed[: number + 1], states[: number + 1])
+        assert not torch.allclose(changed[number + 1 :], states[number + 1 :])
+
+
+def naive_loss(
+    training: DFlashTraining, model: PreTrainedModel, batch: Batch, rows: list[list[Document]]
+) -> tuple[Tensor, dict[str, list[int]]]:
+    """The loss over the drawn anchors, one slot after the other, and the metrics."""
+    naive, options = NaiveBlock(training.draft, model), training.options
+    ids = training.target_ids.tolist()
+    width = batch.tokens.shape[1]
+    anchors, _ = draw_anchors(batch, options.anchors, training.seed)
+    possible = (possible_anchors(batch) // width).tolist()
+    drawn = (anchors // width).tolist()
+    gamma = options.gamma or 2.5  # of blocks of 5
+    total = sum(torch.exp(torch.tensor(-k / gamma)) for k in range(DEPTH))
+    loss, rates = torch.zeros(()), {f"accept_rate_{i}": [0, 0] for i in range(DEPTH)}
+    for start, (tokens, mask) in flat_documents(rows, width):
+        for a in (row - start for row in anchors.tolist() if start <= row < start + len(tokens)):
+            row = (start + a) // width
+            logits = naive.logits(naive.states(torch.tensor(tokens), a))
+            for k in range(1, BLOCK_SIZE):
+                if a + k >= len(tokens) or not all(mask[a : a + k + 1]):
+                    break
+                rates[f"accept_rate_{k - 1}"][1] += 1
+                if tokens[a + k] in ids:
+                    index = ids.index(tokens[a + k])
+                    rates[f"accept_rate_{k - 1}"][0] += int(logits[k].argmax()) == index
+                    weight = torch.exp(torch.tensor(-(k - 1) / gamma)) / total * possible.count(row) / drawn.count(row)
+                    loss = loss - weight * logits[k].log_softmax(dim=0)[index]
+    return loss, rates
+
+
+@pytest.mark.parametrize(("limit", "reduced"), [(2, False), (5, True)])
+def test_loss_gradient_and_metrics_equal_the_loops(
+    target_model: PreTrainedModel, token_map: TokenMap, limit: int, reduced: bool
+) -> None:
+    training = make_training(target_model, token_map.ids if reduced else None, DraftOptions(anchors=limit))
+    batch, rows = packed(0)
+    expected, rates = naive_loss(training, target_model, batch, rows)
+    loss, metrics = training.loss(batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    assert {name: value.tolist() for name, value in metrics.items()} == rates
+    parameters = list(training.draft.parameters())
+    gradients = (torch.autograd.grad(value, parameters) for value in (loss, expected))
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("loss", ["decay", "dpace"])
+def test_only_counting_slots_get_a_gradient(target_model: PreTrainedModel, token_map: TokenMap, loss: str) -> None:
+    """Slot 0 never does, nor one after the answer's end, nor one whose token the draft cannot propose."""
+    training = make_training(target_model, token_map.ids, DraftOptions(anchors=EVERYTHING, loss=loss))
+    states: list[Tensor] = []
+    training.draft.register_forward_hook(lambda _module, _inputs, output: states.append(output))
+    batch, _ = packed(0)
+    total, _ = training.loss(batch)
+    (gradient,) = torch.autograd.grad(total, states)
+    blocks = find_blocks(batch, possible_anchors(batch), BLOCK_SIZE)
+    counting = blocks.counts & torch.isin(blocks.labels, token_map.ids)
+    has_gradient = gradient.view(len(blocks), BLOCK_SIZE, -1).abs().sum(dim=-1) > 0
+    assert not has_gradient[:, 0].any()
+    assert torch.equal(has_gradient[:, 1:], counting)
+    assert counting.any()
+    assert not counting.all()
+
+
+@pytest.mark.parametrize("loss", ["decay", "dpace"])
+def test_a_row_alone_is_the_row_in_a_batch(target_model: PreTrainedModel, loss: str) -> None:
+    training = make_training(target_model, options=DraftOptions(anchors=4, loss=loss))
+    rows = documents(3)
+    together, metrics = training.loss(collate(rows, MAX_LENGTH, first_number=5))
+    alone = [training.loss(collate([row], MAX_LENGTH, first_number=5 + n)) for n, row in enumerate(rows)]
+    torch.testing.assert_close(sum(loss for loss, _ in alone), together)
+    for name, value in metrics.items():
+        assert sum(parts[name] for _, parts in alone).tolist() == value.tolist()
+
+
+def test_few_anchors_estimate_the_loss_of_all(target_model: PreTrainedModel) -> None:
+    """The mean over many draws is the sum over every possible anchor."""
+    training = make_training(target_model, options=DraftOptions(anchors=EVERYTHING))
+    rows = documents(0)
+    with torch.no_grad():
+        exact, _ = training.loss(collate(rows, MAX_LENGTH))
+        training.options = DraftOptions(anchors=3)
+        draws = [training.loss(collate(rows, MAX_LENGTH, first_number=3 * n))[0] for n in range(100)]
+    assert float(torch.stack(draws).mean()) == pytest.approx(float(exact), rel=0.05)
+    assert float(torch.stack(draws).std()) > 0.05 * float(exact)
+
+
+def test_the_target_is_beyond_the_gradient_and_is_not_saved(target_model: PreTrainedModel) -> None:
+    training = make_training(target_model)
+    assert {name.split(".")[0] for name in training.state_dict()} == {"draft"}
+    training.loss(packed(0)[0])[0].backward()
+    assert all(parameter.grad is None for parameter in training.target.model.parameters())
+    assert all(parameter.grad is not None for parameter in training.parameters())
+
+
+@pytest.mark.parametrize("depth", [DEPTH, 2])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_the_walk_equals_a_server_that_drafts_blocks(
+    target_model: PreTrainedModel, token_map: TokenMap, reduced: bool, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = make_training(target_model, token_map.ids if reduced else None)
+    training.depth = depth
+    monkeypatch.setattr(dflash, "EVALUATED_AT_ONCE", 7)
+    naive = NaiveBlock(training.draft, target_model)
+    with torch.no_grad():
+        rows = [[half_predictable(naive.propose, document, 1, depth) for document in row] for row in documents(4)]
+        walks = [naive_walk(naive.propose, document, depth) for row in rows for document in row]
+        training.eval()
+        loss, metrics = training(collate(rows, 64))
+    emitted, rounds = sum(walk[0] for walk in walks), sum(walk[1] for walk in walks)
+    assert float(loss) == 0.0
+    assert metrics["accept_length"].tolist() == [emitted, rounds]
+    for position in range(depth):
+        assert metrics[f"accept_rate_{position}"].tolist() == [sum(walk[2][position] for walk in walks), rounds]
+    assert int(metrics[f"accept_rate_{depth - 1}"][0]) > 0  # whole blocks are accepted somewhere

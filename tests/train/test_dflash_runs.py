@@ -1,0 +1,135 @@
+"""Whole DFLASH runs: what does not change them, what they leave behind, what they refuse."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+
+from slipstream.models.config import ModelConfig
+from slipstream.models.dflash_checkpoint import load_dflash
+from slipstream.models.mask_token import default_mask_token
+from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
+from slipstream.train.dflash import main
+from slipstream.train.trackers import read_lines
+
+TIMING = "tokens_per_second"
+
+
+@pytest.fixture(scope="module")
+def flags(target_path: Path, data_path: Path, vocabulary_path: Path) -> Callable[..., list[str]]:
+    """Flags of a run of 6 steps in a second; `changes` replace or add dotted options, with __ for the dot."""
+    standard = {
+        "target": target_path,
+        "data.path": data_path,
+        "data.max_length": 40,
+        "data.batch_size": 2,
+        "draft.vocabulary": vocabulary_path,
+        "draft.feature_layers": "[2, 0, 4]",
+        "draft.num_layers": 2,
+        "draft.block_size": 5,
+        "draft.mask_token_id": 7,
+        "draft.anchors": 6,
+        "optim.steps": 6,
+        "optim.lr": 1e-2,
+        "evaluation.every": 3,
+        "checkpoint.every": 2,
+    }
+
+    def build(output: Path, **changes: Any) -> list[str]:
+        options = standard | {name.replace("__", "."): value for name, value in changes.items()} | {"output": output}
+        return [f"--{name}={value}" for name, value in options.items()]
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, flags: Callable[..., list[str]]) -> Path:
+    output = tmp_path_factory.mktemp("finished")
+    main(flags(output))
+    return output
+
+
+def records(output: Path) -> list[dict[str, float]]:
+    lines = read_lines(output / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if name != TIMING} for line in lines]
+
+
+def weights(output: Path) -> dict[str, Tensor]:
+    """The fp32 weights that the run would continue from."""
+    return load_file(output / "step-6" / "state" / "model.safetensors")
+
+
+def test_a_run_leaves_servable_checkpoints(finished: Path, target_path: Path) -> None:
+    target = ModelConfig.from_hf(AutoConfig.from_pretrained(target_path))
+    draft = load_dflash(finished / "best", target, torch.float32, torch.device("cpu"))
+    config = draft.config
+    assert (config.block_size, config.num_layers, config.feature_layers) == (5, 2, (2, 0, 4))
+    assert (config.draft_vocab_size, config.target) == (DRAFT_VOCAB_SIZE, str(target_path))
+    draft = load_dflash(finished / "step-6", target, torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(draft.fc.weight, weights(finished)["draft.fc.weight"], rtol=1e-2, atol=1e-2)  # bf16
+    lines = records(finished)
+    assert [line["step"] for line in lines if "eval_accept_length" in line] == [3, 6]
+    assert {f"eval_accept_rate_{i}" for i in range(4)} < lines[-1].keys()
+    assert "eval_accept_rate_4" not in lines[-1]
+
+
+def test_a_run_that_lost_its_end_continues_bit_for_bit(
+    tmp_path: Path, finished: Path, flags: Callable[..., list[str]]
+) -> None:
+    """The anchors of each step are drawn again as they were."""
+    shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "step-6")
+    main(flags(tmp_path / "run"))
+    assert records(tmp_path / "run") == records(finished)
+    for name, tensor in weights(finished).items():
+        assert torch.equal(weights(tmp_path / "run")[name], tensor), name
+
+
+@pytest.mark.parametrize("loss", ["decay", "dpace"])
+def test_accumulation_equals_a_bigger_batch(tmp_path: Path, flags: Callable[..., list[str]], loss: str) -> None:
+    main(flags(tmp_path / "batch", data__batch_size=4, draft__loss=loss))
+    main(flags(tmp_path / "window", data__batch_size=2, optim__accumulation=2, draft__loss=loss))
+    for found, expected in zip(records(tmp_path / "window"), records(tmp_path / "batch"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    for name, tensor in weights(tmp_path / "batch").items():
+        torch.testing.assert_close(weights(tmp_path / "window")[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{"optim__name": "muon"}, {"draft__sliding_window": 4, "draft__num_layers": 3}])
+def test_variants_run(tmp_path: Path, flags: Callable[..., list[str]], changes: dict[str, Any]) -> None:
+    main(flags(tmp_path, optim__steps=2, **changes))
+    assert records(tmp_path)[-1]["eval_accept_length"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft__feature_layers": "[1, 9]"}, "feature_layers is [1, 9]; name distinct states 0..3"),
+        ({"draft__block_size": 1}, "block_size is 1; it must be between 2 and 64"),
+        ({"draft__mask_token_id": 500}, "mask_token_id is 500; the target has 120 tokens"),
+        ({"draft__windowed_layers": "[0]"}, "sliding_window and windowed_layers go together"),
+    ],
+)
+def test_bad_options_end_in_a_sentence(
+    tmp_path: Path, flags: Callable[..., list[str]], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(flags(tmp_path, **changes))
+    assert message in str(stop.value.code)
+
+
+def test_a_mask_token_is_found(target_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(target_path)  # 120 words, nothing else
+    assert default_mask_token(tokenizer, 128) == (120, "the first unused embedding")
+    with pytest.raises(ValueError, match="name one by draft.mask_token_id"):
+        default_mask_token(AutoTokenizer.from_pretrained(target_path, unk_token=None), 120)
+    tokenizer.pad_token = "9"
+    assert default_mask_token(tokenizer, 120) == (9, "the tokenizer's pad token")
+    tokenizer.mask_token = "17"
+    assert default_mask_token(tokenizer, 128) == (17, "the tokenizer's mask token")

@@ -1,0 +1,225 @@
+"""Trains a DFLASH block draft for a target (arXiv 2602.06036).
+
+    accelerate launch train/dflash.py --config configs/dflash/tiny.yaml --optim.lr 1e-3
+
+Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`). Run again, it continues.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from slipstream.models.checkpoint import fuse
+from slipstream.models.dflash import DFlash, DFlashConfig, default_block_feature_layers
+from slipstream.models.dflash_checkpoint import save_dflash
+from slipstream.models.frozen_target import FrozenTarget
+from slipstream.models.layers import RotaryEmbedding
+from slipstream.models.mask_token import default_mask_token
+from slipstream.train.acceptance import count_accepted, walk_answers
+from slipstream.train.batches import Batch
+from slipstream.train.block_attention import BlockAttention, block_attention
+from slipstream.train.block_loss import best_rows, decay_weights, default_gamma, dpace_weights, head_losses
+from slipstream.train.blocks import Blocks, draw_anchors, find_blocks, possible_anchors
+from slipstream.train.draft_setup import DraftRunOptions, TargetFiles, run_program
+from slipstream.train.options import EvaluationOptions
+from slipstream.train.training import DraftTraining, Metrics
+
+EVALUATED_AT_ONCE = 256  # blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    vocabulary: str | None = None
+    """token map (slipstream frequency-map) of the tokens that the draft can propose; default: all of the target's"""
+    feature_layers: tuple[int, ...] | None = None
+    """target states that the draft reads: 0..n-1 is a layer's output, n after the final norm; default: by depth"""
+    num_layers: int = 5
+    """layers of the draft"""
+    intermediate_size: int | None = None
+    """width of the draft's MLPs; default: the target's"""
+    block_size: int = 16
+    """tokens of a block, the last emitted one included: it drafts one fewer"""
+    sliding_window: int | None = None
+    """positions that the windowed layers see, their own included; default: all"""
+    windowed_layers: tuple[int, ...] | None = None
+    """layers that have the window; default: all if there is one"""
+    mask_token_id: int | None = None
+    """token of the slots to fill; default: the tokenizer's mask token, an unused embedding, or pad, eos, unk"""
+    init_from_target: bool = True
+    """start with the target's last layers and final norm, and pass the last feature through"""
+    anchors: int = 512
+    """most blocks drawn from a packed row in a step"""
+    loss: Literal["decay", "dpace"] = "decay"
+    """weight of a slot: falls with its distance, or by what it would add to the accepted length"""
+    gamma: float | None = None
+    """slots over which `decay` falls to 1/e; default by block size: 4, 5 and 7 for 8, 10 and 16"""
+
+    def __post_init__(self) -> None:
+        if self.anchors < 1 or self.num_layers < 1:
+            raise ValueError(f"draft.anchors is {self.anchors} and draft.num_layers {self.num_layers}; give at least 1")
+        if self.gamma is not None and self.gamma <= 0:
+            raise ValueError(f"draft.gamma is {self.gamma}; give a positive number such as 7")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashOptions(DraftRunOptions):
+    draft: DraftOptions = field(default_factory=DraftOptions)
+    evaluation: EvaluationOptions = field(default_factory=lambda: EvaluationOptions(depth=63))
+
+
+class DFlashTraining(DraftTraining):
+    """The draft with its loss and its held-out walk. C rows of a batch, N blocks of S slots, Vd draft vocabulary."""
+
+    def __init__(
+        self, draft: DFlash, target: FrozenTarget, rope: RotaryEmbedding, options: DraftOptions, depth: int, seed: int
+    ) -> None:
+        super().__init__()
+        self.draft = draft
+        self.target = target
+        self.rope = rope
+        self.options = options
+        self.depth = min(depth, draft.config.block_size - 1)
+        self.seed = seed
+        ids = draft.target_ids
+        head = target.model.get_output_embeddings().weight.detach()
+        self.head = head if ids is None else head[ids.to(head.device)]  # (Vd, H)
+        self.target_ids = torch.arange(len(head)) if ids is None else ids.cpu()  # (Vd,)
+        self.head_rows = torch.full((len(head),), -1).index_copy(0, self.target_ids, torch.arange(len(self.target_ids)))
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Weighted cross-entropy of every counting slot against the text, as if every possible anchor had its block.
+
+        A slot whose token is outside the draft vocabulary has nothing to learn; it counts as missed in the metrics
+        `accept_rate_i`, the agreement of slot i + 1 with the text.
+        """
+        config, device = self.draft.config, self.head.device
+        anchors, stands_for = draw_anchors(batch, self.options.anchors, self.seed)
+        blocks = find_blocks(batch, anchors, config.block_size)
+        labels = self.head_rows[blocks.labels]  # (N, S - 1)
+        known = blocks.counts & (labels >= 0)
+        asked = known.flatten().nonzero().squeeze(1)  # (M,)
+        labels = labels.flatten()[asked].to(device)
+        asked, known, blocks = asked.to(device), known.to(device), blocks.to(device)
+        states = self.states(blocks, *self.read(batch))[:, 1:].flatten(0, 1)[asked]  # (M, H)
+        losses, best = head_losses(states, self.head, labels)
+        losses = losses.new_zeros(known.numel()).index_copy(0, asked, losses).view(known.shape)
+        weights = self.weights(losses, known, blocks.counts) * stands_for.to(device).unsqueeze(1)
+        agrees = torch.zeros_like(known).flatten().index_copy(0, asked, best == labels).view(known.shape)
+        rates = torch.stack((agrees.sum(0), blocks.counts.sum(0)), dim=1)  # (S - 1, 2)
+        return (weights * losses).sum(), {f"accept_rate_{i}": rate for i, rate in enumerate(rates)}
+
+    def weights(self, losses: Tensor, known: Tensor, counts: Tensor) -> Tensor:
+        """(N, S - 1) fp32; those of a block add up to 1 at most, so that the loss is about one token's."""
+        if self.options.loss == "dpace":
+            return dpace_weights(losses, known, counts) * (2 / (known.shape[1] * (known.shape[1] + 1)))
+        size = self.draft.config.block_size
+        weights = decay_weights(size, self.options.gamma or default_gamma(size)).to(losses.device)
+        return weights / weights.sum() * known
+
+    def evaluate(self, batch: Batch) -> Metrics:
+        anchors = possible_anchors(batch)
+        tokens, attention = self.read(batch)
+        accepted = []
+        for blocks in find_blocks(batch, anchors, self.depth + 1).parts(EVALUATED_AT_ONCE):
+            blocks = blocks.to(self.head.device)
+            states = self.states(blocks, tokens, attention)[:, 1:].flatten(0, 1)
+            predicted = self.predictions(states).view(blocks.labels.shape)
+            accepted.append(count_accepted(predicted.t(), blocks.labels.t(), blocks.counts.t()))
+        return walk_answers(batch, anchors - 1, torch.cat(accepted).cpu(), self.depth)  # sync
+
+    def read(self, batch: Batch) -> tuple[Tensor, BlockAttention]:
+        """Tokens (C,) of the flattened batch, and an attention that holds the context of every row."""
+        device = self.head.device
+        tokens, positions = batch.tokens.to(device), batch.positions.to(device)
+        features, _ = self.target.features(tokens, positions)
+        attention = block_attention(positions.flatten(), self.rope)
+        self.draft.write_context(self.draft.fuse(features.flatten(0, 1)), attention)
+        return tokens.flatten(), attention
+
+    def states(self, blocks: Blocks, tokens: Tensor, attention: BlockAttention) -> Tensor:
+        """The draft's final states (N, S, H)."""
+        attention.ask(blocks)
+        asked = self.draft.block_tokens(tokens[blocks.anchors], blocks.size)
+        return self.draft(self.target.embed(asked).flatten(0, 1), attention).view(*asked.shape, -1)
+
+    def predictions(self, states: Tensor) -> Tensor:
+        """Target id of the best draft token: (M, H) -> (M,)."""
+        return self.target_ids.to(states.device)[best_rows(states, self.head)]
+
+    def write(self, state: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
+        save_dflash(self.draft, {name.removeprefix("draft."): tensor for name, tensor in state.items()}, folder, run)
+
+
+def build(options: DFlashOptions, files: TargetFiles, accelerator: Accelerator) -> tuple[DFlashTraining, DFlash]:
+    mask_token, source = options.draft.mask_token_id, "draft.mask_token_id"
+    if mask_token is None:
+        mask_token, source = default_mask_token(files.tokenizer, files.config.vocab_size)
+    accelerator.print(f"mask token {mask_token}, {source}")
+    draft = build_draft(options.draft, files, mask_token)
+    target = files.freeze(draft.config.feature_layers, accelerator.device)
+    if options.draft.init_from_target:
+        start_from_target(draft, target)
+    num_positions = options.data.max_length + draft.config.block_size
+    rope = RotaryEmbedding(files.config.rope, draft.config.head_dim, num_positions).to(accelerator.device)
+    return DFlashTraining(draft, target, rope, options.draft, options.evaluation.depth, options.seed), draft
+
+
+def build_draft(options: DraftOptions, files: TargetFiles, mask_token: int) -> DFlash:
+    config = files.config
+    ids = files.read_vocabulary(options.vocabulary)
+    layers = default_block_feature_layers(config.num_layers, options.num_layers)
+    windowed = tuple(range(options.num_layers)) if options.sliding_window is not None else ()
+    module = DFlash(
+        DFlashConfig.from_target(
+            config,
+            num_layers=options.num_layers,
+            intermediate_size=options.intermediate_size or config.intermediate_size,
+            block_size=options.block_size,
+            feature_layers=options.feature_layers or layers,
+            sliding_window=options.sliding_window,
+            windowed_layers=windowed if options.windowed_layers is None else options.windowed_layers,
+            mask_token_id=mask_token,
+            draft_vocab_size=None if ids is None else len(ids),
+            **files.origin(),
+        )
+    )
+    if ids is not None:
+        module.set_vocabulary(ids)
+    return module
+
+
+@torch.no_grad()
+def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
+    """The draft's layers and norm become the target's last ones, and fc passes the last feature on.
+
+    Raises ValueError where the target's layers are others than the draft's.
+    """
+    layers = list(target.layers)[-len(draft.layers) :]
+    weights = {f"layers.{i}.{name}": x for i, layer in enumerate(layers) for name, x in layer.state_dict().items()}
+    weights = fuse(weights) | {"norm.weight": target.decoder.get_parameter("norm.weight")}
+    own = draft.state_dict()
+    strange = [name for name in weights if name not in own or own[name].shape != weights[name].shape]
+    if strange or len(layers) < len(draft.layers):
+        raise ValueError(
+            f"draft.init_from_target needs as many layers as the draft has, of its shapes, in the target; it has "
+            f"{len(target.layers)} and these differ: {', '.join(strange[:3])}; set draft.init_from_target to false"
+        )
+    for name, tensor in weights.items():
+        own[name].copy_(tensor)
+    draft.fc.weight.zero_()
+    draft.fc.weight[:, -draft.config.hidden_size :].copy_(torch.eye(draft.config.hidden_size))
+    draft.hidden_norm.weight.copy_(own[f"layers.{len(layers) - 1}.input_layernorm.weight"])
+
+
+def main(argv: list[str] | None = None) -> None:
+    description = "Trains a DFLASH block draft for a target."
+    run_program(DFlashOptions, build, argv, prog="train/dflash.py", description=description)
+
+
+if __name__ == "__main__":
+    main()

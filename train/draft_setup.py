@@ -1,0 +1,124 @@
+"""What the training programs share around their drafts: the target's options and files, the data, the run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from slipstream.config import parse
+from slipstream.models.checkpoint import resolve, tokenizer_hash, weights_fingerprint
+from slipstream.models.config import ModelConfig
+from slipstream.models.frozen_target import FrozenTarget, load_frozen_target
+from slipstream.models.token_map import TokenMap
+from slipstream.train.batches import PackedRows, load_prepared
+from slipstream.train.checkpoints import provenance
+from slipstream.train.loop import fit, start
+from slipstream.train.options import RunOptions
+from slipstream.train.training import DraftTraining
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRunOptions(RunOptions):
+    target: str
+    """target model: folder or hub id"""
+    revision: str | None = None
+    """hub revision of the target"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the target"""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFiles:
+    """The target before its weights are read."""
+
+    options: DraftRunOptions
+    path: Path
+    config: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    tokenizer_hash: str
+
+    @classmethod
+    def find(cls, options: DraftRunOptions) -> "TargetFiles":
+        path = resolve(options.target, options.revision)
+        trust = options.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+        config = ModelConfig.from_hf(AutoConfig.from_pretrained(path, trust_remote_code=trust))
+        return cls(options, path, config, tokenizer, tokenizer_hash(tokenizer))
+
+    def origin(self) -> dict[str, Any]:
+        """What a draft's config says of the target that it was trained for."""
+        name = self.options.target
+        return {
+            "target": str(self.path.resolve()) if Path(name).is_dir() else name,
+            "target_revision": self.options.revision,
+            "target_fingerprint": weights_fingerprint(self.path),
+            "tokenizer_hash": self.tokenizer_hash,
+        }
+
+    def freeze(self, feature_layers: tuple[int, ...], device: torch.device) -> FrozenTarget:
+        return load_frozen_target(self.path, feature_layers, device, self.options.trust_remote_code)
+
+    def read_vocabulary(self, path: str | None) -> Tensor | None:
+        """(Vd,) int64 ids of the token map at `path`. Raises ValueError for a map of another target."""
+        if path is None:
+            return None
+        token_map = TokenMap.read(Path(path))
+        if token_map.vocab_size != self.config.vocab_size:
+            raise ValueError(
+                f"draft.vocabulary {path} was counted over {token_map.vocab_size} tokens, the target has "
+                f"{self.config.vocab_size}; make a map for this target"
+            )
+        if token_map.metadata.get("tokenizer_hash", self.tokenizer_hash) != self.tokenizer_hash:
+            raise ValueError(f"draft.vocabulary {path} was counted with another tokenizer; make a map for this target")
+        return token_map.ids
+
+
+OptionsT = TypeVar("OptionsT", bound=DraftRunOptions)
+Build = Callable[[OptionsT, TargetFiles, Accelerator], tuple[DraftTraining, Any]]
+
+
+def run_program(
+    options_class: type[OptionsT], build: Build[OptionsT], argv: Sequence[str] | None, *, prog: str, description: str
+) -> None:
+    """A training program: reads its options, and ends with one sentence where they do not fit."""
+    options = parse(options_class, argv, prog=prog, description=description)
+    try:
+        train(options, build)
+    except ValueError as error:
+        raise SystemExit(f"{prog}: error: {error}") from error
+
+
+def train(options: OptionsT, build: Build[OptionsT]) -> None:
+    """`build` makes the draft, on the accelerator's device or not, and its training; the draft has a `config`."""
+    accelerator = start(options)
+    target = TargetFiles.find(options)
+    data = load_prepared(Path(options.data.path), target.tokenizer_hash)
+    train_rows = PackedRows(data.train, options.data.max_length)
+    heldout_rows = PackedRows(data.heldout, options.data.max_length, limit=options.evaluation.documents)
+    training, draft = build(options, target, accelerator)
+    describe(accelerator, train_rows, heldout_rows, draft)
+    data_hash = data.report["data_hash"]
+    identity = {"target_fingerprint": draft.config.target_fingerprint, "data_hash": data_hash}
+    progress = fit(accelerator, training, train_rows, heldout_rows, options, identity, provenance(data_hash))
+    accelerator.print(
+        f"best accept length {progress.best_accept_length:.3f} at step {progress.best_step}: {options.output}/best"
+    )
+
+
+def describe(accelerator: Accelerator, train_rows: PackedRows, heldout_rows: PackedRows, draft: nn.Module) -> None:
+    config: Any = draft.config
+    size = sum(parameter.numel() for parameter in draft.parameters())
+    accelerator.print(
+        f"draft: {size / 1e6:.1f}M parameters, vocabulary {config.draft_vocab_size or config.vocab_size} of "
+        f"{config.vocab_size}, target states {list(config.feature_layers)}"
+    )
+    for name, rows in (("train", train_rows), ("heldout", heldout_rows)):
+        accelerator.print(
+            f"{name}: {rows.num_supervised} supervised tokens in {len(rows)} rows of {rows.max_length}, "
+            f"{rows.num_dropped} documents left out for having no two in a row"
+        )
