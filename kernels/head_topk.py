@@ -1,0 +1,177 @@
+"""The k best columns of each row by perturbed score, best first, with their log-probabilities: what a draft tree grows.
+
+A score is logit + T * gumbel(key, position, id) with the noise of kernels/sampling.py, so the first of the k is the
+sample; its value is log_softmax of the row's scores, which at T = 0 is EAGLE-2's score (arXiv 2406.16858, section 4.1).
+On the GPU a row is cut into tiles. Each leaves its k best and its sum of exponentials, and the last program of a row to
+arrive merges them; no row depends on the others.
+Letters: R rows of logits, V their vocabulary, S tiles of a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.arrivals import MAX_ROWS, arrival_counters, arrives_last
+from slipstream.kernels.filter_search import parameter_entry, scale
+from slipstream.kernels.filters import filter_logits, filter_thresholds_triton
+from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
+from slipstream.kernels.sampling import NO_SCORE, Sampling, bits_to_gumbel, gumbel, row_noise_bits
+
+MAX_K = 16
+TILE = 2048  # columns of one program
+NO_ORDER = tl.constexpr(-(2**31))  # below every score's order
+
+
+def perturbed_topk(
+    logits: Tensor, k: int, positions: Tensor, sampling: Sampling, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """logits (R, V), positions (R,) of the token to propose -> log-probabilities (R, k) fp32, columns (R, k) int64.
+
+    Ties go to the lower column. Columns that a row's filters cut have value -inf; a greedy row has no filters.
+    `ids` (V,): the target id of each column (default: the column itself). k: 1 to MAX_K, not above V.
+    """
+    run = perturbed_topk_triton if use_triton(logits) else perturbed_topk_reference
+    return run(logits, k, positions, sampling, ids)
+
+
+def perturbed_topk_reference(
+    logits: Tensor, k: int, positions: Tensor, sampling: Sampling, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    scores = perturbed(logits, positions, sampling, ids)
+    best = scores.sort(dim=-1, descending=True, stable=True)
+    return best.values[:, :k] - scores.logsumexp(dim=-1, keepdim=True), best.indices[:, :k]
+
+
+def perturbed(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None) -> Tensor:
+    """The scores (R, V) fp32."""
+    logits = logits.float()
+    if sampling.temperature is None:
+        return logits
+    sampling = sampling.by_row()
+    assert sampling.temperature is not None
+    temperature = sampling.temperature[:, None]
+    if sampling.filters is not None:
+        scaled = filter_logits(logits / temperature.clamp(min=1e-6), sampling.filters)
+        logits = logits.masked_fill((scaled == -torch.inf) & (temperature > 0), -torch.inf)
+    if ids is None:
+        ids = torch.arange(logits.shape[-1], device=logits.device)
+    return logits + temperature * gumbel(sampling.keys, positions, ids)
+
+
+def perturbed_topk_triton(
+    logits: Tensor, k: int, positions: Tensor, sampling: Sampling, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One launch, and five more with filters."""
+    R, V = logits.shape
+    assert R <= MAX_ROWS
+    assert logits.stride(1) == 1
+    assert 1 <= k <= min(MAX_K, V)
+    thresholds, tiles, device = None, triton.cdiv(V, TILE), logits.device
+    if sampling.temperature is not None and sampling.filters is not None:
+        entries = sampling.temperature, sampling.filters, sampling.rows, sampling.repeats
+        thresholds = filter_thresholds_triton(logits, *entries)
+    candidates, sums, values, columns = empty_topk(R, tiles, k, device)
+    if R:
+        _perturbed_topk[(R, tiles)](
+            logits, positions, sampling.keys, sampling.temperature, sampling.rows, thresholds, ids,
+            candidates, sums, arrival_counters(device), values, columns,
+            logits.stride(0), V, sampling.repeats, tiles,
+            K=k, TILE=TILE, **merge_blocks(tiles, k), num_warps=8, **pdl_options(device),
+        )  # fmt: skip
+    return values, columns
+
+
+def empty_topk(rows: int, tiles: int, k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What tiles leave, candidates (R, S, k) int64 ranks and sums (R, S, 2) fp32; values (R, k), columns (R, k)."""
+    return (
+        torch.empty(rows, tiles, k, dtype=torch.int64, device=device),
+        torch.empty(rows, tiles, 2, dtype=torch.float32, device=device),
+        torch.empty(rows, k, dtype=torch.float32, device=device),
+        torch.empty(rows, k, dtype=torch.int64, device=device),
+    )
+
+
+def merge_blocks(tiles: int, k: int) -> dict[str, int]:
+    return {"TILES": triton.next_power_of_2(tiles), "CANDIDATES": triton.next_power_of_2(tiles * k)}
+
+
+@triton.jit
+def score_order(scores):
+    """Integers in the order of the fp32 scores: those of -0 and 0 are equal."""
+    order = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order)
+
+
+@triton.jit
+def score_rank(order, column):
+    """A score's order above, 2^31 - 1 - column below, int64: the largest is the first of the best."""
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - column)
+
+
+@triton.jit
+def rank_column(rank):
+    return 0x7FFFFFFF - (rank & 0x7FFFFFFF)
+
+
+@triton.jit
+def _rank_score(rank):
+    order = (rank >> 32).to(tl.int32)
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["repeats"])
+def _perturbed_topk(
+    logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, thresholds_ptr, ids_ptr,
+    candidates_ptr, sums_ptr, counters_ptr, values_ptr, columns_ptr, stride, V, repeats, tiles,
+    K: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    row, tile = tl.program_id(0), tl.program_id(1)
+    columns = tile * TILE + tl.arange(0, TILE)
+    mask = columns < V
+    scores = tl.load(logits_ptr + row.to(tl.int64) * stride + columns, mask=mask, other=float("-inf")).to(tl.float32)
+    if temperature_ptr is not None:
+        entry = parameter_entry(row, rows_ptr, repeats)
+        temperature = tl.load(temperature_ptr + entry)
+        if temperature > 0.0:
+            if thresholds_ptr is not None:
+                threshold = tl.load(thresholds_ptr + row)
+                if threshold > float("-inf"):
+                    scores = tl.where(scale(scores, temperature) < threshold, float("-inf"), scores)
+            ids = columns if ids_ptr is None else tl.load(ids_ptr + columns, mask=mask, other=0)
+            bits = row_noise_bits(tl.load(keys_ptr + entry), tl.load(positions_ptr + row), ids)
+            scores += temperature * bits_to_gumbel(bits)
+
+    peak = tl.max(scores, axis=0)
+    place = row.to(tl.int64) * tiles + tile
+    tl.store(sums_ptr + place * 2, peak)
+    tl.store(sums_ptr + place * 2 + 1, tl.sum(tl.exp(scores - tl.maximum(peak, -1e30)), axis=0))
+    ranks = score_rank(score_order(scores), columns)  # columns beyond the last one come after all others
+    for choice in range(K):
+        best = tl.max(ranks, axis=0)
+        ranks = tl.where(ranks == best, NO_SCORE, ranks)
+        tl.store(candidates_ptr + place * K + choice, best)
+    if arrives_last(counters_ptr + row, tiles):
+        merge_topk(candidates_ptr, sums_ptr, values_ptr, columns_ptr, row, tiles, K, TILES, CANDIDATES)
+
+
+@triton.jit
+def merge_topk(
+    candidates_ptr, sums_ptr, values_ptr, columns_ptr, row, tiles,
+    K: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """The k best of a row's candidates, and their values from the sums of its tiles."""
+    tile, candidate, row = tl.arange(0, TILES), tl.arange(0, CANDIDATES), row.to(tl.int64)
+    sums = sums_ptr + (row * tiles + tile) * 2
+    peaks = tl.load(sums, mask=tile < tiles, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(sums + 1, mask=tile < tiles, other=0.0, cache_modifier=".cg")
+    found = candidates_ptr + row * tiles * K + candidate
+    ranks = tl.load(found, mask=candidate < tiles * K, other=NO_SCORE, cache_modifier=".cg")
+    peak = tl.maximum(tl.max(peaks, axis=0), -1e30)
+    log_total = tl.log(tl.sum(totals * tl.exp(peaks - peak), axis=0))
+    for choice in range(K):
+        best = tl.max(ranks, axis=0)
+        ranks = tl.where(ranks == best, NO_SCORE, ranks)
+        tl.store(values_ptr + row * K + choice, (_rank_score(best) - peak) - log_total)
+        tl.store(columns_ptr + row * K + choice, rank_column(best))

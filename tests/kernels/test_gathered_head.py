@@ -1,0 +1,290 @@
+"""Heads over a set of ids: against the dense product in fp64, and exactly where all sums are exact."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.filters import Filters
+from slipstream.kernels.gathered_head import (
+    MOST_ROWS,
+    DraftHead,
+    choose_tiling,
+    gathered_linear,
+    gathered_linear_reference,
+    gathered_linear_triton,
+    head_logits,
+    head_sample,
+    head_sample_reference,
+    head_sample_triton,
+    head_topk,
+    head_topk_reference,
+    head_topk_triton,
+)
+from slipstream.kernels.sampling import Sampling, gumbel, noise_key
+from slipstream.kernels.skinny import Tiling
+from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, replayed
+
+# The interpreter has no product of bfloat16.
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+TILINGS = [Tiling(16, 16, 1), Tiling(32, 32, 1), None]
+ROWS = [1, 17, 33, MOST_ROWS + 3]
+V, VD, H = 150, 70, 40  # no multiple of a tile
+REAL = (128_256, 32_768, 4096)
+
+
+def random(
+    rows: int, dtype: torch.dtype, device: str, shape: tuple[int, int, int] = (V, VD, H)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden (rows, H) whose rows lie apart, weight (V, H), scattered ids (Vd,), every seventh -1; logits about 1."""
+    all_ids, num_ids, size = shape
+    generator = torch.Generator(device).manual_seed(rows)
+    hidden = torch.randn(rows, size + 16, generator=generator, device=device).to(dtype)[:, :size]
+    weight = (torch.randn(all_ids, size, generator=generator, device=device) * size**-0.5).to(dtype)
+    ids = torch.randperm(all_ids, generator=generator, device=device)[:num_ids].clone()
+    ids[3::7] = -1
+    return hidden, weight, ids
+
+
+def whole(rows: int, device: str, shape: tuple[int, int, int] = (V, VD, H)) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of small whole numbers, whose products add up exactly in any order: many logits are equal."""
+    hidden, weight, ids = random(rows, torch.float32, device, shape)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return hidden.sign().to(dtype), (weight * 2 * shape[2] ** 0.5).round().clamp(-1, 1).to(dtype), ids
+
+
+def sampling_of(rows: int, device: str, greedy: bool = False) -> Sampling:
+    keys = torch.tensor([noise_key(seed, 0) for seed in range(rows)], device=device)
+    temperature = torch.tensor([(1.0, 0.0, 0.6)[row % 3] for row in range(rows)], device=device)
+    return Sampling(keys, None if greedy else temperature, None)
+
+
+def exact_logits(head: DraftHead, hidden: Tensor) -> Tensor:
+    """(R, Vd) fp64."""
+    logits = hidden.double() @ head.weight.double().t()
+    if not head.gathered:
+        return logits
+    assert head.ids is not None
+    return torch.where(head.ids < 0, -torch.inf, logits[:, head.ids])
+
+
+def exact_scores(head: DraftHead, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
+    if sampling.temperature is None:
+        return logits.double()
+    ids = torch.arange(head.size, device=logits.device) if head.ids is None else head.ids
+    noise = gumbel(sampling.keys, positions, ids).double()
+    return logits.double() + sampling.temperature.double()[:, None] * noise
+
+
+def heads(weight: Tensor, ids: Tensor) -> list[DraftHead]:
+    """Gathered, copied rows, and all of the vocabulary."""
+    kept = ids[ids >= 0]
+    return [DraftHead(weight, ids, gathered=True), DraftHead(weight[kept], kept), DraftHead(weight)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_gathered_linear(tiling: Tiling | None, rows: int, dtype: torch.dtype, device: str) -> None:
+    hidden, weight, ids = random(rows, dtype, device)
+    expected = exact_logits(DraftHead(weight, ids, gathered=True), hidden)
+    with poisoned():
+        out = gathered_linear_triton(hidden, weight, ids, tiling)
+    for found in (out, gathered_linear_reference(hidden, weight, ids)):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [1, 33])
+@pytest.mark.parametrize("tiling", TILINGS[1:])
+def test_fused_equals_the_formula(tiling: Tiling | None, rows: int, device: str) -> None:
+    """In fp32, so that scores closer than the noise's rounding are rare."""
+    hidden, weight, ids = random(rows, torch.float32, device)
+    positions, sampling = torch.arange(rows, device=device) * 7, sampling_of(rows, device)
+    for head in heads(weight, ids):
+        expected = exact_scores(head, exact_logits(head, hidden), positions, sampling).log_softmax(dim=-1)
+        best = expected.sort(dim=-1, descending=True).values
+        with poisoned():
+            places = head_sample_triton(head, hidden, positions, sampling, tiling)
+            values, columns = head_topk_triton(head, hidden, 5, positions, sampling, tiling)
+        assert places.dtype == columns.dtype == torch.int64
+        close = {"atol": 2e-5, "rtol": 1e-5}
+        torch.testing.assert_close(expected.gather(1, places[:, None]), best[:, :1], **close)
+        torch.testing.assert_close(values.double(), best[:, :5], **close)
+        torch.testing.assert_close(values.double(), expected.gather(1, columns), **close)
+        assert all(len(set(row)) == 5 for row in columns.tolist())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("k", [2, 16])
+@pytest.mark.parametrize("tiling", TILINGS[::2])
+def test_fused_ties_go_to_the_lowest_place(tiling: Tiling | None, k: int, device: str) -> None:
+    hidden, weight, ids = whole(4, device)
+    positions, sampling = torch.arange(4, device=device), sampling_of(4, device, greedy=True)
+    for head in heads(weight, ids):
+        logits = exact_logits(head, hidden)
+        expected = logits.sort(dim=-1, descending=True, stable=True)
+        assert (expected.values[:, :16].diff() == 0).any()  # there are ties
+        with poisoned():
+            assert torch.equal(head_sample_triton(head, hidden, positions, sampling, tiling), expected.indices[:, 0])
+            values, places = head_topk_triton(head, hidden, k, positions, sampling, tiling)
+        assert torch.equal(places, expected.indices[:, :k])
+        torch.testing.assert_close(values.double(), logits.log_softmax(dim=-1).gather(1, places), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_unused_places_are_last(device: str) -> None:
+    """Whole tiles of them, first and last; fewer used places in a tile than k."""
+    hidden, weight, ids = random(3, torch.float32, device)
+    ids[:], used = -1, [40, 41, 63]
+    ids[used] = torch.tensor([5, 149, 0], device=device)
+    head = DraftHead(weight, ids, gathered=True)
+    positions, sampling = torch.arange(3, device=device), sampling_of(3, device)
+    expected = exact_scores(head, exact_logits(head, hidden), positions, sampling)
+    with poisoned():
+        places = head_sample_triton(head, hidden, positions, sampling, TILINGS[0])
+        values, columns = head_topk_triton(head, hidden, 5, positions, sampling, TILINGS[0])
+    assert torch.equal(places, expected.argmax(dim=-1))
+    assert torch.equal(columns, expected.sort(dim=-1, descending=True, stable=True).indices[:, :5])
+    torch.testing.assert_close(values.exp().sum(dim=-1), torch.ones(3, device=device))
+    assert values[:, 3:].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scores_below_zero_after_larger_ones(device: str) -> None:
+    """Nothing of a launch is left for the next one."""
+    _, weight, ids = random(3, torch.float32, device)
+    head, positions = DraftHead(weight.abs(), ids, gathered=True), torch.arange(3, device=device)
+    sampling, hidden = sampling_of(3, device, greedy=True), torch.ones(3, H, device=device)
+    for sign in (1.0, -1.0, 1.0):
+        expected = exact_logits(head, sign * hidden).argmax(dim=-1)
+        assert torch.equal(head_sample_triton(head, sign * hidden, positions, sampling), expected)
+        assert torch.equal(head_topk_triton(head, sign * hidden, 2, positions, sampling)[1][:, 0], expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parameters_by_entry(device: str) -> None:
+    hidden, weight, ids = random(6, torch.float32, device)
+    head, positions = DraftHead(weight, ids, gathered=True), torch.arange(6, device=device)
+    entries, rows = sampling_of(4, device), torch.tensor([3, 0, 1], device=device)
+    sampling = Sampling(entries.keys, entries.temperature, None, rows).repeat(2)
+    expected = exact_scores(head, exact_logits(head, hidden), positions, sampling.by_row())
+    assert torch.equal(head_sample_triton(head, hidden, positions, sampling), expected.argmax(dim=-1))
+    values, places = head_topk_triton(head, hidden, 4, positions, sampling)
+    assert torch.equal(places, expected.sort(dim=-1, descending=True).indices[:, :4])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_do_not_depend_on_their_batch(device: str) -> None:
+    rows = 16 if device == "cpu" else MOST_ROWS  # the interpreter's product of more rows adds in another order
+    hidden, weight, ids = random(rows, torch.float16, device)
+    head, positions = DraftHead(weight, ids, gathered=True), torch.arange(rows, device=device)
+    sampling, logits = sampling_of(rows, device), gathered_linear_triton(hidden, weight, ids, TILINGS[0])
+    tokens = head_sample_triton(head, hidden, positions, sampling, TILINGS[0])
+    values, places = head_topk_triton(head, hidden, 4, positions, sampling, TILINGS[0])
+    for count in (1, 3, rows - 1):
+        few = hidden[:count], positions[:count], sampling_of(count, device)
+        assert torch.equal(gathered_linear_triton(few[0], weight, ids, TILINGS[0]), logits[:count])
+        assert torch.equal(head_sample_triton(head, *few, TILINGS[0]), tokens[:count])
+        some_values, some_places = head_topk_triton(head, few[0], 4, *few[1:], TILINGS[0])
+        assert torch.equal(some_places, places[:count])
+        assert torch.equal(some_values, values[:count])
+
+
+def test_no_rows_and_the_cpu() -> None:
+    hidden, weight, ids = random(4, torch.float32, "cpu")
+    positions, sampling = torch.arange(4), sampling_of(4, "cpu")
+    assert gathered_linear_triton(hidden[:0], weight, ids).shape == (0, VD)
+    torch.testing.assert_close(gathered_linear(hidden, weight, ids)[:, ids >= 0], hidden @ weight[ids[ids >= 0]].t())
+    filters = Filters(*(torch.full((4,), value) for value in (1, 1.0, 0.0)))
+    for head in heads(weight, ids):
+        assert head_sample_triton(head, hidden[:0], positions[:0], sampling).shape == (0,)
+        assert head_topk_triton(head, hidden[:0], 3, positions[:0], sampling)[0].shape == (0, 3)
+        logits = exact_logits(head, hidden)
+        torch.testing.assert_close(head_logits(head, hidden).double(), logits, atol=1e-5, rtol=1e-5)
+        expected = exact_scores(head, logits, positions, sampling)
+        assert torch.equal(head_sample(head, hidden, positions, sampling), expected.argmax(dim=-1))
+        values, places = head_topk(head, hidden, 3, positions, sampling)
+        assert torch.equal(places, expected.sort(dim=-1, descending=True).indices[:, :3])
+        greedy = Sampling(sampling.keys, sampling.temperature, filters)  # top-k 1
+        assert torch.equal(head_sample(head, hidden, positions, greedy), logits.argmax(dim=-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 16, 32, MOST_ROWS, 200])
+def test_real_shapes(rows: int) -> None:
+    hidden, weight, ids = random(rows, torch.bfloat16, "cuda", REAL)
+    expected = hidden.float() @ weight.float().t()[:, ids.clamp(min=0)]
+    expected = expected.masked_fill(ids < 0, -torch.inf)
+    with poisoned():
+        first = gathered_linear_triton(hidden, weight, ids)
+    torch.testing.assert_close(first.float(), expected, atol=1.6e-2, rtol=1.6e-2)
+    for _ in range(5):
+        assert torch.equal(gathered_linear_triton(hidden, weight, ids), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 16, 32, MOST_ROWS])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_real_shapes_fused(rows: int, greedy: bool) -> None:
+    """Whole numbers: logits are exact, fused or not; scores differ by the noise's rounding only."""
+    hidden, weight, ids = whole(rows, "cuda", REAL)
+    positions, sampling = torch.arange(rows, device="cuda"), sampling_of(rows, "cuda", greedy)
+    for head in heads(weight, ids):
+        scores = exact_scores(head, exact_logits(head, hidden).to(hidden.dtype), positions, sampling)
+        best = scores.sort(dim=-1, descending=True, stable=True)
+        for _ in range(3):
+            with poisoned():
+                places = head_sample_triton(head, hidden, positions, sampling)
+                values, columns = head_topk_triton(head, hidden, 10, positions, sampling)
+            assert (best.values[:, 0] - scores.gather(1, places[:, None])[:, 0] < 1e-4).all()
+            expected = scores.log_softmax(dim=-1)
+            torch.testing.assert_close(values.double(), expected.gather(1, columns), atol=1e-4, rtol=1e-5)
+            torch.testing.assert_close(scores.gather(1, columns), best.values[:, :10], atol=1e-4, rtol=1e-6)
+            if greedy:
+                assert torch.equal(places, best.indices[:, 0])
+                assert torch.equal(columns, best.indices[:, :10])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 32])
+def test_a_graph_replays_them(rows: int) -> None:
+    """One behind another, each reading what the one before writes, after the set of ids has changed, too."""
+    hidden, weight, ids = random(rows, torch.bfloat16, "cuda", REAL)
+    head, positions = DraftHead(weight, ids.clone(), gathered=True), torch.arange(rows, device="cuda")
+    sampling = sampling_of(rows, "cuda")
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        assert head.ids is not None
+        head.ids.copy_(ids.flip(0))
+        first = head_sample(head, hidden, positions, sampling)
+        values, places = head_topk(head, hidden * 0.5 + weight[head.ids[first].clamp(min=0)], 4, positions, sampling)
+        return first, values, places
+
+    with torch.inference_mode():
+        expected = run()
+        assert all(torch.equal(*pair) for pair in zip(replayed(run), expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_the_dispatch() -> None:
+    hidden, weight, ids = random(2, torch.bfloat16, "cuda", (1000, 300, 4096))
+    head, positions, sampling = (
+        DraftHead(weight, ids, gathered=True),
+        torch.arange(2, device="cuda"),
+        sampling_of(2, "cuda"),
+    )
+    with torch.inference_mode():
+        assert torch.equal(gathered_linear(hidden, weight, ids), gathered_linear_triton(hidden, weight, ids))
+        places = head_sample_triton(head, hidden, positions, sampling)
+        assert torch.equal(head_sample(head, hidden, positions, sampling), places)
+        assert torch.equal(head_sample_reference(head, hidden, positions, sampling), places)
+        values, columns = head_topk_reference(head, hidden, 4, positions, sampling)
+        assert torch.equal(head_topk(head, hidden, 4, positions, sampling)[1], columns)
+        wide = DraftHead(weight.float(), ids, gathered=True)  # no kernel for 32-bit weights
+        assert head_sample(wide, hidden.float(), positions, sampling).shape == (2,)
+
+
+def test_tilings_give_wgmma_its_least_size() -> None:
+    assert all(choose_tiling(rows).outputs % 64 == 0 for rows in (1, 16, 17, 32, 33, 64, 500))

@@ -1,0 +1,161 @@
+"""The k best of a row by perturbed score: formula in fp64, ties, filters."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.filters import Filters
+from slipstream.kernels.head_topk import MAX_K, TILE, perturbed_topk, perturbed_topk_reference, perturbed_topk_triton
+from slipstream.kernels.sampling import Sampling, gumbel, noise_key, sample_reference
+from slipstream.tests.kernels.triton_runs import DEVICES, poisoned, replayed
+
+RUNS = [perturbed_topk_reference, perturbed_topk_triton]
+
+
+def sampling_of(rows: int, device: str, temperature: list[float] | None = None) -> Sampling:
+    keys = torch.tensor([noise_key(seed, 0) for seed in range(rows)], device=device)
+    chosen = [(0.0, 1.0, 0.6)[row % 3] for row in range(rows)] if temperature is None else temperature
+    return Sampling(keys, torch.tensor(chosen, device=device), None)
+
+
+def exact_scores(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> Tensor:
+    """(R, V) fp64, without filters."""
+    if sampling.temperature is None:
+        return logits.double()
+    ids = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
+    noise = gumbel(sampling.keys, positions, ids).double()
+    return logits.double() + sampling.temperature.double()[:, None] * noise
+
+
+def check(values: Tensor, columns: Tensor, scores: Tensor, k: int) -> None:
+    """Values are the largest of log_softmax(scores), each at its column, up to the rounding of fp32."""
+    R, V = scores.shape
+    assert values.dtype == torch.float32
+    assert columns.dtype == torch.int64
+    assert values.shape == columns.shape == (R, k)
+    assert all(len(set(row)) == k and min(row) >= 0 and max(row) < V for row in columns.tolist())
+    expected = scores.log_softmax(dim=-1)
+    tolerance = {"atol": 2e-5, "rtol": 1e-5}
+    torch.testing.assert_close(values.double(), expected.sort(dim=-1, descending=True).values[:, :k], **tolerance)
+    torch.testing.assert_close(values.double(), expected.gather(1, columns), **tolerance)
+
+
+BIG = [(1, 128_256, 4), (4, 32_768, 10), (64, 32_768, 4), (33, 151_936, 16), (512, 32_000, 8)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 16, 16),
+        (3, 30, 1),
+        (2, TILE, 5),
+        (4, 2 * TILE + 7, 16),
+        *(pytest.param(x, marks=pytest.mark.gpu) for x in BIG),
+    ],
+)
+def test_the_formula(shape: tuple[int, int, int], dtype: torch.dtype, run, device: str) -> None:
+    R, V, k = shape
+    generator = torch.Generator().manual_seed(V + k)
+    logits = (torch.randn(R, V + 8, generator=generator) * 3).to(device, dtype)[:, :V]
+    ids = torch.randint(300_000, (V,), generator=generator).to(device)
+    positions = torch.randint(100_000, (R,), generator=generator).to(device)
+    greedy = Sampling(torch.zeros(R, dtype=torch.int64, device=device), None, None)
+    for sampling in (sampling_of(R, device), greedy):
+        for target_ids in (None, ids):
+            with poisoned():
+                values, columns = run(logits, k, positions, sampling, target_ids)
+            check(values, columns, exact_scores(logits, positions, sampling, target_ids), k)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", RUNS)
+def test_every_k(run, device: str) -> None:
+    logits, positions = torch.randn(2, 40, device=device), torch.tensor([5, 9], device=device)
+    sampling = sampling_of(2, device)
+    scores = exact_scores(logits, positions, sampling)
+    for k in range(1, MAX_K + 1):
+        with poisoned():
+            values, columns = run(logits, k, positions, sampling)
+        check(values, columns, scores, k)
+    assert torch.equal(columns[:, 0], sample_reference(logits, positions, sampling))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", RUNS)
+def test_ties_and_infinities(run, device: str) -> None:
+    """The lower column first, across tiles, too; columns of -inf come last, in order."""
+    logits = torch.full((4, 2 * TILE + 3), -torch.inf, device=device)
+    logits[0, [2 * TILE, TILE, TILE - 1, 7]] = 2.0
+    logits[1] = torch.arange(2 * TILE + 3, device=device) % 2
+    logits[2, [1, 3, TILE, 5]] = torch.tensor([0.0, -0.0, 0.0, -1.0], device=device)
+    logits[3, 2 * TILE + 2] = -3.0
+    expected = [[7, TILE - 1, TILE, 2 * TILE], [1, 3, 5, 7], [1, 3, TILE, 5], [2 * TILE + 2, 0, 1, 2]]
+    for temperature in (None, torch.zeros(4, device=device)):
+        sampling = Sampling(torch.zeros(4, dtype=torch.int64, device=device), temperature, None)
+        with poisoned():
+            values, columns = run(logits, 4, torch.arange(4, device=device), sampling)
+        assert columns.tolist() == expected
+        torch.testing.assert_close(values[0].exp(), torch.full((4,), 0.25, device=device))
+        assert values[3].tolist() == [0.0] + [-torch.inf] * 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", RUNS)
+def test_filters(run, device: str) -> None:
+    """Cut columns have no probability; a greedy row has no filters."""
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)).to(device) * 3
+    positions, temperature = torch.tensor([3, 1, 4], device=device), [0.0, 1.0, 0.5]
+    plain = sampling_of(3, device, temperature)
+    filters = Filters(*(torch.full((3,), value, device=device) for value in (6, 1.0, 0.0)))
+    with poisoned():
+        values, columns = run(logits, 10, positions, Sampling(plain.keys, plain.temperature, filters))
+    for row, kept in enumerate((500, 6, 6)):
+        cut = logits[row] < logits[row].sort(descending=True).values[kept - 1]
+        scores = exact_scores(logits, positions, plain)[row].masked_fill(cut, -torch.inf)
+        count = min(kept, 10)
+        check(values[row : row + 1, :count], columns[row : row + 1, :count], scores[None], count)
+        assert values[row, count:].eq(-torch.inf).all()
+        assert columns[row, count:].tolist() == cut.nonzero().flatten()[: 10 - count].tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", RUNS)
+def test_parameters_by_entry(run, device: str) -> None:
+    logits, positions = torch.randn(6, 300, device=device), torch.arange(6, device=device)
+    entries = sampling_of(4, device, [0.0, 1.0, 0.5, 2.0])
+    rows = torch.tensor([3, 0, 1], device=device)
+    sampling = Sampling(entries.keys, entries.temperature, None, rows).repeat(2)
+    values, columns = run(logits, 4, positions, sampling)
+    check(values, columns, exact_scores(logits, positions, sampling.by_row()), 4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_do_not_depend_on_their_batch(device: str) -> None:
+    logits = torch.randn(5, TILE + 50, generator=torch.Generator().manual_seed(4)).to(device)
+    sampling, positions = sampling_of(5, device), torch.arange(5, device=device) * 31
+    together = perturbed_topk_triton(logits, 6, positions, sampling)
+    for row in range(5):
+        one = torch.tensor([row], device=device)
+        alone = Sampling(sampling.keys, sampling.temperature, None, rows=one)
+        for found, wanted in zip(perturbed_topk_triton(logits[one], 6, positions[one], alone), together, strict=True):
+            assert torch.equal(found[0], wanted[row])
+
+
+def test_no_rows_and_the_cpu() -> None:
+    logits, positions, sampling = torch.randn(3, 50), torch.arange(3), sampling_of(3, "cpu")
+    values, columns = perturbed_topk_triton(logits[:0], 4, positions[:0], sampling)
+    assert values.shape == columns.shape == (0, 4)
+    check(*perturbed_topk(logits, 4, positions, sampling), exact_scores(logits, positions, sampling), 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 32])
+def test_a_graph_replays_it(rows: int) -> None:
+    logits = torch.randn(rows, 32_768, device="cuda", dtype=torch.bfloat16) * 3
+    sampling, positions = sampling_of(rows, "cuda"), torch.arange(rows, device="cuda")
+    expected = perturbed_topk_triton(logits, 8, positions, sampling)
+    found = replayed(lambda: perturbed_topk_triton(logits, 8, positions, sampling))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
