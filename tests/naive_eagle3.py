@@ -14,11 +14,15 @@ from slipstream.kernels.sampling import gumbel
 class NaiveEagle3:
     """`embeddings` (V, H) are the target's. Plain rotary embedding only."""
 
+    attention = "midlayer.self_attn"
+    target_ids: Tensor
+
     def __init__(self, folder: Path, embeddings: Tensor) -> None:
         self.config = json.loads((folder / "config.json").read_text())
         tensors = load_file(folder / "model.safetensors")
         self.weights = {key: tensor.double() for key, tensor in tensors.items() if tensor.is_floating_point()}
-        self.target_ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+        if "d2t" in tensors:
+            self.target_ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
         self.embeddings = embeddings.double()
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -52,9 +56,43 @@ class NaiveEagle3:
             hidden = torch.cat((hidden, state))
         return drafted
 
+    def tree(
+        self, features: Tensor, tokens: list[int], shape: tuple[int, int], nodes: int, key: int, temperature: float
+    ) -> tuple[list[int], list[int]]:
+        """Tokens and parents of a proposal of `nodes` grown as EAGLE-2 does: shape is (children of a node, depth).
+
+        Every node's state is computed from its path alone.
+        """
+        topk, depth = shape
+        found: list[tuple[float, list[int], int]] = []  # score, path, parent
+        frontier = [-1]
+        for level in range(depth):
+            children: list[int] = []
+            for parent in frontier:
+                score, path = found[parent][:2] if parent >= 0 else (0.0, [])
+                logits = self.logits(self._state_behind(features, tokens, path))[0]
+                position = torch.tensor([len(tokens) + level])
+                noise = gumbel(torch.tensor([key]), position, self.target_ids)[0].double()
+                best = (logits + temperature * noise).log_softmax(0).sort(descending=True, stable=True)
+                for value, column in list(zip(best.values.tolist(), best.indices.tolist(), strict=True))[:topk]:
+                    children.append(len(found))
+                    found.append((score + value, [*path, int(self.target_ids[column])], parent))
+            frontier = sorted(children, key=lambda index: -found[index][0])[:topk]
+        chosen = sorted(range(len(found)), key=lambda index: -found[index][0])[: nodes - 1]
+        parents = [1 + chosen.index(found[index][2]) if found[index][2] >= 0 else 0 for index in chosen]
+        return [tokens[-1], *(found[index][1][-1] for index in chosen)], [-1, *parents]
+
+    def _state_behind(self, features: Tensor, tokens: list[int], path: list[int]) -> Tensor:
+        """The state (1, H) that says what follows tokens + path."""
+        hidden = self.fuse(features)
+        for count in range(len(path) + 1):
+            embeds = self.embeddings[[*tokens[1:], *path[:count]]]
+            hidden = torch.cat((hidden, self.states(embeds, hidden)[-1:]))
+        return hidden[-1:]
+
     def _attention(self, x: Tensor) -> Tensor:
         """Causal attention of every row over all before it; x (n, 2H) -> (n, H)."""
-        name, n = "midlayer.self_attn", len(x)
+        name, n = self.attention, len(x)
         size = self.config["head_dim"]
         q, k, v = (self._project(x, f"{name}.{part}_proj").view(n, -1, size) for part in ("q", "k", "v"))
         q, k = self._turn(q), self._turn(k)

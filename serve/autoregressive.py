@@ -1,0 +1,178 @@
+"""Drafters that draft token by token from a hidden state that recurs: EAGLE and EAGLE3, as chains or as trees.
+
+Their KV at slot t comes from the target's feature at t and the token at t + 1, hence lookahead 1. Row state: the
+draft's hidden state at the last committed slot, from which the next proposal starts.
+Letters: B requests, N nodes of a proposal, k frontier nodes of a tree's level, H hidden size, R engine rows.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.draft_tree import MAX_NODES, Candidates, Frontier, Place, TreeShape, choose, grow
+from slipstream.kernels.gathered_head import DraftHead, head_sample, head_topk
+from slipstream.kernels.head_topk import MAX_K
+from slipstream.models.layers import Attention, Mask
+from slipstream.models.target import Target
+from slipstream.serve.attention.base import Backend
+from slipstream.serve.batch import Batch, KVSpec, Proposal, Rows, Verdict
+from slipstream.serve.drafters import base
+
+DEFAULT_NODES = 16  # of a tree
+
+
+@dataclass(frozen=True, slots=True)
+class TreeOptions:
+    depth: int = 3
+    """Tokens drafted in a row per round."""
+    topk: int = 1
+    """Continuations drafted of each token; 1: a chain."""
+    nodes: int | None = None
+    """Most nodes that the target verifies, root included. Default: depth + 1 for a chain, up to 16 for a tree."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.depth <= MAX_NODES - 1:
+            raise ValueError(f"drafter.depth is {self.depth}; it must be between 1 and {MAX_NODES - 1}")
+        if not 1 <= self.topk <= MAX_K:
+            raise ValueError(f"drafter.topk is {self.topk}; it must be between 1 and {MAX_K}")
+        if self.topk > 1 and self.shape.expanded > MAX_NODES:
+            raise ValueError(
+                f"drafter.topk is {self.topk} and drafter.depth {self.depth}: {self.shape.expanded} tokens to continue, "
+                f"topk * (depth - 1), and {MAX_NODES} at most can be; lower one of them"
+            )
+        if self.nodes is not None and not 2 <= self.nodes <= self.most_nodes:
+            raise ValueError(
+                f"drafter.nodes is {self.nodes}; with topk {self.topk} and depth {self.depth} it must be between 2 and "
+                f"{self.most_nodes}"
+            )
+
+    @property
+    def shape(self) -> TreeShape:
+        return TreeShape(self.topk, self.depth)
+
+    @property
+    def most_nodes(self) -> int:
+        return min(MAX_NODES, 1 + self.shape.candidates)
+
+    @property
+    def verified_nodes(self) -> int:
+        return self.nodes or (min(DEFAULT_NODES, self.most_nodes) if self.topk > 1 else self.depth + 1)
+
+
+class Network(Protocol):
+    """What drafts: models/eagle.py, models/eagle3.py."""
+
+    config: Any
+
+    def fuse(self, features: Tensor) -> Tensor: ...
+
+    def write_context(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> None: ...
+
+    def __call__(self, embeds: Tensor, hidden: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor: ...
+
+
+class AutoregressiveDrafter(base.Drafter):
+    Options = TreeOptions
+    lookahead = 1
+
+    def __init__(self, module: Network, head: DraftHead, options: TreeOptions) -> None:
+        if options.topk > head.size:
+            raise ValueError(f"drafter.topk is {options.topk}; the draft has {head.size} tokens to choose from")
+        self.module, self.head = module, head
+        self.shape = options.shape
+        self.branches = options.topk > 1
+        self.feature_layers = module.config.feature_layers
+        layer = module.config.layer_config()
+        self.kv = KVSpec(1, layer.num_kv_heads, layer.head_dim, layer.rope)
+        nodes = options.verified_nodes
+        self.widths = (*(2**power for power in range(6) if 2**power < nodes), nodes)
+
+    @abstractmethod
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """The network's hidden states (..., H) as the head reads them."""
+
+    def scratch(self, width: int) -> int:
+        """A chain's first token comes from `hidden`, its last one is not fed back; nor is a tree's last level."""
+        shape = self.shape.within(width) if width > 1 else TreeShape(1, 1)
+        return shape.expanded
+
+    def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
+        assert attention is not None
+        self.embed, self.attention = target.embed_tokens, attention
+        weight = target.embed_tokens.weight
+        size = self.module.config.hidden_size
+        self.hidden = torch.zeros(len(state.lengths), size, dtype=weight.dtype, device=weight.device)  # (R, H)
+
+    def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:
+        assert features is not None
+        if verdict is None:
+            self._observe_prefill(batch, features)
+        else:
+            self._observe_round(batch, features, verdict)
+
+    def propose(self, batch: Batch, width: int) -> Proposal:
+        if self.branches and width > 2:  # two nodes are a chain: the best child alone
+            return self._propose_tree(batch, width)
+        return self._propose_chain(batch, width)
+
+    def _propose_chain(self, batch: Batch, width: int) -> Proposal:
+        assert batch.roots is not None
+        sampling, hidden = batch.sampling, self.hidden[batch.rows]
+        chain, behind = [batch.roots], [batch.lengths]  # tokens; the committed length and 0, 1, ... more
+        for step in range(width - 1):
+            if step:
+                self.attention.plan(batch.uniform(behind[step - 1], 1, spare=step))
+                hidden = self.module(self.embed(chain[-1]), hidden, self.attention)
+            behind.append(batch.lengths + (step + 1))
+            columns = head_sample(self.head, self.head_input(hidden), behind[-1], sampling)
+            chain.append(columns if self.head.ids is None else self.head.ids[columns])
+        return Proposal(torch.stack(chain, dim=1), base.chain_parents(len(batch.roots), width, batch.roots.device))
+
+    def _propose_tree(self, batch: Batch, width: int) -> Proposal:
+        assert batch.roots is not None
+        shape, state = self.shape.within(width), batch.state
+        place = Place(state.pages, state.page_size, batch.rows, batch.lengths)
+        candidates = Candidates.empty(len(batch.roots), shape, batch.roots.device)
+        sampling, hidden, positions = batch.sampling, self.hidden[batch.rows], batch.lengths + 1
+        frontier: Frontier | None = None
+        for level in range(shape.depth):
+            if frontier is not None:
+                hidden = self._expand(batch, frontier, hidden, (level - 1) * shape.topk)
+                positions = frontier.sampled_at
+            own = sampling if frontier is None else sampling.repeat(shape.topk)
+            best = head_topk(self.head, self.head_input(hidden), shape.topk, positions, own)
+            frontier = grow(candidates, frontier, *best, self.head.ids, place, level, level == shape.depth - 1)
+        return Proposal(*choose(candidates, batch.roots, width))
+
+    def _expand(self, batch: Batch, frontier: Frontier, hidden: Tensor, first_node: int) -> Tensor:
+        """The draft's states (B * k, H) at the frontier's nodes; `hidden` holds those of the frontier before."""
+        nodes = batch.last_nodes(frontier.positions, frontier.slots, frontier.ancestors, first_node)
+        self.attention.plan(nodes)
+        return self.module(self.embed(frontier.tokens), hidden[frontier.sources], self.attention, "tree")
+
+    def _observe_prefill(self, batch: Batch, features: Tensor) -> None:
+        """Writes every query's KV; only the last query of a request is asked for its hidden state."""
+        assert batch.next_tokens is not None
+        embeds, hidden = self.embed(batch.next_tokens), self.module.fuse(features)
+        self.attention.plan(batch)
+        self.module.write_context(embeds, hidden, self.attention)
+        query_lens = batch.state.upload(batch.query_lens)
+        last = query_lens.cumsum(0) - 1  # (B,)
+        self.attention.plan(batch.uniform(batch.lengths + query_lens - 1, 1))
+        self.hidden[batch.rows] = self.module(embeds[last], hidden[last], self.attention)
+
+    def _observe_round(self, batch: Batch, features: Tensor, verdict: Verdict) -> None:
+        """Replaces the drafted KV of the accepted nodes by one made from the target's own features.
+
+        All N rows are computed, so shapes are fixed; those beyond the accepted ones are overwritten by the next round.
+        """
+        B, N = verdict.nodes.shape
+        nodes = verdict.nodes.clamp(min=0).long()
+        features = features.view(B, N, -1).gather(1, nodes[:, :, None].expand(B, N, features.shape[-1]))
+        self.attention.plan(batch.uniform(batch.lengths, N))
+        embeds = self.embed(verdict.tokens.clamp(min=0)).flatten(0, 1)
+        hidden = self.module(embeds, self.module.fuse(features).flatten(0, 1), self.attention).view(B, N, -1)
+        self.hidden[batch.rows] = hidden[torch.arange(B, device=nodes.device), verdict.lengths.long() - 1]

@@ -1,0 +1,166 @@
+"""The tree builder against plain loops over dicts: every path's score, the best of each level, the best of all."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels import draft_tree
+from slipstream.kernels.draft_tree import Candidates, Frontier, Place, TreeShape
+from slipstream.kernels.verify import unpack
+
+VOCAB = 40
+
+
+class Node(NamedTuple):
+    score: float
+    path: tuple[int, ...]  # tokens below the root
+    parent: int  # candidate, -1 for the root
+
+
+def children_of(path: tuple[int, ...], request: int, k: int, kind: str) -> tuple[list[float], list[int]]:
+    """The k best log-probabilities behind a path and their columns: what a draft would say, made of a hash."""
+    generator = torch.Generator().manual_seed(hash((request, path)) % 2**31)
+    logits = torch.randn(VOCAB, generator=generator) * 3
+    if kind == "ties":
+        logits = logits.round()
+    if kind == "certain":
+        logits[:2] += 200.0  # two tokens share all of the probability, others have exp(-200)
+    if kind == "filtered":
+        logits[torch.randperm(VOCAB, generator=generator)[: VOCAB - 2]] = -torch.inf
+    best = logits.log_softmax(0).sort(descending=True, stable=True)
+    return best.values[:k].tolist(), best.indices[:k].tolist()
+
+
+def loop_tree(request: int, shape: TreeShape, kind: str) -> tuple[list[Node], list[list[int]]]:
+    """All candidates in order, and the candidates of each level's frontier."""
+    nodes, frontiers, frontier = [], [], [-1]
+    for _ in range(shape.depth):
+        level: list[int] = []
+        for parent in frontier:
+            path, score = ((), 0.0) if parent < 0 else (nodes[parent].path, nodes[parent].score)
+            for value, token in zip(*children_of(path, request, shape.topk, kind), strict=True):
+                level.append(len(nodes))
+                total = (torch.tensor(score) + torch.tensor(min(value, 0.0))).item()  # fp32, as on the device
+                nodes.append(Node(total, (*path, token), parent))
+        frontier = sorted(level, key=lambda index: (-nodes[index].score, index))[: shape.topk]
+        frontiers.append(frontier)
+    return nodes, frontiers
+
+
+def make_place(B: int, page_size: int) -> Place:
+    pages = torch.randperm(8 * 32, generator=torch.Generator().manual_seed(1)).view(8, 32)
+    return Place(pages, page_size, torch.tensor([5, 2, 7])[:B], torch.tensor([17, 0, 33])[:B])
+
+
+def build(shape: TreeShape, B: int, kind: str, page_size: int, run: Any, ids: Tensor | None) -> Any:
+    """Grows trees by `run` ("reference" or "triton"); returns candidates, frontiers and the hidden rows' paths."""
+    place, candidates = make_place(B, page_size), Candidates.empty(B, shape, torch.device("cpu"))
+    candidates.scores.fill_(torch.nan)
+    frontier: Frontier | None = None
+    paths: list[tuple[int, tuple[int, ...]]] = [(b, ()) for b in range(B)]
+    frontiers = []
+    columns_of = {} if ids is None else {int(token): column for column, token in enumerate(ids)}
+    for level in range(shape.depth):
+        found = [children_of(path, b, shape.topk, kind) for b, path in paths]
+        values = torch.tensor([values for values, _ in found])
+        columns = torch.tensor([[columns_of.get(token, token) for token in tokens] for _, tokens in found])
+        grow = getattr(draft_tree, f"grow_{run}")
+        frontier = grow(candidates, frontier, values, columns, ids, place, level, level == shape.depth - 1)
+        if frontier is not None:
+            frontiers.append(frontier)
+            tokens, sources = frontier.tokens.tolist(), frontier.sources.tolist()
+            paths = [(paths[s][0], (*paths[s][1], t)) for s, t in zip(sources, tokens, strict=True)]
+    return place, candidates, frontiers
+
+
+@pytest.mark.parametrize("run", ["reference", "triton"])
+@pytest.mark.parametrize("kind", ["plain", "ties", "certain", "filtered"])
+@pytest.mark.parametrize(("topk", "depth", "count"), [(1, 3, 4), (2, 1, 3), (3, 4, 16), (4, 3, 16), (4, 5, 64)])
+def test_trees_equal_the_loops(run: str, kind: str, topk: int, depth: int, count: int) -> None:
+    shape, B = TreeShape(topk, depth), 3
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2)) if kind == "plain" else None
+    place, candidates, frontiers = build(shape, B, kind, 4, run, ids)
+    roots = torch.tensor([7, 8, 9])
+    tokens, parents = getattr(draft_tree, f"choose_{run}")(candidates, roots, count)
+    assert tokens.dtype == parents.dtype == torch.int32
+    for b in range(B):
+        nodes, expected = loop_tree(b, shape, kind)
+        torch.testing.assert_close(candidates.scores[b], torch.tensor([node.score for node in nodes]), rtol=0, atol=0)
+        assert candidates.parents[b].tolist() == [node.parent for node in nodes]
+        assert candidates.tokens[b].tolist() == [node.path[-1] for node in nodes]
+        check_frontiers(b, shape, nodes, expected, frontiers, place)
+        best = sorted(range(len(nodes)), key=lambda index: (-nodes[index].score, index))[: count - 1]
+        assert tokens[b].tolist() == [int(roots[b])] + [nodes[index].path[-1] for index in best]
+        above = [0 if nodes[index].parent < 0 else 1 + best.index(nodes[index].parent) for index in best]
+        assert parents[b].tolist() == [-1, *above]
+        check_tree(tokens[b], parents[b])
+
+
+def check_frontiers(
+    b: int, shape: TreeShape, nodes: list[Node], expected: list[list[int]], frontiers: list[Frontier], place: Place
+) -> None:
+    k, length = shape.topk, int(place.lengths[b])
+    numbers: dict[tuple[int, ...], int] = {}  # path -> frontier node
+    assert len(frontiers) == shape.depth - 1
+    for level, frontier in enumerate(frontiers):
+        own = slice(b * k, (b + 1) * k)
+        assert frontier.nodes[b].tolist() == expected[level]
+        assert frontier.tokens[own].tolist() == [nodes[index].path[-1] for index in expected[level]]
+        assert frontier.scores[b].tolist() == [nodes[index].score for index in expected[level]]
+        assert frontier.positions[own].tolist() == [length + level] * k
+        assert frontier.sampled_at[own].tolist() == [length + level + 2] * k
+        for rank, index in enumerate(expected[level]):
+            path, number = nodes[index].path, level * k + rank
+            numbers[path] = number
+            seen = {numbers[path[:end]] for end in range(1, len(path) + 1)}
+            bits = unpack(frontier.ancestors[b], 64)[rank]
+            assert set(bits.nonzero().flatten().tolist()) == seen
+            page = int(place.pages[place.rows[b], (length + number) // place.page_size])
+            assert int(frontier.slots[b * k + rank]) == page * place.page_size + (length + number) % place.page_size
+
+
+def check_tree(tokens: Tensor, parents: Tensor) -> None:
+    """Connected, parents first, siblings distinct."""
+    for node in range(1, len(tokens)):
+        assert 0 <= parents[node] < node
+    pairs = list(zip(parents.tolist(), tokens.tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs)
+
+
+@pytest.mark.parametrize("run", ["reference", "triton"])
+def test_probabilities_above_one_do_not_tear_a_tree(run: str) -> None:
+    """Rounding may leave a log-probability just above 0; a child must not overtake its parent."""
+    shape, B = TreeShape(2, 3), 1
+    place, candidates = make_place(B, 4), Candidates.empty(B, shape, torch.device("cpu"))
+    grow, frontier = getattr(draft_tree, f"grow_{run}"), None
+    for level in range(3):
+        n = 2 if level else 1
+        values, columns = torch.tensor([[1e-7, -30.0]] * n), torch.tensor([[3, 4]] * n)
+        frontier = grow(candidates, frontier, values, columns, None, place, level, level == 2)
+    tokens, parents = getattr(draft_tree, f"choose_{run}")(candidates, torch.tensor([1]), 4)
+    assert tokens.tolist() == [[1, 3, 3, 3]]
+    assert parents.tolist() == [[-1, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("run", ["reference", "triton"])
+def test_every_prefix_is_the_tree_of_that_width(run: str) -> None:
+    place, candidates, _ = build(TreeShape(4, 4), 3, "plain", 16, run, None)
+    del place
+    roots, choose = torch.tensor([7, 8, 9]), getattr(draft_tree, f"choose_{run}")
+    whole = choose(candidates, roots, 40)
+    for count in (2, 3, 9, 17):
+        for cut, full in zip(choose(candidates, roots, count), whole, strict=True):
+            assert torch.equal(cut, full[:, :count])
+
+
+@pytest.mark.parametrize("width", [2, 3, 5, 9, 21])
+def test_a_smaller_shape_finds_the_same_best_nodes(width: int) -> None:
+    shape = TreeShape(4, 3)
+    trees = []
+    for own in (shape, shape.within(width)):
+        _, candidates, _ = build(own, 3, "plain", 16, "reference", None)
+        trees.append(draft_tree.choose_reference(candidates, torch.tensor([7, 8, 9]), width))
+    for small, large in zip(trees[1], trees[0], strict=True):
+        assert torch.equal(small, large)

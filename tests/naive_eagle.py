@@ -1,0 +1,37 @@
+"""An EAGLE draft written out from its public files, in fp64 and with nothing kept between calls: the tests' oracle."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.tests.naive_eagle3 import NaiveEagle3
+
+
+class NaiveEagle(NaiveEagle3):
+    """`embeddings` and `head` (V, H) are the target's; features are its states after the final norm."""
+
+    attention = "layers.0.self_attn"
+
+    def __init__(self, folder: Path, embeddings: Tensor, head: Tensor) -> None:
+        self.target_ids = torch.arange(len(head))
+        super().__init__(folder, embeddings)
+        self.head = head.double()[self.target_ids]
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features.double()
+
+    def states(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+        residual, activations = self.parts(embeds, hidden)
+        return residual + activations @ self.weights["layers.0.mlp.down_proj.weight"].T
+
+    def parts(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What down_proj's output is added to (n, H), and its input (n, I)."""
+        joined = self._project(torch.cat((embeds, hidden), dim=-1), "fc")
+        x = joined + self._attention(joined)
+        inner = self._norm(x, "layers.0.post_attention_layernorm")
+        gate, up = (inner @ self.weights[f"layers.0.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        return x, gate * torch.sigmoid(gate) * up
+
+    def logits(self, states: Tensor) -> Tensor:
+        return states @ self.head.T
