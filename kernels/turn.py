@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 
@@ -83,6 +84,35 @@ def end_round_triton(
     return End(committed, roots, results)
 
 
+def store_proposal(
+    stored_tokens: Tensor, stored_parents: Tensor, rows: Tensor, tokens: Tensor, parents: Tensor
+) -> None:
+    """Writes N nodes, tokens and parents (B, N) of any integer type, to rows (B,) int64 of stored_tokens and
+    stored_parents (R, W) int32. The rows' other nodes become unused, whatever an earlier proposal left there."""
+    run = store_proposal_triton if use_triton(tokens) else store_proposal_reference
+    run(stored_tokens, stored_parents, rows, tokens, parents)
+
+
+def store_proposal_reference(
+    stored_tokens: Tensor, stored_parents: Tensor, rows: Tensor, tokens: Tensor, parents: Tensor
+) -> None:
+    unused = stored_tokens.shape[1] - tokens.shape[1]
+    for stored, nodes in ((stored_tokens, tokens), (stored_parents, parents)):
+        stored[rows] = pad(nodes.int(), (0, unused), value=-1)
+
+
+def store_proposal_triton(
+    stored_tokens: Tensor, stored_parents: Tensor, rows: Tensor, tokens: Tensor, parents: Tensor
+) -> None:
+    assert stored_tokens.is_contiguous()
+    assert stored_parents.is_contiguous()
+    (B, N), width = tokens.shape, stored_tokens.shape[1]
+    _store_proposal[(B,)](
+        stored_tokens, stored_parents, rows, tokens, parents, *tokens.stride(), *parents.stride(), N, width,
+        BLOCK=triton.next_power_of_2(width), num_warps=1, **pdl_options(rows.device),
+    )  # fmt: skip
+
+
 @triton.jit
 def _start_round(
     tokens, parents, lengths, rows, nodes, above, known, inputs, stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr
@@ -115,3 +145,18 @@ def _end_round(
     tl.store(results + request * (1 + N), count)
     tokens = tl.load(emitted + request * N + node, mask=inside, other=-1)
     tl.store(results + request * (1 + N) + 1 + node, tokens, mask=inside)
+
+
+@triton.jit(do_not_specialize=["stride", "node_stride", "parent_stride", "parent_node_stride", "N", "width"])
+def _store_proposal(
+    stored_tokens, stored_parents, rows, tokens, parents, stride, node_stride, parent_stride, parent_node_stride, N,
+    width, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    request, node = tl.program_id(0), tl.arange(0, BLOCK)
+    is_new, is_stored = node < N, node < width
+    out = tl.load(rows + request) * width + node
+    token = tl.load(tokens + request * stride + node * node_stride, mask=is_new, other=-1)
+    parent = tl.load(parents + request * parent_stride + node * parent_node_stride, mask=is_new, other=-1)
+    tl.store(stored_tokens + out, token.to(tl.int32), mask=is_stored)
+    tl.store(stored_parents + out, parent.to(tl.int32), mask=is_stored)

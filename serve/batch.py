@@ -32,8 +32,8 @@ class KVSpec(NamedTuple):
 class Proposal:
     """A drafter's question to the target."""
 
-    tokens: Tensor  # (B, N) int32 target ids; [:, 0] the last emitted token, not yet in the KV cache; unused nodes -1
-    parents: Tensor  # (B, N) int32; parents[:, 0] = -1, parents[:, i] < i; siblings distinct; best score first
+    tokens: Tensor  # (B, N) target ids; [:, 0] the last emitted token, not yet in the KV cache; unused nodes -1
+    parents: Tensor  # (B, N); parents[:, 0] = -1, parents[:, i] < i; siblings distinct; best score first
 
 
 @dataclass(frozen=True, slots=True)

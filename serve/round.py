@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from slipstream.kernels.kv import move_rows
 from slipstream.kernels.sampling import sample
-from slipstream.kernels.turn import end_round, start_round
+from slipstream.kernels.turn import end_round, start_round, store_proposal
 from slipstream.kernels.verify import ancestor_masks, unpack, verify
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
@@ -130,8 +129,5 @@ class Runner:
                 move_rows(cache, sources, slots)
 
     def _propose(self, batch: Batch, width: int) -> None:
-        """Stores `width` nodes; the row's others are unused, whatever an earlier proposal left there."""
         proposal = self.drafter.propose(batch, width)
-        unused = (0, self.state.tokens.shape[1] - width)
-        for stored, nodes in ((self.state.tokens, proposal.tokens), (self.state.parents, proposal.parents)):
-            stored[batch.rows] = pad(nodes, unused, value=-1) if unused[1] else nodes
+        store_proposal(self.state.tokens, self.state.parents, batch.rows, proposal.tokens, proposal.parents)

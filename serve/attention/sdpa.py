@@ -67,8 +67,8 @@ class Backend:
         v = values.index_select(0, pages).view(b, p * page_size, G, D).transpose(1, 2)
         group = q.shape[1] // G
         q = q.view(b, segment.count, G, group, D).permute(0, 2, 3, 1, 4)  # (b, G, Q / G, count, D)
-        # Query heads that share a KV head: on the GPU, where a prompt's bias is large, they take the batch's place for a
-        # single request; else they are stacked along the queries.
+        # Query heads that share a KV head: on the GPU, where a prompt's bias is large, they take the batch's place for
+        # a single request; else they are stacked along the queries.
         heads_as_batch = b == 1 and q.is_cuda
         if mask not in segment.biases:
             bias = self._bias(mask, segment, q.dtype)

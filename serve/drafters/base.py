@@ -1,5 +1,6 @@
 """The interface of a drafter and how one is found. A drafter is a file of this folder with a class `Drafter`."""
 
+import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -143,4 +144,12 @@ def build_options(drafter: type[Drafter], values: dict[str, Any]) -> Any:
 
 def chain_parents(batch_size: int, width: int, device: torch.device) -> Tensor:
     """(B, N) int32 parents of a chain: -1, 0, 1, ..."""
-    return (torch.arange(width, dtype=torch.int32, device=device) - 1).expand(batch_size, width)
+    return _chain_parents(width, device).expand(batch_size, width)
+
+
+@functools.cache
+def _chain_parents(width: int, device: torch.device) -> Tensor:
+    """(N,), made once: a captured round only reads it."""
+    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capture"
+    with torch.inference_mode(False):
+        return torch.arange(-1, width - 1, dtype=torch.int32, device=device)

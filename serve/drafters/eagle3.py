@@ -66,15 +66,15 @@ class Drafter(base.Drafter):
     def propose(self, batch: Batch, width: int) -> Proposal:
         assert batch.roots is not None
         sampling, hidden = batch.sampling, self.hidden[batch.rows]
-        chain = [batch.roots]
+        chain, behind = [batch.roots], [batch.lengths]  # tokens; the committed length and 0, 1, ... more
         for step in range(width - 1):
             if step:
-                self.attention.plan(batch.uniform(batch.lengths + step - 1, 1, spare=step))
+                self.attention.plan(batch.uniform(behind[step - 1], 1, spare=step))
                 hidden = self.module(self.embed(chain[-1]), hidden, self.attention)
-            draft_ids = sample(self.module.logits(hidden), batch.lengths + step + 1, sampling, self.target_ids)
+            behind.append(batch.lengths + (step + 1))
+            draft_ids = sample(self.module.logits(hidden), behind[-1], sampling, self.target_ids)
             chain.append(self.target_ids[draft_ids])
-        parents = base.chain_parents(len(batch.roots), width, batch.roots.device)
-        return Proposal(torch.stack(chain, dim=1).int(), parents)
+        return Proposal(torch.stack(chain, dim=1), base.chain_parents(len(batch.roots), width, batch.roots.device))
 
     def _observe_prefill(self, batch: Batch, features: Tensor) -> None:
         """Writes every query's KV; only the last query of a request is asked for its hidden state."""

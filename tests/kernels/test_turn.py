@@ -9,6 +9,8 @@ from slipstream.kernels.turn import (
     end_round_triton,
     start_round_reference,
     start_round_triton,
+    store_proposal_reference,
+    store_proposal_triton,
 )
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -57,3 +59,21 @@ def test_a_round_ends_with_its_tokens_committed(device: str, width: int) -> None
         assert found.roots.tolist() == [int(emitted[index, count - 1]) for index, count in enumerate(counts.tolist())]
         assert found.results.tolist() == torch.cat((counts[:, None], emitted), dim=1).tolist()
         assert [x.dtype for x in found] == [torch.int64, torch.int64, torch.int32]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("width", [1, 4, 64])
+def test_a_proposal_replaces_all_that_its_row_held(width: int, dtype: torch.dtype, device: str) -> None:
+    tokens, parents, _, rows = state(device, width)
+    rows = rows[:4]  # where row NULL is there twice, either may stay
+    nodes = torch.arange(4 * width, dtype=dtype, device=device).view(width, 4).t()
+    chain = torch.arange(-1, width - 1, dtype=dtype, device=device).expand(4, width)
+    for store in (store_proposal_triton, store_proposal_reference):
+        found = tokens.clone(), parents.clone()
+        store(*found, rows, nodes, chain)
+        for stored, before, new in zip(found, (tokens, parents), (nodes, chain), strict=True):
+            expected = before.tolist()
+            for index, row in enumerate(rows.tolist()):
+                expected[row] = [*new[index].tolist(), -1, -1]
+            assert stored.tolist() == expected
