@@ -35,8 +35,10 @@ class RoundConfig:
     """Target checkpoint."""
     draft: str = "none"
     """Draft checkpoint, measured beside none."""
-    depth: int = 3
-    """Tokens drafted per round."""
+    drafter: dict[str, Any] = field(default_factory=dict)
+    """Options of the drafter by name, such as depth."""
+    width: list[int] = field(default_factory=lambda: [4])
+    """Nodes that a round with the draft verifies, measured one after another."""
     batch: list[int] = field(default_factory=lambda: [1, 8, 32, 64])
     """Requests decoding at once."""
     prompt_len: int = 512
@@ -92,8 +94,9 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     lines: list[Measured] = []
-    for draft in dict.fromkeys(("none", config.draft)):
-        engine = build(config, draft)
+    drafted = [(config.draft, width) for width in config.width if config.draft != "none"]
+    for draft, width in [("none", 1), *drafted]:
+        engine = build(config, draft, width)
         for batch in config.batch:
             lines.append(measure(engine, config, batch, bandwidth))
             print_row(lines[-1], first=len(lines) == 1)
@@ -107,11 +110,12 @@ def main() -> None:
             file.write(text + "\n")
 
 
-def build(config: RoundConfig, draft: str) -> Engine:
+def build(config: RoundConfig, draft: str, width: int) -> Engine:
+    """An engine whose rounds all verify `width` nodes."""
     shared = ("target", "attention", "page_size", "dtype", "cuda_graph", "overlap")
     options: dict[str, Any] = {name: getattr(config, name) for name in shared}
     if draft != "none":
-        options |= {"drafter": {"depth": config.depth}, "width": config.depth + 1}
+        options |= {"drafter": config.drafter, "width": width}
         options |= {"simulate_accept_length": config.simulate_accept_length}
     length = config.prompt_len + config.new_tokens
     start = time.monotonic()
@@ -232,7 +236,7 @@ def capture_target(engine: Engine, rows: Tensor) -> torch.cuda.CUDAGraph:
 
 
 def bytes_read(engine: Engine, config: RoundConfig, batch: int) -> float:
-    """Weights and KV that a round must read at least: the target once, the draft once per drafted token."""
+    """Weights and KV that a round must read at least, in the target's pass and in each of the draft's."""
     length = config.prompt_len + config.new_tokens / 2
     return sum(weights + batch * length * kv_bytes for kv_bytes, weights in passes(engine))
 
@@ -240,15 +244,20 @@ def bytes_read(engine: Engine, config: RoundConfig, batch: int) -> float:
 def passes(engine: Engine) -> Iterator[tuple[int, int]]:
     """(KV bytes per token, bytes of weights) of the target's pass and of each of the draft's; embeddings are not read.
 
-    Only the draft's first pass fuses target states.
+    A draft without a head of its own fills a block in one pass and reads the target's head; others take a pass a token,
+    of which only the first fuses target states.
     """
     target, specs = engine.target, engine.specs
     item = next(target.parameters()).dtype
     yield bytes_per_token(specs[:1], item), sum(x.nbytes for x in target.layers.parameters()) + target.head.nbytes
     module = getattr(engine.drafter, "module", None)
-    for step in range(engine.width - 1 if module is not None else 0):
-        weights = sum(x.nbytes for name, x in module.named_parameters() if step == 0 or not name.startswith("fc."))
-        yield bytes_per_token(specs[1:], item), weights
+    if module is None or engine.width == 1:
+        return
+    weights = dict(module.named_parameters())
+    is_block = "lm_head.weight" not in weights
+    for step in range(1 if is_block else engine.width - 1):
+        read = sum(x.nbytes for name, x in weights.items() if step == 0 or not name.startswith("fc."))
+        yield bytes_per_token(specs[1:], item), read + is_block * target.head.nbytes
 
 
 def print_row(line: Measured, first: bool) -> None:

@@ -67,21 +67,12 @@ class RoundGraphs:
         self._held: tuple[list[int], int] = ([], 0)  # what self.rows holds
 
     def capture_all(self, widths: Sequence[int]) -> CaptureReport:
-        """Captures every bucket, largest first, without top-k and the like: those follow at first need.
-
-        Raises ValueError where the graphs do not fit into memory.
-        """
+        """Captures every bucket, largest first, without top-k and the like: those follow at first need."""
         gc.collect()
         start, before = time.monotonic(), torch.cuda.mem_get_info()[0]
         keys = [(size, width) for size in reversed(self.sizes) for width in sorted(widths, reverse=True)]
-        try:
-            for size, width in tqdm(keys, desc="capturing rounds", unit="graph", leave=False):
-                self._capture(size, width, "plain")
-        except torch.cuda.OutOfMemoryError as error:
-            raise ValueError(
-                f"the CUDA graphs of rounds with up to {self.sizes[-1]} requests do not fit into memory; lower "
-                "max_running or mem_fraction, or add --no-cuda-graph"
-            ) from error
+        for size, width in tqdm(keys, desc="capturing rounds", unit="graph", leave=False):
+            self._capture(size, width, "plain")
         used = before - torch.cuda.mem_get_info()[0]
         return CaptureReport(self.sizes, sorted(widths), time.monotonic() - start, used)
 
@@ -116,7 +107,17 @@ class RoundGraphs:
         return min(start.elapsed_time(end) for start, end in zip(events[1:], events[2:], strict=False))
 
     def _capture(self, size: int, width: int, mode: SamplingMode) -> None:
-        """On rows that are all null: nothing but the dump page is written."""
+        """Raises ValueError where the graph does not fit into memory."""
+        try:
+            self._capture_on_null_rows(size, width, mode)
+        except torch.cuda.OutOfMemoryError as error:
+            raise ValueError(
+                f"the CUDA graph of a round with {size} requests and {width} nodes ({mode} sampling) does not fit into "
+                "memory; lower max_running or mem_fraction, or add --no-cuda-graph"
+            ) from error
+
+    def _capture_on_null_rows(self, size: int, width: int, mode: SamplingMode) -> None:
+        """Nothing but the dump page is written."""
         torch.cuda.synchronize()  # sync
         self._held = ([], 0)
         self.rows.fill_(self.runner.state.null)

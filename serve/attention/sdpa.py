@@ -68,17 +68,22 @@ class Backend:
         v = values.index_select(0, pages).view(b, p * page_size, G, D).transpose(1, 2)
         group = q.shape[1] // G
         q = q.view(b, segment.count, G, group, D).permute(0, 2, 3, 1, 4)  # (b, G, Q / G, count, D)
-        # Query heads that share a KV head: on the GPU, where a prompt's bias is large, KV heads take the batch's place
-        # for a single request; else the heads are stacked along the queries.
+        # Query heads that share a KV head: on the GPU, where a prompt's bias is large, they take the batch's place for
+        # a single request; else they are stacked along the queries.
         heads_as_batch = b == 1 and q.is_cuda
         if (mask, window) not in segment.biases:
             bias = self._bias(mask, window, segment, q.dtype)
             segment.biases[mask, window] = bias if heads_as_batch else bias.repeat(1, 1, group, 1)
         if heads_as_batch:
-            q, k, v = q[0], *(x.transpose(0, 1).expand(-1, group, -1, -1) for x in (k, v))  # (G, Q / G, count or S, D)
+            # Not (G, Q / G, ...): where keys have head stride 0, torch's memory-efficient kernel takes a last block of
+            # one query (65 of them, 129, ...) for as many queries as there are heads, and returns nonsense.
+            q = q[0].transpose(0, 1)  # (Q / G, G, count, D)
+            k, v = k.expand(group, -1, -1, -1), v.expand(group, -1, -1, -1)
         else:
             q = q.reshape(b, G, group * segment.count, D)
         out = scaled_dot_product_attention(q, k, v, attn_mask=segment.biases[mask, window])
+        if heads_as_batch:
+            return out.permute(2, 1, 0, 3).reshape(segment.count, G * group, D)
         out = out.view(b, G, group, segment.count, D).permute(0, 3, 1, 2, 4)
         return out.reshape(b * segment.count, G * group, D)
 

@@ -42,6 +42,8 @@ def check(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", SMALL)
 @pytest.mark.parametrize("tiling", [*TILINGS, None])
 def test_small(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    if tiling is None and dtype == torch.float32 and device == "cuda":
+        pytest.skip("the default tilings are for weights of 16 bits; of 32 they do not fit into shared memory")
     x, weight, bias = random(*shape, dtype, device)
     for own_bias in (None, bias):
         with poisoned():
@@ -56,6 +58,8 @@ def test_small(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.
 @pytest.mark.parametrize("shape", SMALL)
 @pytest.mark.parametrize("tiling", [TILINGS[0], Tiling(32, 32, 1), None])
 def test_small_gated(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    if tiling is None and dtype == torch.float32 and device == "cuda":
+        pytest.skip("the default tilings are for weights of 16 bits; of 32 they do not fit into shared memory")
     rows, outputs, inputs = shape
     x, weight, _ = random(rows, 2 * outputs, inputs, dtype, device)
     with poisoned():

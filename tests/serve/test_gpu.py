@@ -125,6 +125,13 @@ def test_aborts_under_graphs(target: Path, draft: Path) -> None:
         assert answers[name].finish_reason == "abort" or answers[name].tokens == tokens
 
 
+def test_prompts_of_every_length(target: Path) -> None:
+    """Also those whose last block of queries has one: 65, 129 (serve/attention/sdpa.py)."""
+    lengths = [*range(1, 20), 33, *range(63, 67), *range(95, 99), *range(127, 131)]
+    requests = [make_request(str(length), random_prompt(length, length), max_tokens=2) for length in lengths]
+    assert tokens_of(run(on_gpu(target, max_running=1), requests)) == on_cpu(target, requests)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_runs_to_the_end(dtype: str, target: Path, draft: Path) -> None:
     for answer in run(on_gpu(target, draft, dtype=dtype), requests_of({"temperature": 1.0})).values():
