@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.head_topk import MAX_K, NO_ORDER, rank_column, score_order, score_rank
+from slipstream.kernels.head_topk import MAX_K, rank_column, score_order, score_rank
 from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 from slipstream.kernels.sampling import NO_SCORE
 
@@ -82,9 +82,15 @@ class Place(NamedTuple):
 
 
 def grow(
-    candidates: Candidates, frontier: Frontier | None, values: Tensor, columns: Tensor, ids: Tensor | None, place: Place,
-    level: int, is_last: bool,
-) -> Frontier | None:  # fmt: skip
+    candidates: Candidates,
+    frontier: Frontier | None,
+    values: Tensor,
+    columns: Tensor,
+    ids: Tensor | None,
+    place: Place,
+    level: int,
+    is_last: bool,
+) -> Frontier | None:
     """Enters the children of a frontier, None for the root's, and returns the next frontier unless `is_last`.
 
     values, columns (B * n, k) from `head_topk`: log-probabilities and columns, best first; ids (Vd,) int64 the target
@@ -95,9 +101,15 @@ def grow(
 
 
 def grow_reference(
-    candidates: Candidates, frontier: Frontier | None, values: Tensor, columns: Tensor, ids: Tensor | None, place: Place,
-    level: int, is_last: bool,
-) -> Frontier | None:  # fmt: skip
+    candidates: Candidates,
+    frontier: Frontier | None,
+    values: Tensor,
+    columns: Tensor,
+    ids: Tensor | None,
+    place: Place,
+    level: int,
+    is_last: bool,
+) -> Frontier | None:
     B, k, device = len(place.rows), values.shape[1], values.device
     n, first = (1, 0) if frontier is None else (k, k + (level - 1) * k * k)
     above = values.new_zeros(B, 1) if frontier is None else frontier.scores
@@ -128,9 +140,15 @@ def grow_reference(
 
 
 def grow_triton(
-    candidates: Candidates, frontier: Frontier | None, values: Tensor, columns: Tensor, ids: Tensor | None, place: Place,
-    level: int, is_last: bool,
-) -> Frontier | None:  # fmt: skip
+    candidates: Candidates,
+    frontier: Frontier | None,
+    values: Tensor,
+    columns: Tensor,
+    ids: Tensor | None,
+    place: Place,
+    level: int,
+    is_last: bool,
+) -> Frontier | None:
     """One launch, a program per request."""
     B, k, device = len(place.rows), values.shape[1], values.device
     assert k <= MAX_K
@@ -224,24 +242,23 @@ def _grow(
     tl.store(all_tokens + out, tokens.to(tl.int32), mask=inside)
     tl.store(all_parents + out, nodes, mask=inside)
 
-    if scores_ptr is None:
-        return
-    place = _best_first(scores, inside, index, k, BLOCK)
-    kept, out = inside & (place < k), request * k + place
-    number = level * k + place
-    length = tl.load(lengths_ptr + request)
-    behind = length + number
-    page = tl.load(pages_ptr + tl.load(rows_ptr + request) * table_width + behind // page_size, mask=kept, other=0)
-    own = tl.full((BLOCK,), 1, tl.int64) << (number & 63).to(tl.int64)
-    depth = length + level + tl.zeros((BLOCK,), tl.int64)
-    tl.store(scores_ptr + out, scores, mask=kept)
-    tl.store(nodes_ptr + out, first + index, mask=kept)
-    tl.store(ancestors_ptr + out, ancestors | own, mask=kept)
-    tl.store(tokens_ptr + out, tokens, mask=kept)
-    tl.store(sources_ptr + out, (request * n + parent).to(tl.int64), mask=kept)
-    tl.store(positions_ptr + out, depth, mask=kept)
-    tl.store(sampled_at_ptr + out, depth + 2, mask=kept)
-    tl.store(slots_ptr + out, page * page_size + behind % page_size, mask=kept)
+    if scores_ptr is not None:
+        place = _best_first(scores, inside, index, k, BLOCK)
+        kept, out = inside & (place < k), request * k + place
+        number = level * k + place
+        length = tl.load(lengths_ptr + request)
+        behind = length + number
+        page = tl.load(pages_ptr + tl.load(rows_ptr + request) * table_width + behind // page_size, mask=kept, other=0)
+        own = tl.full((BLOCK,), 1, tl.int64) << (number & 63).to(tl.int64)
+        depth = length + level + tl.zeros((BLOCK,), tl.int64)
+        tl.store(scores_ptr + out, scores, mask=kept)
+        tl.store(nodes_ptr + out, first + index, mask=kept)
+        tl.store(ancestors_ptr + out, ancestors | own, mask=kept)
+        tl.store(tokens_ptr + out, tokens, mask=kept)
+        tl.store(sources_ptr + out, (request * n + parent).to(tl.int64), mask=kept)
+        tl.store(positions_ptr + out, depth, mask=kept)
+        tl.store(sampled_at_ptr + out, depth + 2, mask=kept)
+        tl.store(slots_ptr + out, page * page_size + behind % page_size, mask=kept)
 
 
 @triton.jit(do_not_specialize=["P", "count"])

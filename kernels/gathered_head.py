@@ -19,7 +19,7 @@ from slipstream.kernels.arrivals import arrival_counters
 from slipstream.kernels.head_topk import MAX_K, empty_topk, merge_blocks, perturbed_topk
 from slipstream.kernels.launch import pdl_options
 from slipstream.kernels.linear import few_on_gpu, linear
-from slipstream.kernels.sampling import Sampling, _best_ranks, sample
+from slipstream.kernels.sampling import Sampling, best_ranks, sample
 from slipstream.kernels.skinny import Tiling
 
 MOST_ROWS = 64  # of one program
@@ -104,7 +104,7 @@ def head_sample_triton(
     """Without filters. One launch."""
     out = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
     if len(hidden):
-        rows = _best_ranks(hidden.device), arrival_counters(hidden.device), out
+        rows = best_ranks(hidden.device), arrival_counters(hidden.device), out
         _launch_fused(gathered_head_kernel.head_sample_kernel, head, hidden, positions, sampling, rows, tiling)
     return out
 

@@ -10,9 +10,17 @@ import triton.language as tl
 
 from slipstream.kernels.arrivals import arrives_last
 from slipstream.kernels.filter_search import parameter_entry
-from slipstream.kernels.head_topk import NO_ORDER, merge_topk, rank_column, score_order, score_rank
+from slipstream.kernels.head_topk import merge_topk
 from slipstream.kernels.launch import wait_for_inputs
-from slipstream.kernels.sampling import NO_SCORE, bits_to_gumbel, row_noise_bits
+from slipstream.kernels.sampling import (
+    NO_ORDER,
+    NO_SCORE,
+    bits_to_gumbel,
+    rank_column,
+    row_noise_bits,
+    score_order,
+    score_rank,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_outputs"])

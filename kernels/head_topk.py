@@ -13,14 +13,20 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.arrivals import MAX_ROWS, arrival_counters, arrives_last
-from slipstream.kernels.filter_search import parameter_entry, scale
-from slipstream.kernels.filters import filter_logits, filter_thresholds_triton
+from slipstream.kernels.filters import filter_thresholds_triton
 from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
-from slipstream.kernels.sampling import NO_SCORE, Sampling, bits_to_gumbel, gumbel, row_noise_bits
+from slipstream.kernels.sampling import (
+    NO_SCORE,
+    Sampling,
+    load_scores,
+    perturbed,
+    rank_column,
+    score_order,
+    score_rank,
+)
 
 MAX_K = 16
 TILE = 2048  # columns of one program
-NO_ORDER = tl.constexpr(-(2**31))  # below every score's order
 
 
 def perturbed_topk(
@@ -38,25 +44,9 @@ def perturbed_topk(
 def perturbed_topk_reference(
     logits: Tensor, k: int, positions: Tensor, sampling: Sampling, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    scores = perturbed(logits, positions, sampling, ids)
+    scores = perturbed(logits, positions, sampling, ids).float()
     best = scores.sort(dim=-1, descending=True, stable=True)
     return best.values[:, :k] - scores.logsumexp(dim=-1, keepdim=True), best.indices[:, :k]
-
-
-def perturbed(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None) -> Tensor:
-    """The scores (R, V) fp32."""
-    logits = logits.float()
-    if sampling.temperature is None:
-        return logits
-    sampling = sampling.by_row()
-    assert sampling.temperature is not None
-    temperature = sampling.temperature[:, None]
-    if sampling.filters is not None:
-        scaled = filter_logits(logits / temperature.clamp(min=1e-6), sampling.filters)
-        logits = logits.masked_fill((scaled == -torch.inf) & (temperature > 0), -torch.inf)
-    if ids is None:
-        ids = torch.arange(logits.shape[-1], device=logits.device)
-    return logits + temperature * gumbel(sampling.keys, positions, ids)
 
 
 def perturbed_topk_triton(
@@ -97,24 +87,6 @@ def merge_blocks(tiles: int, k: int) -> dict[str, int]:
 
 
 @triton.jit
-def score_order(scores):
-    """Integers in the order of the fp32 scores: those of -0 and 0 are equal."""
-    order = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
-    return tl.where(order < 0, order ^ 0x7FFFFFFF, order)
-
-
-@triton.jit
-def score_rank(order, column):
-    """A score's order above, 2^31 - 1 - column below, int64: the largest is the first of the best."""
-    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - column)
-
-
-@triton.jit
-def rank_column(rank):
-    return 0x7FFFFFFF - (rank & 0x7FFFFFFF)
-
-
-@triton.jit
 def _rank_score(rank):
     order = (rank >> 32).to(tl.int32)
     return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
@@ -129,20 +101,10 @@ def _perturbed_topk(
     wait_for_inputs(PDL)
     row, tile = tl.program_id(0), tl.program_id(1)
     columns = tile * TILE + tl.arange(0, TILE)
-    mask = columns < V
-    scores = tl.load(logits_ptr + row.to(tl.int64) * stride + columns, mask=mask, other=float("-inf")).to(tl.float32)
-    if temperature_ptr is not None:
-        entry = parameter_entry(row, rows_ptr, repeats)
-        temperature = tl.load(temperature_ptr + entry)
-        if temperature > 0.0:
-            if thresholds_ptr is not None:
-                threshold = tl.load(thresholds_ptr + row)
-                if threshold > float("-inf"):
-                    scores = tl.where(scale(scores, temperature) < threshold, float("-inf"), scores)
-            ids = columns if ids_ptr is None else tl.load(ids_ptr + columns, mask=mask, other=0)
-            bits = row_noise_bits(tl.load(keys_ptr + entry), tl.load(positions_ptr + row), ids)
-            scores += temperature * bits_to_gumbel(bits)
-
+    scores = load_scores(
+        logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, thresholds_ptr, ids_ptr,
+        row, columns, stride, V, repeats,
+    )  # fmt: skip
     peak = tl.max(scores, axis=0)
     place = row.to(tl.int64) * tiles + tile
     tl.store(sums_ptr + place * 2, peak)

@@ -25,6 +25,7 @@ from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 MASK32 = 0xFFFFFFFF
 TILE = 2048  # columns of one program
 NO_SCORE = tl.constexpr(-(2**63))  # below every score's rank
+NO_ORDER = tl.constexpr(-(2**31))  # below every score's order
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +84,24 @@ def sample(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | 
 
 
 def sample_reference(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> Tensor:
+    return perturbed(logits, positions, sampling, ids).argmax(dim=-1)
+
+
+def perturbed(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> Tensor:
+    """The scores mask(logits) + T * gumbel, (R, V), whose best is the sample. Greedy rows have neither; fp32 but for
+    logits that are returned as they are."""
     if sampling.temperature is None:
-        return logits.argmax(dim=-1)
+        return logits
     sampling = sampling.by_row()
     assert sampling.temperature is not None
     temperature = sampling.temperature[:, None]
     logits = logits.float()
     if sampling.filters is not None:
         scaled = filter_logits(logits / temperature.clamp(min=1e-6), sampling.filters)
-        logits = logits.masked_fill(scaled == -torch.inf, -torch.inf)
+        logits = logits.masked_fill((scaled == -torch.inf) & (temperature > 0), -torch.inf)
     if ids is None:
         ids = torch.arange(logits.shape[-1], device=logits.device)
-    return (logits + temperature * gumbel(sampling.keys, positions, ids)).argmax(dim=-1)
+    return logits + temperature * gumbel(sampling.keys, positions, ids)
 
 
 def sample_triton(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> Tensor:
@@ -102,7 +109,6 @@ def sample_triton(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Te
     R, V = logits.shape
     assert R <= MAX_ROWS
     assert logits.stride(1) == 1
-    noisy = sampling.temperature is not None
     thresholds = None
     if sampling.temperature is not None and sampling.filters is not None:
         entries = sampling.temperature, sampling.filters, sampling.rows, sampling.repeats
@@ -112,15 +118,15 @@ def sample_triton(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Te
         tiles = triton.cdiv(V, TILE)
         _sample[(R, tiles)](
             logits, positions, sampling.keys, sampling.temperature, sampling.rows, thresholds, ids,
-            _best_ranks(logits.device), arrival_counters(logits.device), out,
+            best_ranks(logits.device), arrival_counters(logits.device), out,
             logits.stride(0), V, sampling.repeats, tiles,
-            NOISY=noisy, TILE=TILE, num_warps=8, **pdl_options(logits.device),
+            TILE=TILE, num_warps=8, **pdl_options(logits.device),
         )  # fmt: skip
     return out
 
 
 @functools.cache
-def _best_ranks(device: torch.device) -> Tensor:
+def best_ranks(device: torch.device) -> Tensor:
     """(MAX_ROWS,) int64, NO_SCORE between launches, which follow each other on one stream."""
     assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capture"
     return torch.full((MAX_ROWS,), NO_SCORE.value, dtype=torch.int64, device=device)
@@ -158,18 +164,33 @@ def bits_to_gumbel(bits):
     return -tl.log(((rest - 1.0) + complement) / rest - tl.log(rest))
 
 
-@triton.jit(do_not_specialize=["repeats"])
-def _sample(
+@triton.jit
+def score_order(scores):
+    """Integers in the order of the fp32 scores: those of -0 and 0 are equal."""
+    order = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order)
+
+
+@triton.jit
+def score_rank(order, column):
+    """A score's order above, 2^31 - 1 - column below, int64: the largest is the first of the best."""
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - column)
+
+
+@triton.jit
+def rank_column(rank):
+    return 0x7FFFFFFF - (rank & 0x7FFFFFFF)
+
+
+@triton.jit
+def load_scores(
     logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, thresholds_ptr, ids_ptr,
-    best_ptr, counters_ptr, out_ptr, stride, V, repeats, tiles, NOISY: tl.constexpr, TILE: tl.constexpr,
-    PDL: tl.constexpr,
+    row, columns, stride, V, repeats,
 ):  # fmt: skip
-    """A score's rank: its bits in ascending order above, 2^31 - 1 - column below; the largest is the first best."""
-    wait_for_inputs(PDL)
-    row, columns = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    """Scores of some columns of a row; -inf beyond its last one."""
     mask = columns < V
     scores = tl.load(logits_ptr + row.to(tl.int64) * stride + columns, mask=mask, other=float("-inf")).to(tl.float32)
-    if NOISY:
+    if temperature_ptr is not None:
         entry = parameter_entry(row, rows_ptr, repeats)
         temperature = tl.load(temperature_ptr + entry)
         if temperature > 0.0:
@@ -180,10 +201,22 @@ def _sample(
             ids = columns if ids_ptr is None else tl.load(ids_ptr + columns, mask=mask, other=0)
             bits = row_noise_bits(tl.load(keys_ptr + entry), tl.load(positions_ptr + row), ids)
             scores += temperature * bits_to_gumbel(bits)
-    order = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0 ties with 0
-    order = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.int64)
-    rank = tl.max(tl.where(mask, (order << 32) | (0x7FFFFFFF - columns), NO_SCORE), axis=0)
+    return scores
+
+
+@triton.jit(do_not_specialize=["repeats"])
+def _sample(
+    logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, thresholds_ptr, ids_ptr,
+    best_ptr, counters_ptr, out_ptr, stride, V, repeats, tiles, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    row, columns = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    scores = load_scores(
+        logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, thresholds_ptr, ids_ptr,
+        row, columns, stride, V, repeats,
+    )  # fmt: skip
+    rank = tl.max(score_rank(score_order(scores), columns), axis=0)
     tl.atomic_max(best_ptr + row, rank, sem="relaxed")
     if arrives_last(counters_ptr + row, tiles):
         best = tl.atomic_xchg(best_ptr + row, NO_SCORE, sem="relaxed")
-        tl.store(out_ptr + row, 0x7FFFFFFF - (best & 0x7FFFFFFF))
+        tl.store(out_ptr + row, rank_column(best))

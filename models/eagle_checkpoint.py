@@ -1,8 +1,8 @@
 """EAGLE checkpoints on disk: the public config.json fields and key names, ours beside them.
 
-    fc.weight, fc.bias                     (H, 2 * H), (H): reads [embedding ; feature]; the bias is a config field
-    layers.0.self_attn.*, layers.0.mlp.*, layers.0.post_attention_layernorm.weight
-    embed_tokens.weight                    a copy of the target's, in other trainers' files; not read
+fc.weight, fc.bias                     (H, 2 * H), (H): reads [embedding ; feature]; the bias is a config field
+layers.0.self_attn.*, layers.0.mlp.*, layers.0.post_attention_layernorm.weight
+embed_tokens.weight                    a copy of the target's, in other trainers' files; not read
 """
 
 from collections.abc import Mapping

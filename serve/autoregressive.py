@@ -40,8 +40,8 @@ class TreeOptions:
             raise ValueError(f"drafter.topk is {self.topk}; it must be between 1 and {MAX_K}")
         if self.topk > 1 and self.shape.expanded > MAX_NODES:
             raise ValueError(
-                f"drafter.topk is {self.topk} and drafter.depth {self.depth}: {self.shape.expanded} tokens to continue, "
-                f"topk * (depth - 1), and {MAX_NODES} at most can be; lower one of them"
+                f"drafter.topk is {self.topk} and drafter.depth {self.depth}: that is {self.shape.expanded} tokens to "
+                f"continue, topk * (depth - 1), and {MAX_NODES} at most can be; lower one of them"
             )
         if self.nodes is not None and not 2 <= self.nodes <= self.most_nodes:
             raise ValueError(

@@ -158,6 +158,13 @@ def test_any_width_and_page_size_changes_no_token(
     assert tokens_of(run(engine, requests)) == tokens_of(run(build_engine(target), requests))
 
 
+def test_trees_on_the_kernels_backend(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
+    """On the CPU its references run."""
+    target, draft, options = make_target("llama"), make_draft("llama", "eagle"), {"depth": 3, "topk": 3, "nodes": 9}
+    engine = build_engine(target, draft, drafter=options, attention="prefill=sdpa,verify=triton,draft=triton")
+    run_checked(engine, Oracle(target, draft), requests_at(0.8), TreeOptions(**options))
+
+
 def test_the_widths_and_scratch_of_a_tree() -> None:
     shape = TreeOptions(depth=3, topk=4).shape
     assert (shape.candidates, shape.expanded) == (36, 8)

@@ -91,8 +91,15 @@ def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("drafter", "options"),
-    [("none", {}), ("draft", {}), ("draft", {"ngram_first": 2}), ("ngram", {"nodes": 9})],
-    ids=["none", "eagle3", "mixed", "ngram"],
+    [
+        ("none", {}),
+        ("draft", {}),
+        ("draft", {"depth": 3, "topk": 3, "nodes": 8}),
+        ("draft", {"ngram_first": 2}),
+        ("draft", {"ngram_first": 2, "topk": 2, "nodes": 6}),
+        ("ngram", {"nodes": 9}),
+    ],
+    ids=["none", "eagle3", "eagle3 tree", "mixed", "mixed tree", "ngram"],
 )
 def test_mixed_traffic_with_aborts_and_preemption(
     drafter: str, options: dict[str, Any], target: Path, draft: Path
