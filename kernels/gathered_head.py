@@ -24,6 +24,7 @@ from slipstream.kernels.skinny import Tiling
 
 MOST_ROWS = 64  # of one program
 FUSED_ROWS = 32  # beyond them what follows the product costs the fused kernels too many registers
+FUSED_OUTPUTS = 2**16  # of a head in one piece: below it the library and one more kernel are faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,8 @@ def _fits_kernel(hidden: Tensor, weight: Tensor) -> bool:
 
 def _fits_fused(head: DraftHead, hidden: Tensor, sampling: Sampling) -> bool:
     plain = sampling.temperature is None or sampling.filters is None
-    return plain and len(hidden) <= FUSED_ROWS and _fits_kernel(hidden, head.weight)
+    pays = head.gathered or head.size >= FUSED_OUTPUTS
+    return plain and pays and len(hidden) <= FUSED_ROWS and _fits_kernel(hidden, head.weight)
 
 
 def _launch_fused(
