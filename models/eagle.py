@@ -5,7 +5,6 @@ its output is a guess of the feature of t + 1, which the target's own head turns
 and head are the target's, so callers bring them. The same module trains and serves: attention arrives as an object.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,22 +117,6 @@ class Eagle(nn.Module):
         layer = self.layers[0]
         assert isinstance(layer, EagleLayer)
         return layer
-
-    @torch.no_grad()
-    def init_from_target(self, mlp: Mapping[str, Tensor]) -> None:
-        """Starts with the target's last MLP, gate_proj and up_proj (I, H) and down_proj (H, I); fc passes the feature
-        on, and what the embedding adds begins at a tenth of its random weights."""
-        own, size = self.layer.mlp, self.config.hidden_size
-        if self.config.intermediate_size != len(mlp["gate_proj"]):
-            raise ValueError(
-                f"init_from_target needs an MLP as wide as the target's: intermediate_size is "
-                f"{self.config.intermediate_size} against {len(mlp['gate_proj'])}; change it or switch "
-                "init_from_target off"
-            )
-        own.gate_up_proj.weight.copy_(torch.cat((mlp["gate_proj"], mlp["up_proj"])))
-        own.down_proj.weight.copy_(mlp["down_proj"])
-        self.fc.weight[:, :size].mul_(0.1)
-        self.fc.weight[:, size:].copy_(torch.eye(size))
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target states (..., H) as `forward` reads them: as they are."""

@@ -39,7 +39,9 @@ class DecoderLayer(nn.Module):
 
 
 class Target(nn.Module):
-    """Attributes: `config`; `embed_tokens.weight` (V, H) and `head` (V, H), which drafters share."""
+    """Attributes: `config`; `path`, its folder; `embed_tokens.weight` and `head` (V, H), which drafters share."""
+
+    path: Path | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -103,4 +105,5 @@ def load_target(path: Path, config: ModelConfig, dtype: torch.dtype, device: tor
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     load_strict(target, fuse(tensors), path)
+    target.path = path
     return target.eval().requires_grad_(False)

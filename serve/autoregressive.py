@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.draft_tree import MAX_NODES, Candidates, Frontier, Place, TreeShape, choose, grow
-from slipstream.kernels.gathered_head import DraftHead, head_sample, head_topk
+from slipstream.kernels.gathered_head import head_sample, head_topk
 from slipstream.kernels.head_topk import MAX_K
 from slipstream.models.layers import Attention, Mask
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, KVSpec, Proposal, Rows, Verdict
+from slipstream.serve.draft_vocabulary import DraftVocabulary
 from slipstream.serve.drafters import base
 
 DEFAULT_NODES = 16  # of a tree
@@ -78,10 +79,12 @@ class AutoregressiveDrafter(base.Drafter):
     Options = TreeOptions
     lookahead = 1
 
-    def __init__(self, module: Network, head: DraftHead, options: TreeOptions) -> None:
-        if options.topk > head.size:
-            raise ValueError(f"drafter.topk is {options.topk}; the draft has {head.size} tokens to choose from")
-        self.module, self.head = module, head
+    def __init__(self, module: Network, vocabulary: DraftVocabulary, options: TreeOptions) -> None:
+        if options.topk > vocabulary.head.size:
+            raise ValueError(
+                f"drafter.topk is {options.topk}; the draft has {vocabulary.head.size} tokens to choose from"
+            )
+        self.module, self.vocabulary, self.head = module, vocabulary, vocabulary.head
         self.shape = options.shape
         self.branches = options.topk > 1
         self.feature_layers = module.config.feature_layers
@@ -108,6 +111,7 @@ class AutoregressiveDrafter(base.Drafter):
 
     def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:
         assert features is not None
+        self.vocabulary.observe(batch, verdict)
         if verdict is None:
             self._observe_prefill(batch, features)
         else:
@@ -128,7 +132,7 @@ class AutoregressiveDrafter(base.Drafter):
                 hidden = self.module(self.embed(chain[-1]), hidden, self.attention)
             behind.append(batch.lengths + (step + 1))
             columns = head_sample(self.head, self.head_input(hidden), behind[-1], sampling)
-            chain.append(columns if self.head.ids is None else self.head.ids[columns])
+            chain.append(self.vocabulary.target_ids(columns))
         return Proposal(torch.stack(chain, dim=1), base.chain_parents(len(batch.roots), width, batch.roots.device))
 
     def _propose_tree(self, batch: Batch, width: int) -> Proposal:

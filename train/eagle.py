@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -24,6 +25,7 @@ from slipstream.train.block_loss import best_rows
 from slipstream.train.draft_setup import DraftRunOptions, TargetFiles, run_program
 from slipstream.train.eagle3 import token_at
 from slipstream.train.feature_loss import distillation_loss, regression_losses
+from slipstream.train.feature_source import target_states
 from slipstream.train.training import DraftTraining, Metrics
 from slipstream.train.ttt import Rows, TTTAttention, find_rows
 
@@ -38,8 +40,6 @@ class DraftOptions:
     """width of the draft's MLP; default: the target's"""
     bias: bool = True
     """whether fc has one: EAGLE's drafts do, those for Llama 3 do not"""
-    init_from_target: bool = True
-    """start with the target's last MLP, and pass the feature through"""
     feature_weight: float = 1.0
     """weight of the smooth L1 loss on features"""
     token_weight: float = 0.1
@@ -131,7 +131,7 @@ class EagleTraining(DraftTraining):
         device = self.head.device
         rows = find_rows(batch, num_steps).to(device)
         tokens = batch.tokens.to(device)
-        _, features = self.target.features(tokens, batch.positions.to(device))
+        _, features = target_states(self.target, batch, device)
         return rows, tokens.flatten(), features.flatten(0, 1)
 
     def noise(self, batch: Batch) -> Tensor:
@@ -140,7 +140,8 @@ class EagleTraining(DraftTraining):
         shape, device = (batch.tokens.shape[1], self.head.shape[1]), self.head.device
         generator, noise = torch.Generator(device), []
         for number in batch.numbers.tolist():
-            generator.manual_seed((self.seed << 40) + number)
+            (state,) = np.random.SeedSequence((self.seed, number)).generate_state(1)  # 32 bits: all that count
+            generator.manual_seed(int(state))
             noise.append(torch.rand(shape, generator=generator, device=device) - 0.5)
         return torch.stack(noise) * scale.to(device).unsqueeze(-1)
 
@@ -172,8 +173,6 @@ def document_lengths(documents: Tensor) -> Tensor:
 def build(options: EagleOptions, files: TargetFiles, accelerator: Accelerator) -> tuple[EagleTraining, Eagle]:
     draft = build_draft(options.draft, files)
     target = files.freeze(draft.config.feature_layers, accelerator.device)
-    if options.draft.init_from_target:
-        draft.init_from_target(target.initial_weights()[2])
     num_positions = options.data.max_length + max(options.draft.ttt_steps, options.evaluation.depth)
     rope = RotaryEmbedding(files.config.rope, draft.config.head_dim, num_positions).to(accelerator.device)
     return EagleTraining(draft, target, rope, options.draft, options.evaluation.depth, options.seed), draft

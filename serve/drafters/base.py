@@ -12,21 +12,10 @@ import torch
 from torch import Tensor
 
 from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
+from slipstream.models.drafter_names import drafter_of
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, HostProposal, KVSpec, Proposal, Rows, Verdict
-
-# `architectures` entries of other trainers' checkpoints, which do not name our drafter.
-FOREIGN_ARCHITECTURES = {
-    "LlamaForCausalLMEagle3": "eagle3",
-    "Eagle3LlamaForCausalLM": "eagle3",
-    "LlamaForCausalLMEagle": "eagle",
-    "EagleLlamaForCausalLM": "eagle",
-    "Qwen2ForCausalLMEagle": "eagle",
-    "DFlashDraftModel": "dflash",
-    "DFlashSpeculator": "dflash",
-    "Qwen3DSparkModel": "dflash",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +117,7 @@ def load_drafter(draft: str, values: dict[str, Any], target: Target) -> Drafter:
 def drafter_name(draft: str) -> str:
     if not is_checkpoint(draft):
         return draft
-    config = read_json(resolve(draft) / "config.json")
-    if "drafter" in config:
-        return str(config["drafter"])
-    architecture = (config.get("architectures") or ["(none)"])[0]
-    if architecture == "LlamaForCausalLM" and config.get("num_hidden_layers") == 1:  # EAGLE's authors name no draft
-        return "eagle3" if "draft_vocab_size" in config else "eagle"
-    if architecture not in FOREIGN_ARCHITECTURES:
-        raise ValueError(
-            f"draft {draft} has architecture {architecture}; known drafts: {', '.join(FOREIGN_ARCHITECTURES)}"
-        )
-    return FOREIGN_ARCHITECTURES[architecture]
+    return drafter_of(read_json(resolve(draft) / "config.json"), draft)
 
 
 def build_options(drafter: type[Drafter], values: dict[str, Any]) -> Any:

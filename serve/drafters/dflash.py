@@ -10,27 +10,29 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.context_kv import store_context
+from slipstream.kernels.gathered_head import head_sample
 from slipstream.kernels.linear import linear
-from slipstream.kernels.sampling import sample
 from slipstream.models.checkpoint import resolve
 from slipstream.models.dflash import DFlash
 from slipstream.models.dflash_checkpoint import load_dflash
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, KVSpec, Proposal, Rows, Verdict
+from slipstream.serve.draft_vocabulary import DraftVocabulary, TokenMapOptions, target_vocabulary
 from slipstream.serve.drafters import base
 
 MAX_BLOCK = 64  # nodes that our attention kernel takes
 
 
 @dataclass(frozen=True, slots=True)
-class DFlashOptions:
+class DFlashOptions(TokenMapOptions):
     block: int | None = None
     """Most nodes that the target verifies: tokens drafted per round + 1. Default: what the draft was trained on."""
     full_block: bool = False
     """Draft the whole block also where a round takes fewer tokens of it."""
 
     def __post_init__(self) -> None:
+        TokenMapOptions.__post_init__(self)
         if self.block is not None and not 2 <= self.block <= MAX_BLOCK:
             raise ValueError(f"drafter.block is {self.block}; it must be between 2 and {MAX_BLOCK}")
 
@@ -38,12 +40,9 @@ class DFlashOptions:
 class Drafter(base.Drafter):
     Options = DFlashOptions
 
-    def __init__(self, module: DFlash, head: Tensor, options: DFlashOptions) -> None:
-        """head (V, H): the target's."""
+    def __init__(self, module: DFlash, vocabulary: DraftVocabulary, options: DFlashOptions) -> None:
         config = module.config
-        self.module, self.context = module, module.stack_context()
-        self.target_ids = module.target_ids
-        self.head = head if self.target_ids is None else head[self.target_ids]
+        self.module, self.context, self.vocabulary = module, module.stack_context(), vocabulary
         self.first_slot = 0 if config.sample_from_anchor else 1  # slot of a block that drafts the first token
         trained = config.block_size + 1 - self.first_slot
         if options.block is not None and options.block > trained:
@@ -62,7 +61,7 @@ class Drafter(base.Drafter):
         weight = target.embed_tokens.weight
         shared = {"embed_tokens.weight": weight, "lm_head.weight": target.head}
         module = load_dflash(resolve(draft), target.config, weight.dtype, weight.device, shared)
-        return cls(module, target.head, options)
+        return cls(module, target_vocabulary(target, module.target_ids, options), options)
 
     def scratch(self, width: int) -> int:
         return self._slots(width) if width > 1 else 0
@@ -74,6 +73,7 @@ class Drafter(base.Drafter):
     def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:
         """Stores the KV of all rows. Of a round, those beyond the accepted ones are overwritten by the next."""
         assert features is not None
+        self.vocabulary.observe(batch, verdict)
         context = self.module.fuse(features)
         if verdict is not None and batch.ancestors is not None:  # a tree: accepted nodes follow the committed tokens
             (B, N), nodes = verdict.nodes.shape, verdict.nodes.clamp(min=0).long()
@@ -96,9 +96,8 @@ class Drafter(base.Drafter):
         drafting = slice(self.first_slot, self.first_slot + width - 1)
         hidden, own = (x.unflatten(0, (B, slots))[:, drafting].flatten(0, 1) for x in (hidden, block.positions))
         positions = own if self.first_slot else own + 1  # of the tokens that are drafted
-        drafted = sample(linear(hidden, self.head), positions, batch.sampling.repeat(width - 1), self.target_ids)
-        if self.target_ids is not None:
-            drafted = self.target_ids[drafted]
+        columns = head_sample(self.vocabulary.head, hidden, positions, batch.sampling.repeat(width - 1))
+        drafted = self.vocabulary.target_ids(columns)
         return Proposal(torch.cat((roots[:, None], drafted.view(B, width - 1)), dim=1), parents)
 
     def _slots(self, width: int) -> int:

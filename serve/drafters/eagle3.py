@@ -10,11 +10,21 @@ from slipstream.models.eagle3 import Eagle3
 from slipstream.models.eagle3_checkpoint import load_eagle3
 from slipstream.models.target import Target
 from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
+from slipstream.serve.draft_vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Options(TreeOptions):
-    """Those of every draft tree."""
+    token_map: str | None = None
+    """Not for EAGLE3 drafts, which have a vocabulary and a head of their own."""
+
+    def __post_init__(self) -> None:
+        TreeOptions.__post_init__(self)
+        if self.token_map is not None:
+            raise ValueError(
+                f"drafter.token_map is {self.token_map}; an EAGLE3 draft has a vocabulary of its own (d2t) and a head "
+                "for it: train it with --draft.vocabulary instead"
+            )
 
 
 class Drafter(AutoregressiveDrafter):
@@ -22,7 +32,7 @@ class Drafter(AutoregressiveDrafter):
     module: Eagle3
 
     def __init__(self, module: Eagle3, options: Eagle3Options) -> None:
-        super().__init__(module, DraftHead(module.lm_head.weight, module.target_ids), options)
+        super().__init__(module, DraftVocabulary(DraftHead(module.lm_head.weight, module.target_ids)), options)
 
     @classmethod
     def load(cls, draft: str, options: Eagle3Options, target: Target) -> "Drafter":

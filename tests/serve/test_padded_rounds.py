@@ -94,7 +94,7 @@ def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("none", {}),
         ("draft", {}),
-        ("draft", {"depth": 3, "topk": 3, "nodes": 8}),
+        ("draft", {"depth": 4, "topk": 2, "nodes": 8}),
         ("draft", {"ngram_first": 2}),
         ("draft", {"ngram_first": 2, "topk": 2, "nodes": 6}),
         ("ngram", {"nodes": 9}),

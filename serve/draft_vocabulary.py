@@ -1,0 +1,127 @@
+"""Which of the target's tokens a draft may propose that reads the target's own head: all, a token map's, or those and
+recent ones.
+
+A static map's rows of the head are copied together, most frequent first, so that any number of them is a map, too. With
+recent tokens the rows are read where they lie, through ids that change between rounds (kernels/gathered_head.py).
+Letters: V target and Vd draft vocabulary, T tokens, B requests.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from slipstream.kernels.gathered_head import DraftHead
+from slipstream.models.checkpoint import tokenizer_hash
+from slipstream.models.target import Target
+from slipstream.models.token_map import TokenMap, check_tokenizer
+from slipstream.models.token_map_files import read_token_map
+from slipstream.serve.batch import Batch, Verdict
+from slipstream.serve.defaults import stop_ids
+
+HALF_LIFE = 8192  # tokens read or said after which an occurrence counts half
+
+
+@dataclass(frozen=True)  # without slots: it is a second base of others
+class TokenMapOptions:
+    """Options of drafters that read the target's own head."""
+
+    token_map: str | None = None
+    """Token map (slipstream frequency-map) of the tokens that the draft can propose. Default: all."""
+    token_map_size: int | None = None
+    """How many of the map's tokens, the most frequent first. Default: as many as it was made for."""
+    token_map_dynamic: int = 0
+    """How many tokens beside the map's, those that prompts and answers had most often of late."""
+
+    def __post_init__(self) -> None:
+        if self.token_map_dynamic < 0:
+            raise ValueError(f"drafter.token_map_dynamic is {self.token_map_dynamic}; give 0 (off) or more")
+        if self.token_map is None and (self.token_map_size is not None or self.token_map_dynamic):
+            raise ValueError("drafter.token_map_size and drafter.token_map_dynamic need drafter.token_map, a file")
+
+
+class RecentTokens:
+    """Fills the end of `ids` (Vd,) with the tokens outside the map that occurred most often of late, -1 where there are
+    none. Lives on the device; nothing waits for the host."""
+
+    def __init__(self, ids: Tensor, num_static: int, vocab_size: int) -> None:
+        self.ids = ids[num_static:]
+        self.scores = torch.zeros(vocab_size, device=ids.device)  # (V,) occurrences, decayed; 0 in the map
+        self.is_outside = torch.ones(vocab_size, dtype=torch.bool, device=ids.device)
+        self.is_outside[ids[:num_static]] = False
+
+    def add(self, tokens: Tensor, counts: Tensor) -> None:
+        """tokens (T,) int64, of which those where `counts` (T,) bool is set have just been read or said."""
+        tokens = tokens.clamp(min=0)
+        self.scores *= torch.exp2(counts.sum() / -HALF_LIFE)
+        self.scores.index_add_(0, tokens, (counts & self.is_outside[tokens]).float())
+        best = self.scores.topk(len(self.ids), sorted=False)
+        self.ids.copy_(torch.where(best.values > 0, best.indices, -1))
+
+
+class DraftVocabulary:
+    """`head` is what the draft's states are multiplied by."""
+
+    def __init__(self, head: DraftHead, recent: RecentTokens | None = None) -> None:
+        self.head, self.recent = head, recent
+
+    def target_ids(self, columns: Tensor) -> Tensor:
+        """Target ids (...) of columns (...) of the head's logits."""
+        return columns if self.head.ids is None else self.head.ids[columns]
+
+    def observe(self, batch: Batch, verdict: Verdict | None) -> None:
+        """Counts what a pass has read or emitted; rows that fill up the batch do not count."""
+        if self.recent is None:
+            return
+        is_real = batch.rows != batch.state.null  # (B,)
+        if verdict is not None:
+            counts = (verdict.tokens >= 0) & is_real[:, None]
+            self.recent.add(verdict.tokens.flatten().long(), counts.flatten())
+            return
+        assert batch.next_tokens is not None
+        lens = batch.state.upload(batch.query_lens)
+        self.recent.add(batch.next_tokens, is_real.repeat_interleave(lens, output_size=len(batch.next_tokens)))
+
+
+def target_vocabulary(target: Target, ids: Tensor | None, options: TokenMapOptions) -> DraftVocabulary:
+    """Rows of the target's head: those of `ids` (Vd,) that the draft was trained for, or as the options say.
+
+    Raises ValueError for a map of another tokenizer or vocabulary, and for one that lacks end-of-text tokens.
+    """
+    if options.token_map is None:
+        return DraftVocabulary(DraftHead(target.head) if ids is None else DraftHead(target.head[ids], ids))
+    if ids is not None:
+        raise ValueError(
+            f"drafter.token_map is {options.token_map}, but this draft has a vocabulary of its own of {len(ids)} "
+            "tokens (d2t); leave the option out"
+        )
+    chosen = _read_ids(target, options.token_map, options.token_map_size).to(target.head.device)
+    if not options.token_map_dynamic:
+        return DraftVocabulary(DraftHead(target.head[chosen], chosen))
+    vocab_size = target.config.vocab_size
+    if len(chosen) + options.token_map_dynamic > vocab_size:
+        raise ValueError(
+            f"drafter.token_map_dynamic is {options.token_map_dynamic}; beside the {len(chosen)} tokens of the map "
+            f"there are {vocab_size - len(chosen)}"
+        )
+    places = torch.cat((chosen, chosen.new_full((options.token_map_dynamic,), -1)))
+    return DraftVocabulary(DraftHead(target.head, places, gathered=True), RecentTokens(places, len(chosen), vocab_size))
+
+
+def _read_ids(target: Target, path: str, size: int | None) -> Tensor:
+    """(Vd,) int64, most frequent first, special and end tokens before them."""
+    assert target.path is not None
+    token_map = read_token_map(Path(path), target.config.vocab_size)
+    if "tokenizer_hash" in token_map.metadata:  # public files do not say
+        _check_tokenizer(token_map, target.path, path)
+    try:
+        return token_map.ids_by_frequency(size, stop_ids(target.path))
+    except ValueError as error:
+        raise ValueError(f"drafter.token_map {path}: {error}") from error
+
+
+def _check_tokenizer(token_map: TokenMap, target: Path, path: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    check_tokenizer(token_map, tokenizer_hash(tokenizer), f"drafter.token_map {path}")

@@ -1,0 +1,263 @@
+"""Token maps in serving: which tokens are drafted, that no answer changes, and which maps are refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.gathered_head import DraftHead
+from slipstream.models.token_map import TokenMap
+from slipstream.serve.autoregressive import TreeOptions
+from slipstream.serve.batch import Batch, Rows, Verdict
+from slipstream.serve.draft_vocabulary import HALF_LIFE, DraftVocabulary, RecentTokens
+from slipstream.serve.drafters.base import build_options, find_drafter
+from slipstream.serve.engine import Engine
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import Request
+from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
+from slipstream.tests.serve.engine_runs import (
+    VOCAB,
+    build_engine,
+    make_request,
+    random_prompt,
+    run,
+    texts_of,
+    tokens_of,
+)
+from slipstream.tests.serve.test_eagle import Oracle, run_checked
+from slipstream.tests.serve.test_padded_rounds import PlayingEngine
+
+EOS = 2  # of the tiny targets
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle": {"depth": 3},
+    "eagle tree": {"depth": 3, "topk": 3, "nodes": 9},
+    "dflash": {},
+}
+
+
+def requests_at(temperature: float) -> list[Request]:
+    return [
+        make_request(str(length), random_prompt(length, length), temperature=temperature, seed=length)
+        for length in (1, 9, 33)
+    ]
+
+
+def save_map(path: Path, size: int = 60, kept: tuple[int, ...] = (EOS,), **metadata: Any) -> TokenMap:
+    counts = torch.randint(1, 100, (VOCAB,), generator=torch.Generator().manual_seed(6))
+    token_map = TokenMap.build(counts, size, list(kept), metadata)
+    token_map.write(path)
+    return token_map
+
+
+@pytest.fixture(scope="module")
+def target(make_target: Callable[[str], Path]) -> Path:
+    return make_target("qwen3")
+
+
+@pytest.fixture(scope="module")
+def drafts(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("drafts")
+    texts = [text for temperature in (0.0, 0.8) for text in texts_of(target, requests_at(temperature))]
+    save_random_eagle(target, folder / "eagle", texts)
+    save_random_eagle(target, folder / "reduced", draft_vocab_size=50)
+    save_random_dflash(target, folder / "dflash", texts)
+    save_random_draft(target, folder / "eagle3")
+    return {name: folder / name.split()[0] for name in (*DRAFTERS, "reduced", "eagle3")}
+
+
+def drafted_tokens(engine: Engine) -> set[int]:
+    """Runs a request; every token that was ever proposed for it."""
+    engine.add(make_request("seen", random_prompt(9, 4), temperature=0.8, max_tokens=24))
+    tokens: set[int] = set()
+    while engine.has_work:
+        engine.step()
+        tokens |= set(engine.state.tokens[:, 1:].flatten().tolist())
+    return tokens - {-1}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("dynamic", [0, 16])
+def test_a_map_changes_no_token(
+    drafter: str, temperature: float, dynamic: int, target: Path, drafts: dict[str, Path], tmp_path: Path
+) -> None:
+    save_map(tmp_path / "map.safetensors")
+    options = {"token_map": str(tmp_path / "map.safetensors"), "token_map_dynamic": dynamic}
+    answers = run(build_engine(target, drafts[drafter], drafter=DRAFTERS[drafter] | options), requests_at(temperature))
+    assert tokens_of(answers) == tokens_of(run(build_engine(target), requests_at(temperature)))
+    assert sum(answer.counts.accepted_tokens for answer in answers.values()) > 0
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("size", [None, 20])
+def test_only_the_maps_tokens_are_drafted(
+    drafter: str, size: int | None, target: Path, drafts: dict[str, Path], tmp_path: Path
+) -> None:
+    token_map = save_map(tmp_path / "map.safetensors")
+    options = {"token_map": str(tmp_path / "map.safetensors")} | ({"token_map_size": size} if size else {})
+    engine = build_engine(target, drafts[drafter], drafter=DRAFTERS[drafter] | options)
+    ids = token_map.ids_by_frequency(size, [EOS])
+    assert len(ids) == (size or 60)
+    drafted = drafted_tokens(engine)
+    assert drafted <= set(ids.tolist())
+    assert len(drafted) > 5
+    everything = drafted_tokens(build_engine(target, drafts[drafter], drafter=DRAFTERS[drafter]))
+    assert not everything <= set(ids.tolist())
+
+
+def test_proposals_are_those_of_a_head_with_the_maps_rows(
+    target: Path, drafts: dict[str, Path], tmp_path: Path
+) -> None:
+    token_map, options = save_map(tmp_path / "map.safetensors"), {"depth": 3, "topk": 3, "nodes": 9}
+    oracle = Oracle(target, drafts["eagle"])
+    oracle.naive.target_ids = token_map.ids
+    oracle.naive.head = oracle.naive.head[token_map.ids]  # type: ignore[attr-defined]
+    with_map = options | {"token_map": str(tmp_path / "map.safetensors")}
+    engine = build_engine(target, drafts["eagle"], drafter=with_map)
+    run_checked(engine, oracle, requests_at(0.8), TreeOptions(**options))
+
+
+def test_recent_tokens_are_those_that_occurred_most_of_late() -> None:
+    """Against a dict: an occurrence counts 2 ** (-age / half-life), and the map's own tokens never enter."""
+    generator, static, vocab_size, size = torch.Generator().manual_seed(0), 10, 50, 6
+    ids = torch.cat((torch.randperm(vocab_size, generator=generator)[:static], torch.full((size,), -1)))
+    recent, scores = RecentTokens(ids, static, vocab_size), dict[int, float]()
+    for step in range(30):
+        tokens = torch.randint(-1, 3 + step, (8,), generator=generator)
+        counts = (tokens >= 0) & (torch.rand(8, generator=generator) < 0.8)
+        recent.add(tokens, counts)
+        scores = {token: score * 2 ** (-int(counts.sum()) / HALF_LIFE) for token, score in scores.items()}
+        for token in tokens[counts].tolist():
+            if token not in ids[:static].tolist():
+                scores[token] = scores.get(token, 0.0) + 1
+        found = [token for token in ids[static:].tolist() if token >= 0]
+        assert len(found) == len(set(found)) == min(size, len(scores))
+        worst = min((scores[token] for token in found), default=0.0)
+        left_out = [score for token, score in scores.items() if token not in found]
+        assert all(score <= worst + 1e-4 for score in left_out)
+    assert (ids[:static] >= 0).all()
+
+
+@pytest.fixture
+def watched() -> tuple[DraftVocabulary, Tensor, Rows]:
+    """A map of tokens 0..9 and 4 recent ones; rows of which the last is null."""
+    ids = torch.cat((torch.arange(10), torch.full((4,), -1)))
+    head = DraftHead(torch.zeros(40, 8), ids, gathered=True)
+    return DraftVocabulary(head, RecentTokens(ids, 10, 40)), ids, Rows(3, 4, 16, 4, torch.device("cpu"))
+
+
+def batch_of(state: Rows, rows: list[int], lens: tuple[int, ...], next_tokens: list[int] | None) -> Batch:
+    positions = torch.zeros(sum(lens), dtype=torch.int64)
+    successors = None if next_tokens is None else torch.tensor(next_tokens)
+    where = (torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int64), positions, positions)
+    return Batch(state, *where, lens, lens, next_tokens=successors)
+
+
+def test_prompts_and_answers_count_but_not_rows_that_fill_up(watched: tuple[DraftVocabulary, Tensor, Rows]) -> None:
+    vocabulary, ids, state = watched
+    vocabulary.observe(batch_of(state, [1, state.null], (3, 2), [7, 21, 22, 30, 31]), None)
+    assert sorted(ids[10:].tolist()) == [-1, -1, 21, 22]
+    tokens = torch.tensor([[25, -1], [33, 34]])
+    verdict = Verdict(torch.tensor([[0, -1], [0, 1]]), tokens, torch.tensor([1, 2]))
+    vocabulary.observe(batch_of(state, [2, state.null], (2, 2), None), verdict)
+    assert sorted(ids[10:].tolist()) == [-1, 21, 22, 25]
+    assert ids[:10].tolist() == list(range(10))
+
+
+def test_recent_tokens_can_be_drafted(target: Path, drafts: dict[str, Path], tmp_path: Path) -> None:
+    """With a map of nearly nothing, what is drafted right comes from the prompt and the answer so far."""
+    save_map(tmp_path / "map.safetensors", size=4)
+    options, accepted = {"token_map": str(tmp_path / "map.safetensors")}, []
+    for dynamic in (0, 100):
+        engine = build_engine(target, drafts["eagle"], drafter=options | {"token_map_dynamic": dynamic})
+        answers = run(engine, [make_request("long", random_prompt(100, 33), max_tokens=60, ignore_eos=True)])
+        answers |= run(engine, [make_request("again", random_prompt(33, 33))])
+        accepted.append(sum(answer.counts.accepted_tokens for answer in answers.values()))
+    assert accepted[1] > accepted[0]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_rounds_of_fixed_buffers(drafter: str, target: Path, drafts: dict[str, Path], tmp_path: Path) -> None:
+    """As captured ones: batches filled up with null rows."""
+    save_map(tmp_path / "map.safetensors")
+    options = DRAFTERS[drafter] | {"token_map": str(tmp_path / "map.safetensors"), "token_map_dynamic": 16}
+    config: dict[str, Any] = {"draft": str(drafts[drafter]), "drafter": options, "kv_cache_tokens": 2048}
+    engine = PlayingEngine(EngineConfig(target=str(target), max_running=5, **config))
+    assert tokens_of(run(engine, requests_at(0.8))) == tokens_of(run(build_engine(target), requests_at(0.8)))
+
+
+def make_bad_map(path: Path, kind: str) -> str:
+    file = path / "map.pt"
+    if kind == "another tokenizer":
+        file = path / "map.safetensors"
+        save_map(file, tokenizer_hash="0" * 64)
+    elif kind == "out of range":
+        torch.save([EOS, 5, VOCAB], file)
+    elif kind == "twice":
+        torch.save([EOS, 5, 5], file)
+    elif kind == "without an end":
+        torch.save([7, 5, 9], file)
+    elif kind == "no file":
+        file = path / "nothing.pt"
+    else:
+        file = path / "map.safetensors"
+        save_map(file, kept=(0, 1, EOS))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("out of range", {}, "entry 2 is token id 120, outside the target's vocabulary of 120"),
+        ("twice", {}, "token id 5 stands at entries 1 and 2"),
+        ("without an end", {}, "lacks the stop token 2"),
+        ("no file", {}, "is missing, damaged"),
+        ("right", {"token_map_size": 2}, "token map size is 2; this map can be cut to 3"),
+        ("right", {"token_map_size": 121}, "up to 120"),
+        ("right", {"token_map_dynamic": 61}, "beside the 60 tokens of the map there are 60"),
+    ],
+)
+@pytest.mark.parametrize("drafter", ["eagle", "dflash"])
+def test_bad_maps_are_refused(
+    drafter: str,
+    kind: str,
+    options: dict[str, Any],
+    message: str,
+    target: Path,
+    drafts: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_engine(target, drafts[drafter], drafter=options | {"token_map": make_bad_map(tmp_path, kind)})
+
+
+def test_a_map_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    bundled = Path(__file__).parents[2] / "assets/tiny-target"
+    counts = torch.ones(4096, dtype=torch.int64)
+    TokenMap.build(counts, 1024, [], {"tokenizer_hash": "0" * 64}).write(tmp_path / "map.safetensors")
+    save_random_eagle(bundled, tmp_path / "draft", intermediate_size=16)
+    with pytest.raises(ValueError, match=r"map.safetensors was counted with another tokenizer \(000000000000"):
+        build_engine(bundled, tmp_path / "draft", drafter={"token_map": str(tmp_path / "map.safetensors")})
+
+
+def test_drafts_with_a_vocabulary_of_their_own_take_no_map(
+    target: Path, drafts: dict[str, Path], tmp_path: Path
+) -> None:
+    save_map(tmp_path / "map.safetensors")
+    options = {"token_map": str(tmp_path / "map.safetensors")}
+    with pytest.raises(ValueError, match=r"has a vocabulary of its own of 50 tokens \(d2t\)"):
+        build_engine(target, drafts["reduced"], drafter=options)
+    with pytest.raises(ValueError, match=r"an EAGLE3 draft has a vocabulary of its own \(d2t\) and a head for it"):
+        build_engine(target, drafts["eagle3"], drafter=options)
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "dflash"])
+def test_options_are_checked(drafter: str) -> None:
+    for options in ({"token_map_size": 9}, {"token_map_dynamic": 9}):
+        with pytest.raises(ValueError, match=r"need drafter\.token_map, a file"):
+            build_options(find_drafter(drafter), options)
+    with pytest.raises(ValueError, match="token_map_dynamic is -1"):
+        build_options(find_drafter(drafter), {"token_map": "map", "token_map_dynamic": -1})

@@ -1,0 +1,192 @@
+"""EAGLE's training against plain loops over documents, tokens and steps."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoConfig, PreTrainedModel
+
+from slipstream.models.config import ModelConfig
+from slipstream.models.eagle import Eagle, EagleConfig
+from slipstream.models.frozen_target import FrozenTarget
+from slipstream.models.layers import RotaryEmbedding
+from slipstream.models.token_map import TokenMap
+from slipstream.tests.train.conftest import random_document
+from slipstream.tests.train.naive_draft import NaiveDraft
+from slipstream.tests.train.naive_walk import Document, half_predictable, naive_walk
+from slipstream.train import block_loss
+from slipstream.train.batches import collate
+from slipstream.train.eagle import DraftOptions, EagleTraining, document_lengths
+from slipstream.train.feature_loss import regression_losses
+
+DEPTH, MAX_LENGTH = 3, 64
+
+
+def make_training(target: PreTrainedModel, ids: Tensor | None = None, **options: Any) -> EagleTraining:
+    torch.manual_seed(3)
+    config = ModelConfig.from_hf(AutoConfig.for_model(**target.config.to_dict()))
+    draft = Eagle(EagleConfig.from_target(config, draft_vocab_size=None if ids is None else len(ids)))
+    if ids is not None:
+        draft.set_vocabulary(ids)
+    for parameter in draft.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    rope = RotaryEmbedding(config.rope, config.head_dim, 128)
+    frozen = FrozenTarget(target, draft.config.feature_layers)
+    return EagleTraining(draft, frozen, rope, DraftOptions(**{"noise": 0.0} | options), DEPTH, seed=5)
+
+
+class Naive(NaiveDraft):
+    """Adds the head, which is the target's."""
+
+    draft: Any
+
+    def logits(self, states: Tensor) -> Tensor:
+        """(..., H) -> (..., Vd)."""
+        head, ids = self.target.get_output_embeddings().weight.detach(), self.draft.target_ids
+        return states @ (head if ids is None else head[ids]).t()
+
+    def propose(self, prefix: Tensor, depth: int) -> list[int]:
+        (*_, (row, attention, state)) = self.prefixes(prefix)
+        ids, proposed = self.draft.target_ids, []
+        for step in range(1, depth + 1):
+            best = int(self.logits(state).argmax())
+            proposed.append(best if ids is None else int(ids[best]))
+            attention.position = row + step
+            if step < depth:
+                state = self.draft(self.embed(torch.tensor(proposed[-1])), state, attention)
+        return proposed
+
+
+def documents(seed: int) -> list[list[Document]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [[random_document(generator) for _ in range(count)] for count in (2, 1, 3)]
+
+
+def naive_terms(
+    training: EagleTraining, model: PreTrainedModel, ids: Tensor, document: Document
+) -> Iterator[tuple[int, Tensor, Tensor | None, bool]]:
+    """Per counting (row, step): step, feature loss, cross-entropy (None outside the vocabulary), agreement."""
+    tokens, mask = torch.tensor(document[0]), document[1]
+    naive, steps = Naive(training.draft, model), training.options.ttt_steps
+    states = naive.chain(tokens, steps)
+    with torch.no_grad():
+        output = model(input_ids=tokens[None], output_hidden_states=True)
+    for t in range(len(tokens)):
+        for step in range(steps):
+            last = t + 2 + step
+            if last >= len(tokens) or not all(mask[t + 1 : last + 1]):
+                continue
+            wanted, state = output.hidden_states[-1][0, last - 1], states[t, step]
+            gap = (state - wanted).abs()
+            regression = torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean()
+            teacher = output.logits[0, last - 1]
+            logits = naive.logits(state)
+            entropy = -(teacher[ids].softmax(0) * logits.log_softmax(0)).sum()
+            best = int(teacher.argmax())
+            yield step, regression, entropy if best in ids.tolist() else None, int(ids[logits.argmax()]) == best
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("options", [{}, {"ttt_steps": 3, "feature_weight": 0.5, "token_weight": 2.0}])
+@pytest.mark.parametrize("logits_at_once", [500, 10**6])
+def test_loss_gradient_and_metrics_equal_the_loops(
+    target_model: PreTrainedModel,
+    token_map: TokenMap,
+    options: dict[str, Any],
+    reduced: bool,
+    logits_at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_loss, "LOGITS_AT_ONCE", logits_at_once)
+    ids = token_map.ids if reduced else torch.arange(120)
+    training, rows = make_training(target_model, ids if reduced else None, **options), documents(1)
+    chosen = training.options
+    terms = [term for row in rows for document in row for term in naive_terms(training, target_model, ids, document)]
+    expected = torch.zeros(())
+    for step, regression, entropy, _ in terms:
+        own = chosen.feature_weight * regression + chosen.token_weight * (0 if entropy is None else entropy)
+        expected = expected + 0.8**step * own
+    loss, metrics = training.loss(collate(rows, MAX_LENGTH))
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    for step in range(chosen.ttt_steps):
+        agreements = [agrees for s, _, _, agrees in terms if s == step]
+        assert metrics[f"accept_rate_{step}"].tolist() == [sum(agreements), len(agreements)]
+        regressions = sum(float(regression.detach()) for s, regression, _, _ in terms if s == step)
+        assert metrics[f"feature_loss_{step}"].tolist() == pytest.approx([regressions, len(agreements)], rel=1e-4)
+    assert any(entropy is None for _, _, entropy, _ in terms) == reduced
+    parameters = list(training.draft.parameters())
+    gradients = torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters)
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_walk_equals_a_server_that_runs_the_chain(target_model: PreTrainedModel, seed: int) -> None:
+    training = make_training(target_model)
+    with torch.no_grad():
+        naive = Naive(training.draft, target_model)
+        rows = [
+            [half_predictable(naive.propose, document, 10 * seed + n, DEPTH) for n, document in enumerate(row)]
+            for row in documents(seed)
+        ]
+        walked = [naive_walk(naive.propose, document, DEPTH) for row in rows for document in row]
+        metrics = training.evaluate(collate(rows, MAX_LENGTH))
+    emitted, rounds, by_position = (
+        sum(part[0] for part in walked),
+        sum(part[1] for part in walked),
+        [sum(part[2][i] for part in walked) for i in range(DEPTH)],
+    )
+    assert metrics["accept_length"].tolist() == [emitted, rounds]
+    assert [metrics[f"accept_rate_{i}"].tolist() for i in range(DEPTH)] == [[count, rounds] for count in by_position]
+    assert emitted > 1.2 * rounds
+
+
+def test_noise_spreads_by_the_documents_length(target_model: PreTrainedModel) -> None:
+    batch = collate([[([1] * 32, [True] * 32), ([2] * 16, [True] * 16)], [([3] * 48, [True] * 48)]], 64)
+    assert document_lengths(batch.documents)[0, :48].tolist() == [32.0] * 32 + [16.0] * 16
+    noise = make_training(target_model, noise=0.2).noise(batch)
+    for row, part, length in ((0, slice(0, 32), 32), (0, slice(32, 48), 16), (1, slice(0, 48), 48)):
+        spread = 0.2 * 512 / length
+        own = noise[row, part]
+        assert own.abs().max() <= spread / 2
+        assert own.abs().mean() == pytest.approx(spread / 4, rel=0.1)  # uniform
+        assert abs(float(own.mean())) < 0.1 * spread
+
+
+def test_noise_is_a_row_of_the_runs_own(target_model: PreTrainedModel) -> None:
+    """Neither the other rows of a batch nor how often it is asked for matter; the seed does."""
+    training, rows = make_training(target_model, noise=0.2), documents(4)
+    both, second = collate(rows, MAX_LENGTH, 7), collate(rows[1:2], MAX_LENGTH, 8)
+    width = second.tokens.shape[1]
+    assert torch.equal(training.noise(both)[1, :width], training.noise(second)[0])
+    assert not torch.equal(training.noise(both)[0, :9], training.noise(both)[1, :9])
+    training.seed = 6
+    assert not torch.equal(training.noise(both)[1, :width], make_training(target_model, noise=0.2).noise(second)[0])
+
+
+def test_noise_reaches_the_loss_only(target_model: PreTrainedModel) -> None:
+    calm, noisy = (make_training(target_model, noise=spread) for spread in (0.0, 0.5))
+    batch = collate(documents(0), MAX_LENGTH)
+    assert calm.loss(batch)[0] != noisy.loss(batch)[0]
+    assert {name: x.tolist() for name, x in calm.evaluate(batch).items()} == {
+        name: x.tolist() for name, x in noisy.evaluate(batch).items()
+    }
+
+
+def test_the_target_is_neither_trained_nor_saved(target_model: PreTrainedModel) -> None:
+    training = make_training(target_model, noise=0.2)
+    assert {name.split(".")[0] for name in training.state_dict()} == {"draft"}
+    training.loss(collate(documents(0), MAX_LENGTH))[0].backward()
+    assert all(parameter.grad is None for parameter in target_model.parameters())
+    assert all(parameter.grad is not None for parameter in training.parameters())
+
+
+def test_regression_is_smooth_l1() -> None:
+    states, features = torch.tensor([[0.5, 3.0]]), torch.zeros(1, 2)
+    assert regression_losses(states, features).tolist() == [pytest.approx((0.125 + 2.5) / 2)]
+    assert torch.equal(
+        regression_losses(states, features), F.smooth_l1_loss(states, features, reduction="none").mean(1)
+    )
