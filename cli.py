@@ -12,6 +12,7 @@ VERBS = {
     "prepare": ("slipstream.data_tools.prepare", "conversations to tokens and loss masks"),
     "regenerate": ("slipstream.data_tools.regenerate", "replace the answers by the target's own"),
     "frequency-map": ("slipstream.data_tools.frequency_map", "count answer tokens, choose a draft vocabulary"),
+    "capture-features": ("slipstream.data_tools.capture_features", "run the target once, keep its states for training"),
     "convert": ("slipstream.data_tools.convert", "write a draft in another server's or trainer's layout"),
     "report": ("slipstream.train.report", "draw a training run as an HTML page"),
 }
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def overview() -> str:
-    lines = [f"  {verb:<15} {purpose}" for verb, (_, purpose) in VERBS.items()]
+    lines = [f"  {verb:<16} {purpose}" for verb, (_, purpose) in VERBS.items()]
     return "\n".join(["usage: slipstream VERB [options]", "", *lines, "", "slipstream VERB --help lists its options"])
 
 

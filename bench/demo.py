@@ -24,6 +24,7 @@ from slipstream.bench.demo_report import Comparison, write_report
 from slipstream.bench.server import running_server
 from slipstream.config import parse
 from slipstream.serve.load import LoadResult, run_load
+from slipstream.train.trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "assets" / "tiny-target"
@@ -78,7 +79,7 @@ def demo(config: DemoConfig) -> None:
             drafter=config.drafter,
             baseline=baseline,
             drafted=drafted,
-            history=[json.loads(line) for line in (output / "draft" / "metrics.jsonl").read_text().splitlines()],
+            history=read_metrics(output / "draft" / "metrics.jsonl"),
             install_s=read_install_time(),
             total_s=time.perf_counter() - began,
         )

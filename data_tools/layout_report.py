@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from slipstream.models.checkpoint import FUSED
 from slipstream.models.speculators_layout import RENAMED
 
 
@@ -23,13 +24,19 @@ def changes(
 
 
 def tensor_changes(names: Sequence[str], written: set[str], rename: Callable[[str], str]) -> Iterator[str]:
-    for name in names:
-        if rename(name) not in written:
+    places = {name: [place for place in _split(rename(name)) if place in written] for name in names}
+    for name, found in places.items():
+        if not found:
             yield f"tensor {name} left out"
-        elif rename(name) != name:
-            yield f"tensor {name} -> {rename(name)}"
-    for name in sorted(written - {rename(name) for name in names}):
+        elif found != [name]:
+            yield f"tensor {name} -> {', '.join(found)}"
+    for name in sorted(written - {place for found in places.values() for place in found}):
         yield f"tensor {name} added"
+
+
+def _split(name: str) -> list[str]:
+    """Itself and, for projections in one tensor, the names of its parts."""
+    return [name] + [name.replace(joined, part) for joined in FUSED if f".{joined}." in name for part in FUSED[joined]]
 
 
 def field_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Checkpoints in and out: strict, atomic, in the public key names (midlayer.*, d2t, t2d, fc, norm, lm_head).
 
-Inside, projections that read the same input are fused (qkv_proj, gate_up_proj); files keep them apart.
+Inside, projections that read the same input are fused (qkv_proj, gate_up_proj); files keep them apart, and are read
+either way.
 """
 
 import hashlib
@@ -65,6 +66,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def read_draft_tensors(path: Path) -> dict[str, Tensor]:
+    """As `read_tensors`; without safetensors those of pytorch_model.bin, as EAGLE's authors publish, read as data."""
+    pickled = path / "pytorch_model.bin"
+    if not pickled.exists() or any(path.glob("*.safetensors")):
+        return read_tensors(path)
+    try:
+        return torch.load(pickled, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{pickled} is damaged or holds more than tensors ({error}); fetch it again") from error
+
+
 def fuse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Joins q/k/v and gate/up along their output rows; a group that is not whole is left for `load_strict` to name."""
     fused = dict(tensors)
@@ -87,6 +99,37 @@ def unfuse(tensors: Mapping[str, Tensor], sizes: Mapping[str, list[int]]) -> dic
         for name, part in zip(FUSED[joined], tensor.split(sizes[joined]), strict=True):
             parts[key.replace(joined, name)] = part
     return parts
+
+
+def public_tensors(config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A draft's state_dict by public names; `config` has num_heads, num_kv_heads, head_dim and intermediate_size."""
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    sizes = {
+        "qkv_proj": [count * config.head_dim for count in heads],
+        "gate_up_proj": [config.intermediate_size] * 2,
+    }
+    return unfuse(state, sizes)
+
+
+def drop_copies(
+    tensors: dict[str, Tensor], keys: Iterable[str], shared: Mapping[str, Tensor] | None, path: Path
+) -> None:
+    """Takes out the copies of a target's tensors that a draft's file holds.
+
+    Raises ValueError for one that is not the target's, `shared` (V, H) by the same key, rounding between dtypes aside.
+    A head is compared at the rows that the file's t2d (V,) names. Without `shared` nothing is compared.
+    """
+    for key in keys:
+        own = tensors.pop(key, None)
+        if own is None or shared is None:
+            continue
+        expected = shared[key]
+        if key == "lm_head.weight" and "t2d" in tensors:
+            expected = expected[tensors["t2d"].to(expected.device)]
+        own = own.to(expected.device)
+        dtypes = (own.dtype, expected.dtype, torch.bfloat16)  # a file in fp32 may hold what bf16 once rounded
+        if own.shape != expected.shape or not any(torch.equal(own.to(dtype), expected.to(dtype)) for dtype in dtypes):
+            raise ValueError(f"{path}: {key} is not the target's; a draft with one of its own is not supported")
 
 
 def load_strict(module: nn.Module, tensors: Mapping[str, Tensor], source: Path | str) -> None:

@@ -10,10 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.checkpoint import fuse, load_strict, read_json, read_tensors, unfuse, write_checkpoint
+from slipstream.models.checkpoint import (
+    drop_copies,
+    fuse,
+    load_strict,
+    public_tensors,
+    read_json,
+    read_tensors,
+    write_checkpoint,
+)
 from slipstream.models.config import ModelConfig, RopeConfig
 from slipstream.models.dflash import DFlash, DFlashConfig, default_block_feature_layers
-from slipstream.models.speculators_layout import from_speculators, is_speculators
+from slipstream.models.speculators_layout import from_speculators, is_speculators, without_last_layer
 from slipstream.models.vocabulary import complete_vocabulary
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -186,16 +194,6 @@ def save_dflash(module: DFlash, state: Mapping[str, Tensor], path: Path, run: Ma
     write_checkpoint(path, config_to_json(module.config) | {"torch_dtype": "bfloat16"}, tensors, run)
 
 
-def public_tensors(config: DFlashConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A module's state_dict by public names."""
-    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    sizes = {
-        "qkv_proj": [count * config.head_dim for count in heads],
-        "gate_up_proj": [config.intermediate_size] * 2,
-    }
-    return unfuse(state, sizes)
-
-
 def load_dflash(
     path: Path,
     target: ModelConfig,
@@ -209,12 +207,17 @@ def load_dflash(
     copies of them must be equal to.
     """
     values, tensors = read_public(path)
+    own = values.get("dflash_config") or {}
+    if own.get("target_layer_ids") and "fc.weight" in tensors:
+        fc_inputs = tensors["fc.weight"].shape[1]
+        layers = without_last_layer(own["target_layer_ids"], fc_inputs, target.hidden_size, target.num_layers)
+        values = {**values, "dflash_config": {**own, "target_layer_ids": layers}}
     config = config_from_json(values, target)
     with torch.device("meta"):
         module = DFlash(config)
     _check_fc(tensors, config, path)
     complete_vocabulary(tensors, config.vocab_size, path)
-    _drop_shared(tensors, shared, path)
+    drop_copies(tensors, SHARED, shared, path)
     tensors = {
         key: tensor.to(device, dtype if tensor.is_floating_point() else None) for key, tensor in fuse(tensors).items()
     }
@@ -244,18 +247,3 @@ def _check_fc(tensors: Mapping[str, Tensor], config: DFlashConfig, path: Path) -
             f"{path}: fc.weight reads {inputs} numbers, {inputs / width:g} target states of {width}, and "
             f"target_layer_ids names {count}: {list(config.feature_layers)}; name the layers that it was trained on"
         )
-
-
-def _drop_shared(tensors: dict[str, Tensor], shared: Mapping[str, Tensor] | None, path: Path) -> None:
-    """Raises ValueError for an embedding or head that is not the target's, rounding between dtypes aside."""
-    for key in SHARED:
-        own = tensors.pop(key, None)
-        if own is None or shared is None:
-            continue
-        expected = shared[key]
-        if key == "lm_head.weight" and "t2d" in tensors:
-            expected = expected[tensors["t2d"].to(expected.device)]
-        own = own.to(expected.device)
-        dtypes = (own.dtype, expected.dtype)
-        if own.shape != expected.shape or not any(torch.equal(own.to(dtype), expected.to(dtype)) for dtype in dtypes):
-            raise ValueError(f"{path}: {key} is not the target's; a draft with one of its own is not supported")

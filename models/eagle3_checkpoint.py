@@ -1,4 +1,9 @@
-"""EAGLE3 checkpoints on disk: the public config.json fields and key names, ours beside them."""
+"""EAGLE3 checkpoints on disk: the public config.json fields and key names, ours beside them.
+
+Reads the files of SafeAILab's EAGLE, SpecForge and SGLang, vLLM, and of speculators (models/speculators_layout.py).
+Layer ids have the same name in two places: in eagle_config, SGLang's, they count outputs of layers, as ours do; at the
+top level, vLLM's, the layers that the states go into, one higher. Where there are none, servers follow EAGLE-3.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,23 +12,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.checkpoint import fuse, load_strict, read_json, read_tensors, unfuse, write_checkpoint
+from slipstream.models.checkpoint import (
+    drop_copies,
+    fuse,
+    load_strict,
+    public_tensors,
+    read_draft_tensors,
+    read_json,
+    write_checkpoint,
+)
 from slipstream.models.config import ModelConfig, RopeConfig, default_feature_layers
 from slipstream.models.eagle3 import Eagle3, Eagle3Config
+from slipstream.models.speculators_layout import AUX_LAYERS, from_speculators, is_speculators, without_last_layer
 from slipstream.models.vocabulary import complete_vocabulary
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 # Flags of other trainers that change the network: a checkpoint that sets one is refused by name.
-UNSUPPORTED_FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "use_aux_norm", "mlp_bias")
+UNSUPPORTED_FLAGS = (
+    *("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "use_aux_norm", "mlp_bias"),
+    "embed_requires_grad",
+)
 REQUIRED_FIELDS = [
     *("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps"),
     "max_position_embeddings",
 ]
 OWN_FIELDS = ("target", "target_revision", "target_fingerprint", "tokenizer_hash", "target_num_layers")
+EMBEDDING = "embed_tokens.weight"  # some files hold a copy of the target's
 
 
 def config_to_json(config: Eagle3Config) -> dict[str, Any]:
-    """config.json of a checkpoint. Layer ids count outputs, which is also the convention of the public field."""
+    """config.json of a checkpoint."""
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -42,13 +60,36 @@ def config_to_json(config: Eagle3Config) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
         "tie_word_embeddings": False,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
-            "use_aux_hidden_state": True,
-        },
+        **_layers_to_json(config),
         "drafter": "eagle3",
         **{name: getattr(config, name) for name in OWN_FIELDS},
     }
+
+
+def _layers_to_json(config: Eagle3Config) -> dict[str, Any]:
+    """Layer ids for SGLang and for vLLM; none where both, and the loader here, take them by their own rule."""
+    layers, count = config.feature_layers, config.target_num_layers
+    if layers == (1, count // 2 - 1, count - 4) == default_feature_layers(count):
+        return {}
+    return {
+        "eagle_config": {AUX_LAYERS: list(layers), "use_aux_hidden_state": True},
+        AUX_LAYERS: [layer + 1 for layer in layers],
+    }
+
+
+def layers_from_json(values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Output ids. Raises ValueError where the two places name different states."""
+    outputs = (values.get("eagle_config") or {}).get(AUX_LAYERS)
+    inputs = values.get(AUX_LAYERS)
+    if not inputs:
+        return tuple(outputs or default_feature_layers(num_layers))
+    layers = tuple(layer - 1 for layer in inputs)
+    if outputs and tuple(outputs) != layers:
+        raise ValueError(
+            f"draft config: eagle_config.{AUX_LAYERS} is {outputs}, outputs of these layers, and {AUX_LAYERS} is "
+            f"{inputs}, the layers that the states go into: other states; delete the one that is wrong"
+        )
+    return layers
 
 
 def config_from_json(values: Mapping[str, Any], target: ModelConfig) -> Eagle3Config:
@@ -79,9 +120,7 @@ def config_from_json(values: Mapping[str, Any], target: ModelConfig) -> Eagle3Co
         rms_norm_eps=values["rms_norm_eps"],
         max_position_embeddings=values["max_position_embeddings"],
         target_hidden_size=values.get("target_hidden_size") or values["hidden_size"],
-        feature_layers=tuple(
-            eagle.get("eagle_aux_hidden_state_layer_ids") or default_feature_layers(target.num_layers)
-        ),
+        feature_layers=layers_from_json(values, target.num_layers),
         rope=RopeConfig.from_json(values),
         attention_bias=bool(values.get("attention_bias", False)),
         **{"target_num_layers": target.num_layers}
@@ -102,26 +141,32 @@ def save_eagle3(module: Eagle3, state: Mapping[str, Tensor], path: Path, run: Ma
 
     `state` is the module's state_dict, gathered by the caller where it is sharded; weights are written in bf16.
     """
-    layer = module.config.layer_config()
-    sizes = {
-        "qkv_proj": [heads * layer.head_dim for heads in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)],
-        "gate_up_proj": [layer.intermediate_size] * 2,
-    }
     tensors = {
         key: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-        for key, tensor in unfuse(state, sizes).items()
+        for key, tensor in public_tensors(module.config, state).items()
     }
     config = config_to_json(module.config) | {"torch_dtype": "bfloat16"}
     write_checkpoint(path, config, tensors, run)
 
 
-def load_eagle3(path: Path, target: ModelConfig, dtype: torch.dtype, device: torch.device) -> Eagle3:
-    """Reads a draft for `target`, strictly: every missing or unexpected key is named in the ValueError."""
-    config = config_from_json(read_json(path / "config.json"), target)
+def load_eagle3(
+    path: Path,
+    target: ModelConfig,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    shared: Mapping[str, Tensor] | None = None,
+) -> Eagle3:
+    """Reads a draft for `target`, strictly: every missing or unexpected key is named in the ValueError.
+
+    dtype None keeps the file's. `shared`: the target's embed_tokens.weight (V, H), which a file's copy must be equal
+    to.
+    """
+    values, tensors = read_public(path)
+    config = config_from_json(_without_last_layer(values, tensors, target), target)
     with torch.device("meta"):
         module = Eagle3(config)
-    tensors = {_public_name(key): tensor for key, tensor in read_tensors(path).items()}
-    tensors.pop("embed_tokens.weight", None)  # a copy of the target's, which the draft shares
+    _check_fc(tensors, config, path)
+    drop_copies(tensors, [EMBEDDING], shared, path)
     if config.draft_vocab_size == config.vocab_size:  # EAGLE leaves the map out then
         tensors.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.int64))
     complete_vocabulary(tensors, config.vocab_size, path)
@@ -132,6 +177,35 @@ def load_eagle3(path: Path, target: ModelConfig, dtype: torch.dtype, device: tor
     return module.eval().requires_grad_(False)
 
 
-def _public_name(key: str) -> str:
+def read_public(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and tensors of any layout, in public fields and names; a copy of the target's embedding included."""
+    values = read_json(path / "config.json")
+    tensors = {public_name(key): tensor for key, tensor in read_draft_tensors(path).items()}
+    return (from_speculators(values) if is_speculators(values) else values), tensors
+
+
+def public_name(key: str) -> str:
     key = key.removeprefix("model.")
     return key.replace("layers.0.", "midlayer.", 1) if key.startswith("layers.0.") else key
+
+
+def _without_last_layer(
+    values: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig
+) -> dict[str, Any]:
+    layers = values.get(AUX_LAYERS)
+    if not layers or "fc.weight" not in tensors:
+        return dict(values)
+    fc_inputs, outputs = tensors["fc.weight"].shape[-1], [layer - 1 for layer in layers]
+    kept = without_last_layer(outputs, fc_inputs, target.hidden_size, target.num_layers)
+    return {**values, AUX_LAYERS: list(layers[: len(kept)])}
+
+
+def _check_fc(tensors: Mapping[str, Tensor], config: Eagle3Config, path: Path) -> None:
+    size, count = config.target_hidden_size, len(config.feature_layers)
+    inputs = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else count * size
+    if inputs != count * size:
+        raise ValueError(
+            f"{path}: fc.weight reads {inputs} numbers, {inputs / size:g} target states of {size}, and the config "
+            f"names {count}, the outputs of layers {list(config.feature_layers)}; name those that it was trained on "
+            f"in eagle_config.{AUX_LAYERS}"
+        )

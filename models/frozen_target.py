@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.models.config import check_feature_layers
 
@@ -89,6 +90,10 @@ class FrozenTarget:
                 "set draft.init_from_target to false"
             ) from error
 
+    def drop_layers(self) -> None:
+        """Frees the decoder's layers; `embed` and `logits` still work, `features` does not."""
+        self.layers.to("meta")
+
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers of any transformers causal LM, whatever the list is called."""
@@ -100,14 +105,32 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def load_frozen_target(
-    path: Path, feature_layers: tuple[int, ...], device: torch.device, trust_remote_code: bool = False
+    path: Path,
+    feature_layers: tuple[int, ...],
+    device: torch.device,
+    trust_remote_code: bool = False,
+    heads_only: bool = False,
 ) -> FrozenTarget:
-    """Reads a checkpoint folder in its own dtype, on the CPU in fp32 (as it is served there)."""
+    """Reads a checkpoint folder in its own dtype, on the CPU in fp32 (as it is served there).
+
+    `heads_only` leaves on the host what only `features` and `initial_weights` need.
+    """
     model = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=torch.float32 if device.type == "cpu" else "auto",
         attn_implementation="sdpa",
         trust_remote_code=trust_remote_code,
     )
-    nn.Module.to(model, device)
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()) if heads_only else (model,):
+        nn.Module.to(module, device)
+    return FrozenTarget(model, feature_layers)
+
+
+def empty_target(path: Path, feature_layers: tuple[int, ...], trust_remote_code: bool = False) -> FrozenTarget:
+    """The target's shapes in the dtypes of its files: parameters lie on the meta device and take no memory."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=config.dtype or torch.float32, trust_remote_code=trust_remote_code
+        )
     return FrozenTarget(model, feature_layers)

@@ -1,17 +1,32 @@
 """The config.json of the library speculators, which vLLM reads too: to and from the public fields of a draft.
 
 There a draft's decoder is described in a config of its own (`transformer_layer_config`), the verifier, our target, is
-named inside, and captured states are counted by the layer that they go into: our output id + 1.
+named inside, and captured states are counted by the layer that they go into: our output id + 1. Tensors of EAGLE3's
+layer are called layers.0.* there, and a draft of the whole vocabulary has no d2t and t2d.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-VERSION = "0.5.0"  # of the layout that this was written for
-OWN = ("drafter", "num_target_layers", "target", "target_revision", "target_fingerprint", "tokenizer_hash")
+VERSION = "0.9.0"  # of the library, against which this was tested
+OWN = (
+    *("drafter", "num_target_layers", "target_num_layers"),
+    *("target", "target_revision", "target_fingerprint", "tokenizer_hash"),
+)
 RENAMED = (("target_layer_ids", "aux_hidden_state_layer_ids"),)  # public name, name here
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 # Public fields of a draft that are not its decoder's.
-OUTSIDE = ("architectures", "block_size", "dflash_config", "draft_vocab_size", "sample_from_anchor", "torch_dtype")
+OUTSIDE = (
+    *("architectures", "block_size", "dflash_config", "draft_vocab_size", "sample_from_anchor", "torch_dtype"),
+    *("eagle_config", AUX_LAYERS, "target_hidden_size"),
+)
+PUBLIC_ARCHITECTURES = {"dflash": "DFlashDraftModel", "eagle3": "LlamaForCausalLMEagle3"}
+EAGLE3_TOKENS = 3  # per round where a server is told nothing else; our own default
+EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
+REQUIRED = {
+    "dflash": ("transformer_layer_config", "aux_hidden_state_layer_ids"),
+    "eagle3": ("transformer_layer_config",),
+}
 
 
 def is_speculators(values: Mapping[str, Any]) -> bool:
@@ -19,19 +34,22 @@ def is_speculators(values: Mapping[str, Any]) -> bool:
 
 
 def to_speculators(values: Mapping[str, Any], verifier: str, architectures: list[str]) -> dict[str, Any]:
-    """A DFLASH draft's public config.json -> the same in this layout; `verifier` is the target, by folder or hub id."""
-    own = values["dflash_config"]
-    from_anchor = values.get("sample_from_anchor", False)
+    """A draft's public config.json -> the same in this layout; `verifier` is the target, by folder or hub id.
+
+    Raises ValueError for what this layout cannot say.
+    """
+    kind = values["drafter"]
+    tokens, fields = _dflash_fields(values) if kind == "dflash" else _eagle3_fields(values)
     return {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
+        "architectures": ["DFlashSpeculator" if kind == "dflash" else "Eagle3Speculator"],
+        "speculators_model_type": kind,
         "speculators_version": VERSION,
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": kind,
             "proposal_methods": [
                 {
                     "proposal_type": "greedy",
-                    "speculative_tokens": values["block_size"] - (0 if from_anchor else 1),
+                    "speculative_tokens": tokens,
                     "verifier_accept_k": 1,
                     "accept_tolerance": 0.0,
                 }
@@ -41,31 +59,79 @@ def to_speculators(values: Mapping[str, Any], verifier: str, architectures: list
         },
         "transformer_layer_config": {name: value for name, value in values.items() if name not in (*OUTSIDE, *OWN)},
         "draft_vocab_size": values.get("draft_vocab_size") or values["vocab_size"],
+        **fields,
+        "tie_word_embeddings": False,
+        **{name: values[name] for name in ("torch_dtype", *OWN) if name in values},
+    }
+
+
+def _dflash_fields(values: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Tokens drafted in a round, and this draft's own fields."""
+    own, from_anchor = values["dflash_config"], values.get("sample_from_anchor", False)
+    return values["block_size"] - (0 if from_anchor else 1), {
         "target_hidden_size": values["hidden_size"],
         "block_size": values["block_size"],
         "aux_hidden_state_layer_ids": [layer + 1 for layer in own["target_layer_ids"]],
         "mask_token_id": own["mask_token_id"],
         "sample_from_anchor": from_anchor,
         "sliding_window_non_causal": False,
-        "tie_word_embeddings": False,
-        **{name: values[name] for name in ("torch_dtype", *OWN) if name in values},
     }
+
+
+def _eagle3_fields(values: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """As above. The flags are written although they are off: vLLM takes a missing norm_before_residual as on."""
+    if values.get("attention_bias"):
+        raise ValueError("this draft has biases for q, k and v alone (attention_bias); speculators has one for o, too")
+    if values["target_hidden_size"] != values["hidden_size"]:
+        raise ValueError(
+            f"this draft is {values['hidden_size']} wide and its target {values['target_hidden_size']} "
+            "(target_hidden_size); in speculators both must be equal"
+        )
+    layers = {AUX_LAYERS: values[AUX_LAYERS]} if values.get(AUX_LAYERS) else {}
+    target_size = {"target_hidden_size": values["target_hidden_size"]}
+    return EAGLE3_TOKENS, {**target_size, **layers, **dict.fromkeys(EAGLE3_FLAGS, False)}
 
 
 def from_speculators(values: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse. Raises ValueError for another kind of draft or a config that lacks what the public fields need."""
-    if values["speculators_model_type"] != "dflash":
-        raise ValueError(f"speculators_model_type is {values['speculators_model_type']!r}; only 'dflash' is supported")
-    missing = [name for name in ("transformer_layer_config", "aux_hidden_state_layer_ids") if not values.get(name)]
+    kind = values["speculators_model_type"]
+    if kind not in PUBLIC_ARCHITECTURES:
+        known = ", ".join(PUBLIC_ARCHITECTURES)
+        raise ValueError(f"speculators_model_type is {kind!r}; supported: {known}")
+    missing = [name for name in REQUIRED[kind] if not values.get(name)]
+    if kind == "eagle3" and "norm_before_residual" not in values:  # vLLM takes that as true, the library as false
+        missing.append("norm_before_residual")
     if missing:
         raise ValueError(f"draft config lacks {', '.join(missing)}")
     inside = values["transformer_layer_config"]
-    own = {"mask_token_id": values.get("mask_token_id")}
-    own["target_layer_ids"] = [layer - 1 for layer in values["aux_hidden_state_layer_ids"]]
-    public = {**inside, **values, "architectures": ["DFlashDraftModel"], "dflash_config": own}
+    public = {**inside, **values, "architectures": [PUBLIC_ARCHITECTURES[kind]]}
+    if kind == "dflash":
+        public["dflash_config"] = {
+            "mask_token_id": values.get("mask_token_id"),
+            "target_layer_ids": [layer - 1 for layer in values["aux_hidden_state_layer_ids"]],
+        }
+    elif inside.get("model_type") != "llama":
+        raise ValueError(
+            f"transformer_layer_config.model_type is {inside.get('model_type', 'qwen3 by default')!r}, whose norms of "
+            "queries and keys EAGLE3 drafts do not have here; only 'llama' is supported"
+        )
     verifier = (values.get("speculators_config") or {}).get("verifier") or {}
     public.setdefault("target", verifier.get("name_or_path") or "")
     if public.get("draft_vocab_size") == inside["vocab_size"]:
         del public["draft_vocab_size"]
     moved = ("transformer_layer_config", "aux_hidden_state_layer_ids", "mask_token_id")
     return {name: value for name, value in public.items() if name not in moved and "speculators" not in name}
+
+
+def without_last_layer(layers: Sequence[int], fc_inputs: int, target_size: int, num_layers: int) -> list[int]:
+    """Output ids of a list that may have the last layer appended, whose state was recorded for the teacher's sake.
+
+    That is so where the draft's fc, which reads `fc_inputs` numbers of states of `target_size`, reads one fewer.
+    """
+    is_appended = fc_inputs == (len(layers) - 1) * target_size and layers[-1] == num_layers - 1
+    return list(layers[:-1] if is_appended else layers)
+
+
+def layer_name(key: str) -> str:
+    """The public name of a tensor of EAGLE3's layer -> the one in this layout."""
+    return key.replace("midlayer.", "layers.0.", 1) if key.startswith("midlayer.") else key

@@ -19,7 +19,7 @@ from slipstream.serve.llm import LLM, Generation
 from slipstream.serve.request import SamplingParams
 from slipstream.train.dflash import main as train_dflash
 from slipstream.train.eagle3 import main as train
-from slipstream.train.trackers import read_lines
+from slipstream.train.trackers import read_metrics
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "assets" / "tiny-target"
@@ -153,7 +153,7 @@ def test_64_greedy_answers_are_those_of_transformers(target: LLM, trained: Path)
 @pytest.mark.slow
 def test_the_simulated_accept_length_is_the_served_one(target: LLM, trained: Path) -> None:
     """Both walk the same texts; they differ by bf16 weights on disk only."""
-    records = read_lines(trained / "metrics.jsonl")
+    records = read_metrics(trained / "metrics.jsonl")
     simulated = max(record["eval_accept_length"] for record in records if "eval_accept_length" in record)
     options = DRAFTERS[trained.name][2]
     served = answer(LLM(draft=str(trained / "best"), drafter=options), prompts(target, "heldout", 64), 192)

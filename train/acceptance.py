@@ -7,6 +7,7 @@ root's row, exactly, since both read the same tokens as long as they agree.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,25 +15,42 @@ from torch import Tensor
 from slipstream.train.batches import Batch
 
 
-def walk_answers(batch: Batch, asking: Tensor, accepted: Tensor, depth: int) -> dict[str, Tensor]:
-    """Sums over the batch's answers as metrics (sum, count): `accept_length` and, per draft position, `accept_rate_i`.
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """One answer, tokens first to last of the flattened batch, and its rounds: their root and what they accepted."""
+
+    first: int
+    last: int
+    rounds: list[tuple[int, int]]
+
+
+def walk_answers(batch: Batch, asking: Tensor, accepted: Tensor) -> Iterator[Walk]:
+    """Walks every answer of the batch.
 
     `asking` (N,) rows of the flattened batch, `accepted` (N,) leading draft tokens of that row which agree with the
     text of its answer; the root is the token after the row. Both on the host.
     """
     accepted_at = torch.zeros(batch.tokens.numel(), dtype=torch.int64).index_copy(0, asking, accepted).tolist()
-    emitted, rounds, by_position = 0, 0, [0] * depth
     for first, last in answers(batch):
-        emitted += last - first
-        root = first
+        rounds, root = [], first
         while root < last:
             num_accepted = accepted_at[root - 1]
-            rounds += 1
+            rounds.append((root, num_accepted))
+            root = min(root + num_accepted + 1, last)
+        yield Walk(first, last, rounds)
+
+
+def walk_metrics(walks: list[Walk], depth: int) -> dict[str, Tensor]:
+    """Sums over answers as metrics (sum, count): `accept_length` and, per draft position, `accept_rate_i`."""
+    emitted, num_rounds, by_position = 0, 0, [0] * depth
+    for walk in walks:
+        emitted += walk.last - walk.first
+        num_rounds += len(walk.rounds)
+        for _, num_accepted in walk.rounds:
             for position in range(num_accepted):
                 by_position[position] += 1
-            root = min(root + num_accepted + 1, last)
-    metrics = {"accept_length": torch.tensor([emitted, rounds])}
-    return metrics | {f"accept_rate_{i}": torch.tensor([count, rounds]) for i, count in enumerate(by_position)}
+    metrics = {"accept_length": torch.tensor([emitted, num_rounds])}
+    return metrics | {f"accept_rate_{i}": torch.tensor([count, num_rounds]) for i, count in enumerate(by_position)}
 
 
 def answers(batch: Batch) -> Iterator[tuple[int, int]]:

@@ -5,7 +5,7 @@ S tokens in a row.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from slipstream.models.checkpoint import read_json
+from slipstream.train.cached_states import CachedStates
 
 SCAN_ROWS = 4096  # documents measured at once
 
@@ -32,10 +33,14 @@ class Batch:
     positions: Tensor  # (B, S) int64, from 0 in each document
     supervised: Tensor  # (B, S) bool; never a document's first token, which nothing predicts
     numbers: Tensor  # (B,) int64 which row of the whole run each is: seeds what is drawn for it
+    cached: CachedStates | None = None  # the target's states, where they were read from disk
 
     @property
     def num_supervised(self) -> int:
         return int(self.supervised.sum())
+
+
+AddStates = Callable[[Batch, list[int]], Batch]  # a batch, and its documents' numbers in the split
 
 
 class PackedRows:
@@ -55,6 +60,7 @@ class PackedRows:
         self.num_dropped = len(self.dataset) - len(documents)
         self.num_supervised = int(targets.sum())
         self.rows = [[int(documents[item]) for item in row] for row in pack(lengths[documents], max_length)]
+        self.add_states: AddStates | None = None  # reads the target's states from disk (feature_source.py)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -63,7 +69,8 @@ class PackedRows:
         """These rows, padded to the longest; in the run they are `first_number` and those after it."""
         fetched = [self.dataset[self.rows[row]] for row in rows]
         documents = [list(zip(row["input_ids"], row["loss_mask"], strict=True)) for row in fetched]
-        return collate(documents, self.max_length, first_number)
+        batch = collate(documents, self.max_length, first_number)
+        return batch if self.add_states is None else self.add_states(batch, [x for row in rows for x in self.rows[row]])
 
 
 def collate(rows: list[list[tuple[list[int], list[bool]]]], max_length: int, first_number: int = 0) -> Batch:
@@ -82,8 +89,9 @@ def collate(rows: list[list[tuple[list[int], list[bool]]]], max_length: int, fir
             positions[index, start:end] = np.arange(end - start)
             supervised[index, start + 1 : end] = mask[1:max_length]
             start = end
-    numbers = np.arange(first_number, first_number + len(rows))
-    return Batch(*(torch.from_numpy(array) for array in (tokens, documents, positions, supervised, numbers)))
+    arrays = tokens, documents, positions, supervised, np.arange(first_number, first_number + len(rows))
+    tensors: list[Any] = [torch.from_numpy(array) for array in arrays]
+    return Batch(*tensors)
 
 
 def measure(dataset: Dataset, max_length: int) -> tuple[np.ndarray, np.ndarray]:

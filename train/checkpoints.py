@@ -5,6 +5,8 @@ killed at any moment continues from the newest step-N as if it had not been.
 """
 
 import json
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
@@ -22,7 +25,8 @@ from torch import Tensor, nn
 from slipstream.models.checkpoint import atomic_folder
 
 WriteDraft = Callable[[Mapping[str, Tensor], Path, Mapping[str, Any]], None]  # state_dict, folder, contents of run.json
-FREE_OPTIONS = ("output", "resume", "tracker.", "checkpoint.", "evaluation.every")  # may differ when a run continues
+# May differ when a run continues.
+FREE_OPTIONS = ("output", "resume", "dry_run", "tracker.", "checkpoint.", "evaluation.every", "evaluation.samples")
 
 
 @dataclass(slots=True)
@@ -43,7 +47,20 @@ def provenance(data_hash: str) -> dict[str, Any]:
         "argv": sys.argv,
         "git_revision": git.stdout.strip() or None,
         "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
+        "system": system(),
         "data_hash": data_hash,
+    }
+
+
+def system() -> dict[str, Any]:
+    """The machine of this process."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "gpus": gpus,
+        "cuda": torch.version.cuda,
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
 
 
@@ -109,10 +126,12 @@ class Checkpoints:
                     "it, or another output to start afresh"
                 )
 
-    def save_best(self, progress: Progress) -> None:
+    def save_best(self, progress: Progress) -> Path:
+        """Its folder, as also of the next one."""
         self._save(self.output / "best", progress, with_state=False)
+        return self.output / "best"
 
-    def save_step(self, progress: Progress) -> None:
+    def save_step(self, progress: Progress) -> Path:
         folder = self.output / f"step-{progress.step}"
         self._save(folder, progress, with_state=True)
         if self.accelerator.is_main_process:
@@ -121,6 +140,7 @@ class Checkpoints:
                 old.rename(doomed)
                 shutil.rmtree(doomed)
         self.accelerator.wait_for_everyone()
+        return folder
 
     def _save(self, path: Path, progress: Progress, *, with_state: bool) -> None:
         tensors = self.accelerator.get_state_dict(self.model)

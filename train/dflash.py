@@ -20,12 +20,13 @@ from slipstream.models.dflash_checkpoint import save_dflash
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.mask_token import default_mask_token
-from slipstream.train.acceptance import count_accepted, walk_answers
+from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch
 from slipstream.train.block_attention import BlockAttention, block_attention
 from slipstream.train.block_loss import best_rows, decay_weights, default_gamma, dpace_weights, head_losses
 from slipstream.train.blocks import Blocks, draw_anchors, find_blocks, possible_anchors
 from slipstream.train.draft_setup import DraftRunOptions, TargetFiles, run_program
+from slipstream.train.feature_source import target_states
 from slipstream.train.options import EvaluationOptions
 from slipstream.train.training import DraftTraining, Metrics
 
@@ -74,6 +75,8 @@ class DFlashOptions(DraftRunOptions):
 
 class DFlashTraining(DraftTraining):
     """The draft with its loss and its held-out walk. C rows of a batch, N blocks of S slots, Vd draft vocabulary."""
+
+    reads_final_state = False
 
     def __init__(
         self, draft: DFlash, target: FrozenTarget, rope: RotaryEmbedding, options: DraftOptions, depth: int, seed: int
@@ -130,13 +133,13 @@ class DFlashTraining(DraftTraining):
             states = self.states(blocks, tokens, attention)[:, 1:].flatten(0, 1)
             predicted = self.predictions(states).view(blocks.labels.shape)
             accepted.append(count_accepted(predicted.t(), blocks.labels.t(), blocks.counts.t()))
-        return walk_answers(batch, anchors - 1, torch.cat(accepted).cpu(), self.depth)  # sync
+        return self.walk(batch, anchors - 1, torch.cat(accepted).cpu(), self.depth)  # sync
 
     def read(self, batch: Batch) -> tuple[Tensor, BlockAttention]:
         """Tokens (C,) of the flattened batch, and an attention that holds the context of every row."""
         device = self.head.device
         tokens, positions = batch.tokens.to(device), batch.positions.to(device)
-        features, _ = self.target.features(tokens, positions)
+        features, _ = target_states(self.target, batch, device)
         attention = block_attention(positions.flatten(), self.rope)
         self.draft.write_context(self.draft.fuse(features.flatten(0, 1)), attention)
         return tokens.flatten(), attention

@@ -6,19 +6,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from slipstream.config import parse
 from slipstream.models.checkpoint import resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.config import ModelConfig
-from slipstream.models.frozen_target import FrozenTarget, load_frozen_target
-from slipstream.models.token_map import TokenMap
+from slipstream.models.frozen_target import FrozenTarget, empty_target, load_frozen_target
+from slipstream.models.token_map import check_tokenizer
+from slipstream.models.token_map_files import read_token_map
 from slipstream.train.batches import PackedRows, load_prepared
 from slipstream.train.checkpoints import provenance
+from slipstream.train.feature_source import open_features, read_features
 from slipstream.train.loop import fit, start
 from slipstream.train.options import RunOptions
+from slipstream.train.plan import plan
+from slipstream.train.sample_answers import SampleAnswers
 from slipstream.train.training import DraftTraining
 
 
@@ -61,20 +65,18 @@ class TargetFiles:
         }
 
     def freeze(self, feature_layers: tuple[int, ...], device: torch.device) -> FrozenTarget:
-        return load_frozen_target(self.path, feature_layers, device, self.options.trust_remote_code)
+        if self.options.dry_run:
+            return empty_target(self.path, feature_layers, self.options.trust_remote_code)
+        data = self.options.data
+        heads_only = data.features is not None and data.features_missing == "error"
+        return load_frozen_target(self.path, feature_layers, device, self.options.trust_remote_code, heads_only)
 
     def read_vocabulary(self, path: str | None) -> Tensor | None:
-        """(Vd,) int64 ids of the token map at `path`. Raises ValueError for a map of another target."""
+        """(Vd,) int64 ids of the token map at `path`, in any public format. Raises ValueError for another target's."""
         if path is None:
             return None
-        token_map = TokenMap.read(Path(path))
-        if token_map.vocab_size != self.config.vocab_size:
-            raise ValueError(
-                f"draft.vocabulary {path} was counted over {token_map.vocab_size} tokens, the target has "
-                f"{self.config.vocab_size}; make a map for this target"
-            )
-        if token_map.metadata.get("tokenizer_hash", self.tokenizer_hash) != self.tokenizer_hash:
-            raise ValueError(f"draft.vocabulary {path} was counted with another tokenizer; make a map for this target")
+        token_map = read_token_map(Path(path), self.config.vocab_size)
+        check_tokenizer(token_map, self.tokenizer_hash, f"draft.vocabulary {path}")
         return token_map.ids
 
 
@@ -100,9 +102,21 @@ def train(options: OptionsT, build: Build[OptionsT]) -> None:
     data = load_prepared(Path(options.data.path), target.tokenizer_hash)
     train_rows = PackedRows(data.train, options.data.max_length)
     heldout_rows = PackedRows(data.heldout, options.data.max_length, limit=options.evaluation.documents)
-    training, draft = build(options, target, accelerator)
-    describe(accelerator, train_rows, heldout_rows, draft)
+    if options.dry_run:
+        with init_empty_weights():
+            training, draft = build(options, target, accelerator)
+        bf16 = accelerator.mixed_precision == "bf16"
+        accelerator.print(plan(training, draft, train_rows, options, accelerator.num_processes, bf16))
+        return
     data_hash = data.report["data_hash"]
+    store = open_features(options.data, {**target.origin(), "data_hash": data_hash})
+    training, draft = build(options, target, accelerator)
+    if store is not None:
+        rows = {"train": train_rows, "heldout": heldout_rows}
+        read_features(store, options.data, training, rows, draft.config.feature_layers, accelerator.device)
+    describe(accelerator, train_rows, heldout_rows, draft)
+    if accelerator.is_main_process:
+        training.samples = SampleAnswers(target.tokenizer, options.evaluation.samples)
     identity = {"target_fingerprint": draft.config.target_fingerprint, "data_hash": data_hash}
     progress = fit(accelerator, training, train_rows, heldout_rows, options, identity, provenance(data_hash))
     accelerator.print(

@@ -19,7 +19,7 @@ from slipstream.models.eagle import Eagle, EagleConfig
 from slipstream.models.eagle_checkpoint import save_eagle
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
-from slipstream.train.acceptance import count_accepted, walk_answers
+from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch
 from slipstream.train.block_loss import best_rows
 from slipstream.train.draft_setup import DraftRunOptions, TargetFiles, run_program
@@ -124,7 +124,7 @@ class EagleTraining(DraftTraining):
         )  # (depth, N)
         text = torch.stack([token_at(tokens, rows.asking + 2 + step) for step in range(self.depth)])
         accepted = count_accepted(predicted, text, rows.counts)
-        return walk_answers(batch, rows.asking.cpu(), accepted.cpu(), self.depth)  # sync
+        return self.walk(batch, rows.asking.cpu(), accepted.cpu(), self.depth)  # sync
 
     def read(self, batch: Batch, num_steps: int) -> tuple[Rows, Tensor, Tensor]:
         """Rows, and flattened over the batch: tokens (B * S,) and the target's features (B * S, H)."""

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.nn import functional as F
 
+from slipstream.kernels.soft_cross_entropy import Kind, soft_cross_entropy
 from slipstream.models.config import default_feature_layers
 from slipstream.models.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.eagle3_checkpoint import save_eagle3
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
-from slipstream.train.acceptance import count_accepted, walk_answers
+from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch
 from slipstream.train.draft_setup import DraftRunOptions, TargetFiles, run_program
+from slipstream.train.feature_source import target_states
 from slipstream.train.training import DraftTraining, Metrics
 from slipstream.train.ttt import Rows, TTTAttention, find_rows
 
@@ -41,17 +42,31 @@ class DraftOptions:
     """steps of training-time test"""
     ttt_decay: float = 0.8
     """weight of a step's loss relative to the step before"""
+    step_weights: tuple[float, ...] | None = None
+    """weights of the steps, one for each; default: by ttt_decay"""
+    loss: Kind = "soft_ce"
+    """what a step's distribution is held to: soft_ce, forward_kl, reverse_kl, tv or lk (docs/eagle3.md)"""
+
+    def __post_init__(self) -> None:
+        steps, weights = self.ttt_steps, self.step_weights
+        if steps < 1 or self.ttt_decay <= 0:
+            raise ValueError(
+                f"draft.ttt_steps is {steps} and draft.ttt_decay {self.ttt_decay}; give at least 1 and above 0"
+            )
+        if weights is not None and (len(weights) != steps or min(weights) < 0 or not any(weights)):
+            raise ValueError(
+                f"draft.step_weights is {list(weights)}; give {steps}, one for each of draft.ttt_steps, none negative "
+                "and not all 0"
+            )
+
+    def weight(self, step: int) -> float:
+        """Of the loss of `step`."""
+        return self.ttt_decay**step if self.step_weights is None else self.step_weights[step]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Options(DraftRunOptions):
     draft: DraftOptions = field(default_factory=DraftOptions)
-
-    def __post_init__(self) -> None:
-        DraftRunOptions.__post_init__(self)
-        if self.draft.ttt_steps < 1 or self.draft.ttt_decay <= 0:
-            steps, decay = self.draft.ttt_steps, self.draft.ttt_decay
-            raise ValueError(f"draft.ttt_steps is {steps} and draft.ttt_decay {decay}; give at least 1 and above 0")
 
 
 class Eagle3Training(DraftTraining):
@@ -69,24 +84,26 @@ class Eagle3Training(DraftTraining):
         self.target_ids = draft.target_ids.cpu()
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Cross-entropy of every counting (row, step) against the target's distribution over the draft vocabulary.
+        """Distance of every counting (row, step) from the target's distribution over the draft vocabulary.
 
         Where the target's best token is outside that vocabulary there is nothing to learn; such a row counts as missed
         in the metrics `accept_rate_i`, the agreement with the target's best token at step i.
         """
-        steps, decay = self.options.ttt_steps, self.options.ttt_decay
-        rows, tokens, features, final = self.read(batch, steps)
-        teacher_logits, best = self.target.logits(final[rows.asking + 1], self.target_ids)
-        teacher = teacher_logits.softmax(dim=-1)  # (N, Vd) fp32; step s of row n is taught by entry n + s
+        options = self.options
+        rows, tokens, features, final = self.read(batch, options.ttt_steps)
+        # (N, Vd) fp32 logits and (N,) best tokens; step s of row n is taught by entry n + s
+        teacher, best = self.target.logits(final[rows.asking + 1], self.target_ids)
         is_known = self.draft.t2d[best]  # (N,)
         loss, metrics = teacher.new_zeros(()), Metrics()
-        for step, state in enumerate(self.chain(rows, tokens, features, steps)):
+        for step, state in enumerate(self.chain(rows, tokens, features, options.ttt_steps)):
             length = len(state) - step
-            logits = self.draft.logits(state[:length]).float()
             counts = rows.counts[step, :length]
-            losses = F.cross_entropy(logits, teacher[step:], reduction="none")  # (N - step,)
-            loss = loss + decay**step * (losses * (counts & is_known[step:])).sum()
-            agrees = (self.predictions(logits) == best[step:]) & counts
+            weights = options.weight(step) * (counts & is_known[step:]).float()
+            losses, drafted = soft_cross_entropy(
+                self.draft.logits(state[:length]), teacher[step:], weights, options.loss, in_place=True
+            )
+            loss = loss + losses.sum()
+            agrees = (drafted + self.draft.d2t[drafted] == best[step:]) & counts
             metrics[f"accept_rate_{step}"] = torch.stack((agrees.sum(), counts.sum()))
         return loss, metrics
 
@@ -96,14 +113,14 @@ class Eagle3Training(DraftTraining):
         predicted = torch.stack([self.predictions(self.draft.logits(state)) for state in chain])  # (depth, N)
         text = torch.stack([token_at(tokens, rows.asking + 2 + step) for step in range(self.depth)])
         accepted = count_accepted(predicted, text, rows.counts)
-        return walk_answers(batch, rows.asking.cpu(), accepted.cpu(), self.depth)  # sync
+        return self.walk(batch, rows.asking.cpu(), accepted.cpu(), self.depth)  # sync
 
     def read(self, batch: Batch, num_steps: int) -> tuple[Rows, Tensor, Tensor, Tensor]:
         """Rows, and flattened over the batch: tokens (B * S,), features (B * S, K * Ht), final states (B * S, Ht)."""
         device = self.draft.d2t.device
         rows = find_rows(batch, num_steps).to(device)
         tokens = batch.tokens.to(device)
-        features, final = self.target.features(tokens, batch.positions.to(device))
+        features, final = target_states(self.target, batch, device)
         return rows, tokens.flatten(), features.flatten(0, 1), final.flatten(0, 1)
 
     def chain(self, rows: Rows, tokens: Tensor, features: Tensor, num_steps: int) -> Iterator[Tensor]:

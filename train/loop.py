@@ -23,9 +23,10 @@ from tqdm import tqdm
 
 from slipstream.train.batches import PackedRows, batches_per_epoch, evaluation_batches, training_batches
 from slipstream.train.checkpoints import Checkpoints, Progress
+from slipstream.train.feature_source import read_ahead
 from slipstream.train.optimizers import build_optimizers
-from slipstream.train.options import RunOptions
-from slipstream.train.trackers import open_trackers
+from slipstream.train.options import OptimOptions, RunOptions
+from slipstream.train.trackers import Trackers
 from slipstream.train.training import DraftTraining, Metrics, add, reduce
 
 SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
@@ -82,25 +83,27 @@ def fit(
     progress = checkpoints.resume(options.resume)
     loop = Loop(accelerator, model, optimizers, options, train, heldout, progress)
     is_main = accelerator.is_main_process
-    trackers = open_trackers(output, options.tracker, identity, progress.step) if is_main else []
+    trackers = Trackers(output, options.tracker, identity, run, progress.step) if is_main else None
     bar = tqdm(total=loop.num_steps, initial=progress.step, unit="step", disable=not is_main)
     stopped = False
     with ExitStack() as stack:
-        for tracker in trackers:
-            stack.callback(tracker.close)
+        if trackers is not None:
+            stack.callback(trackers.close)
         interrupt = stack.enter_context(Interrupt())
         stack.enter_context(bar)
         while progress.step < loop.num_steps and not stopped:
             record, stopped = loop.train_step(interrupt.received)
-            is_last = progress.step == loop.num_steps
+            is_last, written = progress.step == loop.num_steps, []
             if is_last or progress.step % options.evaluation.every == 0:
                 record |= loop.evaluate()
                 if progress.best_step == progress.step:
-                    checkpoints.save_best(progress)
-            for tracker in trackers:
-                tracker.log(progress.step, record)
+                    written.append(checkpoints.save_best(progress))
+            if trackers is not None:
+                trackers.log(progress.step, record, training.take_samples())
             if is_last or stopped or progress.step % options.checkpoint.every == 0:
-                checkpoints.save_step(progress)
+                written.append(checkpoints.save_step(progress))
+            if trackers is not None:
+                trackers.checkpoints(written, progress.step, progress.metrics)
             show(bar, record, progress)
     if progress.step < loop.num_steps:
         accelerator.print(f"stopped; step {progress.step} of {loop.num_steps} is saved, the same command continues")
@@ -130,8 +133,9 @@ class Loop:
         rank, processes = accelerator.process_index, accelerator.num_processes
         size, window = options.data.batch_size, options.optim.accumulation
         per_epoch = batches_per_epoch(train, size, processes)
-        self.num_steps = options.optim.steps or math.ceil(options.optim.epochs * per_epoch / window)
-        self.batches = training_batches(train, size, options.seed, progress.step * window, rank, processes)
+        self.num_steps = count_steps(options.optim, per_epoch)
+        batches = training_batches(train, size, options.seed, progress.step * window, rank, processes)
+        self.batches = read_ahead(batches, train)
 
     def train_step(self, interrupted: bool) -> tuple[dict[str, float], bool]:
         """Numbers of the step, and whether any process was interrupted."""
@@ -173,7 +177,7 @@ class Loop:
         batches = evaluation_batches(
             self.heldout, self.options.data.batch_size, accelerator.process_index, accelerator.num_processes
         )
-        for batch, is_new in batches:
+        for batch, is_new in read_ahead(batches, self.heldout):
             add(totals, self.model(batch)[1], weight=int(is_new))
         self.model.train()
         metrics = {name: total / max(count, 1.0) for name, (total, count) in reduce(accelerator, totals).items()}
@@ -181,6 +185,11 @@ class Loop:
         if metrics["accept_length"] > self.progress.best_accept_length:
             self.progress.best_step, self.progress.best_accept_length = self.progress.step, metrics["accept_length"]
         return {f"eval_{name}": value for name, value in metrics.items()}
+
+
+def count_steps(optim: OptimOptions, batches_per_epoch: int) -> int:
+    """Optimizer steps of a run."""
+    return optim.steps or math.ceil(optim.epochs * batches_per_epoch / optim.accumulation)
 
 
 def lr_factor(step: int, num_steps: int, warmup_ratio: float) -> float:

@@ -12,6 +12,10 @@ class DataOptions:
     """tokens in a packed row; longer documents are cut"""
     batch_size: int = 1
     """packed rows in a forward pass of one process"""
+    features: str | None = None
+    """folder of the target's states (slipstream capture-features), read in place of running the target"""
+    features_missing: Literal["error", "online"] = "error"
+    """what to do with documents that the folder lacks: stop, or run the target for those"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,8 @@ class EvaluationOptions:
     """tokens drafted in a round of the simulated accept length, which chooses the best checkpoint"""
     documents: int = 200
     """held-out documents used"""
+    samples: int = 4
+    """of these, answers that trackers show with the drafted text marked"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +65,19 @@ class TrackerOptions:
     """metrics.jsonl is always written to the output folder."""
 
     wandb: bool = False
-    """log to Weights & Biases, offline where no key is set up"""
+    """log to Weights & Biases, offline where no key is set up; the same run goes on when training is continued"""
     tensorboard: bool = False
     """write TensorBoard event files to the output folder"""
     project: str = "slipstream"
     """project of the W&B run"""
     name: str | None = None
     """name of the W&B run; default: the output folder's"""
+    entity: str | None = None
+    """user or team that the W&B run belongs to; default: your own"""
+    tags: tuple[str, ...] = ()
+    """tags of the W&B run"""
+    artifacts: Literal["none", "best", "all"] = "none"
+    """checkpoints that go to W&B as artifacts: none, each new best one, or those of all steps, too"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +95,8 @@ class RunOptions:
     """auto is bf16 autocast on a GPU and fp32 on the CPU; weights and optimizer stay fp32"""
     seed: int = 0
     """seed of the weights and of the order of the data"""
+    dry_run: bool = False
+    """print parameters, memory per GPU, feature volume, steps and tokens, and end before any weight is read"""
 
     def __post_init__(self) -> None:
         at_least_one = {
@@ -100,6 +114,8 @@ class RunOptions:
         for name, value in at_least_one.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}; give at least 1")
+        if self.evaluation.samples < 0:
+            raise ValueError(f"evaluation.samples is {self.evaluation.samples}; give 0 or more")
         for name, number in (("optim.lr", self.optim.lr), ("optim.clip", self.optim.clip)):
             if number <= 0:
                 raise ValueError(f"{name} is {number}; give a positive number")

@@ -179,21 +179,12 @@ def samples(run: Run) -> str:
     newest = run.samples[-1][0]
     shown = [sample for step, sample in run.samples if step == newest][:MAX_SAMPLES]
     articles = [
-        f"<article><p class=prompt>{escape(sample.prompt)}</p><p>{marked_answer(sample)}</p>"
+        f"<article><p class=prompt>{escape(sample.prompt)}</p><p>{sample.html()}</p>"
         f"<p class=share>{sample.accepted_share:.0%} of the text drafted</p></article>"
         for sample in shown
     ]
     legend = "<mark>Marked</mark>: drafted and accepted; the rest is the target's own."
     return f"<p>Step {newest:,}. {legend}</p>{''.join(articles)}"
-
-
-def marked_answer(sample: Sample) -> str:
-    parts, done = [], 0
-    for start, end in sample.spans:
-        parts.append(escape(sample.answer[done:start]))
-        parts.append(f"<mark>{escape(sample.answer[start:end])}</mark>")
-        done = end
-    return "".join(parts) + escape(sample.answer[done:])
 
 
 def table(values: Mapping[str, Any]) -> str:

@@ -7,8 +7,9 @@ drafted and accepted. The rest came from the target itself. Such a record holds 
 skips those with `sample`; several may have the same step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from html import escape
 from typing import Any
 
 
@@ -40,6 +41,19 @@ class Sample:
 
     def record(self, step: int) -> dict[str, Any]:
         return {"step": step, "sample": asdict(self)}
+
+    def parts(self) -> Iterator[tuple[str, bool]]:
+        """The answer in pieces, and whether each was drafted."""
+        done = 0
+        for start, end in self.spans:
+            yield self.answer[done:start], False
+            yield self.answer[start:end], True
+            done = end
+        yield self.answer[done:], False
+
+    def html(self) -> str:
+        """The answer with what was drafted and accepted in <mark>."""
+        return "".join(f"<mark>{escape(text)}</mark>" if drafted else escape(text) for text, drafted in self.parts())
 
     @property
     def accepted_share(self) -> float:

@@ -1,19 +1,28 @@
-"""Where a run's numbers go: metrics.jsonl always, Weights & Biases and TensorBoard on request."""
+"""Where a run's numbers and sample answers go: metrics.jsonl always, Weights & Biases and TensorBoard on request.
+
+All get the same metrics and samples. Weights & Biases also gets the options, the code's revision, versions and system
+(`run` of its config) and, by option, checkpoints.
+"""
 
 import importlib
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from html import escape
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 from slipstream.train.options import TrackerOptions
+from slipstream.train.samples import Sample
+
+BY_POSITION = "eval_accept_rate_"
 
 
 class Tracker(Protocol):
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    def log(self, step: int, values: Mapping[str, float], samples: Sequence[Sample] = ()) -> None: ...
 
     def close(self) -> None: ...
 
@@ -28,8 +37,9 @@ class JsonLines:
         os.replace(draft, path)
         self.file = path.open("a")
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
+    def log(self, step: int, values: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:
+        for record in ({"step": step, **values}, *(sample.record(step) for sample in samples)):
+            self.file.write(json.dumps(record) + "\n")
         self.file.flush()
 
     def close(self) -> None:
@@ -43,14 +53,21 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Of these, one for each step: those of sample answers left out."""
+    return [line for line in read_lines(path) if "sample" not in line]
+
+
 class TensorBoard:
     def __init__(self, folder: Path, step: int) -> None:
         module = import_tracker("torch.utils.tensorboard", "tensorboard")
         self.writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
+        for number, sample in enumerate(samples):
+            self.writer.add_text(f"sample_{number}", f"{escape(sample.prompt)}<hr>{sample.html()}", step)
 
     def close(self) -> None:
         self.writer.close()
@@ -60,22 +77,47 @@ class WeightsAndBiases:
     """Resumes the run whose id lies in the output folder. Offline without an API key; `wandb sync` uploads later."""
 
     def __init__(self, folder: Path, options: TrackerOptions, config: Mapping[str, Any]) -> None:
-        wandb = import_tracker("wandb", "wandb")
+        self.wandb = import_tracker("wandb", "wandb")
         id_path = folder / "wandb_id"
         if not id_path.exists():
             id_path.write_text(uuid.uuid4().hex)
-        self.run = wandb.init(
+        self.artifacts = options.artifacts
+        self.run = self.wandb.init(
             project=options.project,
+            entity=options.entity,
             name=options.name or folder.name,
+            tags=list(options.tags),
+            job_type="train",
             id=id_path.read_text(),
             resume="allow",
             dir=str(folder),
-            mode="online" if wandb.api.api_key else "offline",
+            mode="online" if self.wandb.api.api_key else "offline",
             config=dict(config),
         )
+        self.run.define_metric("eval_accept_length", summary="max")
+        self.run.define_metric("loss", summary="min")
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.run.log(dict(values), step=step)
+    def log(self, step: int, values: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:
+        """Beside the numbers: a bar chart of the accept rate by drafted position, and a table of samples."""
+        record: dict[str, Any] = dict(values)
+        rates = [(name.removeprefix(BY_POSITION), rate) for name, rate in values.items() if BY_POSITION in name]
+        if rates:
+            table = self.wandb.Table(columns=["position", "accept rate"], data=[list(rate) for rate in rates])
+            title = "Accept rate by position: share of rounds"
+            record["accept_rate_by_position"] = self.wandb.plot.bar(table, "position", "accept rate", title=title)
+        if samples:
+            rows = [[step, sample.prompt, self.wandb.Html(sample.html()), sample.accepted_share] for sample in samples]
+            record["samples"] = self.wandb.Table(columns=["step", "prompt", "answer", "share drafted"], data=rows)
+        self.run.log(record, step=step)
+
+    def checkpoint(self, folder: Path, step: int, metrics: Mapping[str, float]) -> None:
+        """The servable files of a checkpoint, as a version of one artifact that bears the folder's name as an alias."""
+        if self.artifacts == "none" or (self.artifacts == "best" and folder.name != "best"):
+            return
+        artifact = self.wandb.Artifact(f"draft-{self.run.id}", type="model", metadata={"step": step, **metrics})
+        for file in sorted(path for path in folder.iterdir() if path.is_file()):
+            artifact.add_file(str(file))
+        self.run.log_artifact(artifact, aliases=["latest", folder.name])
 
     def close(self) -> None:
         self.run.finish()
@@ -88,10 +130,31 @@ def import_tracker(module: str, package: str) -> ModuleType:
         raise ValueError(f"tracker.{package} is on, but {package} is missing: pip install {package}") from error
 
 
-def open_trackers(folder: Path, options: TrackerOptions, config: Mapping[str, Any], step: int) -> list[Tracker]:
-    trackers: list[Tracker] = [JsonLines(folder / "metrics.jsonl", step)]
-    if options.tensorboard:
-        trackers.append(TensorBoard(folder, step))
-    if options.wandb:
-        trackers.append(WeightsAndBiases(folder, options, config))
-    return trackers
+class Trackers:
+    """All of a run's. `config`: options and identity; `run`: provenance of the code, the system and the data."""
+
+    def __init__(
+        self, folder: Path, options: TrackerOptions, config: Mapping[str, Any], run: Mapping[str, Any], step: int
+    ) -> None:
+        self.all: list[Tracker] = [JsonLines(folder / "metrics.jsonl", step)]
+        self.wandb: WeightsAndBiases | None = None
+        if options.tensorboard:
+            self.all.append(TensorBoard(folder, step))
+        if options.wandb:
+            self.wandb = WeightsAndBiases(folder, options, {**config, "run": dict(run)})
+            self.all.append(self.wandb)
+
+    def log(self, step: int, values: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:
+        for tracker in self.all:
+            tracker.log(step, values, samples)
+
+    def checkpoints(self, folders: Sequence[Path], step: int, metrics: Mapping[str, float]) -> None:
+        """`folders` were written in this step; `metrics` of the latest evaluation."""
+        for folder in folders:
+            if self.wandb is not None:
+                self.wandb.checkpoint(folder, step, metrics)
+
+    def close(self) -> None:
+        with ExitStack() as stack:  # all, whichever of them fails
+            for tracker in self.all:
+                stack.callback(tracker.close)

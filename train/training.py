@@ -9,7 +9,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from slipstream.models.frozen_target import FrozenTarget
+from slipstream.train.acceptance import walk_answers, walk_metrics
 from slipstream.train.batches import Batch
+from slipstream.train.sample_answers import SampleAnswers
+from slipstream.train.samples import Sample
 
 Metrics = dict[str, Tensor]  # name -> (2,): a sum, and the count that divides it once all are added up
 
@@ -19,6 +23,10 @@ class DraftTraining(nn.Module, ABC):
 
     Everything goes through forward, because that is where DDP, FSDP and ZeRO gather weights and reduce gradients.
     """
+
+    target: FrozenTarget
+    reads_final_state = True  # whether the loss reads the target's state after its final norm
+    samples: SampleAnswers | None = None  # keeps some of the answers that an evaluation walks
 
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """The loss is zero in evaluation mode."""
@@ -34,6 +42,17 @@ class DraftTraining(nn.Module, ABC):
     @abstractmethod
     def evaluate(self, batch: Batch) -> Metrics:
         """Metrics of held-out rows; `accept_length` is among them and chooses the best checkpoint."""
+
+    def walk(self, batch: Batch, asking: Tensor, accepted: Tensor, depth: int) -> Metrics:
+        """What `evaluate` returns, of the draft's leading agreements with the text (acceptance.walk_answers)."""
+        walks = list(walk_answers(batch, asking, accepted))
+        if self.samples is not None:
+            self.samples.add(batch, walks)
+        return walk_metrics(walks, depth)
+
+    def take_samples(self) -> list[Sample]:
+        """Answers that were kept since the last call."""
+        return [] if self.samples is None else self.samples.take()
 
     @abstractmethod
     def write(self, state: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`slipstream convert`: every layout and back, bit by bit; what it reports and refuses."""
+"""`slipstream convert` for DFLASH: every layout and back, bit by bit; what it reports and refuses."""
 
 import json
 from collections.abc import Callable
@@ -13,38 +13,14 @@ from slipstream.data_tools.convert import main
 from slipstream.models.dflash_checkpoint import load_dflash
 from slipstream.models.target import load_config
 from slipstream.serve.drafters.base import find_drafter
-from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
+from slipstream.tests.data_tools.conversion import Runs, change
+from slipstream.tests.random_drafts import save_random_dflash
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "whole vocabulary": {},
     "few tokens": {"draft_vocab_size": 50},
     "windows and biases": {"sliding_window": 6, "windowed_layers": (1,), "attention_bias": True},
 }
-
-
-class Runs:
-    """Converts from folder to folder."""
-
-    def __init__(self, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.target, self.root, self.capsys = target, tmp_path, capsys
-
-    def draft(self, **fields: Any) -> Path:
-        """Names its target and what it was trained on."""
-        folder = self.root / "draft"
-        own = {"target": str(self.target), "target_fingerprint": "f00", "tokenizer_hash": "ba5"}
-        save_random_dflash(self.target, folder, **own | {"feature_layers": (0, 1)} | fields)
-        return folder
-
-    def convert(self, source: Path, layout: str, *options: str) -> tuple[Path, str]:
-        """The folder written and what was printed; raises SystemExit where the program ends with a message."""
-        output = self.root / f"{source.name}-{layout}"
-        main(["--input", str(source), "--output", str(output), "--layout", layout, *options])
-        return output, self.capsys.readouterr().out
-
-    def refused(self, source: Path, layout: str, *options: str) -> str:
-        with pytest.raises(SystemExit):
-            self.convert(source, layout, *options)
-        return self.capsys.readouterr().err
 
 
 @pytest.fixture(params=["qwen3", "qwen3-tied"])
@@ -57,31 +33,19 @@ def runs(
     return Runs(make_target(request.param), tmp_path, capsys)
 
 
-def change(folder: Path, **values: Any) -> None:
-    config = json.loads((folder / "config.json").read_text()) | values
-    (folder / "config.json").write_text(
-        json.dumps({name: value for name, value in config.items() if value is not None})
-    )
+def save(runs: Runs, **fields: Any) -> Path:
+    save_random_dflash(runs.target, runs.root / "draft", **runs.own_fields() | {"feature_layers": (0, 1)} | fields)
+    return runs.root / "draft"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_round_trip_through_every_layout_is_bit_identical(variant: str, runs: Runs) -> None:
-    draft = runs.draft(**VARIANTS[variant])
-    vllm, _ = runs.convert(draft, "speculators")
-    again, _ = runs.convert(vllm, "speculators")
-    back, _ = runs.convert(again, "sglang")
-    for first, second in ((draft, back), (vllm, again)):
-        assert json.loads((first / "config.json").read_text()) == json.loads((second / "config.json").read_text())
-        before, after = (load_file(folder / "model.safetensors") for folder in (first, second))
-        assert before.keys() == after.keys()
-        for key in before:
-            assert before[key].dtype == after[key].dtype
-            assert torch.equal(before[key], after[key]), key
-    assert json.loads((back / "run.json").read_text())["converted"] == str(again)
+    draft = save(runs, **VARIANTS[variant])
+    runs.assert_round_trips(draft)
 
 
 def test_the_layout_of_speculators_holds_the_targets_embedding_and_head(runs: Runs) -> None:
-    draft = runs.draft(draft_vocab_size=50)
+    draft = save(runs, draft_vocab_size=50)
     folder, _ = runs.convert(draft, "speculators")
     tensors, target = load_file(folder / "model.safetensors"), load_file(runs.target / "model.safetensors")
     embedding = target["model.embed_tokens.weight"].bfloat16()
@@ -102,7 +66,7 @@ def test_the_layout_of_speculators_holds_the_targets_embedding_and_head(runs: Ru
 
 
 def test_a_foreign_checkpoint_gets_its_target_and_public_names(runs: Runs) -> None:
-    draft = runs.draft()
+    draft = save(runs)
     change(draft, drafter=None, target=None, bos_token_id=1, block_size=None)
     change(draft, dflash_config={"mask_token_id": 0, "target_layer_ids": [0, 1], "block_size": 4})
     tensors = load_file(draft / "model.safetensors")
@@ -125,7 +89,7 @@ def test_a_foreign_checkpoint_gets_its_target_and_public_names(runs: Runs) -> No
 
 
 def test_every_change_is_reported(runs: Runs) -> None:
-    folder, printed = runs.convert(runs.draft(), "speculators")
+    folder, printed = runs.convert(save(runs), "speculators")
     for line in (
         "tensor embed_tokens.weight added",
         "tensor lm_head.weight added",
@@ -141,20 +105,20 @@ def test_every_change_is_reported(runs: Runs) -> None:
 
 
 def test_the_last_layers_output_is_pointed_out(runs: Runs) -> None:
-    _, printed = runs.convert(runs.draft(feature_layers=(0, 3)), "speculators")
+    _, printed = runs.convert(save(runs, feature_layers=(0, 3)), "speculators")
     assert "note: it reads the last layer's output" in printed
 
 
 def test_what_cannot_be_converted_is_refused(runs: Runs, tmp_path: Path) -> None:
-    draft = runs.draft(sample_from_anchor=True)
+    draft = save(runs, sample_from_anchor=True)
     assert "sample_from_anchor" in runs.refused(draft, "sglang")
     folder, _ = runs.convert(draft, "speculators")
     assert json.loads((folder / "config.json").read_text())["sample_from_anchor"] is True
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1}, folder / "model.safetensors")
     assert "lm_head.weight is not the target's" in runs.refused(folder, "speculators")
-    save_random_draft(runs.target, tmp_path / "eagle3")
-    assert "is a draft of the kind eagle3; kinds that convert: dflash" in runs.refused(tmp_path / "eagle3", "sglang")
+    change(draft, drafter="medusa")
+    assert "is a draft of the kind medusa; kinds that convert: dflash, eagle3, eagle" in runs.refused(draft, "sglang")
     with pytest.raises(SystemExit):
         main(["--input", str(draft), "--output", str(tmp_path / "x"), "--layout", "gguf"])
     with pytest.raises(SystemExit):

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slipstream.models.checkpoint import fuse
 from slipstream.models.config import RopeConfig, default_feature_layers
 from slipstream.models.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.eagle3_checkpoint import (
@@ -21,6 +22,7 @@ from slipstream.models.eagle3_checkpoint import (
     load_eagle3,
     save_eagle3,
 )
+from slipstream.models.speculators_layout import AUX_LAYERS
 from slipstream.models.target import load_config
 
 CPU = torch.device("cpu")
@@ -141,7 +143,8 @@ def test_the_config_holds_the_public_fields(draft: Draft) -> None:
     public |= {"num_attention_heads": 4, "num_key_value_heads": 2, "draft_vocab_size": 50, "rope_theta": 10000.0}
     public |= {"hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "drafter": "eagle3"}
     assert public.items() <= config.items()
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
+    assert config["eagle_config"][AUX_LAYERS] == [1, 2, 4], "outputs of layers, which SGLang reads"
+    assert config[AUX_LAYERS] == [2, 3, 5], "the layers that the states go into, which vLLM reads"
 
 
 LAYOUTS: dict[str, Callable[[Tensors], Tensors]] = {
@@ -150,6 +153,8 @@ LAYOUTS: dict[str, Callable[[Tensors], Tensors]] = {
     "both": lambda tensors: {f"model.{key}".replace("midlayer.", "layers.0."): tensors[key] for key in tensors},
     "embedding": lambda tensors: tensors | {"embed_tokens.weight": torch.zeros(120, 32)},
     "prefixed embedding": lambda tensors: tensors | {"model.embed_tokens.weight": torch.zeros(120, 32)},
+    "fused": lambda tensors: fuse(tensors),
+    "fused, layers.0": lambda tensors: {key.replace("midlayer.", "layers.0."): x for key, x in fuse(tensors).items()},
     "no t2d": lambda tensors: {key: tensors[key] for key in tensors if key != "t2d"},
     "t2d of bytes": lambda tensors: tensors | {"t2d": tensors["t2d"].to(torch.uint8)},
     "fp32": lambda tensors: {key: x.float() if x.is_floating_point() else x for key, x in tensors.items()},
@@ -180,7 +185,7 @@ def test_shards_load(draft: Draft) -> None:
 
 def test_a_foreign_config_loads(draft: Draft) -> None:
     """No target, no layer ids, no head_dim, rope as older trainers write it: rule and target fill the gaps."""
-    absent = (*OWN_FIELDS, "drafter", "eagle_config", "head_dim", "target_hidden_size", "attention_bias")
+    absent = (*OWN_FIELDS, "drafter", "eagle_config", AUX_LAYERS, "head_dim", "target_hidden_size", "attention_bias")
     draft.change(values=dict.fromkeys(absent))
     config = draft.load().config
     assert config.feature_layers == default_feature_layers(4)
@@ -202,11 +207,6 @@ def test_rope_fields_old_and_new(values: Values, expected: RopeConfig, draft: Dr
     assert draft.load().config.rope == expected
 
 
-def test_layer_ids_of_eagle_config_count(draft: Draft) -> None:
-    draft.change(values={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}})
-    assert draft.load().config.feature_layers == (0, 1, 3)
-
-
 @pytest.mark.parametrize("flag", UNSUPPORTED_FLAGS)
 @pytest.mark.parametrize("nested", [False, True])
 def test_flags_that_change_the_network_are_refused_by_name(flag: str, nested: bool, draft: Draft) -> None:
@@ -226,7 +226,16 @@ def test_flags_that_change_the_network_are_refused_by_name(flag: str, nested: bo
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope'; supported"),
         ({"hidden_size": None, "rms_norm_eps": None}, "draft config lacks hidden_size, rms_norm_eps"),
         ({"draft_vocab_size": 121}, "draft_vocab_size is 121; the target has 120 tokens"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}}, r"feature_layers is \[2, 16, 29\]"),
+        ({AUX_LAYERS: None, "eagle_config": {AUX_LAYERS: [2, 16, 29]}}, r"feature_layers is \[2, 16, 29\]"),
+        ({AUX_LAYERS: [0, 2, 3], "eagle_config": None}, r"feature_layers is \[-1, 1, 2\]"),
+        (
+            {AUX_LAYERS: [1, 2, 4]},
+            r"eagle_config.* is \[1, 2, 4\], outputs of .* is \[1, 2, 4\], the layers that .* go into",
+        ),
+        (
+            {AUX_LAYERS: [2, 3, 4, 5], "eagle_config": None},
+            "fc.weight reads 96 numbers, 3 target states of 32, .* names 4",
+        ),
         ({"vocab_size": 128}, "vocab_size is 128 in the draft and 120 in the target; serve the target"),
         ({"target_hidden_size": 64}, "target_hidden_size is 64 in the draft and 32 in the target"),
         ({"target_num_layers": 8}, "target_num_layers is 8 in the draft and 4 in the target"),

@@ -57,7 +57,17 @@ def draft_folder(path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("draft", "extra"), [("none", []), ("eagle3", ["drafter", "drafter.depth"])])
+TREE = ["drafter", "drafter.depth", "drafter.nodes", "drafter.token_map", "drafter.topk"]
+
+
+@pytest.mark.parametrize(
+    ("draft", "extra"),
+    [
+        ("none", []),
+        ("eagle3", TREE),
+        ("eagle", [*TREE, "drafter.token_map_dynamic", "drafter.token_map_size"]),
+    ],
+)
 def test_the_options_are_frozen(draft: str, extra: list[str]) -> None:
     parser = build_parser(options_class(draft), prog="serve", description="")
     assert option_names(parser) == sorted(OPTIONS + extra)

@@ -16,7 +16,7 @@ from slipstream.models.dflash_checkpoint import load_dflash
 from slipstream.models.mask_token import default_mask_token
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.train.dflash import main
-from slipstream.train.trackers import read_lines
+from slipstream.train.trackers import read_metrics
 
 TIMING = "tokens_per_second"
 
@@ -56,7 +56,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, flags: Callable[..., list
 
 
 def records(output: Path) -> list[dict[str, float]]:
-    lines = read_lines(output / "metrics.jsonl")
+    lines = read_metrics(output / "metrics.jsonl")
     return [{name: value for name, value in line.items() if name != TIMING} for line in lines]
 
 

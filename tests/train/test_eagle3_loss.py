@@ -1,6 +1,7 @@
 """Loss, mask, metrics and the simulated walk against naive loops over documents, tokens and steps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from slipstream.tests.train.conftest import random_document
 from slipstream.tests.train.naive_draft import NaiveDraft
 from slipstream.tests.train.naive_walk import Document, half_predictable, naive_walk
 from slipstream.train.batches import collate
-from slipstream.train.eagle3 import Eagle3Training
+from slipstream.train.eagle3 import DraftOptions, Eagle3Training
 
 STEPS, DECAY, DEPTH = 4, 0.8, 3
+Distance = Callable[[Tensor, Tensor], Tensor]
 
 
 def documents(seed: int) -> list[list[Document]]:
@@ -26,10 +28,23 @@ def supervised_throughout(mask: list[bool], first: int, last: int) -> bool:
     return last < len(mask) and all(mask[first : last + 1])
 
 
+FORMULAS: dict[str, Distance] = {  # of the target's p and the draft's q, (Vd,) fp32
+    "soft_ce": lambda p, q: -(p * q.log()).sum(),
+    "forward_kl": lambda p, q: (p * (p / q).log()).sum(),
+    "reverse_kl": lambda p, q: (q * (q / p).log()).sum(),
+    "tv": lambda p, q: 0.5 * (p - q).abs().sum(),
+    "lk": lambda p, q: -torch.minimum(p, q).sum().log(),
+}
+
+
 def naive_terms(
-    training: Eagle3Training, model: PreTrainedModel, ids: Tensor, document: Document
+    training: Eagle3Training,
+    model: PreTrainedModel,
+    ids: Tensor,
+    document: Document,
+    distance: Distance = FORMULAS["soft_ce"],
 ) -> Iterator[tuple[int, Tensor | None, bool]]:
-    """Per counting (row, step) of one document: step, cross-entropy (or None outside the vocabulary), agreement."""
+    """Per counting (row, step) of one document: step, distance (or None outside the vocabulary), agreement."""
     tokens, mask = torch.tensor(document[0]), document[1]
     states = NaiveDraft(training.draft, model).chain(tokens, STEPS)
     with torch.no_grad():
@@ -41,9 +56,9 @@ def naive_terms(
             teacher = target_logits[t + 1 + step]
             best = int(teacher.argmax())
             draft_logits = training.draft.logits(states[t, step])
-            cross_entropy = -(teacher[ids].softmax(dim=0) * draft_logits.log_softmax(dim=0)).sum()
+            loss = distance(teacher[ids].softmax(dim=0), draft_logits.softmax(dim=0))
             agrees = int(ids[draft_logits.argmax()]) == best
-            yield step, cross_entropy if best in ids.tolist() else None, agrees
+            yield step, loss if best in ids.tolist() else None, agrees
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -113,3 +128,35 @@ def test_a_walk_without_a_round_has_no_length(training: Eagle3Training) -> None:
     document = ([3, 4, 5, 6, 7], [False, True, False, True, True])
     metrics = training.evaluate(collate([[document]], 64))
     assert metrics["accept_length"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("step_weights", [None, (1.0, 0.0, 2.0, 0.5)])
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_every_loss_equals_its_formula(
+    kind: Any,
+    step_weights: tuple[float, ...] | None,
+    training: Eagle3Training,
+    target_model: PreTrainedModel,
+    token_map: TokenMap,
+) -> None:
+    training.options = DraftOptions(ttt_steps=STEPS, loss=kind, step_weights=step_weights)
+    expected = torch.zeros(())
+    for row in documents(4):
+        for document in row:
+            terms = naive_terms(training, target_model, token_map.ids, document, FORMULAS[kind])
+            for step, distance, _ in terms:
+                weight = DECAY**step if step_weights is None else step_weights[step]
+                expected = expected + (0.0 if distance is None else weight * distance)
+    loss, _ = training.loss(collate(documents(4), 64))
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    parameters = list(training.draft.parameters())
+    for found, wanted in zip(
+        torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("step_weights", [(1.0, 1.0), (1.0, -1.0, 1.0), (0.0, 0.0, 0.0)])
+def test_step_weights_that_cannot_be_are_refused(step_weights: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match=r"draft.step_weights is \[.*\]; give 3, one for each of draft.ttt_steps"):
+        DraftOptions(ttt_steps=3, step_weights=step_weights)

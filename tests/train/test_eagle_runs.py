@@ -21,7 +21,7 @@ from slipstream.tests.random_drafts import save_random_eagle
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE, SaveData
 from slipstream.train.batches import Batch, collate
 from slipstream.train.eagle import DraftOptions, EagleTraining, main
-from slipstream.train.trackers import read_lines
+from slipstream.train.trackers import read_metrics
 
 DEPTH, MAX_LENGTH = 3, 64
 PROMPTS = [[5, 9, 33, 71, 20, 8, 64], [90, 14, 2, 45, 45, 45, 17, 3, 60, 101, 7]]
@@ -109,7 +109,7 @@ def test_a_run_leaves_servable_checkpoints(tmp_path: Path, target_path: Path, fl
     target = ModelConfig.from_hf(AutoConfig.from_pretrained(target_path))
     config = load_eagle(tmp_path / "best", target, torch.float32, torch.device("cpu")).config
     assert (config.fc_bias, config.draft_vocab_size, config.target) == (False, DRAFT_VOCAB_SIZE, str(target_path))
-    lines = read_lines(tmp_path / "metrics.jsonl")
+    lines = read_metrics(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines if "eval_accept_length" in line] == [3, 6]
     assert {"feature_loss_0", "accept_rate_0", "eval_accept_rate_2"} <= lines[-1].keys()
 
@@ -120,7 +120,7 @@ def test_accumulation_equals_a_bigger_batch(tmp_path: Path, flags: Callable[...,
     found, expected = (
         [
             {name: value for name, value in line.items() if name != "tokens_per_second"}
-            for line in read_lines(tmp_path / name / "metrics.jsonl")
+            for line in read_metrics(tmp_path / name / "metrics.jsonl")
         ]
         for name in ("window", "batch")
     )

@@ -25,7 +25,7 @@ from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import clean
 from slipstream.train.eagle3 import Eagle3Training, main
 from slipstream.train.loop import Loop, lr_factor
-from slipstream.train.trackers import read_lines
+from slipstream.train.trackers import read_metrics
 
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,8 @@ TIMING = "tokens_per_second"
 def records(output: Path) -> list[dict[str, float]]:
     """metrics.jsonl without what differs between two equal runs."""
     return [
-        {name: value for name, value in line.items() if name != TIMING} for line in read_lines(output / "metrics.jsonl")
+        {name: value for name, value in line.items() if name != TIMING}
+        for line in read_metrics(output / "metrics.jsonl")
     ]
 
 

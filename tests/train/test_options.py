@@ -16,17 +16,20 @@ from slipstream.train.options import RunOptions
 ROOT = Path(__file__).parents[2]
 SHARED_OPTIONS = """
     checkpoint.every checkpoint.keep data.batch_size data.features data.features_missing data.max_length data.path
-    draft.intermediate_size draft.vocabulary evaluation.depth evaluation.documents
-    evaluation.every optim.accumulation optim.betas optim.clip optim.epochs optim.lr optim.name optim.steps
-    optim.warmup_ratio optim.weight_decay output precision resume revision seed target tracker.name tracker.project
-    tracker.tensorboard tracker.wandb trust_remote_code
+    draft.intermediate_size draft.vocabulary dry_run evaluation.depth evaluation.documents
+    evaluation.every evaluation.samples optim.accumulation optim.betas optim.clip optim.epochs optim.lr optim.name optim.steps
+    optim.warmup_ratio optim.weight_decay output precision resume revision seed target tracker.artifacts tracker.entity
+    tracker.name tracker.project tracker.tags tracker.tensorboard tracker.wandb trust_remote_code
 """
 PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "eagle": (
         EagleOptions,
         "draft.bias draft.feature_weight draft.noise draft.token_weight draft.ttt_decay draft.ttt_steps",
     ),
-    "eagle3": (Eagle3Options, "draft.feature_layers draft.init_from_target draft.ttt_decay draft.ttt_steps"),
+    "eagle3": (
+        Eagle3Options,
+        "draft.feature_layers draft.init_from_target draft.loss draft.step_weights draft.ttt_decay draft.ttt_steps",
+    ),
     "dflash": (
         DFlashOptions,
         "draft.anchors draft.block_size draft.feature_layers draft.gamma draft.loss draft.mask_token_id "

@@ -4,19 +4,24 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slipstream.train.options import TrackerOptions
-from slipstream.train.trackers import JsonLines, import_tracker, open_trackers, read_lines
+from slipstream.train.samples import Sample
+from slipstream.train.trackers import JsonLines, Trackers, import_tracker, read_lines
+
+SAMPLE = Sample("what is <2 + 2>?", "it is 4.", ((0, 2), (6, 8)))
 
 
 def test_json_lines_go_on_after_the_step_that_is_resumed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = JsonLines(path, step=0)
     for step in range(1, 5):
-        log.log(step, {"loss": 1 / step})
+        log.log(step, {"loss": 1 / step}, [SAMPLE] if step in (2, 4) else [])
     log.close()
     with path.open("a") as file:
         file.write('{"step": 5, "lo')  # killed while writing
@@ -26,33 +31,145 @@ def test_json_lines_go_on_after_the_step_that_is_resumed(tmp_path: Path) -> None
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": 1, "loss": 1.0},
         {"step": 2, "loss": 0.5},
+        {"step": 2, "sample": {"prompt": "what is <2 + 2>?", "answer": "it is 4.", "spans": [[0, 2], [6, 8]]}},
         {"step": 3, "loss": 1 / 3},
         {"step": 4, "loss": 9.0},
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
-    trackers = open_trackers(tmp_path, TrackerOptions(tensorboard=True), {}, step=0)
-    for tracker in trackers:
-        tracker.log(1, {"loss": 2.0})
-        tracker.log(2, {"loss": 1.5, "eval_accept_length": 1.25})
-        tracker.close()
+def test_tensorboard_has_the_content_of_metrics_jsonl(tmp_path: Path) -> None:
+    trackers = Trackers(tmp_path, TrackerOptions(tensorboard=True), {}, {}, step=0)
+    trackers.log(1, {"loss": 2.0})
+    trackers.log(2, {"loss": 1.5, "eval_accept_length": 1.25}, [SAMPLE, SAMPLE])
+    trackers.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 1.5)]
-    assert [event.value for event in events.Scalars("eval_accept_length")] == [1.25]
-    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    numbers = [line for line in lines if "sample" not in line]
+    for name in ("loss", "eval_accept_length"):
+        expected = [(line["step"], line[name]) for line in numbers if name in line]
+        assert [(event.step, event.value) for event in events.Scalars(name)] == expected
+    assert set(events.Tags()["scalars"]) == {"loss", "eval_accept_length"}
+    assert len(lines) - len(numbers) == len(events.Tags()["tensors"]) == 2
+    (event,) = events.Tensors("sample_1/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert text == "what is &lt;2 + 2&gt;?<hr><mark>it</mark> is <mark>4.</mark>"
+    assert event.step == 2
+
+
+class FakeWandb:
+    """The part of wandb that is used; it records every call."""
+
+    api = SimpleNamespace(api_key="key")
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.artifacts: list[Any] = []
+        self.summaries: dict[str, str] = {}
+        self.is_finished = False
+        self.id = ""
+        self.plot = SimpleNamespace(bar=lambda table, x, y, title: ("bar", table, x, y, title))
+
+    def init(self, **options: Any) -> "FakeWandb":
+        self.options, self.id = options, options["id"]
+        return self
+
+    def define_metric(self, name: str, summary: str) -> None:
+        self.summaries[name] = summary
+
+    def log(self, record: dict[str, Any], step: int) -> None:
+        self.logged.append((step, record))
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+    def Table(self, columns: list[str], data: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
+        return columns, data
+
+    def Html(self, text: str) -> str:
+        return text
+
+    def Artifact(self, name: str, type: str, metadata: dict[str, Any]) -> SimpleNamespace:
+        files: list[str] = []
+        return SimpleNamespace(name=name, type=type, metadata=metadata, files=files, add_file=files.append)
+
+    def log_artifact(self, artifact: SimpleNamespace, aliases: list[str]) -> None:
+        self.artifacts.append((artifact, aliases))
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    return fake
+
+
+def test_wandb_gets_options_provenance_numbers_and_samples(tmp_path: Path, wandb: FakeWandb) -> None:
+    options = TrackerOptions(wandb=True, entity="us", tags=("8b",), project="drafts")
+    run = {"git_revision": "abc", "system": {"cpus": 2}, "argv": ["train/eagle3.py"]}
+    trackers = Trackers(tmp_path / "..", options, {"seed": 3, "optim": {"lr": 1e-4}}, run, step=0)
+    values = {"loss": 1.0, "eval_accept_length": 1.5, "eval_accept_rate_0": 0.4, "eval_accept_rate_1": 0.1}
+    trackers.log(7, values, [SAMPLE])
+    trackers.log(8, {"loss": 0.5})
+    trackers.close()
+    assert wandb.options["config"] == {"seed": 3, "optim": {"lr": 1e-4}, "run": run}
+    expected = {"project": "drafts", "entity": "us", "tags": ["8b"], "mode": "online", "resume": "allow"}
+    assert expected.items() <= wandb.options.items()
+    (_, first), (_, second) = wandb.logged
+    assert values.items() <= first.items()
+    _, table, *_ = first["accept_rate_by_position"]
+    assert table == (["position", "accept rate"], [["0", 0.4], ["1", 0.1]])
+    answer = "<mark>it</mark> is <mark>4.</mark>"
+    assert first["samples"] == (
+        ["step", "prompt", "answer", "share drafted"],
+        [[7, SAMPLE.prompt, answer, SAMPLE.accepted_share]],
+    )
+    assert second == {"loss": 0.5}
+    assert [step for step, _ in wandb.logged] == [7, 8]
+    assert wandb.summaries == {"eval_accept_length": "max", "loss": "min"}
+    assert wandb.is_finished
+
+
+def test_a_run_that_goes_on_is_the_same_run_of_wandb(tmp_path: Path, wandb: FakeWandb) -> None:
+    names = []
+    for step in (0, 3):
+        Trackers(tmp_path, TrackerOptions(wandb=True), {}, {}, step).close()
+        names.append(wandb.options["id"])
+    assert names[0] == names[1] == (tmp_path / "wandb_id").read_text()
+
+
+@pytest.mark.parametrize(("artifacts", "expected"), [("none", []), ("best", ["best"]), ("all", ["best", "step-4"])])
+def test_checkpoints_become_artifacts_by_option(
+    artifacts: Any, expected: list[str], tmp_path: Path, wandb: FakeWandb
+) -> None:
+    folders = [tmp_path / "best", tmp_path / "step-4"]
+    for folder in folders:
+        (folder / "state").mkdir(parents=True)
+        (folder / "model.safetensors").touch()
+    trackers = Trackers(tmp_path, TrackerOptions(wandb=True, artifacts=artifacts), {}, {}, step=0)
+    trackers.checkpoints(folders, 4, {"accept_length": 1.5})
+    assert [aliases for _, aliases in wandb.artifacts] == [["latest", name] for name in expected]
+    for artifact, aliases in wandb.artifacts:
+        assert artifact.files == [str(tmp_path / aliases[1] / "model.safetensors")], "what serves, not what resumes"
+        assert artifact.metadata == {"step": 4, "accept_length": 1.5}
+        assert artifact.name == f"draft-{wandb.id}"
+    trackers.close()
 
 
 def test_wandb_runs_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
     monkeypatch.setenv("WANDB_SILENT", "true")
-    trackers = open_trackers(tmp_path, TrackerOptions(wandb=True, name="a run"), {"seed": 3}, step=0)
-    for tracker in trackers:
-        tracker.log(1, {"loss": 2.0})
-        tracker.close()
+    best = tmp_path / "best"
+    best.mkdir()
+    (best / "config.json").write_text("{}")
+    options = TrackerOptions(wandb=True, name="a run", artifacts="best")
+    trackers = Trackers(tmp_path, options, {"seed": 3}, {}, step=0)
+    trackers.log(1, {"loss": 2.0, "eval_accept_rate_0": 0.5}, [SAMPLE])
+    trackers.checkpoints([best], 1, {"accept_length": 1.0})
+    trackers.close()
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     assert (tmp_path / "wandb_id").read_text() in folder.name
     assert list(folder.glob("run-*.wandb"))

@@ -1,0 +1,58 @@
+"""Drafts of every kind, run through `slipstream convert`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream.data_tools.convert import main
+
+
+class Runs:
+    """Converts from folder to folder."""
+
+    def __init__(self, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.target, self.root, self.capsys = target, tmp_path, capsys
+
+    def own_fields(self) -> dict[str, Any]:
+        """What a draft says of its target."""
+        return {"target": str(self.target), "target_fingerprint": "f00", "tokenizer_hash": "ba5"}
+
+    def convert(self, source: Path, layout: str, *options: str) -> tuple[Path, str]:
+        """The folder written and what was printed; raises SystemExit where the program ends with a message."""
+        output = self.root / f"{source.name}-{layout}"
+        main(["--input", str(source), "--output", str(output), "--layout", layout, *options])
+        return output, self.capsys.readouterr().out
+
+    def refused(self, source: Path, layout: str, *options: str) -> str:
+        with pytest.raises(SystemExit):
+            self.convert(source, layout, *options)
+        return self.capsys.readouterr().err
+
+    def assert_round_trips(self, draft: Path) -> None:
+        """public -> speculators -> speculators -> public: the same files, bit by bit."""
+        first, _ = self.convert(draft, "speculators")
+        again, _ = self.convert(first, "speculators")
+        back, _ = self.convert(again, "sglang")
+        assert_equal_checkpoints(draft, back)
+        assert_equal_checkpoints(first, again)
+        assert json.loads((back / "run.json").read_text())["converted"] == str(again)
+
+
+def assert_equal_checkpoints(one: Path, other: Path) -> None:
+    assert json.loads((one / "config.json").read_text()) == json.loads((other / "config.json").read_text())
+    before, after = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert before.keys() == after.keys()
+    for key in before:
+        assert before[key].dtype == after[key].dtype
+        assert torch.equal(before[key], after[key]), key
+
+
+def change(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )

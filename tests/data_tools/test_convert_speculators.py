@@ -1,0 +1,134 @@
+"""The library speculators as the oracle: EAGLE3 drafts that we wrote for it compute the same logits there, and its own
+files the same logits here. Skipped where it is not installed: `pip install speculators`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from slipstream.models.config import default_feature_layers
+from slipstream.models.eagle3 import Eagle3, Eagle3Config
+from slipstream.models.eagle3_checkpoint import load_eagle3, save_eagle3
+from slipstream.models.frozen_target import FrozenTarget
+from slipstream.models.layers import RotaryEmbedding
+from slipstream.models.target import load_config
+from slipstream.tests.data_tools.conversion import Runs
+from slipstream.tests.random_targets import LLAMA3_ROPE, SHAPE, save_random_target
+from slipstream.train.batches import collate
+from slipstream.train.ttt import TTTAttention, find_rows
+
+REASON = "the package speculators is not installed, whose network is the oracle here"
+speculators = pytest.importorskip("speculators.models.eagle3", reason=REASON)
+STEPS, LENGTH = 3, 24
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[(12, None, 50), (12, None, 120), (12, (0, 5, 10), 50), (6, (1, 5), 50)])
+def runs(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
+    """A target and a draft that reads the default or these layers, with a vocabulary of that size."""
+    num_layers, layers, draft_vocab_size = request.param
+    shape = SHAPE | {"num_hidden_layers": num_layers}
+    save_random_target(LlamaConfig(**shape, rope_parameters=LLAMA3_ROPE), tmp_path / "target")
+    round_to_bf16(tmp_path / "target" / "model.safetensors")
+    target = load_config(tmp_path / "target")
+    torch.manual_seed(9)
+    config = Eagle3Config.from_target(
+        target,
+        draft_vocab_size=draft_vocab_size,
+        feature_layers=layers or default_feature_layers(num_layers),
+        target=str(tmp_path / "target"),
+    )
+    module = Eagle3(config)
+    for parameter in module.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    module.set_vocabulary(torch.randperm(120)[:draft_vocab_size].sort().values)
+    (tmp_path / "draft").mkdir()
+    save_eagle3(module, module.state_dict(), tmp_path / "draft", {})
+    return Runs(tmp_path / "target", tmp_path, capsys)
+
+
+def round_to_bf16(file: Path) -> None:
+    """As real targets are, so that the copy of the embedding in a bf16 draft is exact."""
+    save_file({key: x.bfloat16().float() for key, x in load_file(file).items()}, file, {"format": "pt"})
+
+
+@pytest.fixture
+def tokens() -> list[int]:
+    return torch.randint(0, 120, (LENGTH + STEPS,), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+def load_theirs(folder: Path) -> Any:
+    config = speculators.Eagle3SpeculatorConfig.from_pretrained(str(folder))
+    config.transformer_layer_config._attn_implementation = "eager"  # flex attention, their default, is for GPUs
+    return speculators.Eagle3DraftModel.from_pretrained(str(folder), config=config, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def their_logits(model: Any, target: Path, tokens: list[int]) -> list[Tensor]:
+    """Per step of training-time test (LENGTH, Vd), of states picked by the ids of their config: inputs of layers."""
+    verifier = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    inputs: dict[int, Tensor] = {}
+    layers = model.target_layer_ids
+    states = verifier.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    inputs = dict(enumerate(states[: len(verifier.model.layers)]))  # the last one is behind the final norm
+    hook = verifier.model.layers[-1].register_forward_hook(
+        lambda _m, _i, output: inputs.update({len(states) - 1: output})
+    )
+    verifier.model(torch.tensor([tokens]))
+    hook.remove()
+    features = torch.cat([inputs[layer] for layer in layers], dim=-1)
+    found: list[Tensor] = []
+    model.lm_head.register_forward_hook(lambda _module, _inputs, output: found.append(output[0]))
+    ids = torch.tensor([tokens[1 : LENGTH + 1]])  # their rows hold the token after the state's
+    model(features[:, :LENGTH], ids, torch.zeros(1, LENGTH, dtype=torch.long), ttt_steps=STEPS)
+    return found
+
+
+@torch.no_grad()
+def our_logits(draft: Eagle3, target: Path, tokens: list[int]) -> list[Tensor]:
+    frozen = FrozenTarget(
+        AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32), draft.config.feature_layers
+    )
+    document = (tokens[: LENGTH + 2], [False] + [True] * (LENGTH + 1))  # so that LENGTH rows ask
+    batch = collate([[document]], LENGTH + 2)
+    rows = find_rows(batch, STEPS)
+    assert rows.asking.tolist() == list(range(LENGTH))
+    features = frozen.features(batch.tokens, batch.positions)[0][0, :LENGTH]
+    attention = TTTAttention(rows, RotaryEmbedding(draft.config.rope, draft.config.head_dim, 64))
+    draft.write_context(torch.zeros(0, 32), torch.zeros(0, 32), attention)
+    state, found, text = draft.fuse(features), [], torch.tensor(tokens)
+    for step in range(STEPS):
+        state = draft(frozen.embed(text[torch.arange(LENGTH) + 1 + step]), state, attention)
+        found.append(draft.logits(state))
+        attention.next_step()
+    return found
+
+
+def assert_equal_logits(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    """At the rows whose tokens both have: theirs are padded at the end."""
+    assert len(ours) == len(theirs) == STEPS
+    for step in range(STEPS):
+        torch.testing.assert_close(ours[step][: LENGTH - step], theirs[step][: LENGTH - step], rtol=1e-4, atol=1e-4)
+
+
+def test_a_draft_written_for_speculators_computes_the_same_there(runs: Runs, tokens: list[int]) -> None:
+    folder, _ = runs.convert(runs.root / "draft", "speculators")
+    draft = load_eagle3(runs.root / "draft", load_config(runs.target), torch.float32, CPU)
+    assert_equal_logits(our_logits(draft, runs.target, tokens), their_logits(load_theirs(folder), runs.target, tokens))
+
+
+def test_a_draft_saved_by_speculators_computes_the_same_here(runs: Runs, tokens: list[int]) -> None:
+    folder, _ = runs.convert(runs.root / "draft", "speculators")
+    model = load_theirs(folder)
+    saved = runs.root / "saved"
+    model.save_pretrained(str(saved))
+    assert "drafter" in json.loads((saved / "config.json").read_text()), "it keeps fields that it does not know"
+    back, _ = runs.convert(saved, "sglang")
+    for path in (saved, back):
+        draft = load_eagle3(path, load_config(runs.target), torch.float32, CPU)
+        assert_equal_logits(our_logits(draft, runs.target, tokens), their_logits(model, runs.target, tokens))

@@ -1,0 +1,323 @@
+"""Training from captured states: the same losses as from the target, and clear ends where that cannot be."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import load_from_disk
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slipstream.data_tools.capture_features import main as capture
+from slipstream.models.feature_shard import shard_path
+from slipstream.tests.train.conftest import random_dataset
+from slipstream.train import dflash, eagle, eagle3
+from slipstream.train.batches import PackedRows
+from slipstream.train.draft_setup import TargetFiles
+from slipstream.train.feature_source import BATCHES_AHEAD, open_features, read_ahead, read_features, target_states
+from slipstream.train.loop import Loop
+from slipstream.train.options import DataOptions
+from slipstream.train.trackers import read_metrics
+from slipstream.train.training import DraftTraining
+
+MAX_LENGTH = 40
+CPU = torch.device("cpu")
+BLOCKS = dflash.DraftOptions(num_layers=2, block_size=5, mask_token_id=7, anchors=6, feature_layers=(2, 0, 3))
+DRAFTERS: dict[str, tuple[Any, type[Any], Any]] = {  # program, its options, those of its draft
+    "eagle": (eagle, eagle.EagleOptions, eagle.DraftOptions(ttt_steps=2)),
+    "eagle3": (eagle3, eagle3.Eagle3Options, eagle3.DraftOptions(feature_layers=(2, 0, 3), ttt_steps=3)),
+    "eagle3 that reads the normed state": (
+        eagle3,
+        eagle3.Eagle3Options,
+        eagle3.DraftOptions(feature_layers=(4, 0, 2), ttt_steps=2),
+    ),
+    "dflash": (dflash, dflash.DFlashOptions, BLOCKS),
+}
+CaptureTo = Callable[..., Path]
+Arguments = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def capture_to(target_path: Path, data_path: Path, tmp_path_factory: pytest.TempPathFactory) -> CaptureTo:
+    """Captures to a new folder, in fp32 unless told; `changes` replace or add options."""
+
+    def run(*words: str, **changes: Any) -> Path:
+        output = tmp_path_factory.mktemp("features")
+        options = {"target": target_path, "data": data_path, "max_length": MAX_LENGTH, "dtype": "fp32"}
+        options |= {"batch_tokens": 100, "shard_gb": 6e-5, "output": output} | changes
+        capture([f"--{name}={value}" for name, value in options.items()] + ["--yes", *words])
+        return output
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def stores(capture_to: CaptureTo) -> dict[str, Path]:
+    """With the state after the final norm of supervised tokens, and of all."""
+    return {"supervised": capture_to("--layers", "3", "2", "0"), "all": capture_to("--layers", "0", "2", "3", "4")}
+
+
+def start(name: str, target: Path, data: DataOptions) -> tuple[DraftTraining, dict[str, PackedRows]]:
+    """Training and rows as the program makes them, always with the same weights."""
+    program, options_class, draft = DRAFTERS[name]
+    options = options_class(output="", target=str(target), data=data, draft=draft)
+    files, splits = TargetFiles.find(options), load_from_disk(data.path)
+    rows = {split: PackedRows(splits[split], data.max_length) for split in ("train", "heldout")}
+    store = open_features(data, {**files.origin(), "data_hash": "0123"})
+    torch.manual_seed(3)
+    training, module = program.build(options, files, SimpleNamespace(device=CPU, print=print))
+    for parameter in module.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    if store is not None:
+        read_features(store, data, training, rows, module.config.feature_layers, CPU)
+    return training, rows
+
+
+def numbers(training: DraftTraining, rows: dict[str, PackedRows]) -> dict[str, Tensor]:
+    """Losses and metrics of every batch of two rows, and what evaluation counts."""
+    found = {}
+    for first in range(0, len(rows["train"]) - 1, 2):
+        loss, metrics = training.loss(rows["train"].batch([first, first + 1], first))
+        found |= {f"loss {first}": loss.detach()} | {f"{name} {first}": value for name, value in metrics.items()}
+    for first in range(len(rows["heldout"])):
+        metrics = training.evaluate(rows["heldout"].batch([first]))
+        found |= {f"heldout {name} {first}": value for name, value in metrics.items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def online(target_path: Path, data_path: Path) -> Callable[..., dict[str, Tensor]]:
+    """Numbers of a drafter that reads the target itself."""
+    known: dict[Any, dict[str, Tensor]] = {}
+
+    def compute(name: str, max_length: int = MAX_LENGTH) -> dict[str, Tensor]:
+        if (name, max_length) not in known:
+            known[name, max_length] = numbers(
+                *start(name, target_path, DataOptions(path=str(data_path), max_length=max_length))
+            )
+        return known[name, max_length]
+
+    return compute
+
+
+@pytest.mark.parametrize("max_length", [MAX_LENGTH, 17])
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("eagle", "all"),
+        ("eagle3", "supervised"),
+        ("eagle3", "all"),
+        ("eagle3 that reads the normed state", "all"),
+        ("dflash", "supervised"),
+        ("dflash", "all"),
+    ],
+)
+def test_losses_are_those_of_the_target_itself(
+    target_path: Path,
+    data_path: Path,
+    stores: dict[str, Path],
+    online: Callable[..., dict[str, Tensor]],
+    name: str,
+    kept: str,
+    max_length: int,
+) -> None:
+    """Captured at one length and in one order of layers, read at others."""
+    options = DataOptions(path=str(data_path), max_length=max_length, features=str(stores[kept]))
+    training, rows = start(name, target_path, options)
+    assert {parameter.device.type for parameter in training.target.layers.parameters()} == {"meta"}
+    found, expected = numbers(training, rows), online(name, max_length)
+    assert found.keys() == expected.keys()
+    assert sum("loss" in key for key in found) >= 5
+    for key, value in found.items():
+        torch.testing.assert_close(
+            value, expected[key], rtol=2e-5, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_documents_without_states_are_computed(
+    target_path: Path, data_path: Path, capture_to: CaptureTo, online: Callable[..., dict[str, Tensor]], name: str
+) -> None:
+    """Some were not captured, some are longer than they were captured, and of some the shard is gone."""
+    folder = capture_to("--layers", "3", "2", "0", train_documents=45, heldout_documents=4, max_length=30)
+    shard_path(folder, 1).unlink()
+    options = DataOptions(path=str(data_path), max_length=MAX_LENGTH, features=str(folder), features_missing="online")
+    training, rows = start(name, target_path, options)
+    batches = [rows["train"].batch([row]) for row in range(len(rows["train"]))]
+    counts = [(len(batch.cached.rows), len(batch.cached.online_rows)) for batch in batches if batch.cached is not None]
+    assert any(cached and computed for cached, computed in counts)
+    found, expected = numbers(training, rows), online(name)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 2**-8), ("fp8", 2**-4)])
+def test_states_are_those_of_the_target_up_to_rounding(
+    target_path: Path, data_path: Path, capture_to: CaptureTo, dtype: str, tolerance: float
+) -> None:
+    folder = capture_to("--layers", "3", "2", "0", dtype=dtype)
+    plain, plain_rows = start("eagle3", target_path, DataOptions(path=str(data_path), max_length=MAX_LENGTH))
+    options = DataOptions(path=str(data_path), max_length=MAX_LENGTH, features=str(folder))
+    training, rows = start("eagle3", target_path, options)
+    features, final = target_states(training.target, rows["train"].batch([0, 1]), CPU)
+    cached = rows["train"].batch([0, 1]).cached
+    expected = target_states(plain.target, plain_rows["train"].batch([0, 1]), CPU)
+    assert cached is not None
+    for found, wanted, read in ((features, expected[0], cached.rows), (final, expected[1], cached.final_rows)):
+        found, wanted = found.flatten(0, 1), wanted.flatten(0, 1)
+        assert found.shape == wanted.shape
+        assert found.dtype == torch.float32
+        error = (found - wanted)[read].unflatten(-1, (-1, 32))
+        size = wanted[read].unflatten(-1, (-1, 32)).abs()
+        assert (error.abs() <= tolerance * size + size.amax(-1, keepdim=True) * 2**-17).all()
+        others = torch.ones(len(found), dtype=torch.bool).index_fill(0, read, False)
+        assert not found[others].any()
+
+
+def test_documents_without_states_stop_a_run(target_path: Path, data_path: Path, capture_to: CaptureTo) -> None:
+    words = "--layers", "3", "2", "0"
+    few, short = capture_to(*words, train_documents=20), capture_to(*words, max_length=20)
+    for folder, fault in ((few, "was not captured"), (short, "was captured up to max_length 20 and is longer")):
+        options = DataOptions(path=str(data_path), max_length=MAX_LENGTH, features=str(folder))
+        _, rows = start("dflash", target_path, options)
+        with pytest.raises(ValueError, match=f"document .* of train {fault}.*or set data.features_missing to online"):
+            [rows["train"].batch([row]) for row in range(len(rows["train"]))]
+
+
+def test_damage_stops_a_run_even_where_states_may_be_computed(
+    tmp_path: Path, target_path: Path, data_path: Path, stores: dict[str, Path]
+) -> None:
+    shutil.copytree(stores["all"], tmp_path, dirs_exist_ok=True)
+    content = bytearray(shard_path(tmp_path, 1).read_bytes())
+    content[-(len(content) // 3)] ^= 1
+    shard_path(tmp_path, 1).write_bytes(content)
+    options = DataOptions(path=str(data_path), max_length=MAX_LENGTH, features=str(tmp_path), features_missing="online")
+    _, rows = start("dflash", target_path, options)
+    with pytest.raises(ValueError, match=r"shard-00001.safetensors is damaged .*; rebuild it: .* --shards 1 --yes"):
+        [rows["train"].batch([row]) for row in range(len(rows["train"]))]
+
+
+def test_other_tokens_than_the_data_are_noticed(
+    target_path: Path, save_data: Callable[..., Path], stores: dict[str, Path]
+) -> None:
+    """The data's hash is the same in this test."""
+    data = save_data(random_dataset(60, seed=5), random_dataset(9, seed=6))
+    options = DataOptions(path=str(data), max_length=MAX_LENGTH, features=str(stores["all"]), features_missing="online")
+    _, rows = start("dflash", target_path, options)
+    with pytest.raises(ValueError, match="holds other tokens than the data; rebuild it"):
+        [rows["train"].batch([row]) for row in range(len(rows["train"]))]
+
+
+def records(output: Path) -> list[dict[str, float]]:
+    lines = read_metrics(output / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
+
+
+def weights(output: Path) -> dict[str, Tensor]:
+    return load_file(output / "step-6" / "state" / "model.safetensors")
+
+
+def test_a_whole_run_is_the_same_and_continues_bit_for_bit(
+    tmp_path: Path, arguments: Arguments, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eagle3.main(arguments(tmp_path / "online"))
+    flags = {"data__features": stores["all"]}
+    eagle3.main(arguments(tmp_path / "cached", **flags))
+    for found, expected in zip(records(tmp_path / "cached"), records(tmp_path / "online"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    for name, tensor in weights(tmp_path / "online").items():
+        torch.testing.assert_close(weights(tmp_path / "cached")[name], tensor, rtol=1e-3, atol=1e-4)
+    train_step = Loop.train_step
+
+    def interrupted_step(loop: Loop, interrupted: bool) -> tuple[dict[str, float], bool]:
+        if loop.progress.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(loop, interrupted)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "train_step", interrupted_step)
+        with pytest.raises(SystemExit):
+            eagle3.main(arguments(tmp_path / "stopped", **flags))
+    eagle3.main(arguments(tmp_path / "stopped", **flags))
+    assert records(tmp_path / "stopped") == records(tmp_path / "cached")
+    for name, tensor in weights(tmp_path / "cached").items():
+        assert torch.equal(weights(tmp_path / "stopped")[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_fingerprint": "d" * 64}, "target_fingerprint is dddddddddddd, the run's is"),
+        ({"tokenizer_hash": "d" * 64}, "tokenizer_hash is dddddddddddd, the run's is"),
+        ({"data_hash": "d" * 64}, "data_hash is dddddddddddd, the run's is 0123; train on the data"),
+        ({}, "hold the states [0, 2, 3, 4], the draft reads [1, 0, 4]"),
+    ],
+)
+def test_features_of_something_else_end_in_a_sentence(
+    tmp_path: Path, arguments: Arguments, stores: dict[str, Path], changes: dict[str, str], message: str
+) -> None:
+    folder = tmp_path / "features"
+    shutil.copytree(stores["all"], folder)
+    index = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps(index | changes))
+    with pytest.raises(SystemExit) as stop:
+        eagle3.main(arguments(tmp_path / "run", data__features=folder, draft__feature_layers="[1, 0, 4]"))
+    assert message in str(stop.value.code)
+
+
+def test_a_missing_shard_ends_a_run_in_a_sentence(
+    tmp_path: Path, arguments: Arguments, stores: dict[str, Path]
+) -> None:
+    folder = tmp_path / "features"
+    shutil.copytree(stores["all"], folder)
+    for path in folder.glob("shard-*"):
+        path.unlink()
+    with pytest.raises(SystemExit) as stop:
+        eagle3.main(arguments(tmp_path / "run", data__features=folder))
+    assert "is missing; rebuild it: slipstream capture-features" in str(stop.value.code)
+
+
+class CountedRows:
+    """Stands for PackedRows whose batches come from disk."""
+
+    def __init__(self) -> None:
+        self.add_states = lambda batch, _documents: batch
+        self.made = 0
+
+    def batches(self, count: int, fault: int = -1) -> Iterator[int]:
+        for number in range(count):
+            if number == fault:
+                raise ValueError("no such shard")
+            self.made += 1
+            yield number
+
+
+def test_batches_are_read_ahead_in_order_and_not_too_far() -> None:
+    rows: Any = CountedRows()
+    assert list(read_ahead(rows.batches(10), rows)) == list(range(10))
+    rows = CountedRows()
+    batches = read_ahead(rows.batches(100), rows)
+    assert [next(batches) for _ in range(4)] == [0, 1, 2, 3]
+    batches.close()  # type: ignore[attr-defined]
+    assert 4 <= rows.made <= 4 + BATCHES_AHEAD
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+    batches = read_ahead(rows.batches(5, fault=2), rows)
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(ValueError, match="no such shard"):
+        next(batches)
+
+
+def test_batches_that_need_no_disk_are_made_when_they_are_asked_for() -> None:
+    rows: Any = CountedRows()
+    rows.add_states = None
+    batches = read_ahead(rows.batches(9), rows)
+    next(batches)
+    assert rows.made == 1

@@ -1,0 +1,57 @@
+"""The target's states of a batch as far as they were read from disk: what the host hands to the device.
+
+Letters: B rows of S tokens, R tokens with cached states, M supervised ones among them, L tokens without, K captured
+layers, Ht the target's hidden size. Rows are indices into the flattened batch.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.models.feature_format import decode
+from slipstream.models.frozen_target import FrozenTarget
+
+
+@dataclass(frozen=True, slots=True)
+class CachedStates:
+    """As they lie on disk, fp8 included, so that a device gets half the bytes. Rows in none of the indices are zero."""
+
+    rows: Tensor  # (R,) int64
+    features: Tensor  # (R, K, Ht)
+    feature_scales: Tensor | None  # (R, K) fp32
+    final_rows: Tensor  # (M,) int64
+    final: Tensor  # (M, Ht) after the target's final norm; not read where that is one of the K
+    final_scales: Tensor | None  # (M,) fp32
+    online_rows: Tensor  # (L,) int64, of whole documents' beginnings, in reading order
+
+    def to(self, device: torch.device) -> "CachedStates":
+        moved: dict[str, Any] = {
+            name: tensor.to(device, non_blocking=True)
+            for name in (field.name for field in fields(self))
+            if (tensor := getattr(self, name)) is not None
+        }
+        return replace(self, **moved)
+
+    def spread(self, target: FrozenTarget, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """What `target.features` gives for `tokens` and `positions` (B, S): (B, S, K * Ht) and (B, S, Ht).
+
+        Where the state after the final norm is no captured layer, only supervised tokens have it.
+        """
+        dtype, shape = target.model.get_input_embeddings().weight.dtype, tokens.shape
+        layers, size = self.features.shape[1:]
+        features = torch.zeros(tokens.numel(), layers * size, dtype=dtype, device=tokens.device)
+        final = features.new_zeros(tokens.numel(), size)
+        features.index_copy_(0, self.rows, decode(self.features, self.feature_scales, dtype).flatten(1))
+        if len(target.layers) in target.feature_layers:
+            place = target.feature_layers.index(len(target.layers))
+            final = features.view(-1, layers, size)[:, place]
+        else:
+            final.index_copy_(0, self.final_rows, decode(self.final, self.final_scales, dtype))
+        if len(self.online_rows):
+            asked = tokens.flatten()[self.online_rows], positions.flatten()[self.online_rows]
+            captured, normed = target.features(*(one.unsqueeze(0) for one in asked))
+            features.index_copy_(0, self.online_rows, captured[0])
+            final.index_copy_(0, self.online_rows, normed[0])
+        return features.view(*shape, -1), final.view(*shape, -1)

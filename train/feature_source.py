@@ -1,0 +1,215 @@
+"""Where training gets the target's states from: the target itself, a capture on disk, or both in one batch.
+
+A background thread reads batches ahead of the loop, and several threads copy the documents of one, so that neither the
+disk nor the checksums are waited for.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.models.feature_format import DTYPES
+from slipstream.models.feature_store import FeatureStore
+from slipstream.models.frozen_target import FrozenTarget
+from slipstream.train.batches import Batch, PackedRows
+from slipstream.train.cached_states import CachedStates
+from slipstream.train.options import DataOptions
+from slipstream.train.training import DraftTraining
+
+BATCHES_AHEAD = 3
+COPYING_THREADS = 4
+
+ItemT = TypeVar("ItemT")
+
+
+def target_states(target: FrozenTarget, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Captured states (B, S, K * Ht) of a batch and the state after the final norm (B, S, Ht), cached or computed.
+
+    Cached ones are zero where nothing reads them: from a document's last supervised token on, and the state after the
+    final norm of unsupervised tokens.
+    """
+    tokens, positions = batch.tokens.to(device), batch.positions.to(device)
+    if batch.cached is None:
+        return target.features(tokens, positions)
+    return batch.cached.to(device).spread(target, tokens, positions)
+
+
+class FeatureSource:
+    """Adds the cached states of one split to its batches."""
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        split: str,
+        layers: tuple[int, ...],
+        *,
+        final_state: bool,
+        online: bool = False,
+        pinned: bool = False,
+    ) -> None:
+        """`layers`: those that the draft reads, in its order. `final_state`: also read the state after the final norm.
+        `online`: leave documents without states to the target. `pinned`: for copies to a GPU that nobody waits for."""
+        form = store.index.form
+        self.store = store
+        self.split = split
+        self.places = [form.layers.index(layer) for layer in layers]
+        self.in_order = self.places == list(range(len(form.layers)))
+        self.final_place = form.layers.index(form.num_layers) if form.num_layers in form.layers else None
+        self.takes_final = final_state and form.num_layers not in layers
+        self.online = online
+        self.pinned = pinned
+        self.threads = ThreadPoolExecutor(COPYING_THREADS, "features")
+
+    def add(self, batch: Batch, documents: list[int]) -> Batch:
+        """`documents`: the numbers in the split of the batch's documents, in reading order. Raises ValueError for one
+        that has no states, unless they may be computed, and for a damaged shard."""
+        starts, needed = document_rows(batch)
+        found = [self.find(document, length) for document, length in zip(documents, needed.tolist(), strict=True)]
+        cached = np.array([place is not None for place in found], dtype=bool)
+        rows = rows_of(starts[cached], needed[cached])
+        final_rows = rows[batch.supervised.flatten()[rows]] if self.takes_final else rows[:0]
+        states = self.allocate(rows, final_rows, rows_of(starts[~cached], needed[~cached]))
+        jobs, row, final_row = [], 0, 0
+        for place, start, length in zip(found, starts.tolist(), needed.tolist(), strict=True):
+            if place is None:
+                continue
+            tokens, supervised = (part.flatten()[start : start + length] for part in (batch.tokens, batch.supervised))
+            count = int(supervised.sum())
+            part = slice(row, row + length), slice(final_row, final_row + count)
+            jobs.append(self.threads.submit(self.copy, place, tokens, supervised, states, *part))
+            row, final_row = row + length, final_row + count
+        for job in jobs:
+            job.result()
+        return replace(batch, cached=states)
+
+    def find(self, document: int, length: int) -> tuple[int, int] | None:
+        """Shard and slot of a document's states, None where they are to be computed."""
+        place = self.store.find(self.split, document)
+        if place is not None and (not self.online or self.store.is_complete(place[0])):
+            if self.store.length(*place) >= length:
+                return place
+            fault = f"was captured up to max_length {self.store.index.max_length} and is longer"
+        else:
+            fault = "was not captured"
+        if self.online:
+            return None
+        raise ValueError(
+            f"document {document} of {self.split} {fault} in data.features {self.store.folder}; capture more, lower "
+            "data.max_length or evaluation.documents, or set data.features_missing to online"
+        )
+
+    def allocate(self, rows: Tensor, final_rows: Tensor, online_rows: Tensor) -> CachedStates:
+        form = self.store.index.form
+        dtype, scaled = DTYPES[form.dtype], form.dtype == "fp8"
+
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
+
+        return CachedStates(
+            rows=rows,
+            features=empty(len(rows), len(self.places), form.hidden_size),
+            feature_scales=empty(len(rows), len(self.places), dtype=torch.float32) if scaled else None,
+            final_rows=final_rows,
+            final=empty(len(final_rows), form.hidden_size),
+            final_scales=empty(len(final_rows), dtype=torch.float32) if scaled else None,
+            online_rows=online_rows,
+        )
+
+    def copy(
+        self,
+        place: tuple[int, int],
+        tokens: Tensor,
+        supervised: Tensor,
+        states: CachedStates,
+        rows: slice,
+        final: slice,
+    ) -> None:
+        """One document: tokens and supervised (S,) are the part of it that is read."""
+        stored = self.store.read(*place)
+        if not torch.equal(stored["tokens"][: len(tokens)].long(), tokens):
+            self.store.fail(place[0], "holds other tokens than the data")
+        self.take(stored, "", supervised, states.features[rows], states.final[final])
+        if states.feature_scales is not None and states.final_scales is not None:
+            self.take(stored, "_scales", supervised, states.feature_scales[rows], states.final_scales[final])
+
+    def take(self, stored: dict[str, Tensor], ending: str, supervised: Tensor, features: Tensor, final: Tensor) -> None:
+        """The draft's layers of a document's states, or of their scales, and its final states if they are wanted."""
+        states = stored["features" + ending][: len(supervised)]  # (S, K, ...)
+        if self.in_order:
+            features.copy_(states)
+        else:
+            for index, place in enumerate(self.places):
+                features[:, index].copy_(states[:, place])
+        if self.takes_final and self.final_place is not None:
+            rows = supervised.nonzero().squeeze(1)
+            final.copy_(states[:, self.final_place][rows])
+        elif self.takes_final:
+            final.copy_(stored["last_hidden" + ending][: len(final)])
+
+
+def open_features(options: DataOptions, identity: Mapping[str, Any]) -> FeatureStore | None:
+    """The capture that `options` name, if any. Raises ValueError unless it is of this run's target and data."""
+    if options.features is None:
+        return None
+    store = FeatureStore(Path(options.features))
+    store.check(identity)
+    return store
+
+
+def read_features(
+    store: FeatureStore,
+    options: DataOptions,
+    training: DraftTraining,
+    rows: Mapping[str, PackedRows],
+    layers: tuple[int, ...],
+    device: torch.device,
+) -> None:
+    """From now on the batches of `rows`, by split, bring the states of `layers` with them. Without online ones the
+    target's layers are freed. Raises ValueError where the capture lacks states."""
+    final_state, online = training.reads_final_state, options.features_missing == "online"
+    store.check_states(layers, final_state=final_state)
+    for split, packed in rows.items():
+        pinned = device.type == "cuda"
+        source = FeatureSource(store, split, layers, final_state=final_state, online=online, pinned=pinned)
+        packed.add_states = source.add
+    if not online:
+        training.target.drop_layers()
+
+
+def document_rows(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Per document of a batch, (D,) int64: its first row, and how many rows training reads of it (needed_tokens)."""
+    documents, positions = batch.documents.flatten().numpy(), batch.positions.flatten().numpy()
+    starts = np.flatnonzero((positions == 0) & (documents >= 0))
+    needed = np.zeros(len(starts), np.int64)
+    rows = np.flatnonzero(batch.supervised.flatten().numpy())
+    needed[documents[rows]] = positions[rows]  # ascending, and the last one written stays
+    return starts, needed
+
+
+def rows_of(starts: np.ndarray, lengths: np.ndarray) -> Tensor:
+    """start .. start + length - 1 of each, one after the other: (R,) int64."""
+    offsets = np.cumsum(lengths) - lengths
+    return torch.from_numpy(np.arange(lengths.sum()) + np.repeat(starts - offsets, lengths))
+
+
+def read_ahead(batches: Iterator[ItemT], rows: PackedRows) -> Iterator[ItemT]:
+    """`batches` of `rows`, made a few in advance by a thread if their states are read from disk."""
+    return batches if rows.add_states is None else _in_background(batches)
+
+
+def _in_background(batches: Iterator[ItemT]) -> Iterator[ItemT]:
+    reader, end = ThreadPoolExecutor(1, "batches"), object()
+    pending: deque[Any] = deque(reader.submit(next, batches, end) for _ in range(BATCHES_AHEAD))
+    try:
+        while (batch := pending.popleft().result()) is not end:
+            pending.append(reader.submit(next, batches, end))
+            yield batch
+    finally:
+        reader.shutdown(cancel_futures=True)

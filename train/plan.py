@@ -1,0 +1,185 @@
+"""`--dry_run`: what a run needs, by formula, from shapes and the lengths of the data (docs/training.md).
+
+Nothing of target and draft is in memory. Letters: P trainable parameters, M tokens in a pass of one process, N asking
+rows among them (ttt.py), b bytes of a number in the draft's pass.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from slipstream.models.feature_format import FeatureFormat
+from slipstream.models.frozen_target import VOCABULARY_CHUNK
+from slipstream.train.batches import PackedRows, batches_per_epoch, measure
+from slipstream.train.loop import count_steps
+from slipstream.train.optimizers import build_optimizers
+from slipstream.train.training import DraftTraining
+
+GPU_COUNTS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Documents that are learnt from, their tokens and the supervised ones; tokens of a row, and their pairs."""
+
+    documents: int
+    tokens: int
+    supervised: int
+    row_tokens: float  # mean over rows
+    row_pairs: float  # of two tokens of one document; mean over rows
+
+    @classmethod
+    def of(cls, rows: PackedRows) -> "Data":
+        lengths, targets = measure(rows.dataset, rows.max_length)
+        lengths = lengths[targets > 0]
+        tokens, pairs = int(lengths.sum()), float(np.square(lengths.astype(np.float64)).sum())
+        return cls(len(lengths), tokens, int(targets.sum()), tokens / len(rows), pairs / len(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one process."""
+
+    target: int
+    activations: int
+    parameters: int  # P, a number
+    moments: int  # numbers that the optimizer keeps
+    bf16: bool
+
+    def per_gpu(self, sharding: str, num_gpus: int) -> int:
+        """sharding: ddp, zero2, or zero3, which stands for FSDP, too."""
+        weights = gradients = 4 * self.parameters
+        moments, copies = 4 * self.moments, 2 * self.parameters if self.bf16 else 0
+        if sharding == "ddp":
+            buckets = gradients if num_gpus > 1 else 0
+            draft = weights + copies + gradients + moments + buckets
+        elif sharding == "zero2":
+            passing = 2 * copies if self.bf16 else weights + gradients
+            draft = passing + (weights + gradients + moments) // num_gpus
+        else:
+            draft = copies + (weights + gradients + moments) // num_gpus
+        return self.target + self.activations + draft
+
+
+def plan(training: DraftTraining, draft: Any, train: PackedRows, options: Any, num_processes: int, bf16: bool) -> str:
+    """A page of text. Parameters of `training`, of its target and of its draft lie on the meta device."""
+    data, config, target = Data.of(train), draft.config, training.target.model
+    memory = Memory(
+        target=target_bytes(target, is_read=options.data.features is None or options.data.features_missing == "online"),
+        activations=target_activations(training, data, options) + draft_activations(draft, data, options, bf16),
+        parameters=size_of(draft),
+        moments=moments_of(training, options),
+        bf16=bf16,
+    )
+    lines = [
+        f"draft     {size_of(draft) / 1e6:,.1f}M parameters, vocabulary "
+        f"{config.draft_vocab_size or config.vocab_size:,}, target states {list(config.feature_layers)}",
+        f"target    {size_of(target) / 1e6:,.1f}M parameters in {str(target.dtype).removeprefix('torch.')}, frozen",
+        *memory_lines(memory),
+        *feature_lines(training, draft, data),
+        *step_lines(train, data, options, num_processes),
+    ]
+    return "\n".join(lines)
+
+
+def memory_lines(memory: Memory) -> Iterator[str]:
+    precision = "bf16 autocast" if memory.bf16 else "fp32"
+    yield f"memory    GB per GPU, {precision}, estimated, before fragmentation and the libraries' own 2 to 3 GB"
+    yield f"            target {_gb(memory.target)}, activations {_gb(memory.activations)}"
+    yield "            GPUs" + "".join(f"{count:>9}" for count in GPU_COUNTS)
+    for sharding, name in (("ddp", "single, ddp"), ("zero2", "zero2"), ("zero3", "zero3, fsdp")):
+        sizes = "".join(f"{_gb(memory.per_gpu(sharding, count)):>9}" for count in GPU_COUNTS)
+        yield f"            {name:<12}{sizes[8:]}"
+
+
+def feature_lines(training: DraftTraining, draft: Any, data: Data) -> Iterator[str]:
+    """Disk space of slipstream capture-features for the train split; at most, since it leaves out some tokens."""
+    num_layers, layers = len(training.target.layers), tuple(draft.config.feature_layers)
+    for dtype in ("bf16", "fp8"):
+        form = FeatureFormat(
+            layers=layers,
+            num_layers=num_layers,
+            hidden_size=training.target.model.config.get_text_config().hidden_size,
+            dtype=dtype,
+            last_hidden=training.reads_final_state and num_layers not in layers,
+        )
+        size = form.num_bytes(data.documents, data.tokens, data.supervised)
+        yield f"features  at most {_gb(size)} GB on disk in {dtype}, if captured offline"
+
+
+def step_lines(train: PackedRows, data: Data, options: Any, num_processes: int) -> Iterator[str]:
+    window, per_epoch = options.optim.accumulation, batches_per_epoch(train, options.data.batch_size, num_processes)
+    steps = count_steps(options.optim, per_epoch)
+    rows = options.data.batch_size * window * num_processes
+    yield (
+        f"steps     {steps:,} of {rows} rows on {num_processes} process{'es' * (num_processes > 1)}, "
+        f"{rows * data.row_tokens:,.0f} tokens each; {per_epoch / window:,.1f} steps see the data once"
+    )
+    share = data.supervised / data.tokens
+    total = steps * rows * data.row_tokens
+    yield f"tokens    {total:,.0f} in all, {share * total:,.0f} of them supervised ({share:.0%})"
+
+
+def size_of(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def moments_of(training: DraftTraining, options: Any) -> int:
+    """AdamW keeps two numbers for each parameter, Muon one."""
+    return sum(
+        parameter.numel() * (1 if isinstance(optimizer, torch.optim.Muon) else 2)
+        for optimizer in build_optimizers(training, options.optim)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+
+
+def target_bytes(model: PreTrainedModel, *, is_read: bool) -> int:
+    """`is_read`: the whole target runs; else embedding and head alone are on the GPU."""
+    modules = [model] if is_read else [model.get_input_embeddings(), model.get_output_embeddings()]
+    shared = {id(x): x for module in modules for x in module.parameters()}  # tied ones once
+    return sum(x.numel() * x.element_size() for x in shared.values())
+
+
+def target_activations(training: DraftTraining, data: Data, options: Any) -> int:
+    """States that are kept and one layer's, M * t * ((K + 9) * Ht + 3 * It), in the target's dtype of t bytes."""
+    model = training.target.model
+    config, tokens = model.config.get_text_config(), options.data.batch_size * data.row_tokens
+    states, width = len(training.target.feature_layers) + 9, config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * width
+    return int(tokens * model.dtype.itemsize * (states * width + 3 * inner))
+
+
+def draft_activations(draft: Any, data: Data, options: Any, bf16: bool) -> int:
+    """What the draft's pass keeps for the gradient. S steps or one, L layers, R rows of each: N, or the blocks' slots.
+
+    Per row and layer b * (2 * X + 3 * (Q + 2 * G) * D + 4 * H + 3 * I), X the width that attention reads; for heads
+    that read their own output, also the weights of attention, and for EAGLE3 the draft's and the target's logits.
+    """
+    config, size = draft.config, 2 if bf16 else 4
+    tokens, share = options.data.batch_size * data.row_tokens, data.supervised / data.tokens
+    is_block, is_eagle3 = hasattr(config, "block_size"), hasattr(draft, "lm_head")
+    layers = getattr(config, "num_layers", 1)
+    rows, steps = tokens * share, getattr(options.draft, "ttt_steps", 1)
+    if is_block:
+        rows = options.data.batch_size * options.draft.anchors * config.block_size
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    read = (2 if is_eagle3 else 1) * config.hidden_size
+    numbers = rows * steps * layers * (2 * read + 3 * heads + 4 * config.hidden_size + 3 * config.intermediate_size)
+    numbers += tokens * config.hidden_size * (len(config.feature_layers) + 1)
+    scores = logits = 0.0
+    if not is_block:
+        pairs = options.data.batch_size * data.row_pairs * share
+        scores = steps * config.num_heads * pairs * (4 + size)
+    if is_eagle3:
+        logits = rows * (config.draft_vocab_size * (4 + steps * size) + VOCABULARY_CHUNK * 4)
+    return int(numbers * size + scores + logits)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.1f}"
