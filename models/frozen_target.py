@@ -133,4 +133,5 @@ def empty_target(path: Path, feature_layers: tuple[int, ...], trust_remote_code:
         model = AutoModelForCausalLM.from_config(
             config, dtype=config.dtype or torch.float32, trust_remote_code=trust_remote_code
         )
+    model.tie_weights()  # moving parameters to the meta device parted them
     return FrozenTarget(model, feature_layers)

@@ -202,18 +202,18 @@ def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
 
     Raises ValueError where the target's layers are others than the draft's.
     """
-    layers = list(target.layers)[-len(draft.layers) :]
-    weights = {f"layers.{i}.{name}": x for i, layer in enumerate(layers) for name, x in layer.state_dict().items()}
-    weights = fuse(weights) | {"norm.weight": target.decoder.get_parameter("norm.weight")}
-    own = draft.state_dict()
-    strange = [name for name in weights if name not in own or own[name].shape != weights[name].shape]
-    if strange or len(layers) < len(draft.layers):
+    own, layers = draft.state_dict(), list(target.layers)[-len(draft.layers) :]
+    theirs = {f"layers.{i}.{name}": x for i, layer in enumerate(layers) for name, x in layer.state_dict().items()}
+    weights = fuse(theirs) | {"norm.weight": target.decoder.get_parameter("norm.weight")}
+    matrices = [name for name, tensor in own.items() if name.startswith("layers.") and tensor.ndim == 2]
+    strange = [name for name in matrices if name not in weights or weights[name].shape != own[name].shape]
+    if strange:
         raise ValueError(
-            f"draft.init_from_target needs as many layers as the draft has, of its shapes, in the target; it has "
-            f"{len(target.layers)} and these differ: {', '.join(strange[:3])}; set draft.init_from_target to false"
+            f"draft.init_from_target needs a target of as many layers as the draft, with its shapes; this one has "
+            f"{len(target.layers)}, and others at {', '.join(strange[:3])}; set draft.init_from_target to false"
         )
-    for name, tensor in weights.items():
-        own[name].copy_(tensor)
+    for name in own.keys() & weights.keys():  # a target's biases and a draft's q/k norms may have no counterpart
+        own[name].copy_(weights[name])
     draft.fc.weight.zero_()
     draft.fc.weight[:, -draft.config.hidden_size :].copy_(torch.eye(draft.config.hidden_size))
     draft.hidden_norm.weight.copy_(own[f"layers.{len(layers) - 1}.input_layernorm.weight"])

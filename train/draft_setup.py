@@ -105,7 +105,8 @@ def train(options: OptionsT, build: Build[OptionsT]) -> None:
     if options.dry_run:
         with init_empty_weights():
             training, draft = build(options, target, accelerator)
-        bf16 = accelerator.mixed_precision == "bf16"
+        on_gpu = accelerator.device.type != "cpu"  # else the run is planned for a machine that has one
+        bf16 = accelerator.mixed_precision == "bf16" if on_gpu else options.precision != "fp32"
         accelerator.print(plan(training, draft, train_rows, options, accelerator.num_processes, bf16))
         return
     data_hash = data.report["data_hash"]

@@ -91,10 +91,10 @@ def memory_lines(memory: Memory) -> Iterator[str]:
     precision = "bf16 autocast" if memory.bf16 else "fp32"
     yield f"memory    GB per GPU, {precision}, estimated, before fragmentation and the libraries' own 2 to 3 GB"
     yield f"            target {_gb(memory.target)}, activations {_gb(memory.activations)}"
-    yield "            GPUs" + "".join(f"{count:>9}" for count in GPU_COUNTS)
+    yield f"            {'GPUs':<12}" + "".join(f"{count:>9}" for count in GPU_COUNTS)
     for sharding, name in (("ddp", "single, ddp"), ("zero2", "zero2"), ("zero3", "zero3, fsdp")):
         sizes = "".join(f"{_gb(memory.per_gpu(sharding, count)):>9}" for count in GPU_COUNTS)
-        yield f"            {name:<12}{sizes[8:]}"
+        yield f"            {name:<12}{sizes}"
 
 
 def feature_lines(training: DraftTraining, draft: Any, data: Data) -> Iterator[str]:

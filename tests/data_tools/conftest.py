@@ -1,11 +1,20 @@
 """Fixtures of the data tools: folders that hold a small tokenizer, and where asked a model config."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from slipstream.data_tools.capture_features import main as capture
+from slipstream.data_tools.dataset import write_dataset
+from slipstream.models.checkpoint import tokenizer_hash
+from slipstream.tests.data_tools.captures import MAX_LENGTH, Flags, random_row
 from slipstream.tests.data_tools.chats import CHATML_TAGGED, build_tokenizer
 
 
@@ -27,3 +36,40 @@ def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 @pytest.fixture(scope="session")
 def target(make_folder: Callable[..., Path]) -> Path:
     return make_folder(CHATML_TAGGED, 512)
+
+
+@pytest.fixture(scope="session")
+def capture_target(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("capture") / "target"
+    shutil.copytree(make_target("qwen3"), path)
+    words = {str(number): number for number in range(120)}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0"))).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def capture_data(capture_target: Path) -> Path:
+    generator, path = np.random.default_rng(4), capture_target.with_name("data")
+    described = {"tokenizer_hash": tokenizer_hash(AutoTokenizer.from_pretrained(capture_target))}
+    rows = [random_row(generator) for _ in range(70)]
+    write_dataset(rows, path, heldout=0.2, seed=0, describe=lambda: described)
+    return path
+
+
+@pytest.fixture(scope="session")
+def flags(capture_target: Path, capture_data: Path) -> Flags:
+    """Flags of a capture of some ten small shards; `changes` replace or add options."""
+    standard = {"target": capture_target, "data": capture_data, "max-length": MAX_LENGTH, "batch-tokens": 64}
+
+    def build(output: Path, *words: str, **changes: Any) -> list[str]:
+        options = {**standard, "shard-gb": 4e-5, "dtype": "fp32", "output": output} | changes
+        return [f"--{name}={value}" for name, value in options.items()] + ["--yes", *words]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def captured(flags: Flags, capture_target: Path) -> Path:
+    output = capture_target.with_name("captured")
+    capture(flags(output))
+    return output

@@ -1,14 +1,9 @@
-"""Captured states against transformers' own, and captures that are stopped, damaged, repeated or refused."""
+"""Captured states against transformers' own, the plan behind them, and captures that are refused."""
 
 import json
-import os
-import random
 import shlex
 import shutil
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,71 +11,16 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, load_from_disk
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from slipstream.config import parse
 from slipstream.data_tools import capture_features
 from slipstream.data_tools.capture_features import main
 from slipstream.data_tools.capture_options import CaptureConfig
-from slipstream.data_tools.dataset import write_dataset
 from slipstream.data_tools.feature_plan import measure, plan_shards
-from slipstream.models.checkpoint import tokenizer_hash
 from slipstream.models.feature_format import FeatureFormat, needed_tokens
-from slipstream.models.feature_shard import shard_path, write_shard
 from slipstream.models.feature_store import FeatureStore
-
-ROOT = Path(__file__).parents[2]
-MAX_LENGTH = 40
-Flags = Callable[..., list[str]]
-
-
-def random_row(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Up to 60 tokens in turns; some rows supervise nothing."""
-    length = int(generator.integers(1, 60))
-    mask = np.repeat(generator.random(12) < 0.4, 5)[:length] & (generator.random() < 0.8)
-    return generator.integers(0, 120, length, dtype=np.int32), mask
-
-
-@pytest.fixture(scope="module")
-def target(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("capture") / "target"
-    shutil.copytree(make_target("qwen3"), path)
-    words = {str(number): number for number in range(120)}
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="0"))).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def data(target: Path) -> Path:
-    generator, path = np.random.default_rng(4), target.with_name("data")
-    described = {"tokenizer_hash": tokenizer_hash(AutoTokenizer.from_pretrained(target))}
-    rows = [random_row(generator) for _ in range(70)]
-    write_dataset(rows, path, heldout=0.2, seed=0, describe=lambda: described)
-    return path
-
-
-@pytest.fixture(scope="module")
-def flags(target: Path, data: Path) -> Flags:
-    """Flags of a capture of some ten small shards; `changes` replace or add options."""
-    standard = {"target": target, "data": data, "max-length": MAX_LENGTH, "batch-tokens": 64, "shard-gb": 4e-5}
-
-    def build(output: Path, *words: str, **changes: Any) -> list[str]:
-        options = {**standard, "dtype": "fp32", "output": output} | changes
-        return [f"--{name}={value}" for name, value in options.items()] + ["--yes", *words]
-
-    return build
-
-
-@pytest.fixture(scope="module")
-def finished(flags: Flags, target: Path) -> Path:
-    output = target.with_name("finished")
-    main(flags(output))
-    return output
-
-
-def shards(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+from slipstream.tests.data_tools.captures import MAX_LENGTH, Flags, random_row, shards
 
 
 def check_states(folder: Path, data: Path, target: Path) -> int:
@@ -112,11 +52,11 @@ def check_states(folder: Path, data: Path, target: Path) -> int:
     return checked
 
 
-def test_states_are_those_of_transformers(finished: Path, data: Path, target: Path) -> None:
-    form = FeatureStore(finished).index.form
+def test_states_are_those_of_transformers(captured: Path, capture_data: Path, capture_target: Path) -> None:
+    form = FeatureStore(captured).index.form
     assert (form.layers, form.last_hidden) == ((1, 2, 3), True)
-    assert len(shards(finished)) > 5
-    assert check_states(finished, data, target) > 30
+    assert len(shards(captured)) > 5
+    assert check_states(captured, capture_data, capture_target) > 30
 
 
 @pytest.mark.parametrize(
@@ -130,12 +70,18 @@ def test_states_are_those_of_transformers(finished: Path, data: Path, target: Pa
     ],
 )
 def test_other_states(
-    tmp_path: Path, flags: Flags, data: Path, target: Path, words: list[str], layers: list[int], last_hidden: bool
+    tmp_path: Path,
+    flags: Flags,
+    capture_data: Path,
+    capture_target: Path,
+    words: list[str],
+    layers: list[int],
+    last_hidden: bool,
 ) -> None:
     main(flags(tmp_path, *words))
     form = FeatureStore(tmp_path).index.form
     assert (form.layers, form.last_hidden) == (layers, last_hidden)
-    check_states(tmp_path, data, target)
+    check_states(tmp_path, capture_data, capture_target)
 
 
 def test_the_plan_covers_every_document_once_in_shards_that_fit() -> None:
@@ -159,88 +105,6 @@ def test_the_plan_covers_every_document_once_in_shards_that_fit() -> None:
     assert max(size for _, size in sizes) > 1500
 
 
-def test_a_stopped_capture_continues_with_what_is_missing(
-    tmp_path: Path, flags: Flags, finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write_three(folder: Path, number: int, *rest: Any) -> None:
-        if number == 3:
-            (folder / ".shard-00003.safetensors.1.tmp").write_text("half")
-            raise OSError("the process ends here")
-        write_shard(folder, number, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(capture_features, "write_shard", write_three)
-        with pytest.raises(SystemExit):
-            main(flags(tmp_path))
-    assert sorted(shards(tmp_path)) == [f"shard-0000{number}.safetensors" for number in range(3)]
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
-    main(flags(tmp_path))
-    assert shards(tmp_path) == shards(finished)
-    assert before == {path: path.stat().st_mtime_ns for path in before}
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-def start(arguments: list[str], *launcher: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    command = [sys.executable, *launcher, str(ROOT / "data_tools" / "capture_features.py"), *arguments]
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
-def test_two_processes_write_what_one_does(tmp_path: Path, flags: Flags, finished: Path) -> None:
-    torch.set_num_threads(1)
-    program = start(flags(tmp_path), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    printed, _ = program.communicate(timeout=300)
-    assert program.returncode == 0, printed
-    assert shards(tmp_path) == shards(finished)
-
-
-@pytest.mark.slow
-def test_killed_twenty_times(tmp_path: Path, flags: Flags, finished: Path) -> None:
-    """At random moments of a run of about a second; the files end up the same, byte for byte."""
-    moments = random.Random(7)
-    for _ in range(20):
-        program = start(flags(tmp_path))
-        while program.poll() is None and not (tmp_path / "index.json").exists():
-            time.sleep(0.001)
-        time.sleep(moments.uniform(0, 0.05))
-        number = len(list(tmp_path.glob("*.safetensors")))
-        while program.poll() is None and len(list(tmp_path.glob("*.safetensors"))) <= number:
-            time.sleep(moments.uniform(0, 0.002))
-        program.kill()
-        program.communicate()
-    main(flags(tmp_path))
-    assert shards(tmp_path) == shards(finished)
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_a_damaged_shard_is_named_and_made_anew_alone(
-    tmp_path: Path, flags: Flags, finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    main(flags(tmp_path, "--verify"))
-    assert "shards are whole" in capsys.readouterr().out
-    content = bytearray(shard_path(tmp_path, 2).read_bytes())
-    content[len(content) // 2] ^= 8
-    shard_path(tmp_path, 2).write_bytes(content)
-    shard_path(tmp_path, 4).unlink()
-    with pytest.raises(SystemExit):
-        main(flags(tmp_path, "--verify"))
-    message = capsys.readouterr().err
-    assert f"{shard_path(tmp_path, 2)} is damaged" in message
-    assert f"{shard_path(tmp_path, 4)} is missing" in message
-    assert message.count("rebuild it") == 2
-    command = message.split("rebuild it: ")[1].split("\n")[0]
-    others = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
-    words = shlex.split(command)[2:]
-    assert words[-3:] == ["--shards", "2", "--yes"]
-    words[words.index("--output") + 1] = str(tmp_path)  # the folder was copied
-    words[-2] = "2,4"
-    main(words)
-    assert shards(tmp_path) == shards(finished)
-    del others[shard_path(tmp_path, 2)]
-    assert others == {path: path.stat().st_mtime_ns for path in others}
-
-
 def test_the_command_repeats_the_capture() -> None:
     words = ["--target", "a b", "--data", "d", "--output", "o", "--layers", "3", "0", "--last-hidden", "--dtype", "fp8"]
     words += ["--shard-gb", "0.5", "--trust-remote-code", "--train-documents", "7", "--drafters", "eagle", "dflash"]
@@ -251,14 +115,14 @@ def test_the_command_repeats_the_capture() -> None:
 
 
 def test_size_and_time_are_shown_before_anything_is_written(
-    tmp_path: Path, flags: Flags, finished: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, flags: Flags, captured: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main([word for word in flags(tmp_path / "new") if word != "--yes"])
     printed = capsys.readouterr()
     assert "nothing was written: there is no terminal to ask; add --yes" in printed.err
     assert not (tmp_path / "new").exists()
-    index = FeatureStore(finished).index
+    index = FeatureStore(captured).index
     tokens = sum(span.num_tokens for span in index.shards)
     table = dict(line.strip().split("  ", 1) for line in printed.out.splitlines() if line.startswith("  "))
     table = {name: value.strip() for name, value in table.items()}
@@ -307,38 +171,35 @@ def test_a_disk_without_room_is_noticed_before_the_target_is_loaded(
     ],
 )
 def test_what_cannot_be_continued_is_refused(
-    finished: Path, flags: Flags, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+    captured: Path, flags: Flags, changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = shards(finished)
+    before = shards(captured)
     with pytest.raises(SystemExit):
-        main(flags(finished, **changes))
+        main(flags(captured, **changes))
     assert message in capsys.readouterr().err
-    assert shards(finished) == before
+    assert shards(captured) == before
 
 
 def test_another_tokenizer_or_target_is_refused(
-    tmp_path: Path, flags: Flags, finished: Path, data: Path, target: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    flags: Flags,
+    captured: Path,
+    capture_data: Path,
+    capture_target: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     other = tmp_path / "data"
-    shutil.copytree(data, other)
+    shutil.copytree(capture_data, other)
     report = json.loads((other / "report.json").read_text())
     (other / "report.json").write_text(json.dumps(report | {"tokenizer_hash": "0" * 64}))
     with pytest.raises(SystemExit):
         main(flags(tmp_path / "new", data=other))
     assert "was prepared with another tokenizer (hash 000000000000" in capsys.readouterr().err
     tuned = tmp_path / "target"
-    shutil.copytree(target, tuned)
+    shutil.copytree(capture_target, tuned)
     model = AutoModelForCausalLM.from_pretrained(tuned)
     model.model.layers[0].mlp.up_proj.weight.data.mul_(1.1)
     model.save_pretrained(tuned)
     with pytest.raises(SystemExit):
-        main(flags(finished, target=tuned))
+        main(flags(captured, target=tuned))
     assert "another target_fingerprint; give the options" in capsys.readouterr().err
-
-
-def test_a_complete_capture_is_left_alone(
-    finished: Path, flags: Flags, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(capture_features, "Capturer", None)
-    main(flags(finished))
-    assert "is complete" in capsys.readouterr().out

@@ -1,12 +1,14 @@
 """DFLASH's training against the draft run one block at a time, and what its loss must not depend on."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.train.block_cases import (
     BLOCK_SIZE,
@@ -17,7 +19,9 @@ from slipstream.tests.train.block_cases import (
     make_training,
     packed,
 )
+from slipstream.tests.train.conftest import FEATURE_LAYERS
 from slipstream.tests.train.naive_block import NaiveBlock
+from slipstream.tests.train.naive_draft import target_features
 from slipstream.tests.train.naive_walk import Document, half_predictable, naive_walk
 from slipstream.train import dflash
 from slipstream.train.batches import Batch, collate
@@ -175,6 +179,39 @@ def test_the_target_is_beyond_the_gradient_and_is_not_saved(target_model: PreTra
     training.loss(packed(0)[0])[0].backward()
     assert all(parameter.grad is None for parameter in training.target.model.parameters())
     assert all(parameter.grad is not None for parameter in training.parameters())
+
+
+def test_the_draft_starts_as_the_targets_last_layers(target_model: PreTrainedModel) -> None:
+    """With the last layer's input as last feature, that layer's context keys and values are the target's own."""
+    draft = make_training(target_model, feature_layers=(0, 2)).draft
+    dflash.start_from_target(draft, FrozenTarget(target_model, (0, 2)))
+    written: dict[int, tuple[Tensor, Tensor]] = {}
+
+    class Recorder:
+        def write(self, k: Tensor, v: Tensor, layer: int) -> None:
+            written[layer] = k, v
+
+    features = target_features(target_model, torch.arange(20, 30), (0, 2))
+    layer = target_model.model.layers[3]
+    with torch.no_grad():
+        draft.write_context(draft.fuse(features), Recorder())  # type: ignore[arg-type]
+        normed = layer.input_layernorm(features[:, 32:])
+        k, v = (project(normed).unflatten(-1, (2, 16)) for project in (layer.self_attn.k_proj, layer.self_attn.v_proj))
+        k = layer.self_attn.k_norm(k)
+    torch.testing.assert_close(written[1], (k, v))
+    assert torch.equal(draft.norm.weight, target_model.model.norm.weight)
+    for own, theirs in zip(draft.layers, target_model.model.layers[2:], strict=True):
+        assert torch.equal(own.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
+        assert torch.equal(own.self_attn.o_proj.weight, theirs.self_attn.o_proj.weight)
+
+
+@pytest.mark.parametrize("fields", [{"intermediate_size": 64}, {"num_layers": 5}, {"num_kv_heads": 1}])
+def test_a_draft_of_other_shapes_does_not_start_from_the_target(
+    target_model: PreTrainedModel, fields: dict[str, Any]
+) -> None:
+    draft = make_training(target_model, **fields).draft
+    with pytest.raises(ValueError, match="set draft.init_from_target to false"):
+        dflash.start_from_target(draft, FrozenTarget(target_model, FEATURE_LAYERS))
 
 
 @pytest.mark.parametrize("depth", [DEPTH, 2])

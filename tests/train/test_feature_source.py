@@ -4,8 +4,7 @@ import json
 import os
 import shutil
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from slipstream.tests.train.conftest import random_dataset
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import PackedRows
 from slipstream.train.draft_setup import TargetFiles
-from slipstream.train.feature_source import BATCHES_AHEAD, open_features, read_ahead, read_features, target_states
+from slipstream.train.feature_source import open_features, read_features, target_states
 from slipstream.train.loop import Loop
 from slipstream.train.options import DataOptions
 from slipstream.train.trackers import read_metrics
@@ -283,41 +282,3 @@ def test_a_missing_shard_ends_a_run_in_a_sentence(
     with pytest.raises(SystemExit) as stop:
         eagle3.main(arguments(tmp_path / "run", data__features=folder))
     assert "is missing; rebuild it: slipstream capture-features" in str(stop.value.code)
-
-
-class CountedRows:
-    """Stands for PackedRows whose batches come from disk."""
-
-    def __init__(self) -> None:
-        self.add_states = lambda batch, _documents: batch
-        self.made = 0
-
-    def batches(self, count: int, fault: int = -1) -> Iterator[int]:
-        for number in range(count):
-            if number == fault:
-                raise ValueError("no such shard")
-            self.made += 1
-            yield number
-
-
-def test_batches_are_read_ahead_in_order_and_not_too_far() -> None:
-    rows: Any = CountedRows()
-    assert list(read_ahead(rows.batches(10), rows)) == list(range(10))
-    rows = CountedRows()
-    batches = read_ahead(rows.batches(100), rows)
-    assert [next(batches) for _ in range(4)] == [0, 1, 2, 3]
-    batches.close()  # type: ignore[attr-defined]
-    assert 4 <= rows.made <= 4 + BATCHES_AHEAD
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
-    batches = read_ahead(rows.batches(5, fault=2), rows)
-    assert [next(batches), next(batches)] == [0, 1]
-    with pytest.raises(ValueError, match="no such shard"):
-        next(batches)
-
-
-def test_batches_that_need_no_disk_are_made_when_they_are_asked_for() -> None:
-    rows: Any = CountedRows()
-    rows.add_states = None
-    batches = read_ahead(rows.batches(9), rows)
-    next(batches)
-    assert rows.made == 1

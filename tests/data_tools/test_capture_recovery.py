@@ -1,0 +1,111 @@
+"""Captures that are stopped, killed, split over processes or damaged end as the same files."""
+
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.data_tools import capture_features
+from slipstream.data_tools.capture_features import main
+from slipstream.models.feature_shard import shard_path, write_shard
+from slipstream.tests.data_tools.captures import Flags, shards
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_stopped_capture_continues_with_what_is_missing(
+    tmp_path: Path, flags: Flags, captured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_three(folder: Path, number: int, *rest: Any) -> None:
+        if number == 3:
+            (folder / ".shard-00003.safetensors.1.tmp").write_text("half")
+            raise OSError("the process ends here")
+        write_shard(folder, number, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(capture_features, "write_shard", write_three)
+        with pytest.raises(SystemExit):
+            main(flags(tmp_path))
+    assert sorted(shards(tmp_path)) == [f"shard-0000{number}.safetensors" for number in range(3)]
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
+    main(flags(tmp_path))
+    assert shards(tmp_path) == shards(captured)
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def start(arguments: list[str], *launcher: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, *launcher, str(ROOT / "data_tools" / "capture_features.py"), *arguments]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def test_two_processes_write_what_one_does(tmp_path: Path, flags: Flags, captured: Path) -> None:
+    torch.set_num_threads(1)
+    program = start(flags(tmp_path), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    printed, _ = program.communicate(timeout=300)
+    assert program.returncode == 0, printed
+    assert shards(tmp_path) == shards(captured)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(tmp_path: Path, flags: Flags, captured: Path) -> None:
+    """At random moments of a run of about a second; the files end up the same, byte for byte."""
+    moments = random.Random(7)
+    for _ in range(20):
+        program = start(flags(tmp_path))
+        while program.poll() is None and not (tmp_path / "index.json").exists():
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0, 0.05))
+        number = len(list(tmp_path.glob("*.safetensors")))
+        while program.poll() is None and len(list(tmp_path.glob("*.safetensors"))) <= number:
+            time.sleep(moments.uniform(0, 0.002))
+        program.kill()
+        program.communicate()
+    main(flags(tmp_path))
+    assert shards(tmp_path) == shards(captured)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_damaged_shard_is_named_and_made_anew_alone(
+    tmp_path: Path, flags: Flags, captured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(captured, tmp_path, dirs_exist_ok=True)
+    main(flags(tmp_path, "--verify"))
+    assert "shards are whole" in capsys.readouterr().out
+    content = bytearray(shard_path(tmp_path, 2).read_bytes())
+    content[len(content) // 2] ^= 8
+    shard_path(tmp_path, 2).write_bytes(content)
+    shard_path(tmp_path, 4).unlink()
+    with pytest.raises(SystemExit):
+        main(flags(tmp_path, "--verify"))
+    message = capsys.readouterr().err
+    assert f"{shard_path(tmp_path, 2)} is damaged" in message
+    assert f"{shard_path(tmp_path, 4)} is missing" in message
+    assert message.count("rebuild it") == 2
+    command = message.split("rebuild it: ")[1].split("\n")[0]
+    others = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
+    words = shlex.split(command)[2:]
+    assert words[-3:] == ["--shards", "2", "--yes"]
+    words[words.index("--output") + 1] = str(tmp_path)  # the folder was copied
+    words[-2] = "2,4"
+    main(words)
+    assert shards(tmp_path) == shards(captured)
+    del others[shard_path(tmp_path, 2)]
+    assert others == {path: path.stat().st_mtime_ns for path in others}
+
+
+def test_a_complete_capture_is_left_alone(
+    captured: Path, flags: Flags, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture_features, "Capturer", None)
+    main(flags(captured))
+    assert "is complete" in capsys.readouterr().out

@@ -1,0 +1,81 @@
+"""`--dry_run`: the numbers of a plan against the real draft, target and run, and that it needs and leaves no files."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from slipstream.train import dflash, eagle, eagle3
+from slipstream.train.eagle3 import Eagle3Training
+from slipstream.train.plan import Memory
+
+PROGRAMS = {"eagle3": eagle3.main, "dflash": dflash.main, "eagle": eagle.main}
+NOT_OF = {"dflash": ("draft.ttt_steps",), "eagle": ("draft.feature_layers",), "eagle3": ()}
+
+
+@pytest.fixture
+def empty_target(target_path: Path, tmp_path: Path) -> Path:
+    """The target's folder without its weights."""
+    return Path(shutil.copytree(target_path, tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors")))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_weights_are_read_and_nothing_is_written(
+    program: str,
+    tmp_path: Path,
+    empty_target: Path,
+    arguments: Callable[..., list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = arguments(tmp_path / "output", target=empty_target)
+    flags = [flag for flag in flags if not flag.startswith(tuple(f"--{name}" for name in NOT_OF[program]))]
+    flags += ["--draft.mask_token_id=7", "--draft.init_from_target=false"] if program == "dflash" else []
+    PROGRAMS[program]([*flags, "--dry-run"])
+    assert not (tmp_path / "output").exists()
+    printed = capsys.readouterr().out
+    for word in ("draft ", "target ", "memory ", "zero3, fsdp", "features ", "steps     6 of 2 rows", "tokens "):
+        assert word in printed
+
+
+def test_counts_are_those_of_the_real_run(
+    tmp_path: Path,
+    arguments: Callable[..., list[str]],
+    training: Eagle3Training,
+    target_model: PreTrainedModel,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = arguments(tmp_path, optim__accumulation=2)
+    flags = [flag for flag in flags if not flag.startswith("--optim.steps")] + ["--optim.epochs=2"]
+    eagle3.main([*flags, "--dry-run"])
+    printed = capsys.readouterr().out
+    draft, target = (sum(x.numel() for x in module.parameters()) for module in (training.draft, target_model))
+    assert f"draft     {draft / 1e6:.1f}M parameters, vocabulary 40, target states [2, 0, 4]" in printed
+    assert f"target    {target / 1e6:.1f}M parameters" in printed
+    steps, tokens = (
+        int(re.search(pattern, printed)[1].replace(",", ""))  # type: ignore[index]
+        for pattern in (r"steps +([\d,]+) of 4 rows", r", ([\d,]+) of them supervised")
+    )
+    eagle3.main(flags)
+    (newest,) = sorted(tmp_path.glob("step-*"), key=lambda path: int(path.name[5:]))[-1:]
+    assert int(newest.name[5:]) == steps
+    trained = int(re.search(r'"tokens": (\d+)', (newest / "run.json").read_text())[1])  # type: ignore[index]
+    assert tokens == pytest.approx(trained, rel=0.25), "rows are as full as they are on average"
+
+
+@pytest.mark.parametrize(
+    ("sharding", "num_gpus", "bf16", "expected"),
+    [
+        ("ddp", 1, False, 4 + 4 + 8),  # bytes per parameter: weights, gradients, moments
+        ("ddp", 1, True, 4 + 4 + 8 + 2),  # and a copy in bf16
+        ("ddp", 8, False, 4 + 4 + 8 + 4),  # and buckets
+        ("zero2", 8, True, 2 + 2 + (4 + 4 + 8) / 8),
+        ("zero3", 4, True, 2 + (4 + 4 + 8) / 4),
+        ("zero3", 4, False, (4 + 4 + 8) / 4),
+    ],
+)
+def test_bytes_by_sharding(sharding: str, num_gpus: int, bf16: bool, expected: float) -> None:
+    memory = Memory(target=10**9, activations=10**8, parameters=1000, moments=2000, bf16=bf16)
+    assert memory.per_gpu(sharding, num_gpus) == 10**9 + 10**8 + 1000 * expected
