@@ -13,21 +13,19 @@ of a request), TTFT and ITL are between outputs, which hold several tokens where
 
 import gc
 import json
-import os
-import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoTokenizer
 
 from slipstream.bench.gpu import revision
 from slipstream.bench.serving_options import ServingConfig, flags
-from slipstream.bench.serving_run import Run, run_offline
+from slipstream.bench.serving_run import Run, device_name, run_offline
 from slipstream.bench.workload import Task, Workload
 from slipstream.config import parse
 from slipstream.serve.engine import Engine
@@ -51,7 +49,11 @@ COLUMNS = (  # heading, key of a line, format
     ("same answers", "num_identical", "d"),
 )
 
-Measure = Callable[[Sequence[Task], int], Run]  # tasks, concurrency
+
+class Measure(Protocol):
+    """Answers tasks, `concurrency` at a time. Requests share what was said only with those of their namespace."""
+
+    def __call__(self, tasks: Sequence[Task], concurrency: int, namespace: str = "") -> Run: ...
 
 
 def measure(config: ServingConfig) -> list[dict[str, Any]]:
@@ -91,10 +93,11 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
         from slipstream.bench.serving_http import run_http
 
         with running_server([str(Path(sys.executable).parent / "serve"), *flags(options)]) as base_url:
-            yield lambda tasks, level: run_http(base_url, tasks, level, **params)
+            yield lambda tasks, level, name="": run_http(base_url, tasks, level, cache_salt=name, **params)
         return
     engines = [Engine(EngineConfig(**options))]
-    yield lambda tasks, level: run_offline(engines[0], tasks, level, f"{Path(draft).name} at {level}", **params)
+    title = Path(draft).name
+    yield lambda tasks, level, name="": run_offline(engines[0], tasks, level, f"{title} at {level}", name, **params)
     engines.clear()  # the caller still holds the function: free the memory before the next engine looks for it
     gc.collect()
     torch.cuda.empty_cache()
@@ -103,10 +106,9 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
 def origin(config: ServingConfig, draft: str, level: int, run: Run) -> dict[str, Any]:
     """What was measured, where and when."""
     on_gpu = torch.cuda.is_available() and config.engine.get("device") != "cpu"
-    cpu = f"{len(os.sched_getaffinity(0))} CPU cores, {platform.machine()}"
     return {
         "bench": "serving",
-        "device": torch.cuda.get_device_name() if on_gpu else cpu,
+        "device": device_name("cuda" if on_gpu else "cpu"),
         "date": date.today().isoformat(),
         "revision": revision(),
         "target": config.target_name,

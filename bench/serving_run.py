@@ -1,11 +1,14 @@
 """One level of concurrency of a serving benchmark, in this process: answers, and when their tokens came."""
 
+import os
+import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from slipstream.bench.workload import Task
@@ -82,13 +85,20 @@ class Answer:
         return self.stats
 
 
-def run_offline(engine: Engine, tasks: Sequence[Task], concurrency: int, title: str, **params: Any) -> Run:
+def run_offline(
+    engine: Engine, tasks: Sequence[Task], concurrency: int, title: str, namespace: str = "", **params: Any
+) -> Run:
     """Keeps `concurrency` requests open until all tasks are done. `params` go into each one's SamplingParams.
 
     Raises ValueError for a task that the engine cannot serve.
     """
     requests = [
-        Request(id=str(index), prompt=task.prompt, params=SamplingParams(max_tokens=task.max_tokens, **params))
+        Request(
+            id=str(index),
+            prompt=task.prompt,
+            params=SamplingParams(max_tokens=task.max_tokens, **params),
+            namespace=namespace,
+        )
         for index, task in enumerate(tasks)
     ]
     for request in requests:
@@ -101,6 +111,13 @@ def run_offline(engine: Engine, tasks: Sequence[Task], concurrency: int, title: 
             bar.update(output.finish_reason is not None)
     wall_s = time.perf_counter() - start
     return summarise([answers[request.id] for request in requests], wall_s)
+
+
+def device_name(kind: str) -> str:
+    """How results name the device: "cuda" or "cpu"."""
+    if kind == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{len(os.sched_getaffinity(0))} CPU cores, {platform.machine()}"
 
 
 def outputs(

@@ -93,7 +93,7 @@ def write_shard(folder: Path, number: int, shard: ShardTensors, capture: str) ->
     except (SafetensorError, OSError) as error:
         size = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
         raise ValueError(
-            f"{path} ({size:.1f} GB) could not be written ({error}); make room and run the same command again: it "
+            f"{path} ({size:.2f} GB) could not be written ({error}); make room and run the same command again: it "
             "continues"
         ) from error
 

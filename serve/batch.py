@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from slipstream.kernels.sampling import Filters, Sampling, noise_key
 from slipstream.kernels.slots import chain_slots
@@ -40,9 +41,9 @@ class Proposal:
 class HostProposal:
     """Proposals made on the host, as Proposal holds them."""
 
-    tokens: Tensor  # (B, N) int32 on the CPU; unused nodes -1
-    parents: Tensor  # (B, N) int32 on the CPU
+    nodes: Tensor  # (2, B, N) int32 on the CPU: tokens, unused ones -1, and parents
     counts: list[int]  # nodes in use, root included; 0: the request keeps the proposal that it has
+    kinds: list[int]  # what acceptance is counted by (serve/widths.py): from 1 up, the surer the higher
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ class Rows:
         num_rows += 1
         self.lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)  # (R,) committed KV tokens
         self.pages = torch.zeros(num_rows, num_pages, dtype=torch.int64, device=device)  # (R, P); 0 = dump page
-        self.tokens = torch.full((num_rows, width), -1, dtype=torch.int32, device=device)  # (R, N) stored proposal
-        self.parents = torch.full((num_rows, width), -1, dtype=torch.int32, device=device)  # (R, N)
+        self.nodes = torch.full((2, num_rows, width), -1, dtype=torch.int32, device=device)  # stored proposals
+        self.tokens, self.parents = self.nodes  # (R, N) each
         self.keys = torch.zeros(num_rows, dtype=torch.int64, device=device)  # (R,) noise keys
         self.temperature = torch.zeros(num_rows, device=device)  # (R,)
         self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -103,12 +104,12 @@ class Rows:
     def store(self, rows: Sequence[int], proposal: HostProposal) -> None:
         """Replaces the stored proposals of the requests in rows[i] whose counts[i] is not 0."""
         chosen = [index for index, count in enumerate(proposal.counts) if count]
-        if chosen:
-            where = self.upload([rows[index] for index in chosen])
-            width = proposal.tokens.shape[1]
-            for stored, nodes in ((self.tokens, proposal.tokens), (self.parents, proposal.parents)):
-                stored[where, :width] = nodes[chosen].to(self.device)  # sync
-                stored[where, width:] = -1
+        if not chosen:
+            return
+        nodes = proposal.nodes if len(chosen) == len(rows) else proposal.nodes[:, chosen]
+        unused = self.nodes.shape[2] - nodes.shape[2]
+        nodes = pad(nodes, (0, unused), value=-1) if unused else nodes
+        self.nodes.index_copy_(1, self.upload([rows[index] for index in chosen]), nodes.to(self.device))  # sync
 
     def sampling(self, rows: Tensor, mode: SamplingMode) -> Sampling:
         temperature = None if mode == "greedy" else self.temperature

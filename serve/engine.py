@@ -28,9 +28,10 @@ from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.pool import KVPool
 from slipstream.serve.request import EngineInfo, Output, Request
 from slipstream.serve.round import Runner
+from slipstream.serve.round_times import time_rounds
 from slipstream.serve.scheduler import Scheduler, Sequence
 from slipstream.serve.sizing import Sizing, measure_workspace
-from slipstream.serve.widths import WidthPolicy
+from slipstream.serve.widths import Offer, WidthPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Engine:
         self.state = runner.state
         graphs = self._capture(runner) if self.captures else None
         self.executor = Executor(runner, graphs, self.width)
-        self.policy = WidthPolicy(self.widths, graphs.time_all()) if graphs is not None else None
+        self.policy = self._make_policy(runner, graphs)
         self.info = EngineInfo(
             target=target_name,
             draft=config.draft,
@@ -155,26 +156,26 @@ class Engine:
         sequences = self.scheduler.next_round(self.reserve)
         if not sequences:
             return None
-        width = self._pick_width(sequences)
+        offers = self.executor.offers(sequences)
+        width = self._pick_width(offers)
         flight, drafted = self.executor.round(sequences, width)
 
         def land() -> list[Output]:
             tokens, accepted = flight.read()
-            if self.policy is not None:
-                self.policy.record(drafted, accepted)
+            if self.policy is not None and width > 1:
+                self.policy.record([Offer(min(nodes, width), kind) for nodes, kind in offers], accepted)
             outputs = self.scheduler.commit_round(sequences, tokens, drafted)
             self._draft_on_host(list(zip(sequences, tokens, strict=True)))
             return outputs
 
         return Pass("round", land)
 
-    def _pick_width(self, sequences: list[Sequence]) -> int:
+    def _pick_width(self, offers: list[Offer]) -> int:
         """As many nodes as pay at this load, where that is known, and no more than the host has drafted."""
+        if self.policy is None:
+            return self.width
         least = self.drafter.device_width  # the device drafts as many as it is asked for
-        proposed = [max(least, count) for count in self.executor.proposed(sequences)]
-        if self.policy is not None:
-            return self.policy.choose(proposed)
-        return min(width for width in self.widths if width >= min(self.width, max(proposed)))
+        return self.policy.choose([Offer(max(least, nodes), kind) for nodes, kind in offers])
 
     def _draft_on_host(self, gained: list[tuple[Sequence, list[int]]]) -> None:
         """Tells a drafter on the host what its requests have gained, and stores what it proposes for them."""
@@ -240,6 +241,14 @@ class Engine:
         """Bytes that the largest passes and the graphs need, found by running them over a cache of one dump page."""
         runner = self._build_runner(specs, dtype, 1, pages_per_row)
         return measure_workspace(runner, self.config, self.width, len(self.widths) if self.captures else 0)
+
+    def _make_policy(self, runner: Runner, graphs: RoundGraphs | None) -> WidthPolicy | None:
+        """None: all that is drafted is verified."""
+        if graphs is not None:
+            return WidthPolicy(self.widths, graphs.time_all())
+        if self.drafter.on_host and len(self.widths) > 1:
+            return WidthPolicy(self.widths, time_rounds(runner, self.config.max_running, self.widths))
+        return None
 
     def _capture(self, runner: Runner) -> RoundGraphs:
         graphs = RoundGraphs(runner, self.config.max_running)

@@ -12,6 +12,7 @@ from slipstream.serve.batch import Batch, HostProposal, SamplingMode
 from slipstream.serve.graphs import RoundGraphs
 from slipstream.serve.round import Runner
 from slipstream.serve.sequence import Chunk, Sequence
+from slipstream.serve.widths import Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Executor:
     def __init__(self, runner: Runner, graphs: RoundGraphs | None, width: int) -> None:
         self.runner, self.graphs, self.width = runner, graphs, width
         self.state = runner.state
-        self._proposed = [0] * self.state.null  # nodes of each row's stored proposal
+        self._offers = [Offer(0)] * self.state.null  # each row's stored proposal
         self._num_uploaded = [0] * self.state.null  # pages of each row that the device knows
 
     def admit(self, sequence: Sequence) -> None:
@@ -67,24 +68,25 @@ class Executor:
     def round(self, sequences: list[Sequence], width: int) -> tuple[Flight, list[int]]:
         """Verifies and proposes `width` nodes each. Also returns how many of the nodes verified are drafted tokens."""
         rows = [sequence.row for sequence in sequences]
-        drafted = [min(self._proposed[row], width) - 1 for row in rows]
+        drafted = [min(self._offers[row].nodes, width) - 1 for row in rows]
         self._expect_proposals(rows, width)
         return Flight.launch(self._round(sequences, rows, width), width), drafted
 
     def store(self, rows: list[int], proposal: HostProposal) -> None:
         """Takes proposals made on the host."""
         self.state.store(rows, proposal)
-        for row, count in zip(rows, proposal.counts, strict=True):
-            self._proposed[row] = count or self._proposed[row]
+        for row, *offer in zip(rows, proposal.counts, proposal.kinds, strict=True):
+            if offer[0]:
+                self._offers[row] = Offer(*offer)
 
-    def proposed(self, sequences: list[Sequence]) -> list[int]:
-        """Nodes of each stored proposal, root included."""
-        return [self._proposed[sequence.row] for sequence in sequences]
+    def offers(self, sequences: list[Sequence]) -> list[Offer]:
+        """The stored proposals."""
+        return [self._offers[sequence.row] for sequence in sequences]
 
     def _expect_proposals(self, rows: list[int], width: int) -> None:
         """The pass about to be launched leaves what the drafter proposes on the device."""
         for row in rows:
-            self._proposed[row] = min(width, self.runner.drafter.device_width)
+            self._offers[row] = Offer(min(width, self.runner.drafter.device_width))
 
     def _round(self, sequences: list[Sequence], rows: list[int], width: int) -> Tensor:
         self._upload_pages(sequences)

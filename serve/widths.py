@@ -1,17 +1,27 @@
 """How many nodes to verify in a round: as many as give the most tokens per millisecond at this load.
 
 A target pass over few rows costs what its weights cost to read, so drafts are free; over many rows it costs by the row,
-and drafts that are refused slow everyone down. Both sides of the choice are measured: the time of each captured round
-at start-up, the acceptance of drafts as it happens. Imports no torch.
+and drafts that are refused slow everyone down. Both sides of the choice are measured: the time of rounds at start-up,
+the acceptance of drafts as it happens. Imports no torch.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 DECAY = 0.99  # weight of a round's acceptance after one more round
-PRIOR = 4.0  # drafts believed to be accepted before any was seen
+PRIOR = 4.0  # drafts of each place believed in before any was seen
 PROBE_SHARE = 0.01  # of the time goes into rounds wider than the best one, to see whether that has changed
 PROBE_ROUNDS = 3  # the first one only drafts
 HYSTERESIS = 1.01  # a change costs a round without drafts, so it has to pay
+
+
+class Offer(NamedTuple):
+    """What a request has to verify."""
+
+    nodes: int  # root included
+    kind: int = 0  # proposals of one kind are accepted alike: HostProposal
 
 
 class WidthPolicy:
@@ -22,42 +32,44 @@ class WidthPolicy:
         self.ms = ms
         self.sizes = sorted({size for size, _ in ms})
         self.width = self.widths[-1]
-        num_drafted = self.widths[-1] - 1
-        self._tried = [PRIOR] * num_drafted  # by node behind the root: how often it was verified, decayed
-        self._accepted = [PRIOR] * num_drafted
+        self._seen: dict[int, Acceptance] = {}  # by kind
         self._budget = 0.0  # ms that probes may cost
         self._probes_left = 0
 
-    def choose(self, proposed: Sequence[int]) -> int:
-        """The width of the next round; proposed[i]: nodes that request i has to verify, root included."""
-        fitting = [width for width in self.widths if width < max(proposed)]
+    def choose(self, offers: Sequence[Offer]) -> int:
+        """The width of the next round."""
+        most = max(nodes for nodes, _ in offers)
+        fitting = [width for width in self.widths if width < most]
         offered = self.widths[: len(fitting) + 1]  # wider ones would verify no more
-        best = max(offered, key=lambda width: self.rate(proposed, width))
+        rates = self.rates(offers, offered)
+        best = max(offered, key=rates.__getitem__)
         current = min(self.width, offered[-1])
-        if self.rate(proposed, best) > HYSTERESIS * self.rate(proposed, current):
+        if rates[best] > HYSTERESIS * rates[current]:
             current = best
         self.width = current
-        return self._probe(len(proposed), [width for width in offered if width > current])
+        return self._probe(len(offers), offered[offered.index(current) + 1 :])
 
-    def rate(self, proposed: Sequence[int], width: int) -> float:
-        """Expected tokens per millisecond of the batch."""
-        tokens = sum(self.expected_tokens(min(width, count)) for count in proposed)
-        return tokens / self._time(len(proposed), width)
+    def rates(self, offers: Sequence[Offer], widths: Sequence[int]) -> dict[int, float]:
+        """Expected tokens per millisecond of the batch, by width."""
+        tokens = dict.fromkeys(widths, 0.0)
+        for (nodes, kind), number in Counter(offers).items():  # a large batch has few different ones
+            expected = self._of(kind).expected_tokens()
+            for width in widths:
+                tokens[width] += number * expected[min(width, nodes) - 1]
+        return {width: tokens[width] / self._time(len(offers), width) for width in widths}
 
-    def expected_tokens(self, count: int) -> float:
-        """Tokens that `count` nodes yield on average, by the acceptance seen lately: the root's, and one per accepted
-        node. Nodes come best first and a parent before its children, so a proposal is cut behind any of them."""
-        rates = zip(self._accepted[: count - 1], self._tried, strict=False)
-        return 1.0 + sum(accepted / tried for accepted, tried in rates)
+    def record(self, offers: Sequence[Offer], accepted: Sequence[Sequence[int]]) -> None:
+        """A round verified the offers, cut to its width, and accepted the nodes with ids accepted[i] behind the root
+        of request i."""
+        drafted = [index for index, (nodes, _) in enumerate(offers) if nodes > 1]
+        for kind in {offers[index].kind for index in drafted}:
+            mine = [index for index in drafted if offers[index].kind == kind]
+            self._of(kind).record([offers[index].nodes for index in mine], [accepted[index] for index in mine])
 
-    def record(self, drafted: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
-        """A round verified drafted[i] nodes of request i behind its root, and accepted those with ids accepted[i]."""
-        for index in range(max(drafted, default=0)):
-            self._tried[index] = DECAY * self._tried[index] + sum(index < count for count in drafted)
-            self._accepted[index] *= DECAY
-        for nodes in accepted:
-            for node in nodes:
-                self._accepted[node - 1] += 1
+    def _of(self, kind: int) -> "Acceptance":
+        if kind not in self._seen:
+            self._seen[kind] = Acceptance(self.widths[-1], kind)
+        return self._seen[kind]
 
     def _probe(self, batch: int, wider: list[int]) -> int:
         """The present width, or now and then the next wider one."""
@@ -75,3 +87,43 @@ class WidthPolicy:
 
     def _time(self, batch: int, width: int) -> float:
         return self.ms[next(size for size in self.sizes if size >= batch), width]
+
+
+class Acceptance:
+    """How often the nodes of one kind's proposals were accepted lately, by place in the proposal."""
+
+    def __init__(self, width: int, kind: int) -> None:
+        prior = 1.0 - 0.5**kind if kind else 1.0
+        self._tried = [PRIOR] * (width - 1)  # by node behind the root: how often it was verified, decayed
+        self._accepted = [PRIOR * prior**node for node in range(1, width)]
+        self._expected: list[float] | None = None
+
+    def expected_tokens(self) -> list[float]:
+        """[n - 1]: tokens that n nodes yield on average, the root's and one per accepted node. Nodes come best first
+        and a parent before its children, so a proposal is cut behind any of them."""
+        if self._expected is None:
+            rates = (accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
+            self._expected = list(accumulate(rates, initial=1.0))
+        return self._expected
+
+    def record(self, nodes: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+        """Proposals with nodes[i] > 1 nodes were verified; the nodes accepted[i] of them were right."""
+        ends, trying = Counter(nodes), len(nodes)
+        last = max(nodes) - 2  # place of the last node verified
+        before = self._accepted[last] / self._tried[last]
+        for index in range(last + 1):
+            self._tried[index] = DECAY * self._tried[index] + trying
+            self._accepted[index] *= DECAY
+            trying -= ends[index + 2]
+        for ids in accepted:
+            for node in ids:
+                self._accepted[node - 1] += 1
+        self._follow(last, before)
+        self._expected = None
+
+    def _follow(self, last: int, before: float) -> None:
+        """Nodes behind the last one verified have changed as it has: else narrow rounds would never see that texts
+        have begun to repeat."""
+        change = self._accepted[last] / self._tried[last] / before
+        for index in range(last + 1, len(self._tried)):
+            self._accepted[index] = min(change * self._accepted[index], self._tried[index])

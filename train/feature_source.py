@@ -112,14 +112,17 @@ class FeatureSource:
         def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
 
+        def host(rows: Tensor) -> Tensor:
+            return rows.pin_memory() if self.pinned else rows
+
         return CachedStates(
-            rows=rows,
+            rows=host(rows),
             features=empty(len(rows), len(self.places), form.hidden_size),
             feature_scales=empty(len(rows), len(self.places), dtype=torch.float32) if scaled else None,
-            final_rows=final_rows,
+            final_rows=host(final_rows),
             final=empty(len(final_rows), form.hidden_size),
             final_scales=empty(len(final_rows), dtype=torch.float32) if scaled else None,
-            online_rows=online_rows,
+            online_rows=host(online_rows),
         )
 
     def copy(

@@ -103,7 +103,7 @@ class Drafter(base.Drafter):
         proposal, matches = self.ngram.match(rows, min(width, self.ngram.options.nodes))
         pairs = zip(proposal.counts, matches, strict=True)
         counts = [count if count > 1 and match >= self.first else 0 for count, match in pairs]
-        return HostProposal(proposal.tokens, proposal.parents, counts)
+        return HostProposal(proposal.nodes, counts, proposal.kinds)
 
     def release(self, row: int, tokens: list[int]) -> None:
         self.network.release(row, tokens)

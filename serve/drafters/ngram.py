@@ -92,10 +92,8 @@ class Drafter(base.Drafter):
         self.core.admit(row, np.asarray(tokens, dtype=np.int32), namespace)
 
     def extend(self, rows: Sequence[int], tokens: Sequence[list[int]]) -> None:
-        gained = np.full((len(rows), max(map(len, tokens))), -1, dtype=np.int32)
-        for index, own in enumerate(tokens):
-            gained[index, : len(own)] = own
-        self.core.extend(np.asarray(rows, dtype=np.int32), gained)
+        most = max(map(len, tokens))
+        self.core.extend(rows, np.array([own + [-1] * (most - len(own)) for own in tokens], dtype=np.int32))
 
     def draft(self, rows: Sequence[int], width: int) -> HostProposal:
         proposal, _ = self.match(rows, width)
@@ -103,11 +101,11 @@ class Drafter(base.Drafter):
 
     def match(self, rows: Sequence[int], width: int) -> tuple[HostProposal, list[int]]:
         """The proposals, and the length of each longest match."""
-        tokens, parents = (np.empty((len(rows), width), dtype=np.int32) for _ in range(2))
+        nodes = np.empty((2, len(rows), width), dtype=np.int32)
         matches = np.empty(len(rows), dtype=np.int32)
-        self.core.propose(np.asarray(rows, dtype=np.int32), tokens, parents, matches)
-        counts = (tokens >= 0).sum(axis=1).tolist()
-        return HostProposal(torch.from_numpy(tokens), torch.from_numpy(parents), counts), matches.tolist()
+        counts = self.core.propose(rows, nodes[0], nodes[1], matches)
+        lengths = matches.tolist()
+        return HostProposal(torch.from_numpy(nodes), counts, [length.bit_length() for length in lengths]), lengths
 
     def release(self, row: int, tokens: list[int]) -> None:
         self.core.release(row)

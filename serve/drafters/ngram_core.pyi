@@ -50,8 +50,8 @@ class NgramCore:
     def extend(self, rows: ArrayLike, tokens: ArrayLike) -> None:
         """Requests `rows` (B,) have gained tokens (B, K), each up to its first -1.
 
-        They count for the request at once, for others when the inserting thread has come to them: within a millisecond
-        or two. What the queue cannot take is dropped and counted.
+        They count for the request at once, for others when the inserting thread has come to them: within a round or
+        two, after at most 4 ms of sleep. What the queue cannot take is dropped and counted.
         """
 
     def propose(
@@ -61,8 +61,8 @@ class NgramCore:
         parents: NDArray[np.int32],
         matches: NDArray[np.int32],
         ancestors: NDArray[np.int64] | None = None,
-    ) -> None:
-        """Writes a tree for each of `rows` (B,) into the caller's arrays.
+    ) -> list[int]:
+        """Writes a tree for each of `rows` (B,) into the caller's arrays; returns how many nodes each has.
 
         tokens, parents (B, N) with N <= 64: as in serve/batch.py's Proposal, the root being the request's last token.
         matches (B,): length of the longest match, 0 where nothing is drafted. ancestors (B, N): bit masks as in

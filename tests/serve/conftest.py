@@ -1,13 +1,27 @@
-"""One server over a fake engine process for every test that leaves it whole."""
+"""One server over a fake engine process for every test that leaves it whole; rounds that cost nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import httpx
 import pytest
 
+from slipstream.serve import engine
 from slipstream.serve.launch import Server
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import MODEL, serving, write_target
+
+
+@pytest.fixture(scope="session", autouse=True)
+def free_widths() -> Iterator[None]:
+    """No test depends on how fast this machine is: eager rounds of any width are said to take the same time."""
+
+    def times(_: Any, max_batch: int, widths: Sequence[int]) -> dict[tuple[int, int], float]:
+        return {(max_batch, width): 1.0 for width in widths}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "time_rounds", times)
+        yield
 
 
 @pytest.fixture(scope="session")

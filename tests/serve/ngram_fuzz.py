@@ -132,7 +132,8 @@ class Fuzz:
     def compare_trees(self, rows: list[int], width: int) -> None:
         tokens, parents = np.full((2, len(rows), width), -7, np.int32)
         matches, ancestors = np.full(len(rows), -7, np.int32), np.full((len(rows), width), -7, np.int64)
-        self.core.propose(rows, tokens, parents, matches, ancestors)
+        counts = self.core.propose(rows, tokens, parents, matches, ancestors)
+        assert counts == (tokens >= 0).sum(axis=1).tolist(), self.place()
         for index, row in enumerate(rows):
             tree = (tokens[index].tolist(), parents[index].tolist(), int(matches[index]))
             assert tree == self.model.propose(row, width), self.place()

@@ -35,6 +35,11 @@ def accept_length(answers: dict[str, Answer]) -> float:
     return sum(one.completion_tokens - 1 for one in counts) / sum(one.rounds for one in counts)
 
 
+def drafted_per_round(answers: dict[str, Answer]) -> float:
+    counts = [answer.counts for answer in answers.values()]
+    return sum(one.drafted_tokens for one in counts) / sum(one.rounds for one in counts)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_question_asked_again_is_drafted_whole(temperature: float, target: Path) -> None:
     requests = requests_of(temperature=temperature)
@@ -46,10 +51,11 @@ def test_a_question_asked_again_is_drafted_whole(temperature: float, target: Pat
 
 
 def test_namespaces_do_not_see_each_other(target: Path) -> None:
-    engine = build_engine(target, "ngram")
-    alone = accept_length(run(build_engine(target, "ngram"), requests_of("mine")))
+    engine = build_engine(target, "ngram", width=16)
+    alone = accept_length(run(build_engine(target, "ngram", width=16), requests_of("mine")))
     run(engine, requests_of("yours"))
-    assert accept_length(run(engine, requests_of("mine"))) == alone
+    beside = accept_length(run(engine, requests_of("mine")))
+    assert beside == pytest.approx(alone, rel=0.1), "when the thread inserts is its own business"
     assert accept_length(run(engine, requests_of("mine"))) > 4 * alone
 
 
@@ -68,6 +74,19 @@ def test_rounds_verify_no_more_than_was_drafted(target: Path, monkeypatch: pytes
     widths.clear()
     run(engine, requests_of())
     assert max(widths) == 16
+
+
+def test_rounds_verify_what_pays(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a round costs by the node, the short matches of random text are left alone, long ones are not."""
+    engine = build_engine(target, "ngram", drafter={"breadth": 1})
+    assert engine.policy is not None
+    monkeypatch.setattr(engine.policy, "ms", {(8, width): 1.0 + 0.3 * (width - 1) for width in engine.widths})
+    requests = requests_of(temperature=1.0)
+    expected = tokens_of(run(build_engine(target), requests))
+    first, again = run(engine, requests), run(engine, requests)
+    assert tokens_of(first) == tokens_of(again) == expected
+    assert drafted_per_round(first) < 2
+    assert drafted_per_round(again) > 4
 
 
 def test_what_was_saved_is_known_from_the_start(target: Path, tmp_path: Path) -> None:
@@ -176,7 +195,7 @@ def test_each_request_chooses_for_itself(target: Path, draft: Path) -> None:
 
 def test_the_draft_decides_which_options_there_are(draft: Path) -> None:
     options = read_config(["--draft", str(draft), "--drafter.ngram-first", "5", "--drafter.depth", "2"]).drafter
-    assert options == {"ngram_first": 5, "ngram_nodes": 16, "ngram_capacity": 1_000_000, "depth": 2}
+    assert options.items() >= {"ngram_first": 5, "ngram_nodes": 16, "ngram_capacity": 1_000_000, "depth": 2}.items()
     assert read_config(["--draft", "ngram", "--target", "x", "--drafter.nodes", "8"]).drafter["nodes"] == 8
 
 

@@ -4,10 +4,11 @@ import random
 
 import pytest
 
-from slipstream.serve.widths import WidthPolicy
+from slipstream.serve.widths import DECAY, PRIOR, Acceptance, Offer, WidthPolicy
 
 WIDTHS = (1, 2, 4, 8)
 SIZES = (1, 8, 64, 256)
+KINDS = ((1,) * 64, (4,) * 8, (1,) * 62 + (4,) * 2)  # of the requests of a batch
 
 
 def round_ms(size: int, width: int) -> float:
@@ -19,7 +20,7 @@ def simulate(policy: WidthPolicy, batch: int, rate: float, num_rounds: int, seed
     """Tokens per millisecond and request over rounds in which every draft is accepted at `rate`; the widths taken."""
     rng, tokens, ms, proposed, taken = random.Random(seed), 0, 0.0, 1, []
     for _ in range(num_rounds):
-        width = policy.choose([WIDTHS[-1]] * batch)
+        width = policy.choose([Offer(WIDTHS[-1])] * batch)
         drafted = min(proposed, width) - 1
         accepted = []
         for _ in range(batch):
@@ -27,7 +28,7 @@ def simulate(policy: WidthPolicy, batch: int, rate: float, num_rounds: int, seed
             while count < drafted and rng.random() < rate:
                 count += 1
             accepted.append(count)
-        policy.record([drafted] * batch, [range(1, count + 1) for count in accepted])
+        policy.record([Offer(drafted + 1)] * batch, [range(1, count + 1) for count in accepted])
         tokens += sum(accepted) + batch
         ms += policy.ms[next(size for size in SIZES if size >= batch), width]
         proposed = width
@@ -61,6 +62,49 @@ def test_it_comes_back_when_drafts_are_accepted_again() -> None:
 
 def test_no_drafter_leaves_one_choice() -> None:
     policy = WidthPolicy((1,), {(4, 1): 3.0})
-    policy.record([0, 0], [[], []])
-    assert policy.choose([1, 1, 1]) == 1
-    assert policy.expected_tokens(1) == 1.0
+    policy.record([Offer(1)] * 2, [[], []])
+    assert policy.choose([Offer(1)] * 3) == 1
+    assert policy.rates([Offer(1)] * 3, [1]) == {1: 1.0}
+
+
+def test_each_kind_of_proposal_is_judged_by_itself() -> None:
+    """Kind 1 is never accepted, kind 4 nearly always: rounds of a batch that hold one, the other, or both."""
+    policy, rng = WidthPolicy(WIDTHS, table()), random.Random(3)
+    taken: dict[tuple[int, ...], list[int]] = {}
+    for _ in range(900):
+        kinds = rng.choice(KINDS)
+        offers = [Offer(WIDTHS[-1], kind) for kind in kinds]
+        width = policy.choose(offers)
+        accepted = [range(1, width) if kind == 4 and rng.random() < 0.97 else [] for kind in kinds]
+        policy.record([Offer(width, kind) for kind in kinds], accepted)
+        taken.setdefault(kinds, []).append(width)
+    useless, sure, few = (taken[kinds][100:] for kinds in KINDS)
+    assert useless.count(1) > 0.7 * len(useless), "the others are probes of the next width, which cost little"
+    assert sure.count(8) > 0.9 * len(sure)
+    assert few.count(1) > 0.7 * len(few), "two of 64 do not pay for a round of 512 rows"
+
+
+def test_surer_kinds_are_believed_more_before_any_was_seen() -> None:
+    tokens = [Acceptance(16, kind).expected_tokens()[-1] for kind in (1, 2, 3, 4, 0)]
+    assert tokens == sorted(tokens)
+    assert tokens[0] < 2
+    assert tokens[-1] == 16
+
+
+def test_acceptance_equals_a_count_node_by_node() -> None:
+    rng, seen = random.Random(1), Acceptance(9, 2)
+    tried, accepted = [PRIOR] * 9, [PRIOR * 0.75**node for node in range(9)]
+    for _ in range(50):
+        nodes = [rng.randint(2, 9) for _ in range(rng.randint(1, 5))]
+        right = [[node for node in range(1, count) if rng.random() < 0.4] for count in nodes]
+        seen.record(nodes, right)
+        for node in range(1, max(nodes)):
+            before = accepted[node] / tried[node]
+            tried[node] = DECAY * tried[node] + sum(node < count for count in nodes)
+            accepted[node] = DECAY * accepted[node] + sum(node in ids for ids in right)
+        for node in range(max(nodes), 9):
+            accepted[node] = min(
+                accepted[node] * accepted[max(nodes) - 1] / tried[max(nodes) - 1] / before, tried[node]
+            )
+    expected = [1 + sum(accepted[node] / tried[node] for node in range(1, count)) for count in range(1, 10)]
+    assert seen.expected_tokens() == pytest.approx(expected)

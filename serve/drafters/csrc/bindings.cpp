@@ -58,8 +58,8 @@ void extend(Ngram& self, const Longs& rows, const Ints& tokens) {
   self.extend(rows.data(), static_cast<size_t>(rows.size()), tokens.data(), static_cast<size_t>(width));
 }
 
-void propose(Ngram& self, const Longs& rows, IntsOut tokens, IntsOut parents, IntsOut matches,
-             std::optional<LongsOut> ancestors) {
+std::vector<uint32_t> propose(Ngram& self, const Longs& rows, IntsOut tokens, IntsOut parents, IntsOut matches,
+                              std::optional<LongsOut> ancestors) {
   const py::ssize_t width = tokens.ndim() == 2 ? tokens.shape(1) : 1;
   expect_shape("rows", rows, {rows.size()});
   expect_shape("tokens", tokens, {rows.size(), width});
@@ -71,8 +71,8 @@ void propose(Ngram& self, const Longs& rows, IntsOut tokens, IntsOut parents, In
   int32_t* matches_out = matches.mutable_data();
   int64_t* ancestors_out = ancestors ? ancestors->mutable_data() : nullptr;
   py::gil_scoped_release release;
-  self.propose(rows.data(), static_cast<size_t>(rows.size()), static_cast<size_t>(width), tokens_out, parents_out,
-               matches_out, ancestors_out);
+  return self.propose(rows.data(), static_cast<size_t>(rows.size()), static_cast<size_t>(width), tokens_out,
+                      parents_out, matches_out, ancestors_out);
 }
 
 void insert(Ngram& self, const Ints& tokens, const std::string& name) {

@@ -1,6 +1,7 @@
 // Texts on their way from the rounds to the thread that inserts them.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -44,8 +45,8 @@ class InsertQueue {
     return true;
   }
 
-  // While `is_busy` the thread looks for work by itself, every millisecond; otherwise it sleeps until it is told. To
-  // wake a thread can cost more than all lookups of a round.
+  // While `is_busy` the thread looks for work by itself, a millisecond after the last and less often if there was none;
+  // otherwise it sleeps until it is told. To wake a thread can cost more than all lookups of a round.
   void set_busy(bool is_busy) {
     std::lock_guard lock(mutex_);
     if (is_busy_ == is_busy) return;
@@ -75,11 +76,13 @@ class InsertQueue {
     std::unique_lock lock(mutex_);
     is_working_ = false;
     done_.notify_all();
+    auto period = SHORTEST;
     for (bool is_due = false;;) {
       if (is_stopped_) return false;
       if (!pending_.jobs.empty() && (is_due || num_flushing_ > 0 || !is_busy_)) break;
       if (is_busy_) {
-        work_.wait_for(lock, PERIOD);
+        work_.wait_for(lock, period);
+        period = std::min(2 * period, LONGEST);
         is_due = true;
       } else {
         work_.wait(lock);
@@ -96,7 +99,7 @@ class InsertQueue {
   }
 
  private:
-  static constexpr std::chrono::milliseconds PERIOD{1};
+  static constexpr std::chrono::milliseconds SHORTEST{1}, LONGEST{4};
 
   const size_t max_tokens_;
   mutable std::mutex mutex_;

@@ -94,14 +94,15 @@ void Ngram::extend(const int64_t* rows, size_t batch, const int32_t* tokens, siz
   }
 }
 
-void Ngram::propose(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents,
-                    int32_t* matches, int64_t* ancestors) {
+std::vector<uint32_t> Ngram::propose(const int64_t* rows, size_t batch, size_t width, int32_t* tokens,
+                                     int32_t* parents, int32_t* matches, int64_t* ancestors) {
   std::lock_guard front(front_);
   check_rows(rows, batch);
   if (width < 1 || width > MAX_WIDTH) {
     throw std::invalid_argument("width is " + std::to_string(width) + "; it must be between 1 and " +
                                 std::to_string(MAX_WIDTH));
   }
+  std::vector<uint32_t> sizes(batch);
   {
     std::lock_guard turn(turns_);
     follow(rows, batch);
@@ -113,9 +114,11 @@ void Ngram::propose(const int64_t* rows, size_t batch, size_t width, int32_t* to
       const uint32_t match = draft_.propose(request.context, request.history, row);
       matches[index] = static_cast<int32_t>(match);
       if (width > 1) ++match_lengths_[match];
+      sizes[index] = draft_.size();
       drafted_tokens_ += draft_.size() - 1;
     }
   }
+  return sizes;
 }
 
 void Ngram::release(int64_t row) {

@@ -38,9 +38,9 @@ class Ngram {
   // Requests have gained tokens: (B, K), each row up to its first -1.
   void extend(const int64_t* rows, size_t batch, const int32_t* tokens, size_t width);
   // A tree of `width` nodes for each request: tokens and parents (B, N), the lengths of the longest matches (B,), and
-  // ancestors (B, N) unless null.
-  void propose(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents, int32_t* matches,
-               int64_t* ancestors);
+  // ancestors (B, N) unless null. Returns how many nodes each tree has (B,).
+  std::vector<uint32_t> propose(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents,
+                                int32_t* matches, int64_t* ancestors);
   // The request in `row` ended.
   void release(int64_t row);
 

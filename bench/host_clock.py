@@ -1,0 +1,84 @@
+"""What the host costs a round: the time in which the device waits for it, and the drafter's part of that."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from slipstream.serve.engine import Engine
+
+
+class HostClock:
+    """Watches the rounds of an engine: how long each takes, and how long the device waits before it."""
+
+    def __init__(self, engine: Engine, batch: int) -> None:
+        self.batch = batch  # rounds of fewer requests do not count
+        self.rounds_s: list[float] = []
+        self.host_s: list[float] = []
+        self.drafter_s: list[float] = []
+        self._is_gpu = engine.device.type == "cuda"
+        self._drafting_s = self._began = 0.0
+        self._landed: float | None = None
+        for owner, name in (
+            (engine.drafter, "extend"),
+            (engine.drafter, "draft"),
+            (engine.executor, "store"),
+            (engine.policy, "choose"),
+            (engine.policy, "record"),
+        ):
+            if owner is not None:
+                setattr(owner, name, self._timed(getattr(owner, name)))
+        self._round, self._prefill = engine.executor.round, engine.executor.prefill
+        engine.executor.round, engine.executor.prefill = self.round, self.prefill  # type: ignore[method-assign]
+
+    def round(self, sequences: Any, width: int) -> Any:
+        began = time.perf_counter()
+        flight, drafted = self._round(sequences, width)
+        launched = time.perf_counter() if self._is_gpu else began  # a CPU computes while it launches
+        if self._landed is not None and len(sequences) == self.batch:
+            self.rounds_s.append(began - self._began)
+            self.host_s.append(launched - self._landed)
+            self.drafter_s.append(self._drafting_s)
+        self._drafting_s, self._began = 0.0, began
+        return Landing(flight, self), drafted
+
+    def prefill(self, chunks: Any) -> Any:
+        self._landed = None
+        return self._prefill(chunks)
+
+    def landed(self) -> None:
+        self._landed = time.perf_counter()
+
+    def figures(self) -> dict[str, float | None]:
+        if not self.rounds_s:
+            return dict.fromkeys(("ms", "host_us", "drafter_us", "host_share"))
+        period, host, drafter = (median(times) for times in (self.rounds_s, self.host_s, self.drafter_s))
+        return {
+            "ms": round(1e3 * period, 3),
+            "host_us": round(1e6 * host, 1),
+            "drafter_us": round(1e6 * drafter, 1),
+            "host_share": round(host / period, 4),
+        }
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*arguments)
+            self._drafting_s += time.perf_counter() - began
+            return result
+
+        return timed
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """A flight whose arrival is noted."""
+
+    flight: Any
+    clock: HostClock
+
+    def read(self) -> Any:
+        found = self.flight.read()
+        self.clock.landed()
+        return found

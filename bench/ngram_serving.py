@@ -1,0 +1,188 @@
+"""What n-gram lookahead brings and costs in serving: `--draft none` and `ngram` in turns, in one process.
+
+    python bench/ngram_serving.py                                   # the bundled target and questions
+    python bench/ngram_serving.py --prompts random                  # random tokens: nothing repeats
+    python bench/ngram_serving.py --target CKPT --concurrency 1,8,64 --engine.attention triton    # on a GPU
+
+Every turn asks questions that this level of concurrency has not asked before; both engines then answer them, each
+first every other time. The speed-up is the median over turns, by wall time and, on a CPU, by the process's CPU time,
+which other programs disturb less. `host` is the time between two rounds in which the device waits: from the arrival of
+one round's tokens to the launch of the next, `drafter` the part that goes into drafting. Prints a table and ends in one
+JSON line per level.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from slipstream.bench.gpu import revision
+from slipstream.bench.host_clock import HostClock
+from slipstream.bench.serving_run import Run, device_name, run_offline
+from slipstream.bench.workload import KINDS, Task, Workload, read_chats
+from slipstream.config import parse
+from slipstream.serve.engine import Engine
+from slipstream.serve.options import EngineConfig
+
+TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny-target"
+RANDOM: dict[str, Any] = {
+    "input_len": 100,
+    "output_len": 160,
+    "range_ratio": 0.2,
+}  # sampled at temperature 1, without end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchConfig:
+    """Options of this benchmark."""
+
+    target: str = str(TINY)
+    """Target checkpoint."""
+    prompts: str = "gsm8k"
+    """gsm8k: bare questions, greedy, to the end of each answer; random: token ids, sampled at temperature 1."""
+    concurrency: str = "1,8"
+    """Requests open at once; several levels, parted by commas, are measured one after another."""
+    questions: int = 0
+    """Questions per turn. 0: two for each open request, at least 8."""
+    turns: int = 5
+    """Turns at each level."""
+    output_len: int = 256
+    """Longest answer in tokens."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Options of both engines by name."""
+    drafter: dict[str, Any] = field(default_factory=dict)
+    """Options of the n-gram drafter by name."""
+    output: str | None = None
+    """File to append the JSON lines to."""
+
+    def __post_init__(self) -> None:
+        if not all(level.strip().isdigit() and int(level) > 0 for level in self.concurrency.split(",")):
+            raise ValueError(f"concurrency is {self.concurrency!r}; give positive numbers parted by commas")
+        if self.prompts not in KINDS:
+            raise ValueError(f"prompts is {self.prompts!r}; choose one of {', '.join(KINDS)}")
+        most = len(read_chats("heldout"))
+        if self.prompts == "gsm8k" and any(self.count(level) * self.turns > most for level in self.levels):
+            raise ValueError(f"there are {most} questions to ask once; lower questions, turns or concurrency")
+
+    @property
+    def levels(self) -> list[int]:
+        return [int(level) for level in self.concurrency.split(",")]
+
+    def count(self, level: int) -> int:
+        return self.questions or max(8, 2 * level)
+
+    def tasks(self, tokenizer: Any, level: int) -> list[list[Task]]:
+        """Of each turn."""
+        lengths = RANDOM if self.prompts == "random" else {"input_len": 0, "output_len": self.output_len}
+        work = Workload(tokenizer=tokenizer, kind=self.prompts, **lengths)
+        tasks, count = work.tasks(self.count(level) * self.turns, str(level)), self.count(level)
+        return [tasks[start : start + count] for start in range(0, len(tasks), count)]
+
+
+@dataclass(slots=True)
+class Turn:
+    """One engine's answers to a turn's questions, and the CPU time that they took."""
+
+    run: Run
+    cpu_s: float
+
+    @property
+    def tok_s(self) -> float:
+        return self.run.completion_tokens / self.run.wall_s
+
+
+def measure(config: BenchConfig, tokenizer: Any, level: int) -> dict[str, Any]:
+    """One level of concurrency, with engines of its own: nothing that was said at another level is known."""
+    length = 1024
+    shared = {"max_running": level, "max_model_len": length, "kv_cache_tokens": (length + 128) * level, **config.engine}
+    engines = {
+        "none": Engine(EngineConfig(target=config.target, **shared)),
+        "ngram": Engine(EngineConfig(target=config.target, draft="ngram", drafter=config.drafter, **shared)),
+    }
+    params: dict[str, Any] = {"temperature": 0.0}
+    if config.prompts == "random":
+        params = {"temperature": 1.0, "ignore_eos": True}
+    warmup = Workload(tokenizer=tokenizer, kind="random", input_len=32, output_len=16).tasks(2 * level, "warmup")
+    for name, engine in engines.items():
+        run_offline(engine, warmup, level, f"{name}: warm-up", namespace="warmup", **params)
+    clock, turns = HostClock(engines["ngram"], level), dict[str, list[Turn]](none=[], ngram=[])
+    for index, tasks in enumerate(config.tasks(tokenizer, level)):
+        for name in ("none", "ngram") if index % 2 == 0 else ("ngram", "none"):
+            began = time.process_time()
+            run = run_offline(engines[name], tasks, level, f"{name} at {level}, turn {index + 1}", **params)
+            turns[name].append(Turn(run, time.process_time() - began))
+    return {**origin(config, level, engines["ngram"]), **compare(turns["none"], turns["ngram"]), **clock.figures()}
+
+
+def origin(config: BenchConfig, level: int, engine: Engine) -> dict[str, Any]:
+    return {
+        "bench": "ngram_serving",
+        "device": device_name(engine.device.type),
+        "date": date.today().isoformat(),
+        "revision": revision(),
+        "target": config.target,
+        "draft": "ngram",
+        "prompts": config.prompts,
+        "batch": level,
+        "requests": config.count(level),
+        "turns": config.turns,
+        "options": {**config.engine, "drafter": config.drafter},
+    }
+
+
+def compare(none: Sequence[Turn], ngram: Sequence[Turn]) -> dict[str, Any]:
+    pairs = list(zip(none, ngram, strict=True))
+    rounds = sum(turn.run.rounds for turn in ngram)
+    return {
+        "tok_s": round(median(turn.tok_s for turn in ngram), 1),
+        "tok_s_none": round(median(turn.tok_s for turn in none), 1),
+        "speed_up": round(median(after.tok_s / before.tok_s for before, after in pairs), 3),
+        "speed_up_cpu": round(median(before.cpu_s / after.cpu_s for before, after in pairs), 3),
+        "speed_up_cpu_turns": [round(before.cpu_s / after.cpu_s, 3) for before, after in pairs],
+        "accept_length": round(sum(turn.run.decoded_tokens for turn in ngram) / rounds, 3),
+        "width": round(1 + sum(turn.run.drafted_tokens for turn in ngram) / rounds, 2),
+        "identical": all(before.run.answers == after.run.answers for before, after in pairs),
+    }
+
+
+COLUMNS = (  # heading, key of a line, format
+    ("conc", "batch", "d"),
+    ("tok/s none", "tok_s_none", ".1f"),
+    ("ngram", "tok_s", ".1f"),
+    ("speed-up", "speed_up", ".3f"),
+    ("by CPU time", "speed_up_cpu", ".3f"),
+    ("accept len", "accept_length", ".2f"),
+    ("nodes", "width", ".2f"),
+    ("ms/round", "ms", ".2f"),
+    ("host us", "host_us", ".0f"),
+    ("drafter us", "drafter_us", ".0f"),
+    ("host share", "host_share", ".3f"),
+    ("same answers", "identical", ""),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(BenchConfig, argv, prog="bench/ngram_serving.py", description="n-gram lookahead against no draft.")
+    tokenizer = AutoTokenizer.from_pretrained(config.target)
+    lines: list[dict[str, Any]] = []
+    print("  ".join(heading for heading, _, _ in COLUMNS))
+    for level in config.levels:
+        lines.append(measure(config, tokenizer, level))
+        cells = ["-" if lines[-1][key] is None else format(lines[-1][key], form) for _, key, form in COLUMNS]
+        row = (cell.rjust(len(heading)) for cell, (heading, _, _) in zip(cells, COLUMNS, strict=True))
+        print("  ".join(row), flush=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    if config.output is not None:
+        with Path(config.output).open("a") as file:
+            file.write(text)
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Times of rounds that are not captured: what the choice of the width (serve/widths.py) needs to know of them."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from slipstream.serve.round import Runner
+
+SECONDS = 1.0  # of rounds that are timed: half as much again goes into making them ready
+REPEATS = 2  # the best of them counts
+CONTEXT = 256  # committed tokens of each request
+
+
+def time_rounds(runner: Runner, max_batch: int, widths: Sequence[int]) -> dict[tuple[int, int], float]:
+    """(batch size, width) -> milliseconds of a round on null rows, the best of a few.
+
+    Small rounds are timed first. What there is no time for is taken to cost by the row, as large ones do.
+    """
+    sizes = [*(2**power for power in range(16) if 2**power < max_batch), max_batch]
+    keys = sorted(((size, width) for size in sizes for width in widths), key=lambda key: key[0] * key[1])
+    ms: dict[tuple[int, int], float] = {}
+    per_row, spent = 0.0, 0.0
+    for size, width in keys:
+        if spent < 1000 * SECONDS:
+            _time(runner, size, width)  # compiles kernels, fills caches
+            times = [_time(runner, size, width) for _ in range(REPEATS)]
+            per_row, spent = min(times) / (size * width), spent + sum(times)
+        ms[size, width] = per_row * size * width
+    return ms
+
+
+def _time(runner: Runner, size: int, width: int) -> float:
+    state = runner.state
+    rows = torch.full((size,), state.null, dtype=torch.int64, device=state.device)
+    bound = min(CONTEXT, state.pages.shape[1] * state.page_size - width)
+    # The CPU's clock leaves out what other processes take of it.
+    clock = time.thread_time if state.device.type == "cpu" else time.perf_counter
+    start = clock()
+    runner.round(rows, (bound,) * size, "plain", width, width).tolist()  # sync
+    return 1000 * (clock() - start)

@@ -1,0 +1,50 @@
+"""The times of eager rounds, which decide how many nodes are verified: what is timed, and what timing leaves behind."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slipstream.serve import round_times
+from slipstream.serve.engine import Engine
+from slipstream.serve.round_times import time_rounds
+from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run, tokens_of
+
+
+@pytest.fixture(scope="module")
+def engine(make_target: Callable[[str], Path]) -> Engine:
+    return build_engine(make_target("qwen3"), "ngram", max_running=5)
+
+
+def test_every_width_has_a_time_at_every_load(engine: Engine) -> None:
+    ms = time_rounds(engine.executor.runner, 5, (1, 4, 16))
+    assert sorted(ms) == [(size, width) for size in (1, 2, 4, 5) for width in (1, 4, 16)]
+    assert min(ms.values()) > 0
+
+
+def test_what_there_is_no_time_for_costs_by_the_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def fake(_: object, size: int, width: int) -> float:
+        seen.append((size, width))
+        return 300.0
+
+    monkeypatch.setattr(round_times, "_time", fake)
+    ms = time_rounds(engine.executor.runner, 4, (1, 2, 8))
+    assert seen == [(1, 1)] * 3 + [(1, 2)] * 3, "one of each makes ready; after a second there is no next one"
+    assert (ms[1, 1], ms[1, 2], ms[2, 1], ms[4, 8]) == (300.0, 300.0, 300.0, 32 * 150.0)
+
+
+def test_nothing_is_left_behind(engine: Engine) -> None:
+    requests = [make_request(str(seed), random_prompt(20, seed), temperature=1.0, seed=seed) for seed in range(3)]
+    for request in requests:
+        engine.add(request)
+    outputs = [output for _ in range(4) for output in engine.step()]
+    time_rounds(engine.executor.runner, 5, engine.widths)
+    tokens = {request.id: list[int]() for request in requests}
+    while engine.has_work:
+        outputs += engine.step()
+    for output in outputs:
+        tokens[output.request_id] += output.tokens
+    assert tokens == tokens_of(run(build_engine(Path(engine.config.target)), requests))
+    assert engine.state.lengths[engine.state.null] == 0
