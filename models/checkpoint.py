@@ -183,7 +183,9 @@ def write_checkpoint(
     path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], run: Mapping[str, Any]
 ) -> None:
     """Writes config.json, model.safetensors and run.json (provenance) into the existing folder `path`."""
-    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path / "model.safetensors")
+    weights = path / "model.safetensors"
+    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, weights)
+    weights.chmod(0o644)  # safetensors makes files that nobody else may read
     for name, values in (("config.json", config), ("run.json", run)):
         (path / name).write_text(json.dumps(values, indent=2) + "\n")
 

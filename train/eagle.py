@@ -101,7 +101,7 @@ class EagleTraining(DraftTraining):
         features = features + self.noise(batch).flatten(0, 1)
         loss, metrics = wanted.new_zeros((), dtype=torch.float32), Metrics()
         for step, state in enumerate(self.chain(rows, tokens, features, steps)):
-            state, taught = state[: len(state) - step], wanted[step:]
+            state, taught = state[: max(len(state) - step, 0)], wanted[step:]
             counts = rows.counts[step, : len(state)]
             regression = (regression_losses(state, taught) * counts).sum()
 

@@ -96,7 +96,7 @@ class Eagle3Training(DraftTraining):
         is_known = self.draft.t2d[best]  # (N,)
         loss, metrics = teacher.new_zeros(()), Metrics()
         for step, state in enumerate(self.chain(rows, tokens, features, options.ttt_steps)):
-            length = len(state) - step
+            length = max(len(state) - step, 0)
             counts = rows.counts[step, :length]
             weights = options.weight(step) * (counts & is_known[step:]).float()
             losses, drafted = soft_cross_entropy(

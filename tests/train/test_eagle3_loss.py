@@ -61,6 +61,17 @@ def naive_terms(
             yield step, loss if best in ids.tolist() else None, agrees
 
 
+def test_a_batch_may_hold_fewer_rows_than_steps(
+    training: Eagle3Training, target_model: PreTrainedModel, token_map: TokenMap
+) -> None:
+    document = (list(range(20, 32)), [False] * 9 + [True] * 3)  # two rows ask
+    terms = naive_terms(training, target_model, token_map.ids, document)
+    expected = sum((DECAY**step * loss for step, loss, _ in terms if loss is not None), torch.zeros(()))
+    loss, metrics = training.loss(collate([[document]], 64))
+    torch.testing.assert_close(loss, expected)
+    assert [int(metrics[f"accept_rate_{step}"][1]) for step in range(STEPS)] == [2, 1, 0, 0]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_loss_gradient_and_metrics_equal_the_loops(
     training: Eagle3Training, target_model: PreTrainedModel, token_map: TokenMap, seed: int
