@@ -178,7 +178,7 @@ def print_next_steps(draft: Path, output: Path) -> None:
         f"\nPlots and report: {output}/training.png, {output}/acceptance.png, {output}/report.json\n"
         "Try next:\n"
         f"  .venv/bin/serve --draft {draft}           # chat with it at http://127.0.0.1:8000/v1\n"
-        f"  .venv/bin/serve --draft {draft} --drafter.depth 5\n"
+        f"  .venv/bin/serve --draft {draft} --help    # every option, those of this draft included\n"
         '  README.md, "A real model": the same steps for a model from the hub'
     )
 

@@ -86,9 +86,8 @@ def test_rows_say_what_the_engine_did(draft: Path, tmp_path: Path, capsys: pytes
     main([*SMALL, *options])
     printed = capsys.readouterr().out.splitlines()
     rows = [json.loads(line) for line in printed[-6:]]
-    assert [(row["label"], row["batch"]) for row in rows] == [
-        (name, level) for name in ("none", "small0/best, depth=2, width=2", "ngram, nodes=4") for level in (1, 2)
-    ]
+    labels = ("none", f"{draft.parent.name}/{draft.name}, depth=2, width=2", "ngram, nodes=4")
+    assert [(row["label"], row["batch"]) for row in rows] == [(name, level) for name in labels for level in (1, 2)]
     assert {line for line in printed if line.startswith("|")} == {*(tmp_path / "table.md").read_text().splitlines()}
     picture = image.imread(tmp_path / "sweep.png")
     assert picture.shape[0] > 500
