@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from slipstream.bench.gpu import copy_bandwidth, revision
-from slipstream.kernels.tree_attention import Blocks, choose_blocks, choose_splits, tree_attention_triton
+from slipstream.kernels.tree_attention import Blocks, Parts, choose_blocks, choose_parts, tree_attention_triton
 
 COLD_BYTES = 256 * 2**20  # KV of all layers at least: four times an H200's L2
 MAX_LAYERS = 128
@@ -64,35 +64,36 @@ class Scene:
         self.q = torch.randn(layers, B, N, options.query_heads, D, dtype=dtype, device="cuda")
         self.ancestors = (1 | 1 << torch.arange(N, device="cuda")).expand(B, N).contiguous()  # the root's children
         heads = options.query_heads // G
-        self.blocks = choose_blocks(N * heads, D, dtype.itemsize)
+        self.blocks = choose_blocks(B, N * heads, D, dtype.itemsize)
         tiles = G * -(-N * heads // self.blocks.rows)
-        self.splits = choose_splits(B, tiles, self.blocks.rows, capacity * work.page_size)
+        self.parts = choose_parts(B, tiles, self.blocks.rows, capacity * work.page_size)
 
-    def attend(self, layer: int, blocks: Blocks, splits: int) -> Tensor:
+    def attend(self, layer: int, blocks: Blocks, parts: Parts) -> Tensor:
         keys, values = self.cache[layer]
         where = (self.pages, self.rows, self.lengths, self.ancestors)
         scale = self.q.shape[-1] ** -0.5
-        out = tree_attention_triton(self.q[layer], keys, values, *where, "tree", scale, blocks=blocks, splits=splits)
+        out = tree_attention_triton(self.q[layer], keys, values, *where, "tree", scale, blocks=blocks, parts=parts)
         assert isinstance(out, Tensor)
         return out
 
-    def time(self, blocks: Blocks, splits: int) -> float:
+    def time(self, blocks: Blocks, parts: Parts) -> float:
         """Seconds of one launch among those of other layers."""
-        expected, out = self.attend(0, self.blocks, self.splits).float(), self.attend(0, blocks, splits).float()
-        assert (out - expected).norm() < 0.02 * expected.norm(), f"{blocks} in {splits} parts gives something else"
+        expected, out = self.attend(0, self.blocks, self.parts).float(), self.attend(0, blocks, parts).float()
+        assert (out - expected).norm() < 0.02 * expected.norm(), f"{blocks} in {parts} gives something else"
         count = max(MIN_LAUNCHES, len(self.cache))
         layers = [launch % len(self.cache) for launch in range(count)]
-        return replay_time(lambda: [self.attend(layer, blocks, splits) for layer in layers]) / count
+        return replay_time(lambda: [self.attend(layer, blocks, parts) for layer in layers]) / count
 
-    def cuts(self, tune: bool) -> Iterator[tuple[Blocks, int]]:
+    def cuts(self, tune: bool) -> Iterator[tuple[Blocks, Parts]]:
         """What the kernel would choose; then, to tune, other blocks, numbers of parts, and shortest parts."""
-        yield self.blocks, self.splits
+        yield self.blocks, self.parts
+        most = self.parts.most
         for tile in TUNED if tune else ():
             blocks = Blocks(self.blocks.rows, *tile)
-            for splits in sorted({max(1, self.splits // 2), self.splits, min(64, 2 * self.splits)}):
-                yield blocks, splits
-            for part in (64, 256) if self.splits > 1 else ():
-                yield blocks._replace(part=part), self.splits
+            for number in sorted({max(1, most // 2), most, min(64, 2 * most)}):
+                yield blocks, Parts(number)
+            for tokens in (64, 256) if most > 1 else ():
+                yield blocks, Parts(most, tokens)
 
 
 def replay_time(launch: Callable[[], Any], repeats: int = 20) -> float:
@@ -115,14 +116,14 @@ def replay_time(launch: Callable[[], Any], repeats: int = 20) -> float:
 def measure(work: Work, options: argparse.Namespace, copy: float, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One result for each cut of the work; those that do not fit the device are left out."""
     scene = Scene(work, options)
-    for blocks, splits in scene.cuts(options.tune):
+    for blocks, parts in scene.cuts(options.tune):
         try:
-            seconds = scene.time(blocks, splits)
+            seconds = scene.time(blocks, parts)
         except OutOfResources:
             continue
         rate = scene.kv_bytes / seconds
         figures = {"us": round(seconds * 1e6, 2), "gb_s": round(rate / 1e9), "share": round(rate / copy, 3)}
-        yield {**head, **asdict(work), "splits": splits, "blocks": list(blocks), **figures}
+        yield {**head, **asdict(work), "parts": list(parts), "blocks": list(blocks), **figures}
 
 
 def describe(options: argparse.Namespace, copy: float) -> dict[str, Any]:
@@ -162,13 +163,14 @@ def main() -> None:
     copy = copy_bandwidth()
     head = describe(options, copy)
     print(f"{head['device']}: a copy moves {head['copy_gb_s']} GB/s")
-    print("batch context nodes page | rows tokens warps stages part splits |       us   GB/s  share")
+    print("batch context nodes page | rows tokens warps stages parts tokens |       us   GB/s  share")
     for numbers in product(options.batches, options.contexts, options.nodes, options.page_sizes):
         work = Work(*numbers)
         for result in measure(work, options, copy, head):
-            rows, tokens, warps, stages, part = result["blocks"]
+            rows, tokens, warps, stages = result["blocks"]
+            most, part = result["parts"]
             shape = f"{work.batch:5} {work.context:7} {work.nodes:5} {work.page_size:4}"
-            cut = f"{rows:4} {tokens:6} {warps:5} {stages:6} {part:4} {result['splits']:6}"
+            cut = f"{rows:4} {tokens:6} {warps:5} {stages:6} {most:5} {part:6}"
             print(f"{shape} | {cut} | {result['us']:8.2f} {result['gb_s']:6} {result['share']:6.3f}", flush=True)
             results.append(result)
     lines = [json.dumps(result) for result in results]

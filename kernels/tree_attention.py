@@ -24,20 +24,29 @@ from slipstream.kernels.tree_attention_reference import Mask, tree_attention_ref
 
 MAX_NODES = 64  # bits of an ancestor mask
 MAX_HEAD_DIM = 256  # wider tiles do not fit in registers and shared memory
-PROGRAMS = 264  # wanted: two run at a time on each of the 132 multiprocessors of an H100 or H200; more form a queue
-MIN_PART_TOKENS = 128  # below it, starting a part outweighs reading it
+PROGRAMS = 264  # two at a time on each of the 132 multiprocessors of an H100 or H200
+SMALL_PROGRAMS = 396  # of 16 rows, three; programs beyond these wait in a queue
+FEW_REQUESTS = 4  # below a full device, longer tiles have fewer latencies in a row
+MIN_PART_TOKENS = 128  # below it, starting a part outweighs reading it,
+MIN_EVEN_PART_TOKENS = 2048  # and below this, merging parts outweighs a last wave that leaves the device half empty
 MAX_SPLITS = 32  # parts of a context, and
 MAX_MERGED_ROWS = 1024  # rows of partial results: one program merges them, 0.5 MB at D = 128
 
 
 class Blocks(NamedTuple):
-    """How the work is cut."""
+    """A tile of the work."""
 
-    rows: int  # query rows of a tile
-    tokens: int  # KV tokens of a tile
+    rows: int  # query rows
+    tokens: int  # KV tokens
     warps: int
     stages: int  # of the load pipeline
-    part: int = MIN_PART_TOKENS  # tokens below which a context is not split further
+
+
+class Parts(NamedTuple):
+    """How contexts are split over programs."""
+
+    most: int
+    tokens: int = MIN_PART_TOKENS  # of a part, at least
 
 
 def tree_attention(
@@ -92,9 +101,9 @@ def tree_attention_triton(
     prefix: bool = True,
     return_lse: bool = False,
     blocks: Blocks | None = None,
-    splits: int | None = None,
+    parts: Parts | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`tree_attention` by the kernel; `blocks` and `splits` replace the table's choice (benchmarks, tests)."""
+    """`tree_attention` by the kernel; `blocks` and `parts` replace the choice made here (benchmarks, tests)."""
     B, N, Q, D = q.shape
     (page_size, G), group = keys.shape[1:3], Q // keys.shape[2]
     end = first_node + N  # nodes
@@ -104,29 +113,29 @@ def tree_attention_triton(
     assert all(x.is_contiguous() for x in (q, keys, values, pages, rows, lengths))
     assert mask != "tree" or (ancestors is not None and ancestors.is_contiguous())
     assert window is None or (mask == "causal" and window > 0)
-    blocks = blocks or choose_blocks(N * group, D, q.element_size())
+    blocks = blocks or choose_blocks(B, N * group, D, q.element_size())
     tiles = G * triton.cdiv(N * group, blocks.rows)  # of one request
     capacity = pages.shape[1] * page_size if prefix else end
     if window is not None:
         capacity = min(capacity, window + N + blocks.tokens)
-    splits = splits or choose_splits(B, tiles, blocks.rows, capacity)
+    parts = parts or choose_parts(B, tiles, blocks.rows, capacity)
     block_dim = max(16, triton.next_power_of_2(D))
     out = torch.empty_like(q)
     lse = torch.empty(B, N, Q, dtype=torch.float32, device=q.device) if return_lse else None
-    attend_kernel[(tiles, splits, B)](
+    attend_kernel[(tiles, parts.most, B)](
         q, keys, values, pages, rows, lengths, ancestors if mask == "tree" else None, out, lse,
-        *_scratch(q.device, B * tiles, splits, blocks.rows, block_dim), scale / math.log(2), N,
-        first_node, G, pages.shape[1], blocks.part,
-        D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
-        MERGED=merged_at_once(blocks, block_dim), MASK=mask, WINDOW=window, PREFIX=prefix, SPLIT=splits > 1,
+        *_scratch(q.device, B * tiles, parts.most, blocks.rows, block_dim), scale / math.log(2), N, first_node,
+        pages.shape[1], parts.tokens,
+        G=G, D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
+        MERGED=merged_at_once(blocks, block_dim), MASK=mask, WINDOW=window, PREFIX=prefix, SPLIT=parts.most > 1,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # 16-bit operands do not ask
-        WORD=tl.int32 if end <= 32 else tl.int64, num_warps=blocks.warps, num_stages=blocks.stages,
-        **pdl_options(q.device),
+        WORD=tl.int32 if end <= 32 else tl.int64, OFFSET=tl.int32 if keys.numel() < 2**31 else tl.int64,
+        num_warps=blocks.warps, num_stages=blocks.stages, **pdl_options(q.device),
     )  # fmt: skip
     return out if lse is None else (out, lse)
 
 
-def choose_blocks(num_rows: int, D: int, element_size: int) -> Blocks:
+def choose_blocks(B: int, num_rows: int, D: int, element_size: int) -> Blocks:
     """`num_rows`: N * Q / G query rows per KV head; rows beyond a tile's read the KV once more.
 
     A stage of 64 tokens is 32 KB of K and V at D = 128. Two of them on their way in each of two or three programs per
@@ -136,18 +145,33 @@ def choose_blocks(num_rows: int, D: int, element_size: int) -> Blocks:
     rows = min(max(16, triton.next_power_of_2(num_rows)), 128)
     if element_size == 4:  # exact products take no tensor cores: for tests and small models
         return Blocks(min(rows, 16), 16, 4, 2)
-    rows = rows if D <= 128 else min(rows, 64)
-    return Blocks(rows, 64 if D <= 128 else 32, 8 if rows == 128 or rows * D > 64 * 128 else 4, 3)
+    if D > 128:
+        rows = min(rows, 64)
+        return Blocks(rows, 32, 8 if rows * D > 64 * 128 else 4, 3)
+    if rows == 16 and B <= FEW_REQUESTS:
+        return Blocks(rows, 128, 4, 2)
+    return Blocks(rows, 64, 8 if rows == 128 else 4, 3)
 
 
-def choose_splits(B: int, tiles: int, rows: int, capacity: int) -> int:
-    """Into how many parts contexts of up to `capacity` tokens are split, where a request has `tiles` of `rows` rows.
+def choose_parts(B: int, tiles: int, rows: int, capacity: int) -> Parts:
+    """How contexts of up to `capacity` tokens are split, where a request has `tiles` of `rows` rows.
 
-    The kernel takes fewer parts of short contexts. The number, and with it the rounding of a result, depends on shapes
+    As many parts as run at once; where even whole contexts are more, as many as leave least of a last wave empty. The
+    kernel takes fewer parts of short contexts. The choice, and with it the rounding of a result, depends on shapes
     only; of the batch size on the next power of two, so that rows which pad a batch change nothing.
     """
-    wanted = PROGRAMS // (triton.next_power_of_2(B) * tiles)
-    return max(1, min(wanted, MAX_SPLITS, MAX_MERGED_ROWS // rows, triton.cdiv(capacity, MIN_PART_TOKENS)))
+    programs = triton.next_power_of_2(B) * tiles
+    if programs > PROGRAMS and rows == 16:
+        numbers = range(1, min(3, triton.cdiv(capacity, MIN_EVEN_PART_TOKENS)) + 1)
+        return Parts(max(numbers, key=lambda number: _fullness(programs * number)), MIN_EVEN_PART_TOKENS)
+    most = min(PROGRAMS // programs, MAX_SPLITS, MAX_MERGED_ROWS // rows, triton.cdiv(capacity, MIN_PART_TOKENS))
+    return Parts(max(1, most))
+
+
+def _fullness(programs: int) -> float:
+    """Of the waves in which programs of 16 rows run."""
+    waves = programs / SMALL_PROGRAMS
+    return waves / math.ceil(waves)
 
 
 def merged_at_once(blocks: Blocks, block_dim: int) -> int:

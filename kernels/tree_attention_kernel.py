@@ -4,31 +4,31 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.arrivals import arrives_last
-from slipstream.kernels.launch import wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["N", "first_node", "table_width", "min_part"])
 def attend_kernel(
     q_ptr, keys_ptr, values_ptr, pages_ptr, rows_ptr, lengths_ptr, ancestors_ptr, out_ptr, lse_ptr,
-    partial_ptr, partial_lse_ptr, counters_ptr, scale, N, first_node, G, table_width, min_part,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, MERGED: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
-    PREFIX: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, PDL: tl.constexpr,
+    partial_ptr, partial_lse_ptr, counters_ptr, scale, N, first_node, table_width, min_part,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, MERGED: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
+    PREFIX: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of one KV head and request (axes 0 and 2) over one part of its context (axis 1); scale is for exp2."""
-    wait_for_inputs(PDL)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     request = tl.program_id(2)
     row_tiles = tl.num_programs(0) // G
     head = tl.program_id(0) // row_tiles
     length = tl.load(lengths_ptr + request).to(tl.int32)
     table = pages_ptr + tl.load(rows_ptr + request) * table_width
-    if not PREFIX:
-        begin = length
-    elif WINDOW is None:
-        begin = 0
-    else:  # the tile in which the first query's window begins
-        begin = tl.maximum(length + first_node + 1 - WINDOW, 0) // TOKENS * TOKENS
     end = length + first_node + N
+    begin = 0
+    if not PREFIX:
+        begin = length // TOKENS * TOKENS
+    elif WINDOW is not None:  # the tile in which the first query's window begins
+        begin = tl.maximum(length + first_node + 1 - WINDOW, 0) // TOKENS * TOKENS
     tiles = tl.cdiv(end - begin, TOKENS)
     tiles_each = tl.cdiv(tiles, tl.minimum(tl.num_programs(1), tl.cdiv(end - begin, min_part)))
     first = tl.program_id(1) * tiles_each
@@ -46,10 +46,12 @@ def attend_kernel(
     seen = _seen_nodes(ancestors_ptr, request * N + query, first_node + query, MASK, WORD)
     acc, log_sum = _attend_tokens(
         q, seen, keys_ptr, values_ptr, table, head, begin + first * TOKENS,
-        tl.minimum(begin + (first + tiles_each) * TOKENS, end), length, end, scale, G,
+        tl.minimum(begin + (first + tiles_each) * TOKENS, end), length, end, scale,
         length + first_node + query - WINDOW if WINDOW is not None else None,
-        D, BLOCK_D, PAGE, ROWS, TOKENS, PREFIX and PAGE % TOKENS == 0, PRECISION,
+        G, D, BLOCK_D, PAGE, ROWS, TOKENS, PREFIX, PRECISION, OFFSET,
     )  # fmt: skip
+    if PDL:  # not before: programs of the next kernel would hold places that this one's still wait for
+        tl.extra.cuda.gdc_launch_dependents()
     if SPLIT:
         parts = tl.cdiv(tiles, tiles_each)
         if parts > 1:
@@ -66,33 +68,39 @@ def attend_kernel(
 
 @triton.jit
 def _attend_tokens(
-    q, seen, keys_ptr, values_ptr, table, head, start, stop, length, end, scale, G, before,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    q, seen, keys_ptr, values_ptr, table, head, start, stop, length, end, scale, before,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Attention of q (ROWS, BLOCK_D) to the tokens start..stop - 1, and its log2-sum-exp2 (ROWS,).
 
-    before (ROWS,): the last position that a row's window leaves out; None without a window.
+    start is a multiple of TOKENS, so that a tile is whole pages, or part of one. before (ROWS,): the last position that
+    a row's window leaves out; None without a window.
     """
-    dims = tl.arange(0, BLOCK_D)[None, :]
+    dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
+    in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same cells in every tile: few instructions are left
     top = tl.full((ROWS,), -1e30, tl.float32)  # finite: exp2(-inf - top) is 0 also where a row sees nothing yet
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    page = _load_pages(table, start, end, PAGE, TOKENS, ALIGNED)
+    page = _load_pages(table, start, end, PAGE, TOKENS)
     for tile_start in range(start, stop, TOKENS):
-        position = tile_start + tl.arange(0, TOKENS)
-        kv_row = (page.to(tl.int64) * PAGE + position % PAGE) * G + head
-        kv_cells = kv_row[:, None] * D + dims
-        inside = (position < end)[:, None] & (dims < D)
-        page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS, ALIGNED)  # the next tile's, ahead of its use
+        first_cell = page.to(OFFSET) * (PAGE * G * D)
+        if PAGE > TOKENS:
+            first_cell += tile_start % PAGE * (G * D)
+        kv_cells = first_cell[:, None] + in_page
+        inside = (token < end - tile_start)[:, None] & (dims < D)
+        page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # the next tile's, ahead of its use
         k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        visible = (seen[:, None] & _node_bit(position, length, end, seen.dtype)[None, :]) != 0
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if before is not None:
-            visible = visible & (position[None, :] > before[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_top[:, None])
+            position = tile_start + token
+            visible = (seen[:, None] & _node_bit(position, length, end, PREFIX, seen.dtype)[None, :]) != 0
+            scores = tl.where(visible & (position[None, :] > before[:, None]), scores, float("-inf"))
+        elif tile_start + TOKENS > length or not PREFIX:  # not among committed tokens alone, which all rows see
+            bit = _node_bit(tile_start + token, length, end, PREFIX, seen.dtype)
+            scores = tl.where((seen[:, None] & bit[None, :]) != 0, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
+        weights = tl.exp2(scores * scale - new_top[:, None])
         rescale = tl.exp2(top - new_top)
         total = total * rescale + tl.sum(weights, axis=1)
         v = tl.load(values_ptr + kv_cells, mask=inside, other=0.0)
@@ -103,10 +111,12 @@ def _attend_tokens(
 
 
 @triton.jit
-def _load_pages(table, start, end, PAGE: tl.constexpr, TOKENS: tl.constexpr, ALIGNED: tl.constexpr):
-    """int32 page ids of the tokens start..start + TOKENS - 1: one number where a page holds the whole tile."""
-    position = start if ALIGNED else start + tl.arange(0, TOKENS)
-    return tl.load(table + position // PAGE, mask=position < end, other=0).to(tl.int32)
+def _load_pages(table, start, end, PAGE: tl.constexpr, TOKENS: tl.constexpr):
+    """(TOKENS,) int32 page ids of the tokens from start on, each page's read once; 0 beyond the end."""
+    COUNT: tl.constexpr = max(TOKENS // PAGE, 1)
+    index = tl.arange(0, COUNT)
+    ids = tl.load(table + start // PAGE + index, mask=start + index * PAGE < end, other=0).to(tl.int32)
+    return tl.reshape(tl.broadcast_to(ids[:, None], (COUNT, TOKENS // COUNT)), (TOKENS,))
 
 
 @triton.jit
@@ -123,11 +133,11 @@ def _seen_nodes(ancestors_ptr, row, node, MASK: tl.constexpr, WORD: tl.constexpr
 
 
 @triton.jit
-def _node_bit(position, length, end, WORD: tl.constexpr):
-    """The bit of the node at each position; all bits for committed tokens, none beyond the last node."""
+def _node_bit(position, length, end, PREFIX: tl.constexpr, WORD: tl.constexpr):
+    """The bit of the node at each position; committed tokens: all bits (without PREFIX none); beyond the end: none."""
     shift = (position - length) & (WORD.primitive_bitwidth - 1)
     bit = tl.full(position.shape, 1, WORD) << shift.to(WORD)
-    return tl.where(position < length, -1, tl.where(position < end, bit, 0))
+    return tl.where(position < length, -1 if PREFIX else 0, tl.where(position < end, bit, 0))
 
 
 @triton.jit

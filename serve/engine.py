@@ -130,11 +130,18 @@ class Engine:
         With overlap it waits for the oldest pass alone, while younger ones run; else for all that it launches.
         """
         outputs: list[Output] = []
-        kinds = [flight.kind for flight in self._flights]
-        if max(kinds.count("prefill"), kinds.count("round")) < MAX_ROUNDS_IN_FLIGHT:
+        while self._has_room():
+            num_flights = len(self._flights)
             outputs += self._launch(self._prefill())
             outputs += self._launch(self._round())
+            if len(self._flights) == num_flights:  # nothing to launch, or it has landed
+                break
         return outputs + self._flights.popleft().land() if self._flights else outputs
+
+    def _has_room(self) -> bool:
+        """Whether another pass may wait behind those that run: were there none, the device would wait for the host."""
+        kinds = [flight.kind for flight in self._flights]
+        return max(kinds.count("prefill"), kinds.count("round")) < MAX_ROUNDS_IN_FLIGHT
 
     def _prefill(self) -> Pass | None:
         chunks = self.scheduler.next_prefill()

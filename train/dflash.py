@@ -91,8 +91,10 @@ class DFlashTraining(DraftTraining):
         ids = draft.target_ids
         head = target.model.get_output_embeddings().weight.detach()
         self.head = head if ids is None else head[ids.to(head.device)]  # (Vd, H)
-        self.target_ids = torch.arange(len(head)) if ids is None else ids.cpu()  # (Vd,)
-        self.head_rows = torch.full((len(head),), -1).index_copy(0, self.target_ids, torch.arange(len(self.target_ids)))
+        with torch.device("cpu"):  # where a batch's labels are
+            self.target_ids = torch.arange(len(head)) if ids is None else ids.cpu()  # (Vd,)
+            rows = torch.arange(len(self.target_ids))
+            self.head_rows = torch.full((len(head),), -1).index_copy(0, self.target_ids, rows)  # (V,)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Weighted cross-entropy of every counting slot against the text, as if every possible anchor had its block.

@@ -89,6 +89,7 @@ GPU_CASES = {
     "batch 8": replace(REAL, lengths=LONG[:8], page_size=64),
     "batch 8, 16 nodes, a group of 8": replace(REAL, lengths=LONG[:8], N=16, Q=64),
     "batch 32": replace(REAL, lengths=LONG),
+    "batch 64, long enough for even parts": replace(REAL, lengths=(*LONG, *(8000 - x for x in LONG))),
     "batch 32, pages of one token": replace(REAL, lengths=LONG, page_size=1),
     "batch 32, 64 nodes": replace(REAL, lengths=LONG, N=64),
     "batch 1, 16 nodes, a window": replace(REAL, N=16, lengths=(8000,), mask="causal", window=2048),

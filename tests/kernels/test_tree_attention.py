@@ -10,7 +10,8 @@ from torch import Tensor
 from slipstream.kernels.arrivals import arrival_counters
 from slipstream.kernels.tree_attention import (
     Blocks,
-    choose_splits,
+    Parts,
+    choose_parts,
     tree_attention,
     tree_attention_reference,
     tree_attention_triton,
@@ -70,15 +71,21 @@ def test_fp32_under_the_interpreter(name: str) -> None:
 @pytest.mark.parametrize("blocks", [Blocks(16, 16, 4, 2), Blocks(32, 32, 4, 2), Blocks(16, 64, 4, 3)])
 def test_any_cut_gives_the_same(blocks: Blocks, splits: int, device: str) -> None:
     scene = Scene(replace(CASES["parts of a long context"], lengths=(530, 0), mask="tree"), torch.float16, device)
-    check(scene.run(tree_attention_triton, blocks=blocks, splits=splits), scene.expected())
+    check(scene.run(tree_attention_triton, blocks=blocks, parts=Parts(splits)), scene.expected())
     assert not arrival_counters(torch.device(device)).any(), "counters are left as they were found"
 
 
-def test_splits_shrink_as_the_batch_grows() -> None:
-    assert [choose_splits(batch, 8, 16, 32768) for batch in (1, 2, 8, 32, 64, 512)] == [32, 16, 4, 1, 1, 1]
-    assert [choose_splits(1, 8, 16, capacity) for capacity in (1, 128, 129, 1024)] == [1, 1, 2, 8]
-    assert [choose_splits(1, 8, rows, 32768) for rows in (32, 64, 128)] == [32, 16, 8]
-    assert {choose_splits(batch, 8, 16, 32768) for batch in range(5, 9)} == {4}
+def test_parts_shrink_as_the_batch_grows() -> None:
+    assert [choose_parts(batch, 8, 16, 32768).most for batch in (1, 2, 8, 32)] == [32, 16, 4, 1]
+    assert [choose_parts(1, 8, 16, capacity).most for capacity in (1, 128, 129, 1024)] == [1, 1, 2, 8]
+    assert [choose_parts(1, 8, rows, 32768).most for rows in (32, 64, 128)] == [32, 16, 8]
+    assert {choose_parts(batch, 8, 16, 32768).most for batch in range(5, 9)} == {4}
+
+
+def test_programs_that_queue_fill_their_last_wave() -> None:
+    """396 programs of 16 rows run at once: 512 are 1.3 waves, three times as many 3.9."""
+    assert [choose_parts(64, 8, 16, capacity).most for capacity in (2048, 4096, 8192)] == [1, 2, 3]
+    assert [choose_parts(64, 8, rows, 8192).most for rows in (32, 64)] == [1, 1]
 
 
 def test_without_gradients_on_a_gpu_only_does_the_kernel_run() -> None:
@@ -97,6 +104,21 @@ def test_without_gradients_on_a_gpu_only_does_the_kernel_run() -> None:
 def test_real_shapes(name: str, dtype: torch.dtype) -> None:
     scene = Scene(GPU_CASES[name], dtype, "cuda")
     check(scene.run(tree_attention), scene.expected())
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_cache_with_more_cells_than_32_bits_count() -> None:
+    scene = Scene(replace(GPU_CASES["batch 8"], lengths=LONG[:3]), torch.bfloat16, "cuda")
+    expected, cells = scene.run(tree_attention), scene.keys[0].numel()
+    ahead = 2**31 // cells + 1  # pages that nothing reads
+    for name in ("keys", "values"):
+        used = getattr(scene, name)
+        cache = torch.empty(ahead + len(used), *used.shape[1:], dtype=used.dtype, device="cuda")
+        cache[ahead:] = used
+        setattr(scene, name, cache)
+    scene.pages += ahead
+    assert all(map(torch.equal, scene.run(tree_attention), expected))
 
 
 @pytest.mark.gpu

@@ -114,7 +114,26 @@ def test_a_first_token_does_not_wait_for_the_round_behind_it(target: Path) -> No
     engine.add(make_request("0", [5, 6], max_tokens=9, ignore_eos=True))
     (first,) = engine.step()
     assert len(first.tokens) == 1
-    assert [flight.kind for flight in engine._flights] == ["round"]
+    assert [flight.kind for flight in engine._flights] == ["round", "round"]
+
+
+def test_a_second_round_waits_behind_the_running_one_whatever_came_before(target: Path) -> None:
+    """The device never waits for the host once a caller has read all that was in flight."""
+    engine = build_overlapping(target)
+    engine.add(make_request("0", [5, 6], max_tokens=20, ignore_eos=True))
+    engine.step()
+    while engine._flights:
+        engine._flights.popleft().land()
+    for _ in range(3):
+        engine.step()
+        assert [flight.kind for flight in engine._flights] == ["round"]  # and the one that was read is over
+
+
+def test_chunks_of_a_prompt_are_launched_without_reading_one_another(target: Path) -> None:
+    engine = build_overlapping(target, prefill_budget=4)
+    engine.add(make_request("0", random_prompt(20, 1), max_tokens=9, ignore_eos=True))
+    engine.step()
+    assert [flight.kind for flight in engine._flights] == ["prefill"]
 
 
 def test_closing_a_stream_early_ends_what_is_in_flight(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
