@@ -1,4 +1,4 @@
-"""What bench/training_step.py trains: target and draft of a real model's sizes with random weights, random rows."""
+"""What bench/training.py trains: target and draft of a real model's sizes with random weights, random rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -55,8 +55,8 @@ class StepConfig:
     """Steps of EAGLE3's training-time test."""
     reduced: bool = False
     """Give a block draft EAGLE3's reduced vocabulary."""
-    compile: bool = False
-    """torch.compile the draft."""
+    compile: Literal["none", "draft", "target", "all"] = "none"
+    """What torch compiles: the draft, the target's layers."""
     steps: int = 10
     """Steps measured, after three that warm up."""
     profile: bool = False
@@ -89,7 +89,11 @@ def build(config: StepConfig, device: torch.device) -> DraftTraining:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with device:
-        frozen = partial(FrozenTarget, AutoModelForCausalLM.from_config(hf, dtype=dtype, attn_implementation="sdpa"))
+        target = AutoModelForCausalLM.from_config(hf, dtype=dtype, attn_implementation="sdpa")
+        if config.compile in ("target", "all"):
+            for layer in target.get_decoder().layers:
+                layer.forward = torch.compile(layer.forward)
+        frozen = partial(FrozenTarget, target)
         make = make_dflash if config.drafter == "dflash" else make_eagle3
         rope = RotaryEmbedding(model.rope, model.head_dim, config.sequence + max(config.block, config.ttt_steps))
         return make(config, model, frozen, rope.to(device))
@@ -102,7 +106,7 @@ def make_dflash(
     sizes = {"num_layers": config.layers, "block_size": config.block, "feature_layers": layers, "mask_token_id": 3}
     size = config.sizes.draft_vocab_size if config.reduced else None
     draft = DFlash(DFlashConfig.from_target(model, draft_vocab_size=size, **sizes))
-    if config.compile:
+    if config.compile in ("draft", "all"):
         draft.compile()
     options = dflash.DraftOptions(anchors=config.anchors, loss=config.loss)
     return dflash.DFlashTraining(draft, frozen(layers), rope, options, depth=config.block - 1, seed=0)
@@ -114,7 +118,7 @@ def make_eagle3(
     layers = default_feature_layers(model.num_layers)
     size = config.sizes.draft_vocab_size
     draft = Eagle3(Eagle3Config.from_target(model, draft_vocab_size=size, feature_layers=layers))
-    if config.compile:
+    if config.compile in ("draft", "all"):
         draft.compile()
     options = eagle3.DraftOptions(ttt_steps=config.ttt_steps)
     return eagle3.Eagle3Training(draft, frozen(layers), rope, options, depth=config.ttt_steps)

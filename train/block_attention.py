@@ -7,22 +7,19 @@ time.
 Letters: C context rows, N blocks of S slots, K = C + N * S keys, Q/G query and KV heads, D head dim, W window.
 """
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 from slipstream.models.layers import Mask, RotaryEmbedding, rotate
+from slipstream.train import flex
 from slipstream.train.blocks import Blocks
 
-RECOMPILATIONS = 32  # beyond the limit torch would silently compute all scores; its default is 8
 BLOCKS_AT_ONCE = 16  # SDPA computes every block against every other: more at once is wasted, fewer are many calls
 
 
@@ -143,8 +140,6 @@ class SDPABlockAttention(BlockAttention):
 
 
 class FlexBlockAttention(BlockAttention):
-    """Skips the tiles of 128 x 128 that hold no visible pair; on the CPU uncompiled, for tests."""
-
     def make_mask(self, window: int | None) -> BlockMask:
         queries, device = block_places(self.blocks), self.positions.device
         keys = context_places(len(self.positions), device).followed_by(queries)
@@ -152,21 +147,10 @@ class FlexBlockAttention(BlockAttention):
         def mask(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return sees(queries, q, keys, k, window)
 
-        make = compiled(create_block_mask) if device.type == "cuda" else create_block_mask
-        return make(mask, None, None, len(queries.row), len(keys.row), device=device)
+        return flex.visible_tiles(mask, len(queries.row), len(keys.row), device)
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: BlockMask) -> Tensor:
-        keys, values = torch.cat((context_k, k)), torch.cat((context_v, v))
-        heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, keys, values))
-        attention = compiled(flex_attention) if q.is_cuda else flex_attention
-        return attention(*heads_first, block_mask=mask, enable_gqa=True).squeeze(0).transpose(0, 1)
-
-
-@functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled again for a window, with gradients or without, and once more as soon as sizes change."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS)
-    return torch.compile(function)
+        return flex.attend(q, torch.cat((context_k, k)), torch.cat((context_v, v)), mask)[0]
 
 
 def block_attention(positions: Tensor, rope: RotaryEmbedding) -> BlockAttention:

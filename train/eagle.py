@@ -27,7 +27,8 @@ from slipstream.train.eagle3 import token_at
 from slipstream.train.feature_loss import distillation_loss, regression_losses
 from slipstream.train.feature_source import target_states
 from slipstream.train.training import DraftTraining, Metrics
-from slipstream.train.ttt import Rows, TTTAttention, find_rows
+from slipstream.train.ttt import Rows, find_rows
+from slipstream.train.ttt_attention import ttt_attention
 
 NOISE_LENGTH = 512  # tokens of a document whose noise spreads over exactly draft.noise
 
@@ -85,8 +86,9 @@ class EagleTraining(DraftTraining):
         head = target.model.get_output_embeddings().weight.detach()
         self.head = head if ids is None else head[ids.to(head.device)]  # (Vd, H)
         self.target_ids = torch.arange(len(head)) if ids is None else ids.cpu()  # (Vd,)
+        self.device_ids = self.target_ids.to(head.device)  # the same: a copy in every step would wait for the device
         self.is_known = torch.zeros(len(head), dtype=torch.bool, device=head.device)
-        self.is_known[self.target_ids.to(head.device)] = True
+        self.is_known[self.device_ids] = True
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Per counting (row, step): smooth L1 to the target's feature, and cross-entropy of the head's distributions.
@@ -112,7 +114,7 @@ class EagleTraining(DraftTraining):
             entropy, predicted = distillation_loss(state, self.head, teach, weights)
             own = options.feature_weight * regression + options.token_weight * entropy
             loss = loss + options.ttt_decay**step * own
-            agrees = (self.target_ids.to(best.device)[predicted] == best[step:]) & counts
+            agrees = (self.device_ids[predicted] == best[step:]) & counts
             metrics[f"accept_rate_{step}"] = torch.stack((agrees.sum(), counts.sum()))
             metrics[f"feature_loss_{step}"] = torch.stack((regression.detach(), counts.sum()))
         return loss, metrics
@@ -147,7 +149,7 @@ class EagleTraining(DraftTraining):
 
     def chain(self, rows: Rows, tokens: Tensor, features: Tensor, num_steps: int) -> Iterator[Tensor]:
         """The draft's features (N, H) of each step; from step 1 on it reads its own."""
-        attention = TTTAttention(rows, self.rope)
+        attention = ttt_attention(rows, self.rope)
         context = self.target.embed(token_at(tokens, rows.context + 1))
         self.draft.write_context(context, features[rows.context], attention)
         state = features[rows.asking]
@@ -158,7 +160,7 @@ class EagleTraining(DraftTraining):
 
     def predictions(self, states: Tensor) -> Tensor:
         """Target id of the best draft token: (N, H) -> (N,)."""
-        return self.target_ids.to(states.device)[best_rows(states, self.head)]
+        return self.device_ids[best_rows(states, self.head)]
 
     def write(self, state: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
         save_eagle(self.draft, {name.removeprefix("draft."): tensor for name, tensor in state.items()}, folder, run)

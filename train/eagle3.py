@@ -25,7 +25,8 @@ from slipstream.train.batches import Batch
 from slipstream.train.draft_setup import DraftRunOptions, TargetFiles, run_program
 from slipstream.train.feature_source import target_states
 from slipstream.train.training import DraftTraining, Metrics
-from slipstream.train.ttt import Rows, TTTAttention, find_rows
+from slipstream.train.ttt import Rows, find_rows
+from slipstream.train.ttt_attention import ttt_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ class Eagle3Training(DraftTraining):
 
     def chain(self, rows: Rows, tokens: Tensor, features: Tensor, num_steps: int) -> Iterator[Tensor]:
         """The draft's states (N, H) of each step, before its norm; from step 1 on it reads its own."""
-        attention = TTTAttention(rows, self.rope)
+        attention = ttt_attention(rows, self.rope)
         context = self.target.embed(token_at(tokens, rows.context + 1))
         self.draft.write_context(context, self.draft.fuse(features[rows.context]), attention)
         state = self.draft.fuse(features[rows.asking])

@@ -1,7 +1,7 @@
 """A training step at a real model's shape, weights and tokens random: tokens a second, memory, share of the peak.
 
-    python bench/training_step.py --shape qwen3-8b --sequence 4096 --anchors 512 --profile
-    python bench/training_step.py --shape tiny                       # a few seconds on a CPU
+    python bench/training.py --shape qwen3-8b --sequence 4096 --anchors 512 --profile
+    python bench/training.py --shape tiny                       # a few seconds on a CPU
 
 The step is the training loop's: frozen target, draft, loss, backward, clipping, AdamW. `share_of_peak` sets the
 arithmetic that the step needs (bench/training_flops.py) against a plain bf16 matrix product of the same run. --profile
@@ -45,7 +45,7 @@ Part = Callable[[], None]
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse(StepConfig, argv, prog="bench/training_step.py", description="A training step at a model's shape.")
+    config = parse(StepConfig, argv, prog="bench/training.py", description="A training step at a model's shape.")
     accelerator = start(RunOptions(output="", data=DataOptions(path="")))
     device = accelerator.device
     peak = plain_product(device)
@@ -116,7 +116,7 @@ def make_parts(training: DraftTraining, accelerator: Accelerator, batch: Batch) 
 def describe(config: StepConfig, device: torch.device) -> dict[str, Any]:
     is_gpu = device.type == "cuda"
     return {
-        "bench": "training_step",
+        "bench": "training",
         "device": torch.cuda.get_device_name() if is_gpu else "CPU",
         "date": date.today().isoformat(),
         "revision": revision(),

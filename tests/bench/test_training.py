@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from slipstream.bench.training import main
 from slipstream.bench.training_case import StepConfig, build, make_batch
 from slipstream.bench.training_flops import step_flops
-from slipstream.bench.training_step import main
 
 SIZES = ["--shape=tiny", "--sequence=96", "--rows=2", "--document=32", "--anchors=9", "--block=5", "--layers=2"]
 
@@ -34,7 +34,7 @@ def test_the_arithmetic_is_what_torch_counts(reduced: bool) -> None:
 def test_it_ends_in_a_line_of_json(drafter: str, capsys: pytest.CaptureFixture[str]) -> None:
     main([*SIZES, "--steps=1", "--ttt_steps=2", f"--drafter={drafter}", "--profile"])
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert line["bench"] == "training_step"
+    assert line["bench"] == "training"
     assert line["drafter"] == drafter
     assert line["tokens_per_second"] > 0
     assert 0 < line["share_of_peak"] < 1
