@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.bench.gpu import copy_bandwidth, revision
-from slipstream.bench.kernels import graph_us
+from slipstream.bench.kernel_times import graph_us
 from slipstream.config import parse
 from slipstream.kernels.gathered_head import (
     DraftHead,

@@ -1,4 +1,4 @@
-"""What bench/kernels.py times: our kernels, torch's and FlashInfer's for the same work, at Llama-3.1-8B's sizes.
+"""What bench/kernel_times.py times: our kernels, torch's and FlashInfer's for the same work, at Llama-3.1-8B's sizes.
 
 A case holds one call per set of buffers, `copies` of them, so that large work finds nothing in the L2 cache.
 """

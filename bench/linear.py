@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.bench.gpu import copy_bandwidth, revision
-from slipstream.bench.kernels import graph_us
+from slipstream.bench.kernel_times import graph_us
 from slipstream.bench.linear_chain import time_chains
 from slipstream.config import parse
 from slipstream.kernels.activation import silu_mul

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.bench.kernels import graph_us
+from slipstream.bench.kernel_times import graph_us
 from slipstream.kernels import launch
 from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.norm import add_rms_norm

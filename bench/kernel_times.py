@@ -1,8 +1,8 @@
 """Every small kernel of a pass, timed inside a CUDA graph, with the bytes that it must move and its share of a large
 copy's bandwidth; FlashInfer's and torch's kernels for the same work beside it, and the linears of an 8B target.
 
-    python bench/kernels.py
-    python bench/kernels.py --rows "[1,32]" --kernels "[rms_norm,sample]" --output bench/results/kernels.jsonl
+    python bench/kernel_times.py
+    python bench/kernel_times.py --rows "[1,32]" --kernels "[rms_norm,sample]" --output bench/results/kernels.jsonl
 
 A graph holds many launches one behind another, so a time of a few microseconds is a launch's latency as a pass pays it.
 From 33 rows on they take turns over buffers larger than the L2 cache. Prints a table and ends in one JSON line per row;
@@ -44,7 +44,7 @@ class KernelsConfig:
 
 @torch.inference_mode()
 def main() -> None:
-    config = parse(KernelsConfig, prog="bench/kernels.py", description="Kernels of a pass against the memory.")
+    config = parse(KernelsConfig, prog="bench/kernel_times.py", description="Kernels of a pass against the memory.")
     limit = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: a large copy moves {limit / 1e9:,.0f} GB/s")
     print(f"{'kernel':20}{'rows':>6}{'MB':>10}{'us':>9}{'GB/s':>8}{'share':>7}{'flashinfer us':>15}{'torch us':>10}")
