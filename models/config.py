@@ -13,6 +13,8 @@ DENSE_ARCHITECTURES = {
     "Qwen2ForCausalLM": False,
     "Qwen3ForCausalLM": True,
 }
+# Training runs these by transformers (frozen_target.py); models/target.py does not serve them.
+EXPERT_ARCHITECTURES = {"Qwen3MoeForCausalLM": True, "GptOssForCausalLM": False}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -49,7 +51,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder of the Llama family."""
+    """A decoder of the Llama family; of a mixture of experts, all but the experts."""
 
     architecture: str
     vocab_size: int
@@ -70,13 +72,16 @@ class ModelConfig:
     sliding_window: int | None = None
 
     @classmethod
-    def from_hf(cls, config: PretrainedConfig) -> "ModelConfig":
-        """Raises ValueError for an architecture or activation that models/target.py does not run."""
+    def from_hf(cls, config: PretrainedConfig, *, is_served: bool = True) -> "ModelConfig":
+        """`is_served`: models/target.py is to run it; else it is only what drafts are trained for.
+
+        Raises ValueError for another architecture or activation.
+        """
         architecture = (config.architectures or ["(none)"])[0]
-        if architecture not in DENSE_ARCHITECTURES:
-            raise ValueError(
-                f"architecture {architecture} cannot be served; supported: {', '.join(DENSE_ARCHITECTURES)}"
-            )
+        supported = DENSE_ARCHITECTURES if is_served else DENSE_ARCHITECTURES | EXPERT_ARCHITECTURES
+        if architecture not in supported:
+            wanted = "served" if is_served else "a target of training"
+            raise ValueError(f"architecture {architecture} cannot be {wanted}; supported: {', '.join(supported)}")
         if config.hidden_act != "silu":
             raise ValueError(f"hidden_act is {config.hidden_act!r}; only 'silu' is supported")
         values = config.to_dict()
@@ -99,7 +104,7 @@ class ModelConfig:
             qkv_bias=is_qwen2 or bias,
             output_bias=bias,
             mlp_bias=bool(values.get("mlp_bias", False)),
-            qk_norm=DENSE_ARCHITECTURES[architecture],
+            qk_norm=supported[architecture],
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
             sliding_window=values.get("sliding_window") if uses_window else None,
         )

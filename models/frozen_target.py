@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
+from transformers.utils.quantization_config import Mxfp4Config
 
 from slipstream.models.config import check_feature_layers
+from slipstream.models.sharded_target import share_out
 
+GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 VOCABULARY_CHUNK = 16384  # head rows multiplied at once: bounds the fp32 logits to (N, 16384)
 
 
@@ -27,6 +32,7 @@ class FrozenTarget:
         self.layers = decoder_layers(model)
         self.feature_layers = feature_layers
         check_feature_layers(feature_layers, len(self.layers))
+        check_head(model)
         self._states: dict[int, Tensor] = {}
         for layer in set(feature_layers) - {len(self.layers)}:
             self.layers[layer].register_forward_hook(self._capture(layer))
@@ -41,15 +47,28 @@ class FrozenTarget:
     def features(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Captured states (B, S, K * Ht) and the state after the final norm (B, S, Ht) of packed rows (B, S).
 
-        `positions` restart at 0 where a document begins: transformers reads the documents off them, and no token
-        attends outside its own. Padding is position 0, each token a document of its own.
+        `positions` restart at 0 where a document begins: no token attends outside its own. Padding is position 0, each
+        token a document of its own.
         """
+        masks = self.masks(positions)
         with torch.autocast(tokens.device.type, enabled=False):  # the checkpoint's own dtype, as when it is served
-            output = self.decoder(input_ids=tokens, position_ids=positions, use_cache=False)
+            output = self.decoder(input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False)
         final = self._states[len(self.layers)] = output.last_hidden_state
         features = torch.cat([self._states[layer] for layer in self.feature_layers], dim=-1)
         self._states.clear()
         return features, final
+
+    def masks(self, positions: Tensor) -> Any:
+        """What the layers may attend to, by kind of layer where there are several. Made here, by transformers' own
+        function, because not every model reads the documents off its `position_ids` (gpt-oss does not)."""
+        shape_only = torch.empty(*positions.shape, 0, dtype=self.model.dtype, device=positions.device)
+        return create_masks_for_generate(
+            config=self.decoder.config,
+            inputs_embeds=shape_only,
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=positions,
+        )
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -79,16 +98,22 @@ class FrozenTarget:
         return logits, tokens
 
     def initial_weights(self) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-        """Head (V, Ht), final norm (Ht,) and the last layer's MLP (gate_proj, up_proj, down_proj)."""
+        """Head (V, Ht), final norm (Ht,) and the last layer's MLP: gate_proj, up_proj (I, Ht) and down_proj (Ht, I).
+
+        A mixture of experts has no such MLP: one of no neurons stands for it, I = 0.
+        """
+        head = self.model.get_output_embeddings().weight
         try:
-            mlp = self.layers[-1].get_submodule("mlp")
-            parts = {name: mlp.get_parameter(f"{name}.weight") for name in ("gate_proj", "up_proj", "down_proj")}
-            return self.model.get_output_embeddings().weight, self.decoder.get_parameter("norm.weight"), parts
+            norm = self.decoder.get_parameter("norm.weight")
         except AttributeError as error:
             raise ValueError(
-                f"{type(self.model).__name__} has no gated MLP and final norm to start from ({error}); "
-                "set draft.init_from_target to false"
+                f"{type(self.model).__name__} has no final norm to start from ({error}); set draft.init_from_target "
+                "to false"
             ) from error
+        last, none = self.layers[-1].state_dict(keep_vars=True), head.new_empty(0, head.shape[1])
+        names = [f"mlp.{name}.weight" for name in GATED_MLP]
+        parts = [last[name] for name in names] if last.keys() >= set(names) else [none, none, none.t()]
+        return head, norm, dict(zip(GATED_MLP, parts, strict=True))
 
     def drop_layers(self) -> None:
         """Frees the decoder's layers; `embed` and `logits` still work, `features` does not."""
@@ -104,34 +129,73 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers; features cannot be captured")
 
 
+def check_head(model: PreTrainedModel) -> None:
+    """Raises ValueError for a model that does more with the head's logits than take the best: a draft is trained on
+    what `logits` gives, and served by engines that do the same."""
+    config = model.config.get_text_config()
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise ValueError(
+                f"{type(model).__name__} changes its logits by {name} {getattr(config, name)}, which training does not "
+                "know; choose another target"
+            )
+
+
 def load_frozen_target(
     path: Path,
     feature_layers: tuple[int, ...],
     device: torch.device,
     trust_remote_code: bool = False,
     heads_only: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> FrozenTarget:
     """Reads a checkpoint folder in its own dtype, on the CPU in fp32 (as it is served there).
 
-    `heads_only` leaves on the host what only `features` and `initial_weights` need.
+    `heads_only` leaves on the host what only `features` and `initial_weights` need. `mesh`: processes that share the
+    layers out among them (sharded_target.py); the first one reads the files.
     """
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=torch.float32 if device.type == "cpu" else "auto",
-        attn_implementation="sdpa",
-        trust_remote_code=trust_remote_code,
-    )
+    if mesh is not None:
+        return load_sharded_target(path, feature_layers, device, trust_remote_code, mesh)
+    model = read_model(path, device, trust_remote_code)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()) if heads_only else (model,):
         nn.Module.to(module, device)
     return FrozenTarget(model, feature_layers)
 
 
+def load_sharded_target(
+    path: Path, feature_layers: tuple[int, ...], device: torch.device, trust_remote_code: bool, mesh: DeviceMesh
+) -> FrozenTarget:
+    model = empty_model(path, trust_remote_code)
+    source = read_model(path, device, trust_remote_code) if mesh.get_local_rank() == 0 else None
+    share_out(model, decoder_layers(model), source, mesh, device)
+    return FrozenTarget(model, feature_layers)
+
+
 def empty_target(path: Path, feature_layers: tuple[int, ...], trust_remote_code: bool = False) -> FrozenTarget:
     """The target's shapes in the dtypes of its files: parameters lie on the meta device and take no memory."""
+    return FrozenTarget(empty_model(path, trust_remote_code), feature_layers)
+
+
+def read_model(path: Path, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
+    """On the host, in the dtype in which it will run on `device`; MXFP4 (gpt-oss) becomes that of its other weights."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    with init_empty_weights():
+    quantization = getattr(config, "quantization_config", None) or {}
+    is_mxfp4 = quantization.get("quant_method") == "mxfp4"  # its own kernels want a GPU, and come from the hub
+    return AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float32 if device.type == "cpu" else "auto",
+        trust_remote_code=trust_remote_code,
+        quantization_config=Mxfp4Config(dequantize=True) if is_mxfp4 else None,
+    )
+
+
+def empty_model(path: Path, trust_remote_code: bool) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=config.dtype or torch.float32, trust_remote_code=trust_remote_code
+            config,
+            dtype=config.dtype or torch.float32,
+            trust_remote_code=trust_remote_code,
         )
     model.tie_weights()  # moving parameters to the meta device parted them
-    return FrozenTarget(model, feature_layers)
+    return model

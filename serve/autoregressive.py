@@ -174,9 +174,11 @@ class AutoregressiveDrafter(base.Drafter):
         All N rows are computed, so shapes are fixed; those beyond the accepted ones are overwritten by the next round.
         """
         B, N = verdict.nodes.shape
-        nodes = verdict.nodes.clamp(min=0).long()
-        features = features.view(B, N, -1).gather(1, nodes[:, :, None].expand(B, N, features.shape[-1]))
+        features = features.view(B, N, -1)
+        if self.branches:  # a chain's accepted nodes are its first
+            nodes = verdict.nodes.clamp(min=0).long()
+            features = features.gather(1, nodes[:, :, None].expand(B, N, features.shape[-1]))
         self.attention.plan(batch.uniform(batch.lengths, N))
         embeds = self.embed(verdict.tokens.clamp(min=0)).flatten(0, 1)
         hidden = self.module(embeds, self.module.fuse(features).flatten(0, 1), self.attention).view(B, N, -1)
-        self.hidden[batch.rows] = hidden[torch.arange(B, device=nodes.device), verdict.lengths.long() - 1]
+        self.hidden[batch.rows] = hidden[torch.arange(B, device=hidden.device), verdict.lengths.long() - 1]

@@ -26,7 +26,10 @@ from slipstream.models.checkpoint import atomic_folder
 
 WriteDraft = Callable[[Mapping[str, Tensor], Path, Mapping[str, Any]], None]  # state_dict, folder, contents of run.json
 # May differ when a run continues.
-FREE_OPTIONS = ("output", "resume", "dry_run", "tracker.", "checkpoint.", "evaluation.every", "evaluation.samples")
+FREE_OPTIONS = (
+    *("output", "resume", "dry_run", "target_sharding"),
+    *("tracker.", "checkpoint.", "evaluation.every", "evaluation.samples"),
+)
 
 
 @dataclass(slots=True)
@@ -115,6 +118,7 @@ class Checkpoints:
         self.check_identity(saved["identity"], found[-1])
         self.accelerator.load_state(str(found[-1] / "state"))
         self.accelerator.step = 0  # checkpoints lie between accumulation windows
+        self.drop_old()  # which a kill just after the newest one was written has left
         return Progress(**saved["progress"])
 
     def check_identity(self, saved: Mapping[str, Any], folder: Path) -> None:
@@ -134,13 +138,18 @@ class Checkpoints:
     def save_step(self, progress: Progress) -> Path:
         folder = self.output / f"step-{progress.step}"
         self._save(folder, progress, with_state=True)
+        self.drop_old()
+        return folder
+
+    def drop_old(self) -> None:
+        """Leaves the newest `keep` step checkpoints; once all processes have read or written them."""
+        self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             for old in step_folders(self.output)[: -self.keep]:
                 doomed = old.with_name(f".{old.name}.tmp")
                 old.rename(doomed)
                 shutil.rmtree(doomed)
         self.accelerator.wait_for_everyone()
-        return folder
 
     def _save(self, path: Path, progress: Progress, *, with_state: bool) -> None:
         tensors = self.accelerator.get_state_dict(self.model)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator, init_empty_weights
@@ -14,6 +14,7 @@ from slipstream.config import parse
 from slipstream.models.checkpoint import resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.config import ModelConfig
 from slipstream.models.frozen_target import FrozenTarget, empty_target, load_frozen_target
+from slipstream.models.sharded_target import sharding_mesh
 from slipstream.models.token_map import check_tokenizer
 from slipstream.models.token_map_files import read_token_map
 from slipstream.train.batches import PackedRows, load_prepared
@@ -34,6 +35,19 @@ class DraftRunOptions(RunOptions):
     """hub revision of the target"""
     trust_remote_code: bool = False
     """run Python code that comes with the target"""
+    target_sharding: Literal["none", "machine", "all"] = "none"
+    """share the target's layers out over the processes of a machine, or over all; none: each process has them whole"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_sharding != "none" and self.data.features is not None:
+            reason = "processes would run the target unequally often"
+            if self.data.features_missing == "error":
+                reason = "the target's layers are not run at all"
+            raise ValueError(
+                f"target_sharding is {self.target_sharding!r} beside data.features, where {reason}; set "
+                "target_sharding to none, or leave data.features out"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +65,7 @@ class TargetFiles:
         path = resolve(options.target, options.revision)
         trust = options.trust_remote_code
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
-        config = ModelConfig.from_hf(AutoConfig.from_pretrained(path, trust_remote_code=trust))
+        config = ModelConfig.from_hf(AutoConfig.from_pretrained(path, trust_remote_code=trust), is_served=False)
         return cls(options, path, config, tokenizer, tokenizer_hash(tokenizer))
 
     def origin(self) -> dict[str, Any]:
@@ -67,9 +81,10 @@ class TargetFiles:
     def freeze(self, feature_layers: tuple[int, ...], device: torch.device) -> FrozenTarget:
         if self.options.dry_run:
             return empty_target(self.path, feature_layers, self.options.trust_remote_code)
-        data = self.options.data
+        data, sharding = self.options.data, self.options.target_sharding
         heads_only = data.features is not None and data.features_missing == "error"
-        return load_frozen_target(self.path, feature_layers, device, self.options.trust_remote_code, heads_only)
+        mesh = None if sharding == "none" else sharding_mesh(device, within_machine=sharding == "machine")
+        return load_frozen_target(self.path, feature_layers, device, self.options.trust_remote_code, heads_only, mesh)
 
     def read_vocabulary(self, path: str | None) -> Tensor | None:
         """(Vd,) int64 ids of the token map at `path`, in any public format. Raises ValueError for another target's."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -25,31 +24,31 @@ GPU_COUNTS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Documents that are learnt from, their tokens and the supervised ones; tokens of a row, and their pairs."""
+    """Documents that are learnt from, their tokens and the supervised ones; tokens of a row."""
 
     documents: int
     tokens: int
     supervised: int
     row_tokens: float  # mean over rows
-    row_pairs: float  # of two tokens of one document; mean over rows
 
     @classmethod
     def of(cls, rows: PackedRows) -> "Data":
         lengths, targets = measure(rows.dataset, rows.max_length)
-        lengths = lengths[targets > 0]
-        tokens, pairs = int(lengths.sum()), float(np.square(lengths.astype(np.float64)).sum())
-        return cls(len(lengths), tokens, int(targets.sum()), tokens / len(rows), pairs / len(rows))
+        tokens = int(lengths[targets > 0].sum())
+        return cls(int((targets > 0).sum()), tokens, int(targets.sum()), tokens / len(rows))
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes of one process."""
 
-    target: int
+    target: int  # whole on every GPU
     activations: int
     parameters: int  # P, a number
     moments: int  # numbers that the optimizer keeps
     bf16: bool
+    shared_layers: int = 0  # the target's layers, if they are shared out
+    gathered: int = 0  # two of them whole: the one that runs and the next
 
     def per_gpu(self, sharding: str, num_gpus: int) -> int:
         """sharding: ddp, zero2, or zero3, which stands for FSDP, too."""
@@ -63,18 +62,23 @@ class Memory:
             draft = passing + (weights + gradients + moments) // num_gpus
         else:
             draft = copies + (weights + gradients + moments) // num_gpus
-        return self.target + self.activations + draft
+        layers = self.shared_layers // num_gpus + (self.gathered if num_gpus > 1 else 0)
+        return self.target + layers + self.activations + draft
 
 
 def plan(training: DraftTraining, draft: Any, train: PackedRows, options: Any, num_processes: int, bf16: bool) -> str:
     """A page of text. Parameters of `training`, of its target and of its draft lie on the meta device."""
     data, config, target = Data.of(train), draft.config, training.target.model
+    is_run = options.data.features is None or options.data.features_missing == "online"
+    layers = [bytes_of(layer) for layer in training.target.layers] if options.target_sharding != "none" else [0]
     memory = Memory(
-        target=target_bytes(target, is_read=options.data.features is None or options.data.features_missing == "online"),
+        target=(bytes_of(target) if is_run else bytes_of(*heads_of(target))) - sum(layers),
         activations=target_activations(training, data, options) + draft_activations(draft, data, options, bf16),
         parameters=size_of(draft),
         moments=moments_of(training, options),
         bf16=bf16,
+        shared_layers=sum(layers),
+        gathered=2 * max(layers),
     )
     lines = [
         f"draft     {size_of(draft) / 1e6:,.1f}M parameters, vocabulary "
@@ -90,7 +94,11 @@ def plan(training: DraftTraining, draft: Any, train: PackedRows, options: Any, n
 def memory_lines(memory: Memory) -> Iterator[str]:
     precision = "bf16 autocast" if memory.bf16 else "fp32"
     yield f"memory    GB per GPU, {precision}, estimated, before fragmentation and the libraries' own 2 to 3 GB"
-    yield f"            target {_gb(memory.target)}, activations {_gb(memory.activations)}"
+    shared = f" and {_gb(memory.shared_layers)} shared out, {_gb(memory.gathered)} gathered at a time"
+    yield (
+        f"            target {_gb(memory.target)}{shared if memory.shared_layers else ''}, "
+        f"activations {_gb(memory.activations)}"
+    )
     yield f"            {'GPUs':<12}" + "".join(f"{count:>9}" for count in GPU_COUNTS)
     for sharding, name in (("ddp", "single, ddp"), ("zero2", "zero2"), ("zero3", "zero3, fsdp")):
         sizes = "".join(f"{_gb(memory.per_gpu(sharding, count)):>9}" for count in GPU_COUNTS)
@@ -139,27 +147,39 @@ def moments_of(training: DraftTraining, options: Any) -> int:
     )
 
 
-def target_bytes(model: PreTrainedModel, *, is_read: bool) -> int:
-    """`is_read`: the whole target runs; else embedding and head alone are on the GPU."""
-    modules = [model] if is_read else [model.get_input_embeddings(), model.get_output_embeddings()]
+def bytes_of(*modules: nn.Module) -> int:
     shared = {id(x): x for module in modules for x in module.parameters()}  # tied ones once
     return sum(x.numel() * x.element_size() for x in shared.values())
 
 
+def heads_of(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
+    """All of a target that is on the GPU where captured states stand for the rest."""
+    return model.get_input_embeddings(), model.get_output_embeddings()
+
+
 def target_activations(training: DraftTraining, data: Data, options: Any) -> int:
-    """States that are kept and one layer's, M * t * ((K + 9) * Ht + 3 * It), in the target's dtype of t bytes."""
+    """States that are kept and one layer's, M * t * ((K + 9) * Ht + 3 * It), in the target's dtype of t bytes.
+
+    Each token of a mixture of experts runs through E of them: It is theirs together, and another 2 * E * Ht. Attention
+    of its own (gpt-oss) keeps its scores, in four steps: 4 * Q numbers for each two tokens of a row."""
     model = training.target.model
     config, tokens = model.config.get_text_config(), options.data.batch_size * data.row_tokens
     states, width = len(training.target.feature_layers) + 9, config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * width
-    return int(tokens * model.dtype.itemsize * (states * width + 3 * inner))
+    experts = getattr(config, "num_experts_per_tok", None) or 0
+    if experts:
+        inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
+    numbers = tokens * ((states + 2 * experts) * width + 3 * inner)
+    if config._attn_implementation == "eager":
+        numbers += 4 * config.num_attention_heads * tokens * data.row_tokens
+    return int(model.dtype.itemsize * numbers)
 
 
 def draft_activations(draft: Any, data: Data, options: Any, bf16: bool) -> int:
     """What the draft's pass keeps for the gradient. S steps or one, L layers, R rows of each: N, or the blocks' slots.
 
-    Per row and layer b * (2 * X + 3 * (Q + 2 * G) * D + 4 * H + 3 * I), X the width that attention reads; for heads
-    that read their own output, also the weights of attention, and for EAGLE3 the draft's and the target's logits.
+    Per row and layer b * (2 * X + 3 * (Q + 2 * G) * D + 4 * H + 3 * I), X the width that attention reads; for EAGLE3
+    also the draft's and the target's logits. A GPU keeps no weights of attention (flex.py).
     """
     config, size = draft.config, 2 if bf16 else 4
     tokens, share = options.data.batch_size * data.row_tokens, data.supervised / data.tokens
@@ -172,13 +192,10 @@ def draft_activations(draft: Any, data: Data, options: Any, bf16: bool) -> int:
     read = (2 if is_eagle3 else 1) * config.hidden_size
     numbers = rows * steps * layers * (2 * read + 3 * heads + 4 * config.hidden_size + 3 * config.intermediate_size)
     numbers += tokens * config.hidden_size * (len(config.feature_layers) + 1)
-    scores = logits = 0.0
-    if not is_block:
-        pairs = options.data.batch_size * data.row_pairs * share
-        scores = steps * config.num_heads * pairs * (4 + size)
+    logits = 0.0
     if is_eagle3:
         logits = rows * (config.draft_vocab_size * (4 + steps * size) + VOCABULARY_CHUNK * 4)
-    return int(numbers * size + scores + logits)
+    return int(numbers * size + logits)
 
 
 def _gb(size: float) -> str:

@@ -1,11 +1,17 @@
 """The frozen target against transformers' own output_hidden_states and logits."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -15,9 +21,12 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from slipstream.models import frozen_target
+from slipstream.models.config import ModelConfig
 from slipstream.models.frozen_target import FrozenTarget, load_frozen_target
 
 SIZES = {
@@ -30,7 +39,12 @@ SIZES = {
     "max_position_embeddings": 64,
     "initializer_range": 0.3,
 }
+EXPERTS = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+GEMMA = {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2}
 FAMILIES = {
+    "gpt-oss": lambda: GptOssForCausalLM(GptOssConfig(**SIZES, **EXPERTS, sliding_window=3)),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=8)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **GEMMA)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
@@ -114,6 +128,65 @@ def test_initial_weights_are_the_head_the_final_norm_and_the_last_mlp() -> None:
     assert norm is model.model.norm.weight
     assert mlp["down_proj"] is model.model.layers[3].mlp.down_proj.weight
     assert set(mlp) == {"gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_a_mixture_of_experts_starts_a_draft_without_neurons(family: str) -> None:
+    model = FAMILIES[family]()
+    head, norm, mlp = FrozenTarget(model, (1,)).initial_weights()
+    assert head is model.lm_head.weight
+    assert norm is model.model.norm.weight
+    assert {name: tuple(part.shape) for name, part in mlp.items()} == {
+        "gate_proj": (0, 16),
+        "up_proj": (0, 16),
+        "down_proj": (16, 0),
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_a_mixture_of_experts_is_trained_for_and_not_served(family: str) -> None:
+    config = FAMILIES[family]().config
+    config.architectures = [type(FAMILIES[family]()).__name__]
+    trained = ModelConfig.from_hf(config, is_served=False)
+    assert (trained.hidden_size, trained.num_layers, trained.head_dim) == (16, 4, 8)
+    with pytest.raises(ValueError, match=f"architecture {config.architectures[0]} cannot be served; supported: Llama"):
+        ModelConfig.from_hf(config)
+
+
+def test_gemma_is_refused_by_name() -> None:
+    """Its norms add 1 to their weights and its MLP is another: a draft would start from something else."""
+    with pytest.raises(ValueError, match="Gemma3ForCausalLM cannot be a target of training; supported: Llama"):
+        ModelConfig.from_hf(Gemma3TextConfig(**SIZES, architectures=["Gemma3ForCausalLM"]), is_served=False)
+
+
+def test_a_head_that_does_more_is_refused() -> None:
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **GEMMA, final_logit_softcapping=30.0))
+    with pytest.raises(ValueError, match="changes its logits by final_logit_softcapping 30.0"):
+        FrozenTarget(model, (1,))
+
+
+def test_mxfp4_experts_become_numbers(tmp_path: Path) -> None:
+    """gpt-oss's files: two 4-bit floats a byte, low half first, in blocks of 32 that share an exponent."""
+    sizes = SIZES | {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    GptOssForCausalLM(GptOssConfig(**sizes, **EXPERTS, sliding_window=3)).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat((values, -values))  # of the 16 codes
+    expected = {}
+    for name, rows in (("gate_up_proj", 64), ("down_proj", 32)):
+        key = f"model.layers.0.mlp.experts.{name}"
+        del tensors[key]
+        blocks = tensors[f"{key}_blocks"] = torch.randint(0, 256, (4, rows, 1, 16), generator=generator).byte()
+        scales = tensors[f"{key}_scales"] = torch.randint(120, 130, (4, rows, 1), generator=generator).byte()
+        codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2).long()  # (E, rows, 32)
+        expected[name] = (values[codes] * 2.0 ** (scales.float() - 127)).transpose(1, 2)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    experts = load_frozen_target(tmp_path, (0,), torch.device("cpu")).layers[0].mlp.experts
+    for name, tensor in expected.items():
+        torch.testing.assert_close(getattr(experts, name).data, tensor, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("layers", [(5,), (-1, 2), (1, 1), ()])

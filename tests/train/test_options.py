@@ -18,8 +18,9 @@ SHARED_OPTIONS = """
     checkpoint.every checkpoint.keep data.batch_size data.features data.features_missing data.max_length data.path
     draft.intermediate_size draft.vocabulary dry_run evaluation.depth evaluation.documents
     evaluation.every evaluation.samples optim.accumulation optim.betas optim.clip optim.epochs optim.lr optim.name
-    optim.steps optim.warmup_ratio optim.weight_decay output precision resume revision seed target tracker.artifacts
-    tracker.entity tracker.name tracker.project tracker.tags tracker.tensorboard tracker.wandb trust_remote_code
+    optim.steps optim.warmup_ratio optim.weight_decay output precision resume revision seed target target_sharding
+    tracker.artifacts tracker.entity tracker.name tracker.project tracker.tags tracker.tensorboard tracker.wandb
+    trust_remote_code
 """
 PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "eagle": (
@@ -84,6 +85,7 @@ def test_there_is_an_accelerate_config_for_each_kind_of_run() -> None:
         ("--evaluation.depth=0", "evaluation.depth is 0; give at least 1"),
         ("--draft.steps=3", "valid options"),
         ("--resume=yes", "resume"),
+        ("--target_sharding=yes", "target_sharding"),
     ],
 )
 def test_bad_values_are_named(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,6 +93,22 @@ def test_bad_values_are_named(argument: str, message: str, capsys: pytest.Captur
         parse_eagle3("--target=t", "--output=o", "--data.path=d", argument)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [("error", "the target's layers are not run at all"), ("online", "would run the target unequally often")],
+)
+def test_captured_states_and_a_shared_target_exclude_each_other(
+    missing: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data.features=f", f"--data.features_missing={missing}", "--target_sharding=machine"]
+    with pytest.raises(SystemExit) as stop:
+        parse_eagle3("--target=t", "--output=o", "--data.path=d", *words)
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert reason in message
+    assert "set target_sharding to none, or leave data.features out" in message
 
 
 @pytest.mark.parametrize(

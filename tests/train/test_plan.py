@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from slipstream.train import dflash, eagle, eagle3
+from slipstream.train import dflash, eagle, eagle3, plan
 from slipstream.train.eagle3 import Eagle3Training
 from slipstream.train.plan import Memory
 
@@ -79,3 +79,27 @@ def test_counts_are_those_of_the_real_run(
 def test_bytes_by_sharding(sharding: str, num_gpus: int, bf16: bool, expected: float) -> None:
     memory = Memory(target=10**9, activations=10**8, parameters=1000, moments=2000, bf16=bf16)
     assert memory.per_gpu(sharding, num_gpus) == 10**9 + 10**8 + 1000 * expected
+
+
+@pytest.mark.parametrize(("num_gpus", "expected"), [(1, 8000), (2, 4000 + 500), (8, 1000 + 500)])
+def test_shared_layers_are_divided_and_two_are_whole(num_gpus: int, expected: int) -> None:
+    sizes = {"activations": 0, "parameters": 0, "moments": 0, "bf16": True}
+    memory = Memory(target=100, **sizes, shared_layers=8000, gathered=500)
+    assert memory.per_gpu("zero2", num_gpus) == 100 + expected
+
+
+def test_what_is_shared_out_is_the_layers(
+    tmp_path: Path,
+    arguments: Callable[..., list[str]],
+    target_model: PreTrainedModel,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one process, as on the machine where a run is planned."""
+    monkeypatch.setattr(plan, "_gb", lambda size: f"{size:.0f}")
+    eagle3.main([*arguments(tmp_path, target_sharding="machine"), "--dry-run"])
+    found = re.search(r"target (\d+) and (\d+) shared out, (\d+) gathered at a time", capsys.readouterr().out)
+    assert found is not None
+    layers = sum(4 * x.numel() for layer in target_model.get_decoder().layers for x in layer.parameters())
+    whole = sum(4 * x.numel() for x in target_model.parameters())
+    assert [int(size) for size in found.groups()] == [whole - layers, layers, layers // 2]  # two of four alike

@@ -1,0 +1,77 @@
+"""One of several processes (torchrun): trains with a whole and with a shared-out target, then looks at the shares.
+
+    torchrun --nproc_per_node 2 tests/train/sharded_worker.py JOBS.json
+
+JOBS.json: `runs`, a list of [program, flags]; `targets`, folders; `stranger`, two folders of unlike models. Each
+process writes what it found to JOBS.RANK.json.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
+
+from slipstream.models.frozen_target import FrozenTarget, decoder_layers, empty_model, load_frozen_target, read_model
+from slipstream.models.sharded_target import sharding_mesh, share_out
+from slipstream.train import dflash, eagle3
+
+PROGRAMS = {"eagle3": eagle3.main, "dflash": dflash.main}
+ON_CPU = os.environ.get("ACCELERATE_USE_CPU") == "true"
+DEVICE = torch.device("cpu" if ON_CPU else f"cuda:{os.environ['LOCAL_RANK']}")
+
+
+def look_at(path: Path) -> dict[str, Any]:
+    """Shares of the first layer, and whether everything that training reads is what the whole target gives."""
+    whole = load_frozen_target(path, (2, 0, 4), DEVICE)
+    shared = load_frozen_target(path, (2, 0, 4), DEVICE, mesh=sharding_mesh(DEVICE, within_machine=True))
+    equal = all(is_equal(whole, shared, width) for width in (9, 5, 12))
+    states = [target.layers[1].state_dict() for target in (whole, shared)]
+    equal &= states[0].keys() == states[1].keys()
+    equal &= all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    shares = {name: x.to_local().numel() for name, x in shared.layers[0].named_parameters() if isinstance(x, DTensor)}
+    sizes = {name: x.numel() for name, x in whole.layers[0].named_parameters()}
+    outside = [type(x).__name__ for name, x in shared.model.named_parameters() if ".layers." not in name]
+    return {"equal": equal, "shares": shares, "sizes": sizes, "outside": outside}
+
+
+def is_equal(whole: FrozenTarget, shared: FrozenTarget, width: int) -> bool:
+    """On rows of this process alone, of a length of its own, two documents each."""
+    rank = distributed.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(0, 120, (2, width + rank), generator=generator).to(DEVICE)
+    positions = torch.cat((torch.arange(4), torch.arange(width + rank - 4))).expand(2, -1).to(DEVICE)
+
+    def read(target: FrozenTarget) -> list[Tensor]:
+        features, final = target.features(tokens, positions)
+        return [features, final, target.embed(tokens), *target.logits(final[0], torch.arange(0, 120, 7))]
+
+    return all(torch.equal(*pair) for pair in zip(read(whole), read(shared), strict=True))
+
+
+def refusal(path: Path, other: Path) -> str:
+    mesh = sharding_mesh(DEVICE, within_machine=False)
+    model, source = empty_model(path, False), read_model(other, DEVICE, False)
+    try:
+        share_out(model, decoder_layers(model), source if mesh.get_local_rank() == 0 else None, mesh, DEVICE)
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+def main(path: Path) -> None:
+    torch.set_num_threads(1)
+    jobs = json.loads(path.read_text())
+    for program, flags in jobs["runs"]:
+        PROGRAMS[program](flags)
+    found = {"targets": [look_at(Path(folder)) for folder in jobs["targets"]]}
+    found["refusal"] = refusal(*map(Path, jobs["stranger"]))
+    path.with_suffix(f".{distributed.get_rank()}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,152 @@
+"""A run that is killed at any moment continues as if it had not been: weights, checkpoints and records, bit for bit."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from slipstream.tests.train.conftest import SaveData
+from slipstream.train.checkpoints import step_folders
+from slipstream.train.eagle3 import main
+from slipstream.train.trackers import read_metrics
+
+Arguments = Callable[..., list[str]]
+ROOT = Path(__file__).parents[2]
+KILLS_IN_START, KILLS_ANYWHERE, KILLS_IN_WRITING = 3, 8, 9
+LAST_STEP = 160
+
+
+def answered(target: PreTrainedModel, count: int) -> Dataset:
+    """Random prompts with the target's own greedy answers: a draft that learns is accepted more often."""
+    torch.manual_seed(5)
+    prompts = torch.randint(5, target.config.vocab_size, (count, 4))
+    ids = target.generate(prompts, min_new_tokens=20, max_new_tokens=20, do_sample=False).tolist()
+    return Dataset.from_dict({"input_ids": ids, "loss_mask": [[False] * 4 + [True] * 20] * count})
+
+
+def start_program(arguments: list[str]) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, str(ROOT / "train" / "eagle3.py"), *arguments]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def newest_step(output: Path) -> int:
+    return max((int(path.name[5:]) for path in output.glob("step-*")), default=0)
+
+
+def is_writing(output: Path) -> bool:
+    return any(path.is_dir() for path in output.glob(".*"))
+
+
+def wait(program: subprocess.Popen[str], is_over: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while program.poll() is None and not is_over():
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+def wait_for_moment(program: subprocess.Popen[str], output: Path, kind: str, moments: random.Random) -> None:
+    """`start`: while it starts or in its first steps. The others: a few checkpoints on, and while one is written, or
+    anywhere in the steps, evaluations and checkpoints that follow."""
+    wanted = newest_step(output) + moments.randint(1, 6)
+    if kind == "start":
+        end = time.monotonic() + moments.uniform(0, 5)
+        wait(program, lambda: time.monotonic() > end or newest_step(output) >= wanted)
+        return
+    wait(program, lambda: newest_step(output) >= wanted)
+    if kind == "writing":
+        wait(program, lambda: is_writing(output))
+    time.sleep(moments.uniform(0, 0.001 if kind == "writing" else 0.15))
+
+
+def kinds(moments: random.Random) -> Iterator[str]:
+    """The first kill comes before the first step, and most come after the first checkpoint."""
+    later = ["start"] * (KILLS_IN_START - 1) + ["anywhere"] * KILLS_ANYWHERE + ["writing"] * KILLS_IN_WRITING
+    moments.shuffle(later)
+    yield from ("start", *later)
+
+
+def assert_checkpoint(found: Path, expected: Path) -> None:
+    """All that serves and all that a run continues from, against the run that nothing disturbed."""
+    assert {path.name for path in found.rglob("*")} == {path.name for path in expected.rglob("*")}
+    for file in expected.rglob("*.safetensors"):
+        tensors = load_file(found / file.relative_to(expected))
+        for name, tensor in load_file(file).items():
+            assert torch.equal(tensors[name], tensor), (found, name)
+    for file in expected.rglob("*.bin"):
+        states = [torch.load(path, weights_only=True)["state"] for path in (found / file.relative_to(expected), file)]
+        for number, state in states[1].items():
+            assert all(torch.equal(states[0][number][name], value) for name, value in state.items()), (found, number)
+    for file in expected.glob("state/progress.json"):
+        progress = [json.loads((path / "state" / file.name).read_text())["progress"] for path in (found, expected)]
+        assert progress[0] == progress[1]
+
+
+def assert_whole(output: Path, expected: Path) -> None:
+    """Whatever bears the name of a checkpoint is one of the undisturbed run's; that run kept all."""
+    for folder in step_folders(output):
+        assert_checkpoint(folder, expected / folder.name)
+    best = output / "best"
+    if best.exists():
+        step = json.loads((best / "run.json").read_text())["step"]
+        assert (best / "model.safetensors").read_bytes() == (
+            expected / f"step-{step}" / "model.safetensors"
+        ).read_bytes()
+
+
+def records(output: Path) -> list[dict[str, float]]:
+    lines = read_metrics(output / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
+
+
+def test_what_a_kill_left_beyond_the_newest_is_dropped(tmp_path: Path, arguments: Arguments) -> None:
+    """As if it had come when the last checkpoint was there and the older ones still were."""
+    main(arguments(tmp_path, checkpoint__every=1, checkpoint__keep=9))
+    assert len(step_folders(tmp_path)) == 6
+    (tmp_path / ".step-1.tmp").mkdir()
+    main(arguments(tmp_path, checkpoint__every=1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "metrics.jsonl", "step-5", "step-6"]
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(
+    tmp_path: Path, arguments: Arguments, save_data: SaveData, target_model: PreTrainedModel
+) -> None:
+    documents = answered(target_model, 8)
+    changes = {
+        "data__path": save_data(documents, documents),
+        "draft__vocabulary": "null",
+        "optim__steps": LAST_STEP,
+        "evaluation__every": 4,
+        "checkpoint__every": 2,
+    }
+    undisturbed, output = tmp_path / "undisturbed", tmp_path / "killed"
+    main(arguments(undisturbed, **changes, checkpoint__keep=LAST_STEP))
+    assert len({line["eval_accept_length"] for line in records(undisturbed) if "eval_accept_length" in line}) > 3
+    moments, num_in_writing, num_later = random.Random(7), 0, 0
+    for kind in kinds(moments):
+        program = start_program(arguments(output, **changes))
+        wait_for_moment(program, output, kind, moments)
+        program.kill()
+        printed, _ = program.communicate()
+        assert program.returncode == -9, f"no kill: the run was at step {newest_step(output)}\n{printed}"
+        num_later += newest_step(output) > 0
+        num_in_writing += is_writing(output)
+        assert_whole(output, undisturbed)
+    assert num_later >= 15
+    assert num_in_writing > 0
+    main(arguments(output, **changes))
+    assert records(output) == records(undisturbed)
+    assert_whole(output, undisturbed)
+    assert_checkpoint(output / "best", undisturbed / "best")
+    assert sorted(path.name for path in output.iterdir()) == ["best", "metrics.jsonl", "step-158", "step-160"]

@@ -1,0 +1,141 @@
+"""A target that two processes share: the same training as with a whole one each, and shares that are shares."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
+
+from slipstream.models import sharded_target
+from slipstream.models.sharded_target import sharding_mesh
+from slipstream.tests.expert_targets import EXPERT_FAMILIES
+from slipstream.tests.random_targets import save_random_target
+from slipstream.train.eagle3 import main
+from slipstream.train.trackers import read_metrics
+
+WORKER = Path(__file__).with_name("sharded_worker.py")
+# For dflash in place of the two that it does not know.
+DFLASH = {"draft__num_layers": 2, "draft__block_size": 5, "draft__mask_token_id": 7, "draft__anchors": 6}
+
+
+def without(flags: list[str], *names: str) -> list[str]:
+    return [flag for flag in flags if not flag.startswith(tuple(f"--{name}=" for name in names))]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def ran(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    arguments: Callable[..., list[str]],
+    target_path: Path,
+    make_target: Callable[[str], Path],
+) -> Path:
+    """The folder of all that two processes did (sharded_worker.py), the runs by program and sharding."""
+    if request.param == "gpu" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    folder = tmp_path_factory.mktemp(f"sharded-{request.param}")
+    targets = [target_path, make_target("qwen3-tied")]
+    for family, config in EXPERT_FAMILIES.items():
+        targets.append(folder / family)
+        save_random_target(config, targets[-1])
+    runs: list[tuple[str, list[str]]] = []
+    for sharding in ("none", "all"):
+        runs.append(("eagle3", arguments(folder / "eagle3" / sharding, target_sharding=sharding, optim__steps=4)))
+    for sharding in ("none", "machine"):
+        flags = arguments(folder / "dflash" / sharding, target_sharding=sharding, optim__steps=4, **DFLASH)
+        runs.append(("dflash", without(flags, "draft.ttt_steps")))
+    jobs = {"runs": runs, "targets": targets, "stranger": [target_path, make_target("llama")]}
+    (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    on_cpu = {"ACCELERATE_USE_CPU": "true"} if request.param == "cpu" else {}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | on_cpu
+    command = [sys.executable, *launcher, str(WORKER), str(folder / "jobs.json")]
+    program = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=300, check=False)
+    assert program.returncode == 0, program.stderr
+    return folder
+
+
+def found(ran: Path) -> list[dict[str, Any]]:
+    """By process."""
+    return [json.loads((ran / f"jobs.{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(("program", "sharding"), [("eagle3", "all"), ("dflash", "machine")])
+def test_training_is_that_of_a_whole_target(ran: Path, program: str, sharding: str) -> None:
+    """Loss curve, evaluations and weights: on the CPU to the last bit; a GPU does not sum in the same order twice."""
+    runs = [ran / program / name for name in (sharding, "none")]
+    curves = [
+        [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in read_metrics(path)]
+        for path in (run / "metrics.jsonl" for run in runs)
+    ]
+    assert len(curves[0]) == 4
+    exact = "cpu" in ran.name
+    for shared_line, whole_line in zip(*curves, strict=True):
+        assert shared_line == (whole_line if exact else pytest.approx(whole_line, rel=1e-2, abs=1e-2))
+    shared, whole = (load_file(run / "step-4" / "state" / "model.safetensors") for run in runs)
+    for name, tensor in whole.items():
+        tolerance = 0 if exact else 1e-2
+        torch.testing.assert_close(shared[name], tensor, rtol=0, atol=tolerance, msg=name)
+
+
+def test_every_family_gives_the_same_states_embeddings_logits_and_weights(ran: Path) -> None:
+    for process in found(ran):
+        assert [target["equal"] for target in process["targets"]] == [True] * 4
+
+
+def test_each_process_holds_half_of_a_layer(ran: Path) -> None:
+    for targets in zip(*(process["targets"] for process in found(ran)), strict=True):
+        for target in targets:
+            assert target["shares"].keys() == target["sizes"].keys()
+            assert set(target["outside"]) == {"Parameter"}
+        for name, size in targets[0]["sizes"].items():
+            shares = [target["shares"][name] for target in targets]
+            assert sum(shares) == size
+            assert max(shares) <= size // 2, name
+
+
+def test_weights_that_the_config_does_not_name_are_refused_by_every_process(ran: Path) -> None:
+    """As those of a quantized model would be: here q and k norms are missing."""
+    for process in found(ran):
+        assert "Qwen3ForCausalLM cannot be shared out: its files hold other weights" in process["refusal"]
+        assert "set target_sharding to none" in process["refusal"]
+
+
+@pytest.mark.parametrize("sharding", ["machine", "all"])
+def test_one_process_is_refused(tmp_path: Path, arguments: Callable[..., list[str]], sharding: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments(tmp_path, target_sharding=sharding))
+    assert f"target_sharding is '{sharding}', but there is one process" in str(stop.value.code)
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "within_machine", "shape"),
+    [(16, 8, True, (2, 8)), (16, 8, False, (1, 16)), (8, 8, True, (1, 8)), (12, 8, True, None), (8, 1, True, None)],
+)
+def test_who_shares_with_whom(
+    monkeypatch: pytest.MonkeyPatch, world: int, local: int, within_machine: bool, shape: tuple[int, int] | None
+) -> None:
+    """Each machine holds the layers once, or all machines together."""
+    asked: list[tuple[int, int]] = []
+
+    def mesh(_device: str, sizes: tuple[int, int], mesh_dim_names: tuple[str, str]) -> dict[str, DeviceMesh | None]:
+        asked.append(sizes)
+        return dict.fromkeys(mesh_dim_names)
+
+    monkeypatch.setattr(sharded_target, "init_device_mesh", mesh)
+    monkeypatch.setattr(sharded_target.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(sharded_target.distributed, "get_world_size", lambda: world)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    if shape is None:
+        with pytest.raises(ValueError, match="target_sharding is 'machine', but"):
+            sharding_mesh(torch.device("cpu"), within_machine=within_machine)
+    else:
+        sharding_mesh(torch.device("cpu"), within_machine=within_machine)
+        assert asked == [shape]
