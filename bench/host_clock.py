@@ -20,13 +20,14 @@ class HostClock:
         self._is_gpu = engine.device.type == "cuda"
         self._drafting_s = self._began = 0.0
         self._landed: float | None = None
-        for owner, name in (
+        parts: list[tuple[Any, str]] = [
             (engine.drafter, "extend"),
             (engine.drafter, "draft"),
             (engine.executor, "store"),
-            (engine.policy, "choose"),
-            (engine.policy, "record"),
-        ):
+        ]
+        parts += [(engine.policy, "choose")]
+        parts += [] if engine.overlap else [(engine.policy, "record")]  # else the next round runs beside it
+        for owner, name in parts:
             if owner is not None:
                 setattr(owner, name, self._timed(getattr(owner, name)))
         self._round, self._prefill = engine.executor.round, engine.executor.prefill
@@ -62,9 +63,9 @@ class HostClock:
         }
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
+        def timed(*arguments: Any, **options: Any) -> Any:
             began = time.perf_counter()
-            result = function(*arguments)
+            result = function(*arguments, **options)
             self._drafting_s += time.perf_counter() - began
             return result
 

@@ -169,7 +169,7 @@ def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:
     while len(started) < batch:
         started |= {output.request_id for output in engine.step() if output.tokens}
     while engine._flights:  # else their rounds would be counted, and be done before the clock starts
-        engine._flights.popleft().land()
+        engine._landed(engine._flights.popleft())
 
 
 def decode(engine: Engine, config: RoundConfig, batch: int) -> tuple[float, int, int]:

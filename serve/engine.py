@@ -38,12 +38,17 @@ logger = logging.getLogger(__name__)
 MAX_ROUNDS_IN_FLIGHT = 2  # with overlap: one runs, the next one waits behind it
 
 
+Arrived = tuple[list[list[int]], list[list[int]]]  # each request's tokens, and which drafted nodes it accepted
+
+
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A launched pass; `land` waits for its tokens and hands them to the scheduler."""
+    """A launched pass."""
 
     kind: Literal["prefill", "round"]
-    land: Callable[[], list[Output]]
+    sequences: list[Sequence | None]  # whose tokens arrive; None: a token that does not count
+    read: Callable[[], Arrived]  # waits
+    commit: Callable[[Arrived], list[Output]]  # hands them to the scheduler
 
 
 class Engine:
@@ -129,14 +134,33 @@ class Engine:
 
         With overlap it waits for the oldest pass alone, while younger ones run; else for all that it launches.
         """
-        outputs: list[Output] = []
+        if not self.overlap:
+            return [*self._landed(self._prefill()), *self._landed(self._round())]
+        if self.drafter.on_host:
+            return self._step_between()
         while self._has_room():
-            num_flights = len(self._flights)
-            outputs += self._launch(self._prefill())
-            outputs += self._launch(self._round())
-            if len(self._flights) == num_flights:  # nothing to launch, or it has landed
+            flights = [flight for flight in (self._prefill(), self._round()) if flight is not None]
+            self._flights += flights
+            if not flights:
                 break
-        return outputs + self._flights.popleft().land() if self._flights else outputs
+        return self._landed(self._flights.popleft() if self._flights else None)
+
+    def _step_between(self) -> list[Output]:
+        """For a drafter on the host: the device waits while it drafts, but not for what else there is to do with the
+        tokens, which are handed to the scheduler once the next round runs."""
+        arrived = [(flight, flight.read()) for flight in self._flights]
+        self._flights.clear()
+        self._draft_on_host(arrived)
+        # The round first: behind a prompt there is nothing to verify before its token has been read.
+        self._flights += [flight for flight in (self._round(), self._prefill()) if flight is not None]
+        return [output for flight, results in arrived for output in flight.commit(results)]
+
+    def _landed(self, flight: Pass | None) -> list[Output]:
+        if flight is None:
+            return []
+        arrived = flight.read()
+        self._draft_on_host([(flight, arrived)])
+        return flight.commit(arrived)
 
     def _has_room(self) -> bool:
         """Whether another pass may wait behind those that run: were there none, the device would wait for the host."""
@@ -147,17 +171,13 @@ class Engine:
         chunks = self.scheduler.next_prefill()
         if not chunks:
             return None
-        flight = self.executor.prefill(chunks)
 
-        def land() -> list[Output]:
-            sampled, _ = flight.read()
-            tokens = [token if chunk.is_last else None for chunk, (token,) in zip(chunks, sampled, strict=True)]
-            outputs = self.scheduler.commit_prefill(chunks, tokens)
-            ends = [(chunk.sequence, token) for chunk, token in zip(chunks, sampled, strict=True) if chunk.is_last]
-            self._draft_on_host(ends)
-            return outputs
+        def commit(arrived: Arrived) -> list[Output]:
+            tokens = [token if chunk.is_last else None for chunk, (token,) in zip(chunks, arrived[0], strict=True)]
+            return self.scheduler.commit_prefill(chunks, tokens)
 
-        return Pass("prefill", land)
+        ending = [chunk.sequence if chunk.is_last else None for chunk in chunks]
+        return Pass("prefill", ending, self.executor.prefill(chunks).read, commit)
 
     def _round(self) -> Pass | None:
         sequences = self.scheduler.next_round(self.reserve)
@@ -167,44 +187,39 @@ class Engine:
         width = self._pick_width(offers)
         flight, drafted = self.executor.round(sequences, width)
 
-        def land() -> list[Output]:
-            tokens, accepted = flight.read()
+        def commit(arrived: Arrived) -> list[Output]:
+            tokens, accepted = arrived
             if self.policy is not None and width > 1:
-                self.policy.record([Offer(min(nodes, width), kind) for nodes, kind in offers], accepted)
-            outputs = self.scheduler.commit_round(sequences, tokens, drafted)
-            self._draft_on_host(list(zip(sequences, tokens, strict=True)))
-            return outputs
+                self.policy.record(offers, width, accepted)
+            return self.scheduler.commit_round(sequences, tokens, drafted)
 
-        return Pass("round", land)
+        return Pass("round", list(sequences), flight.read, commit)
 
     def _pick_width(self, offers: list[Offer]) -> int:
         """As many nodes as pay at this load, where that is known, and no more than the host has drafted."""
-        if self.policy is None:
-            return self.width
-        least = self.drafter.device_width  # the device drafts as many as it is asked for
-        return self.policy.choose([Offer(max(least, nodes), kind) for nodes, kind in offers])
+        return self.width if self.policy is None else self.policy.choose(offers, least=self.drafter.device_width)
 
-    def _draft_on_host(self, gained: list[tuple[Sequence, list[int]]]) -> None:
-        """Tells a drafter on the host what its requests have gained, and stores what it proposes for them."""
+    def _draft_on_host(self, arrived: list[tuple[Pass, Arrived]]) -> None:
+        """Tells a drafter on the host what its requests have gained, and stores what it proposes for them.
+
+        Of a request that ends here it learns no more than the request says.
+        """
         if not self.drafter.on_host:
             return
-        alive = [(sequence.row, tokens) for sequence, tokens in gained if sequence.row >= 0]
-        if alive:
-            rows = [row for row, _ in alive]
-            self.drafter.extend(rows, [tokens for _, tokens in alive])
+        rows: list[int] = []
+        gained: list[list[int]] = []
+        for flight, (tokens, _) in arrived:
+            for sequence, own in zip(flight.sequences, tokens, strict=True):
+                if sequence is not None and sequence.row >= 0:
+                    rows.append(sequence.row)
+                    gained.append(sequence.cut(own)[0])
+        if rows:
+            self.drafter.extend(rows, gained)
             self.executor.store(rows, self.drafter.draft(rows, self.width))
 
     def close(self) -> None:
         """Lets the drafter put away what it keeps. The engine is not used afterwards."""
         self.drafter.close()
-
-    def _launch(self, flight: Pass | None) -> list[Output]:
-        if flight is None:
-            return []
-        if not self.overlap:
-            return flight.land()
-        self._flights.append(flight)
-        return []
 
     def metrics(self) -> dict[str, int]:
         """Gauges of this moment; counts of requests come with their Outputs."""
@@ -229,7 +244,7 @@ class Engine:
                 f"attention is {self.config.attention!r}: its backend for {planned[0]} plans on the host, which a CUDA "
                 f"graph cannot; choose another for {' and '.join(planned)}, or add --no-cuda-graph"
             )
-        overlap = on_gpu and self.config.overlap and not planned and not self.drafter.on_host
+        overlap = on_gpu and self.config.overlap and not planned
         return on_gpu and self.config.cuda_graph, overlap
 
     def _build_runner(self, specs: list[KVSpec], dtype: torch.dtype, num_pages: int, pages_per_row: int) -> Runner:

@@ -75,9 +75,9 @@ class Executor:
     def store(self, rows: list[int], proposal: HostProposal) -> None:
         """Takes proposals made on the host."""
         self.state.store(rows, proposal)
-        for row, *offer in zip(rows, proposal.counts, proposal.kinds, strict=True):
-            if offer[0]:
-                self._offers[row] = Offer(*offer)
+        for row, nodes, kind in zip(rows, proposal.counts, proposal.kinds, strict=True):
+            if nodes:
+                self._offers[row] = Offer(nodes, kind)
 
     def offers(self, sequences: list[Sequence]) -> list[Offer]:
         """The stored proposals."""
@@ -85,8 +85,9 @@ class Executor:
 
     def _expect_proposals(self, rows: list[int], width: int) -> None:
         """The pass about to be launched leaves what the drafter proposes on the device."""
+        offer = Offer(min(width, self.runner.drafter.device_width))
         for row in rows:
-            self._offers[row] = Offer(min(width, self.runner.drafter.device_width))
+            self._offers[row] = offer
 
     def _round(self, sequences: list[Sequence], rows: list[int], width: int) -> Tensor:
         self._upload_pages(sequences)
@@ -127,10 +128,12 @@ class Executor:
 
     def _upload_pages(self, sequences: list[Sequence]) -> None:
         changes: list[tuple[int, int, int]] = []
+        uploaded = self._num_uploaded
         for sequence in sequences:
-            known, pages = self._num_uploaded[sequence.row], sequence.pages
-            changes += [(sequence.row, index, pages[index]) for index in range(known, len(pages))]
-            self._num_uploaded[sequence.row] = len(pages)
+            row, pages = sequence.row, sequence.table.pages
+            if uploaded[row] != len(pages):
+                changes += [(row, index, pages[index]) for index in range(uploaded[row], len(pages))]
+                uploaded[row] = len(pages)
         self.state.set_pages(changes)
 
 

@@ -36,8 +36,10 @@ class WidthPolicy:
         self._budget = 0.0  # ms that probes may cost
         self._probes_left = 0
 
-    def choose(self, offers: Sequence[Offer]) -> int:
-        """The width of the next round."""
+    def choose(self, offers: Sequence[Offer], least: int = 1) -> int:
+        """The width of the next round. The device drafts as many nodes as it is asked for, up to `least`."""
+        if least > 1:
+            offers = [Offer(max(least, nodes), kind) for nodes, kind in offers]
         most = max(nodes for nodes, _ in offers)
         fitting = [width for width in self.widths if width < most]
         offered = self.widths[: len(fitting) + 1]  # wider ones would verify no more
@@ -58,13 +60,17 @@ class WidthPolicy:
                 tokens[width] += number * expected[min(width, nodes) - 1]
         return {width: tokens[width] / self._time(len(offers), width) for width in widths}
 
-    def record(self, offers: Sequence[Offer], accepted: Sequence[Sequence[int]]) -> None:
-        """A round verified the offers, cut to its width, and accepted the nodes with ids accepted[i] behind the root
-        of request i."""
-        drafted = [index for index, (nodes, _) in enumerate(offers) if nodes > 1]
-        for kind in {offers[index].kind for index in drafted}:
-            mine = [index for index in drafted if offers[index].kind == kind]
-            self._of(kind).record([offers[index].nodes for index in mine], [accepted[index] for index in mine])
+    def record(self, offers: Sequence[Offer], width: int, accepted: Sequence[Sequence[int]]) -> None:
+        """A round verified the offers, cut to `width`, and accepted the nodes with ids accepted[i] behind the root of
+        request i."""
+        kinds: dict[int, tuple[list[int], list[Sequence[int]]]] = {}
+        for (nodes, kind), ids in zip(offers, accepted, strict=True):
+            if nodes > 1:
+                drafted, right = kinds.setdefault(kind, ([], []))
+                drafted.append(min(nodes, width))
+                right.append(ids)
+        for kind, verified in kinds.items():
+            self._of(kind).record(*verified)
 
     def _of(self, kind: int) -> "Acceptance":
         if kind not in self._seen:

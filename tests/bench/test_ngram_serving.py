@@ -83,6 +83,7 @@ def test_the_host_has_the_time_between_landing_and_launch(monkeypatch: pytest.Mo
         monkeypatch.setattr(host_clock, "time", clock)
         engine: Any = SimpleNamespace(
             device=SimpleNamespace(type=device),
+            overlap=False,
             drafter=SimpleNamespace(extend=clock.passes(3), draft=clock.passes(4)),
             policy=None,
             executor=SimpleNamespace(

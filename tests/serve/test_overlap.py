@@ -63,7 +63,7 @@ def requests_of(temperature: float) -> list[Request]:
 def test_overlap_changes_no_token(temperature: float, options: dict[str, Any], target: Path, draft: Path) -> None:
     requests = requests_of(temperature)
     expected = run(build_engine(target), requests)
-    for name in ("none", draft):
+    for name in ("none", draft, "ngram"):
         answers = run(build_overlapping(target, name, **options), requests)
         assert tokens_of(answers) == tokens_of(expected)
         assert {key: answer.finish_reason for key, answer in answers.items()} == {
@@ -71,18 +71,21 @@ def test_overlap_changes_no_token(temperature: float, options: dict[str, Any], t
         }
 
 
-def test_overlap_survives_preemption(target: Path, draft: Path) -> None:
+@pytest.mark.parametrize("name", ["draft", "ngram"])
+def test_overlap_survives_preemption(name: str, target: Path, draft: Path) -> None:
     requests = [make_request(str(seed), random_prompt(30, seed), max_tokens=40, ignore_eos=True) for seed in range(4)]
     expected = tokens_of(run(build_engine(target), requests))
-    engine = build_overlapping(target, draft, kv_cache_tokens=120, page_size=1)
+    engine = build_overlapping(target, draft if name == "draft" else name, kv_cache_tokens=150, page_size=1)
     assert tokens_of(run(engine, requests)) == expected
     assert engine.scheduler.num_preemptions > 0
 
 
-def test_aborts_with_passes_in_flight_leave_the_others_alone(target: Path, draft: Path) -> None:
+@pytest.mark.parametrize("name", ["draft", "ngram"])
+def test_aborts_with_passes_in_flight_leave_the_others_alone(name: str, target: Path, draft: Path) -> None:
     requests = [make_request(str(seed), random_prompt(20, seed), max_tokens=30, ignore_eos=True) for seed in range(8)]
     expected = tokens_of(run(build_engine(target), requests))
-    engine, answers = build_overlapping(target, draft, max_running=4), dict[str, Answer]()
+    engine = build_overlapping(target, draft if name == "draft" else name, max_running=4)
+    answers: dict[str, Answer] = {}
     for request in requests:
         engine.add(request)
     for step in range(10_000):
@@ -123,7 +126,7 @@ def test_a_second_round_waits_behind_the_running_one_whatever_came_before(target
     engine.add(make_request("0", [5, 6], max_tokens=20, ignore_eos=True))
     engine.step()
     while engine._flights:
-        engine._flights.popleft().land()
+        engine._landed(engine._flights.popleft())
     for _ in range(3):
         engine.step()
         assert [flight.kind for flight in engine._flights] == ["round"]  # and the one that was read is over
@@ -134,6 +137,18 @@ def test_chunks_of_a_prompt_are_launched_without_reading_one_another(target: Pat
     engine.add(make_request("0", random_prompt(20, 1), max_tokens=9, ignore_eos=True))
     engine.step()
     assert [flight.kind for flight in engine._flights] == ["prefill"]
+
+
+def test_n_grams_draft_before_the_accounts_of_the_last_round_are_done(target: Path) -> None:
+    """What they propose is verified in the very next round, though its tokens are handed out after its launch."""
+    engine, events = build_overlapping(target, "ngram"), list[str]()
+    for owner, name in ((engine.drafter, "draft"), (engine.executor, "round"), (engine.scheduler, "commit_round")):
+        called = getattr(owner, name)
+        setattr(owner, name, lambda *given, n=name, f=called, **named: (events.append(n), f(*given, **named))[1])
+    answers = run(engine, [make_request("0", [5, 6, 7] * 9, max_tokens=40, ignore_eos=True)])
+    assert len(answers["0"].tokens) == 40
+    assert events[events.index("commit_round") - 2 :][:9] == ["draft", "round", "commit_round"] * 3
+    assert answers["0"].counts.rounds < 39, "some drafts were accepted"
 
 
 def test_closing_a_stream_early_ends_what_is_in_flight(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

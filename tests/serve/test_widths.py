@@ -28,7 +28,7 @@ def simulate(policy: WidthPolicy, batch: int, rate: float, num_rounds: int, seed
             while count < drafted and rng.random() < rate:
                 count += 1
             accepted.append(count)
-        policy.record([Offer(drafted + 1)] * batch, [range(1, count + 1) for count in accepted])
+        policy.record([Offer(drafted + 1)] * batch, drafted + 1, [range(1, count + 1) for count in accepted])
         tokens += sum(accepted) + batch
         ms += policy.ms[next(size for size in SIZES if size >= batch), width]
         proposed = width
@@ -62,7 +62,7 @@ def test_it_comes_back_when_drafts_are_accepted_again() -> None:
 
 def test_no_drafter_leaves_one_choice() -> None:
     policy = WidthPolicy((1,), {(4, 1): 3.0})
-    policy.record([Offer(1)] * 2, [[], []])
+    policy.record([Offer(1)] * 2, 1, [[], []])
     assert policy.choose([Offer(1)] * 3) == 1
     assert policy.rates([Offer(1)] * 3, [1]) == {1: 1.0}
 
@@ -76,7 +76,7 @@ def test_each_kind_of_proposal_is_judged_by_itself() -> None:
         offers = [Offer(WIDTHS[-1], kind) for kind in kinds]
         width = policy.choose(offers)
         accepted = [range(1, width) if kind == 4 and rng.random() < 0.97 else [] for kind in kinds]
-        policy.record([Offer(width, kind) for kind in kinds], accepted)
+        policy.record(offers, width, accepted)
         taken.setdefault(kinds, []).append(width)
     useless, sure, few = (taken[kinds][100:] for kinds in KINDS)
     assert useless.count(1) > 0.7 * len(useless), "the others are probes of the next width, which cost little"
