@@ -77,24 +77,27 @@ class FrozenTarget:
 
     @torch.no_grad()
     def logits(self, states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What the head says at `states` (N, Ht): logits (N, Vd) fp32 of `ids`, and the best token (N,) of all.
+        """What the head says at `states` (N, Ht): logits (N, Vd) of `ids`, and the best token (N,) of all.
 
-        `ids` (Vd,) ascending, on the host. Ties go to the lowest id. Never holds more than one chunk of full logits.
+        Logits are of the states' dtype, which is the head's: as the matrix product rounds them, in bf16 half the bytes
+        of fp32. `ids` (Vd,) ascending, on the host. Ties go to the lowest id. Never holds more than one chunk of full
+        logits.
         """
         head = self.model.get_output_embeddings()
-        logits = states.new_empty(len(states), len(ids), dtype=torch.float32)
-        best = states.new_full((len(states),), -torch.inf, dtype=torch.float32)
+        device_ids = ids.to(states.device, non_blocking=True)  # once: each copy may wait for the device
+        logits = states.new_empty(len(states), len(ids))
+        best = states.new_full((len(states),), -torch.inf)
         tokens = states.new_zeros(len(states), dtype=torch.int64)
         for start in range(0, head.weight.shape[0], VOCABULARY_CHUNK):
             end = start + VOCABULARY_CHUNK
             bias = None if head.bias is None else head.bias[start:end]
             with torch.autocast(states.device.type, enabled=False):
-                chunk = F.linear(states, head.weight[start:end], bias).float()
+                chunk = F.linear(states, head.weight[start:end], bias)
             values, indices = chunk.max(dim=-1)
             better = values > best
             best, tokens = torch.where(better, values, best), torch.where(better, indices + start, tokens)
             first, last = torch.searchsorted(ids, torch.tensor([start, end])).tolist()
-            logits[:, first:last] = chunk[:, (ids[first:last] - start).to(chunk.device)]
+            logits[:, first:last] = chunk[:, device_ids[first:last] - start]
         return logits, tokens
 
     def initial_weights(self) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""From a prepared dataset to packed batches, in an order that (seed, number of the batch) alone decides.
+"""From a prepared dataset to packed batches, in an order of rows that the seed alone decides.
 
 Documents are packed whole into rows of `max_length`; longer ones are cut at it, never split over rows. Letters: B rows,
 S tokens in a row.
@@ -141,29 +141,26 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return rows
 
 
-def batches_per_epoch(rows: PackedRows, batch_size: int, num_processes: int) -> int:
-    """Forward passes of an epoch; the rows that do not fill a last one are left to other epochs."""
-    needed = batch_size * num_processes
-    if len(rows) < needed:
-        raise ValueError(
-            f"the train split packs into {len(rows)} rows, data.batch_size x {num_processes} processes needs "
-            f"{needed}; lower data.batch_size or data.max_length"
-        )
-    return len(rows) // needed
+def row_order(num_rows: int, seed: int, start: int) -> Iterator[int]:
+    """Rows of the whole run from the one numbered `start` on, without end: each epoch is a new permutation."""
+    for epoch in itertools.count(start // num_rows):
+        order = np.random.default_rng((seed, epoch)).permutation(num_rows).tolist()
+        yield from order[max(0, start - epoch * num_rows) :]
 
 
 def training_batches(
-    rows: PackedRows, batch_size: int, seed: int, start: int, process: int, num_processes: int
-) -> Iterator[Batch]:
-    """Endless batches of one process from batch number `start` on; each epoch is a new permutation of the rows."""
-    per_epoch = batches_per_epoch(rows, batch_size, num_processes)
-    while True:
-        epoch, first = divmod(start, per_epoch)
-        order = np.random.default_rng((seed, epoch)).permutation(len(rows)).tolist()
-        for number in range(first, per_epoch):
-            offset = (number * num_processes + process) * batch_size
-            yield rows.batch(order[offset : offset + batch_size], epoch * len(rows) + offset)
-        start = (epoch + 1) * per_epoch
+    rows: PackedRows, batch_size: int, seed: int, start: int, end: int | None, process: int, num_processes: int
+) -> Iterator[tuple[Batch, bool]]:
+    """One process's share of the rows that the run numbers `start` to `end`, without end if that is None.
+
+    Its processes take `batch_size` rows each in turn. From `end` on they get batches that are marked False and stand
+    for no row: all processes make equally many passes, whichever of them the last rows fall to.
+    """
+    order = itertools.islice(row_order(len(rows), seed, start), None if end is None else end - start)
+    own = slice(process * batch_size, (process + 1) * batch_size)
+    for first in itertools.count(start, batch_size * num_processes):
+        chosen = list(itertools.islice(order, batch_size * num_processes))[own]
+        yield rows.batch(chosen or [0], first + own.start), bool(chosen)
 
 
 def evaluation_batches(

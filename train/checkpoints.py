@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
@@ -27,14 +27,16 @@ from slipstream.models.checkpoint import atomic_folder
 WriteDraft = Callable[[Mapping[str, Tensor], Path, Mapping[str, Any]], None]  # state_dict, folder, contents of run.json
 # May differ when a run continues.
 FREE_OPTIONS = (
-    *("output", "resume", "dry_run", "target_sharding"),
+    *("output", "resume", "dry_run", "target_sharding", "data.batch_size", "optim.accumulation"),
     *("tracker.", "checkpoint.", "evaluation.every", "evaluation.samples"),
 )
+SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
 @dataclass(slots=True)
 class Progress:
     step: int = 0  # optimizer steps done
+    rows: int = 0  # packed rows trained on, all processes: where in its data the run is
     tokens: int = 0  # supervised tokens seen, all processes
     best_step: int = 0
     best_accept_length: float = 0.0
@@ -116,6 +118,8 @@ class Checkpoints:
             )
         saved = json.loads((found[-1] / "state" / "progress.json").read_text())
         self.check_identity(saved["identity"], found[-1])
+        self.check_form(saved["form"], found[-1])
+        # Nothing in training draws from a global generator, so processes that find no state of one lack nothing.
         self.accelerator.load_state(str(found[-1] / "state"))
         self.accelerator.step = 0  # checkpoints lie between accumulation windows
         self.drop_old()  # which a kill just after the newest one was written has left
@@ -129,6 +133,21 @@ class Checkpoints:
                     f"{name} is {here!r}, but the run in {folder} has {there!r}; give the same value to continue "
                     "it, or another output to start afresh"
                 )
+
+    def check_form(self, saved: Mapping[str, Any], folder: Path) -> None:
+        """Raises ValueError if the state that `folder` holds cannot be loaded as these processes hold theirs."""
+        here = state_form(self.accelerator)
+        if here["sharding"] != saved["sharding"]:
+            raise ValueError(
+                f"the state in {folder} was saved under {saved['sharding']}, this launch is {here['sharding']}; launch "
+                f"with the accelerate configuration that the run began with (num_processes {saved['num_processes']})"
+            )
+        if here != saved and here["sharding"].startswith("DeepSpeed"):
+            raise ValueError(
+                f"{folder} holds DeepSpeed's shards of {saved['num_processes']} processes, which it does not share out "
+                f"over {here['num_processes']}; launch with --num_processes {saved['num_processes']}. Under DDP (the "
+                "ddp configuration) a run continues on any number"
+            )
 
     def save_best(self, progress: Progress) -> Path:
         """Its folder, as also of the next one."""
@@ -162,10 +181,21 @@ class Checkpoints:
             if with_state:
                 self.accelerator.save_state(str(folder / "state"))
             if with_state and self.accelerator.is_main_process:
-                values = {"progress": asdict(progress), "identity": self.identity}
+                form = state_form(self.accelerator)
+                values = {"progress": asdict(progress), "identity": self.identity, "form": form}
                 (folder / "state" / "progress.json").write_text(json.dumps(values, indent=2) + "\n")
             self.accelerator.wait_for_everyone()
         self.accelerator.wait_for_everyone()
+
+
+def state_form(accelerator: Accelerator) -> dict[str, Any]:
+    """How the state lies in its files: whole under DDP or one process, else in shards."""
+    sharding = "DDP or one process"
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        sharding = f"DeepSpeed ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
+    elif accelerator.distributed_type == DistributedType.FSDP:
+        sharding = "FSDP"
+    return {"sharding": sharding, "num_processes": accelerator.num_processes}
 
 
 def step_folders(output: Path) -> list[Path]:

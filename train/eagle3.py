@@ -92,10 +92,10 @@ class Eagle3Training(DraftTraining):
         """
         options = self.options
         rows, tokens, features, final = self.read(batch, options.ttt_steps)
-        # (N, Vd) fp32 logits and (N,) best tokens; step s of row n is taught by entry n + s
+        # (N, Vd) logits and (N,) best tokens; step s of row n is taught by entry n + s
         teacher, best = self.target.logits(final[rows.asking + 1], self.target_ids)
         is_known = self.draft.t2d[best]  # (N,)
-        loss, metrics = teacher.new_zeros(()), Metrics()
+        loss, metrics = teacher.new_zeros((), dtype=torch.float32), Metrics()
         for step, state in enumerate(self.chain(rows, tokens, features, options.ttt_steps)):
             length = max(len(state) - step, 0)
             counts = rows.counts[step, :length]

@@ -21,15 +21,14 @@ from accelerate.utils import parse_flag_from_env
 from torch import nn
 from tqdm import tqdm
 
-from slipstream.train.batches import PackedRows, batches_per_epoch, evaluation_batches, training_batches
-from slipstream.train.checkpoints import Checkpoints, Progress
+from slipstream.train.batches import PackedRows, evaluation_batches, training_batches
+from slipstream.train.checkpoints import SHARDING, Checkpoints, Progress
 from slipstream.train.feature_source import read_ahead
 from slipstream.train.optimizers import build_optimizers
-from slipstream.train.options import OptimOptions, RunOptions
+from slipstream.train.options import RunOptions
+from slipstream.train.schedule import Schedule
 from slipstream.train.trackers import Trackers
 from slipstream.train.training import DraftTraining, Metrics, add, reduce
-
-SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
 def start(options: RunOptions) -> Accelerator:
@@ -78,7 +77,7 @@ def fit(
             "use adamw, or the ddp configuration"
         )
     model, *optimizers = accelerator.prepare(training, *optimizers)
-    identity = {**asdict(options), **identity, "num_processes": accelerator.num_processes}
+    identity = {**asdict(options), **identity}
     checkpoints = Checkpoints(accelerator, model, output, options.checkpoint.keep, identity, run, training.write)
     progress = checkpoints.resume(options.resume)
     loop = Loop(accelerator, model, optimizers, options, train, heldout, progress)
@@ -131,38 +130,41 @@ class Loop:
         self.heldout = heldout
         self.progress = progress
         rank, processes = accelerator.process_index, accelerator.num_processes
-        size, window = options.data.batch_size, options.optim.accumulation
-        per_epoch = batches_per_epoch(train, size, processes)
-        self.num_steps = count_steps(options.optim, per_epoch)
-        batches = training_batches(train, size, options.seed, progress.step * window, rank, processes)
+        self.schedule = Schedule.of(options, len(train), processes)
+        self.num_steps = self.schedule.num_steps(progress)
+        rows = progress.rows, self.schedule.last_row
+        batches = training_batches(train, options.data.batch_size, options.seed, *rows, rank, processes)
         self.batches = read_ahead(batches, train)
 
     def train_step(self, interrupted: bool) -> tuple[dict[str, float], bool]:
         """Numbers of the step, and whether any process was interrupted."""
         accelerator, optim, began = self.accelerator, self.options.optim, time.perf_counter()
-        lr = optim.lr * lr_factor(self.progress.step, self.num_steps, optim.warmup_ratio)
+        lr = self.schedule.lr(self.progress)
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = lr
         window = [next(self.batches) for _ in range(optim.accumulation)]
-        num_tokens = torch.tensor(float(sum(batch.num_supervised for batch in window)), device=accelerator.device)
+        supervised = float(sum(batch.num_supervised for batch, is_new in window if is_new))
+        num_tokens = torch.tensor(supervised, device=accelerator.device)
         # Processes average their gradients and the accelerator divides by the window: both are undone here.
         scale = accelerator.num_processes * optim.accumulation / accelerator.reduce(num_tokens, "sum")
         totals: Metrics = {"interrupted": torch.tensor([float(interrupted), 1.0], device=accelerator.device)}
-        for batch in window:
+        for batch, is_new in window:  # the last window of an epoch run may hold batches that are none
             with accelerator.accumulate(self.model):
                 loss, metrics = self.model(batch)
-                accelerator.backward(loss * scale)
+                accelerator.backward(loss * (scale * is_new))
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(self.model.parameters(), optim.clip)
                 for optimizer in self.optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-            add(totals, metrics | {"loss": torch.stack((loss.detach(), loss.new_tensor(batch.num_supervised)))})
+            losses = torch.stack((loss.detach(), loss.new_tensor(batch.num_supervised)))
+            add(totals, metrics | {"loss": losses}, weight=int(is_new))
         sums = reduce(accelerator, totals)
         stopped = sums.pop("interrupted")[0] > 0
         record = {name: total / max(count, 1.0) for name, (total, count) in sums.items()}
         if not math.isfinite(record["loss"]):
             raise ValueError(f"loss is {record['loss']} at step {self.progress.step + 1}; lower optim.lr {optim.lr}")
+        self.progress.rows += self.schedule.next_rows(self.progress)
         self.progress.step += 1
         self.progress.tokens += int(sums["loss"][1])
         rate = sums["loss"][1] / (time.perf_counter() - began)
@@ -185,19 +187,6 @@ class Loop:
         if metrics["accept_length"] > self.progress.best_accept_length:
             self.progress.best_step, self.progress.best_accept_length = self.progress.step, metrics["accept_length"]
         return {f"eval_{name}": value for name, value in metrics.items()}
-
-
-def count_steps(optim: OptimOptions, batches_per_epoch: int) -> int:
-    """Optimizer steps of a run."""
-    return optim.steps or math.ceil(optim.epochs * batches_per_epoch / optim.accumulation)
-
-
-def lr_factor(step: int, num_steps: int, warmup_ratio: float) -> float:
-    """Share of the peak learning rate in step 0..num_steps-1: linear up, then a cosine that ends just above zero."""
-    warmup = math.ceil(warmup_ratio * num_steps)
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, num_steps - warmup)))
 
 
 def show(bar: tqdm, record: Mapping[str, float], progress: Progress) -> None:

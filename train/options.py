@@ -25,7 +25,7 @@ class OptimOptions:
     lr: float = 1e-4
     """peak learning rate"""
     epochs: int = 1
-    """passes over the training split; `steps` overrides it"""
+    """passes over the training split, each row once in each; `steps` overrides it"""
     steps: int | None = None
     """optimizer steps"""
     accumulation: int = 1

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from slipstream.models.feature_format import FeatureFormat
 from slipstream.models.frozen_target import VOCABULARY_CHUNK
-from slipstream.train.batches import PackedRows, batches_per_epoch, measure
-from slipstream.train.loop import count_steps
+from slipstream.train.batches import PackedRows, measure
+from slipstream.train.checkpoints import Progress
 from slipstream.train.optimizers import build_optimizers
+from slipstream.train.schedule import Schedule
 from slipstream.train.training import DraftTraining
 
 GPU_COUNTS = (1, 2, 4, 8)
@@ -73,7 +74,8 @@ def plan(training: DraftTraining, draft: Any, train: PackedRows, options: Any, n
     layers = [bytes_of(layer) for layer in training.target.layers] if options.target_sharding != "none" else [0]
     memory = Memory(
         target=(bytes_of(target) if is_run else bytes_of(*heads_of(target))) - sum(layers),
-        activations=target_activations(training, data, options) + draft_activations(draft, data, options, bf16),
+        activations=target_activations(training, data, options)
+        + draft_activations(draft, data, options, bf16, target.dtype.itemsize),
         parameters=size_of(draft),
         moments=moments_of(training, options),
         bf16=bf16,
@@ -121,15 +123,14 @@ def feature_lines(training: DraftTraining, draft: Any, data: Data) -> Iterator[s
 
 
 def step_lines(train: PackedRows, data: Data, options: Any, num_processes: int) -> Iterator[str]:
-    window, per_epoch = options.optim.accumulation, batches_per_epoch(train, options.data.batch_size, num_processes)
-    steps = count_steps(options.optim, per_epoch)
-    rows = options.data.batch_size * window * num_processes
+    schedule = Schedule.of(options, len(train), num_processes)
+    steps, rows = schedule.num_steps(Progress()), schedule.rows_per_step
     yield (
         f"steps     {steps:,} of {rows} rows on {num_processes} process{'es' * (num_processes > 1)}, "
-        f"{rows * data.row_tokens:,.0f} tokens each; {per_epoch / window:,.1f} steps see the data once"
+        f"{rows * data.row_tokens:,.0f} tokens each; {len(train) / rows:,.1f} steps see the data once"
     )
     share = data.supervised / data.tokens
-    total = steps * rows * data.row_tokens
+    total = (schedule.last_row or steps * rows) * data.row_tokens
     yield f"tokens    {total:,.0f} in all, {share * total:,.0f} of them supervised ({share:.0%})"
 
 
@@ -175,11 +176,12 @@ def target_activations(training: DraftTraining, data: Data, options: Any) -> int
     return int(model.dtype.itemsize * numbers)
 
 
-def draft_activations(draft: Any, data: Data, options: Any, bf16: bool) -> int:
+def draft_activations(draft: Any, data: Data, options: Any, bf16: bool, target_size: int) -> int:
     """What the draft's pass keeps for the gradient. S steps or one, L layers, R rows of each: N, or the blocks' slots.
 
     Per row and layer b * (2 * X + 3 * (Q + 2 * G) * D + 4 * H + 3 * I), X the width that attention reads; for EAGLE3
-    also the draft's and the target's logits. A GPU keeps no weights of attention (flex.py).
+    also the draft's logits and the target's, of `target_size` bytes. A GPU keeps no weights of attention
+    (flex.py).
     """
     config, size = draft.config, 2 if bf16 else 4
     tokens, share = options.data.batch_size * data.row_tokens, data.supervised / data.tokens
@@ -194,7 +196,7 @@ def draft_activations(draft: Any, data: Data, options: Any, bf16: bool) -> int:
     numbers += tokens * config.hidden_size * (len(config.feature_layers) + 1)
     logits = 0.0
     if is_eagle3:
-        logits = rows * (config.draft_vocab_size * (4 + steps * size) + VOCABULARY_CHUNK * 4)
+        logits = rows * (config.draft_vocab_size * (target_size + steps * size) + VOCABULARY_CHUNK * target_size)
     return int(numbers * size + logits)
 
 

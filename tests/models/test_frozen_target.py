@@ -102,6 +102,22 @@ def test_logits_in_chunks_equal_the_whole_head(model: PreTrainedModel, monkeypat
     assert best.tolist() == expected.argmax(dim=-1).tolist()
 
 
+@pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_logits_are_what_the_head_gives_in_its_own_dtype(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Rounded by the matrix product alone: fp32 ones of the same hold the same values, and the same token is best."""
+    monkeypatch.setattr(frozen_target, "VOCABULARY_CHUNK", 16)
+    torch.manual_seed(0)
+    model = FAMILIES["qwen2"]().to(device, torch.bfloat16)
+    states, ids = torch.randn(64, 16, device=device).bfloat16(), torch.arange(1, 50, 2)
+    logits, best = FrozenTarget(model, (1,)).logits(states, ids)
+    chunks = [torch.nn.functional.linear(states, part) for part in model.lm_head.weight.split(16)]
+    expected = torch.cat(chunks, dim=-1).detach().float()
+    assert logits.dtype == torch.bfloat16
+    assert torch.equal(logits.float(), expected[:, 1::2])
+    assert torch.equal(best, expected.argmax(dim=-1))
+    assert len(expected.unique()) < expected.numel(), "equal ones occur, and rounding them is not ours"
+
+
 def test_equal_logits_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frozen_target, "VOCABULARY_CHUNK", 7)
     model = FAMILIES["llama"]()

@@ -14,7 +14,6 @@ from slipstream.tests.train.conftest import SaveData, random_dataset
 from slipstream.train.batches import (
     Batch,
     PackedRows,
-    batches_per_epoch,
     collate,
     evaluation_batches,
     load_prepared,
@@ -85,34 +84,66 @@ def rows() -> PackedRows:
     return PackedRows(random_dataset(60, seed=4), 40)
 
 
-def take(rows: PackedRows, count: int, *, start: int = 0, size: int = 2, process: int = 0, num: int = 1) -> list[Batch]:
-    return list(itertools.islice(training_batches(rows, size, 7, start, process, num), count))
+def take(
+    rows: PackedRows,
+    count: int,
+    *,
+    start: int = 0,
+    end: int | None = None,
+    size: int = 2,
+    process: int = 0,
+    num: int = 1,
+) -> list[tuple[Batch, bool]]:
+    return list(itertools.islice(training_batches(rows, size, 7, start, end, process, num), count))
+
+
+def all_documents(rows: PackedRows) -> list[tuple[int, ...]]:
+    return sorted(tuple(rows.dataset[document]["input_ids"][:40]) for row in rows.rows for document in row)
 
 
 def test_an_epoch_is_a_permutation_and_epochs_differ(rows: PackedRows) -> None:
-    per_epoch = batches_per_epoch(rows, 2, 1)
-    first, second = (take(rows, per_epoch, start=start) for start in (0, per_epoch))
-    left_out = len(rows) - 2 * per_epoch
+    """Rows one by one: batches of more span epochs."""
+    both = [batch for batch, is_new in take(rows, 2 * len(rows), size=1) if is_new]
+    first, second = both[: len(rows)], both[len(rows) :]
     for epoch in (first, second):
-        found = sum(len(documents_of(batch)) for batch in epoch)
-        assert found >= sum(len(row) for row in rows.rows) - left_out * max(len(row) for row in rows.rows)
-        assert len({document for batch in epoch for document in documents_of(batch)}) == found
+        assert sorted(document for batch in epoch for document in documents_of(batch)) == all_documents(rows)
     assert any(not torch.equal(a.tokens, b.tokens) for a, b in zip(first, second, strict=True))
+    assert torch.cat([batch.numbers for batch in both]).tolist() == list(range(2 * len(rows)))
 
 
-def test_order_continues_from_any_batch_across_epochs(rows: PackedRows) -> None:
-    count = 2 * batches_per_epoch(rows, 2, 1) + 3
-    whole = take(rows, count)
-    for start in (1, batches_per_epoch(rows, 2, 1), count - 1):
-        for found, expected in zip(take(rows, count - start, start=start), whole[start:], strict=True):
+def test_order_goes_on_from_any_row_across_epochs(rows: PackedRows) -> None:
+    count = 2 * len(rows) + 3
+    whole = [batch for batch, _ in take(rows, count, size=1)]
+    for start in (1, len(rows) - 1, len(rows), len(rows) + 1, count - 1):
+        for (found, is_new), expected in zip(
+            take(rows, count - start, start=start, size=1), whole[start:], strict=True
+        ):
+            assert is_new
             assert torch.equal(found.tokens, expected.tokens)
+            assert torch.equal(found.numbers, expected.numbers)
 
 
 def test_processes_share_the_batch_of_one(rows: PackedRows) -> None:
-    whole = take(rows, 5, size=4)
-    parts = [take(rows, 5, size=2, process=process, num=2) for process in range(2)]
-    for batch, first, second in zip(whole, *parts, strict=True):
+    whole = take(rows, 9, size=4)
+    parts = [take(rows, 9, size=2, process=process, num=2) for process in range(2)]
+    for (batch, _), (first, _), (second, _) in zip(whole, *parts, strict=True):
         assert documents_of(batch) == sorted(documents_of(first) + documents_of(second))
+        assert batch.numbers.tolist() == first.numbers.tolist() + second.numbers.tolist()
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+@pytest.mark.parametrize("stops", [(5,), (1, 6, 17)])
+def test_numbers_of_processes_may_follow_each_other(rows: PackedRows, num: int, stops: tuple[int, ...]) -> None:
+    """Two epochs in parts, each ending as a run that stops or ends does; every row of them comes twice."""
+    seen, bounds = [], [0, *stops, 2 * len(rows)]
+    for part, (start, end) in enumerate(itertools.pairwise(bounds)):
+        processes = num + part
+        passes = -(-(end - start) // (2 * processes)) + 1
+        for process in range(processes):
+            taken = take(rows, passes, start=start, end=end, process=process, num=processes)
+            assert not taken[-1][1], "nothing is left for the pass behind the last"
+            seen += [document for batch, is_new in taken if is_new for document in documents_of(batch)]
+    assert sorted(seen) == sorted(2 * all_documents(rows))
 
 
 @pytest.mark.parametrize("num", [1, 2, 3])
@@ -120,12 +151,7 @@ def test_evaluation_sees_every_row_once_in_equally_many_batches(rows: PackedRows
     found = [list(evaluation_batches(rows, 2, process, num)) for process in range(num)]
     assert len({len(batches) for batches in found}) == 1
     documents = [d for batches in found for batch, is_new in batches if is_new for d in documents_of(batch)]
-    assert sorted(documents) == sorted(tuple(rows.dataset[i]["input_ids"][:40]) for row in rows.rows for i in row)
-
-
-def test_too_few_rows_are_refused(rows: PackedRows) -> None:
-    with pytest.raises(ValueError, match=r"data.batch_size x 3 processes needs 300; lower"):
-        batches_per_epoch(rows, 100, 3)
+    assert sorted(documents) == all_documents(rows)
 
 
 def test_a_split_that_supervises_nothing_is_refused() -> None:

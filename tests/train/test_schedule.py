@@ -1,0 +1,83 @@
+"""Steps, rows and learning rate of a run, whatever the number of processes, against a walk through it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.train.checkpoints import Progress
+from slipstream.train.options import OptimOptions
+from slipstream.train.schedule import Schedule, lr_factor
+
+
+def schedule(num_rows: int, *, size: int = 2, processes: int = 1, **optim: Any) -> Schedule:
+    options: Any = SimpleNamespace(data=SimpleNamespace(batch_size=size), optim=OptimOptions(**optim))
+    return Schedule.of(options, num_rows, processes)
+
+
+def walk(plan: Schedule, progress: Progress, num_steps: int | None = None) -> list[tuple[int, float]]:
+    """(rows, lr) of each step up to the end, or of `num_steps`; changes `progress` as a run does."""
+    steps = []
+    while progress.step < plan.num_steps(progress) and len(steps) != num_steps:
+        steps.append((plan.next_rows(progress), plan.lr(progress)))
+        progress.rows += steps[-1][0]
+        progress.step += 1
+    return steps
+
+
+@pytest.mark.parametrize(("num_rows", "epochs", "accumulation"), [(31, 1, 1), (31, 3, 2), (30, 2, 3), (8, 1, 4)])
+def test_epochs_end_at_their_last_row(num_rows: int, epochs: int, accumulation: int) -> None:
+    steps = walk(schedule(num_rows, epochs=epochs, accumulation=accumulation), Progress())
+    rows = [count for count, _ in steps]
+    assert sum(rows) == epochs * num_rows
+    assert all(count == 2 * accumulation for count in rows[:-1])
+    expected = [1e-4 * lr_factor(step, len(steps), 0.015) for step in range(len(steps))]
+    assert [lr for _, lr in steps] == expected
+
+
+def test_steps_take_as_many_rows_as_it_needs() -> None:
+    steps = walk(schedule(5, steps=7, accumulation=2), Progress())
+    assert [count for count, _ in steps] == [4] * 7
+    assert [lr for _, lr in steps] == [1e-4 * lr_factor(step, 7, 0.015) for step in range(7)]
+
+
+@pytest.mark.parametrize("numbers", [(1, 4, 2), (3, 1, 5)])
+@pytest.mark.parametrize("warmup_ratio", [0.0, 0.4])
+def test_epochs_end_there_on_any_numbers_of_processes(numbers: tuple[int, ...], warmup_ratio: float) -> None:
+    """And the rate is, everywhere, within two steps' change of that of one process at the same row."""
+    optim = {"epochs": 2, "warmup_ratio": warmup_ratio}
+    alone, progress = walk(schedule(501, size=1, **optim), Progress()), Progress()
+    for number, num_steps in zip(numbers, (37, 53, None), strict=True):
+        plan, first = schedule(501, size=1, processes=number, **optim), progress.rows
+        rates = [lr for _, lr in walk(plan, progress, num_steps)]
+        largest = 2 * number * max(abs(b - a) for (_, a), (_, b) in zip(alone, alone[1:], strict=False))
+        for index, rate in enumerate(rates):
+            assert 0 < rate <= 1e-4
+            assert rate == pytest.approx(alone[first + index * number][1], abs=largest)
+    assert progress.rows == 2 * 501
+    assert progress.step == plan.num_steps(progress)
+
+
+def test_a_number_of_steps_stays_on_any_number_of_processes() -> None:
+    progress = Progress()
+    first = walk(schedule(501, steps=20), progress, 12)
+    second = walk(schedule(501, steps=20, processes=4), progress)
+    assert [lr for _, lr in first + second] == [1e-4 * lr_factor(step, 20, 0.015) for step in range(20)]
+    assert progress.rows == 12 * 2 + 8 * 8
+
+
+def test_too_few_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"data.batch_size x 3 processes needs 300; lower"):
+        schedule(299, size=100, processes=3)
+
+
+def test_learning_rate_is_torchs_cosine_after_the_warm_up() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=90)
+    for step in range(10, 100):
+        assert lr_factor(step, 100, 0.1) == pytest.approx(cosine.get_last_lr()[0], abs=1e-9)
+        optimizer.step()
+        cosine.step()
+    assert [lr_factor(step, 100, 0.1) for step in range(10)] == pytest.approx([(step + 1) / 10 for step in range(10)])

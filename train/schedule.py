@@ -1,0 +1,66 @@
+"""How many steps a run has, the rows that each takes, and its learning rate.
+
+A run goes through the rows of its data in one order, epoch after epoch, whatever the number of processes. A step takes
+the next rows_per_step of them, the last step of `optim.epochs` those that are left. So a run that continues on another
+number of processes goes on at the row where it stopped: epochs end at the same row, in more steps or fewer.
+"""
+
+import math
+from dataclasses import dataclass
+
+from slipstream.train.checkpoints import Progress
+from slipstream.train.options import OptimOptions, RunOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    optim: OptimOptions
+    num_rows: int  # of the train split
+    rows_per_step: int  # of all processes
+
+    @classmethod
+    def of(cls, options: RunOptions, num_rows: int, num_processes: int) -> "Schedule":
+        """Raises ValueError where a pass would take a row twice."""
+        needed = options.data.batch_size * num_processes
+        if num_rows < needed:
+            raise ValueError(
+                f"the train split packs into {num_rows} rows, data.batch_size x {num_processes} processes needs "
+                f"{needed}; lower data.batch_size or data.max_length"
+            )
+        return cls(options.optim, num_rows, needed * options.optim.accumulation)
+
+    @property
+    def last_row(self) -> int | None:
+        """Where epochs end the run, counted as `Progress.rows`; None if `optim.steps` does."""
+        return None if self.optim.steps else self.optim.epochs * self.num_rows
+
+    def next_rows(self, progress: Progress) -> int:
+        """Rows of the next step."""
+        return min(self.rows_per_step, self._rows_left(progress))
+
+    def num_steps(self, progress: Progress) -> int:
+        """Optimizer steps of the run: those done and those to come."""
+        return self.optim.steps or progress.step + math.ceil(self._rows_left(progress) / self.rows_per_step)
+
+    def lr(self, progress: Progress) -> float:
+        """Of the next step. Epochs set it by the rows done, so that it goes on where it was if steps change size."""
+        if self.optim.steps:
+            done, total = float(progress.step), self.optim.steps
+        else:
+            done = progress.rows / self.rows_per_step
+            total = math.ceil(self.optim.epochs * self.num_rows / self.rows_per_step)
+        return self.optim.lr * lr_factor(done, total, self.optim.warmup_ratio)
+
+    def _rows_left(self, progress: Progress) -> int:
+        return self.rows_per_step if self.last_row is None else self.last_row - progress.rows
+
+
+def lr_factor(step: float, num_steps: int, warmup_ratio: float) -> float:
+    """Share of the peak learning rate in step 0..num_steps-1: linear up, then a cosine that ends just above zero.
+
+    `step` is no whole number where steps were of another size before.
+    """
+    warmup = math.ceil(warmup_ratio * num_steps)
+    if step < warmup:
+        return min(1.0, (step + 1) / warmup)
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, num_steps - warmup)))
