@@ -1,7 +1,7 @@
 """What n-gram lookahead brings and costs in serving: `--draft none` and `ngram` in turns, in one process.
 
     python bench/ngram_serving.py                                   # the bundled target and questions
-    python bench/ngram_serving.py --prompts random                  # random tokens: nothing repeats
+    python bench/ngram_serving.py --prompts random --temperature 8  # random tokens, also as answers: nothing repeats
     python bench/ngram_serving.py --target CKPT --concurrency 1,8,64 --engine.attention triton    # on a GPU
 
 Every turn asks questions that this level of concurrency has not asked before; both engines then answer them, each
@@ -35,7 +35,7 @@ RANDOM: dict[str, Any] = {
     "input_len": 100,
     "output_len": 160,
     "range_ratio": 0.2,
-}  # sampled at temperature 1, without end
+}  # sampled, without end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,9 @@ class BenchConfig:
     target: str = str(TINY)
     """Target checkpoint."""
     prompts: str = "gsm8k"
-    """gsm8k: bare questions, greedy, to the end of each answer; random: token ids, sampled at temperature 1."""
+    """gsm8k: bare questions, greedy, to the end of each answer; random: token ids, sampled without end."""
+    temperature: float = 1.0
+    """Of the answers to random prompts. Far above 1 they are random tokens, too."""
     concurrency: str = "1,8"
     """Requests open at once; several levels, parted by commas, are measured one after another."""
     questions: int = 0
@@ -107,7 +109,7 @@ def measure(config: BenchConfig, tokenizer: Any, level: int) -> dict[str, Any]:
     }
     params: dict[str, Any] = {"temperature": 0.0}
     if config.prompts == "random":
-        params = {"temperature": 1.0, "ignore_eos": True}
+        params = {"temperature": config.temperature, "ignore_eos": True}
     warmup = Workload(tokenizer=tokenizer, kind="random", input_len=32, output_len=16).tasks(2 * level, "warmup")
     for name, engine in engines.items():
         run_offline(engine, warmup, level, f"{name}: warm-up", namespace="warmup", **params)
@@ -115,7 +117,8 @@ def measure(config: BenchConfig, tokenizer: Any, level: int) -> dict[str, Any]:
     for index, tasks in enumerate(config.tasks(tokenizer, level)):
         for name in ("none", "ngram") if index % 2 == 0 else ("ngram", "none"):
             began = time.process_time()
-            run = run_offline(engines[name], tasks, level, f"{name} at {level}, turn {index + 1}", **params)
+            title, seed = f"{name} at {level}, turn {index + 1}", index * len(tasks)
+            run = run_offline(engines[name], tasks, level, title, seed=seed, **params)
             turns[name].append(Turn(run, time.process_time() - began))
     return {**origin(config, level, engines["ngram"]), **compare(turns["none"], turns["ngram"]), **clock.figures()}
 
@@ -129,6 +132,7 @@ def origin(config: BenchConfig, level: int, engine: Engine) -> dict[str, Any]:
         "target": config.target,
         "draft": "ngram",
         "prompts": config.prompts,
+        "temperature": config.temperature if config.prompts == "random" else 0.0,
         "batch": level,
         "requests": config.count(level),
         "turns": config.turns,

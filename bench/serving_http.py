@@ -13,16 +13,15 @@ from slipstream.serve.load import run_load
 DRAFTED = "slipstream_drafted_tokens_total"
 
 
-def run_http(base_url: str, tasks: Sequence[Task], concurrency: int, **params: Any) -> Run:
-    """Streams every task's answer. `params` go into each request. Raises ValueError if one fails."""
+def run_http(base_url: str, tasks: Sequence[Task], concurrency: int, seed: int = 0, **params: Any) -> Run:
+    """Streams every task's answer, sampled with `seed` + its index as run_offline does. `params` go into each request.
+
+    Raises ValueError if one fails.
+    """
     before = read_counters(base_url)
-    lengths = [task.max_tokens for task in tasks]
-    if len(set(lengths)) == 1:
-        params["max_tokens"] = lengths[0]
-    else:
-        params["each"] = [{"max_tokens": length} for length in lengths]
     prompts = [task.prompt for task in tasks]
-    load = run_load(base_url, prompts, concurrency=concurrency, stream=True, **params)
+    own = [{"max_tokens": task.max_tokens, "seed": seed + index} for index, task in enumerate(tasks)]
+    load = run_load(base_url, prompts, concurrency=concurrency, stream=True, each=own, **params)
     if load.errors:
         raise ValueError(f"{len(load.errors)} of {len(tasks)} requests failed, the first with: {load.errors[0]}")
     streams = [answer.arrivals_s for answer in load.answers if answer.arrivals_s]

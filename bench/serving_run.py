@@ -86,17 +86,24 @@ class Answer:
 
 
 def run_offline(
-    engine: Engine, tasks: Sequence[Task], concurrency: int, title: str, namespace: str = "", **params: Any
+    engine: Engine,
+    tasks: Sequence[Task],
+    concurrency: int,
+    title: str,
+    namespace: str = "",
+    seed: int = 0,
+    **params: Any,
 ) -> Run:
     """Keeps `concurrency` requests open until all tasks are done. `params` go into each one's SamplingParams.
 
+    Task i samples with `seed` + i: the same noise for all would make their answers alike, which a drafter could learn.
     Raises ValueError for a task that the engine cannot serve.
     """
     requests = [
         Request(
             id=str(index),
             prompt=task.prompt,
-            params=SamplingParams(max_tokens=task.max_tokens, **params),
+            params=SamplingParams(max_tokens=task.max_tokens, seed=seed + index, **params),
             namespace=namespace,
         )
         for index, task in enumerate(tasks)

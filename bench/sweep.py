@@ -57,7 +57,7 @@ class SweepConfig:
     temperature: float = 0.0
     """0: greedy."""
     seed: int = 0
-    """Seed of every request."""
+    """Seed of the first request; each further one takes the next."""
     mode: str = "offline"
     """offline: an engine in this process; http: a server of our own and streaming clients."""
     template: dict[str, Any] = field(default_factory=dict)

@@ -54,7 +54,7 @@ class BenchConfig:
     temperature: float = 0.0
     """0: greedy."""
     seed: int = 0
-    """Seed of every request."""
+    """Seed of the first request; each further one takes the next."""
     stream: bool = False
     """Stream the answers: gives time to first token and between pieces, and costs the client more."""
     ignore_eos: bool = False
@@ -127,9 +127,9 @@ def measure(config: BenchConfig) -> list[LoadResult]:
     fields: dict[str, Any] = {
         "max_tokens": config.max_tokens,
         "temperature": config.temperature,
-        "seed": config.seed,
         **({"ignore_eos": True} if config.ignore_eos else {}),
     }
+    seeds = [{"seed": config.seed + index} for index in range(len(prompts))]  # one for all would make answers alike
     return [
         run_load(
             config.base_url,
@@ -138,6 +138,7 @@ def measure(config: BenchConfig) -> list[LoadResult]:
             concurrency=int(level),
             num_warmup=config.num_warmup,
             stream=config.stream,
+            each=seeds,
             **fields,
         )
         for level in config.concurrency.split(",")

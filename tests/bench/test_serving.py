@@ -17,6 +17,7 @@ from slipstream.bench.serving_options import flags
 from slipstream.bench.serving_run import Run, milliseconds, run_offline
 from slipstream.bench.workload import Task, Workload, read_chats
 from slipstream.serve.cli import read_config
+from slipstream.serve.engine import Engine
 from slipstream.serve.llm import LLM
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import SamplingParams
@@ -115,6 +116,16 @@ def test_times_are_those_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (run.completion_tokens, run.rounds, run.decoded_tokens, run.accept_length) == (13, 3, 9, 3.0)
     assert run.width == ROUND
     assert engine.largest_batch == 2
+
+
+def test_each_answer_has_noise_of_its_own() -> None:
+    """One seed for all would let n-grams copy one answer into the next."""
+    engine = Engine(EngineConfig(target=str(TINY), kv_cache_tokens=512, max_model_len=64, max_running=2))
+    params: dict[str, Any] = {"temperature": 8.0, "ignore_eos": True}
+    tasks = [Task([5, 6, 7], 8)] * 4
+    run = run_offline(engine, tasks, 2, "test", seed=3, **params)
+    assert len({tuple(answer) for answer in run.answers}) == 4
+    assert run_offline(engine, tasks[:1], 2, "test", seed=5, **params).answers == [run.answers[2]]
 
 
 def test_percentiles_are_values_that_occurred() -> None:
