@@ -117,6 +117,11 @@ class Checkpoints:
                 f"output {self.output} holds a run ({found[-1].name}); name another one or use resume auto"
             )
         saved = json.loads((found[-1] / "state" / "progress.json").read_text())
+        if "form" not in saved:
+            raise ValueError(
+                f"{found[-1]} was written by an earlier version, which counted its place in the data in batches; name "
+                "another output to start afresh"
+            )
         self.check_identity(saved["identity"], found[-1])
         self.check_form(saved["form"], found[-1])
         # Nothing in training draws from a global generator, so processes that find no state of one lack nothing.

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,16 +113,14 @@ def vocabulary_path(token_map: TokenMap, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session")
-def arguments(target_path: Path, data_path: Path, vocabulary_path: Path) -> Callable[..., list[str]]:
-    """Flags of a run of 6 steps in a second; `changes` replace or add dotted options, with __ for the dot."""
+def run_flags(target_path: Path, data_path: Path, vocabulary_path: Path) -> Callable[..., list[str]]:
+    """Flags of a run of 6 steps in a second, for any program; `changes` replace or add options, __ for the dot."""
     standard = {
         "target": target_path,
         "data.path": data_path,
         "data.max_length": 40,
         "data.batch_size": 2,
         "draft.vocabulary": vocabulary_path,
-        "draft.feature_layers": "[2, 0, 4]",
-        "draft.ttt_steps": 3,
         "optim.steps": 6,
         "optim.lr": 1e-2,
         "evaluation.every": 3,
@@ -133,3 +132,9 @@ def arguments(target_path: Path, data_path: Path, vocabulary_path: Path) -> Call
         return [f"--{name}={value}" for name, value in options.items()]
 
     return build
+
+
+@pytest.fixture(scope="session")
+def arguments(run_flags: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """`run_flags` for train/eagle3.py."""
+    return partial(run_flags, draft__feature_layers="[2, 0, 4]", draft__ttt_steps=3)

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +23,9 @@ TIMING = "tokens_per_second"
 
 
 @pytest.fixture(scope="module")
-def flags(target_path: Path, data_path: Path, vocabulary_path: Path) -> Callable[..., list[str]]:
-    """Flags of a run of 6 steps in a second; `changes` replace or add dotted options, with __ for the dot."""
-    standard = {
-        "target": target_path,
-        "data.path": data_path,
-        "data.max_length": 40,
-        "data.batch_size": 2,
-        "draft.vocabulary": vocabulary_path,
-        "draft.feature_layers": "[2, 0, 4]",
-        "draft.num_layers": 2,
-        "draft.block_size": 5,
-        "draft.mask_token_id": 7,
-        "draft.anchors": 6,
-        "optim.steps": 6,
-        "optim.lr": 1e-2,
-        "evaluation.every": 3,
-        "checkpoint.every": 2,
-    }
-
-    def build(output: Path, **changes: Any) -> list[str]:
-        options = standard | {name.replace("__", "."): value for name, value in changes.items()} | {"output": output}
-        return [f"--{name}={value}" for name, value in options.items()]
-
-    return build
+def flags(run_flags: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    sizes = {"draft__num_layers": 2, "draft__block_size": 5, "draft__mask_token_id": 7, "draft__anchors": 6}
+    return partial(run_flags, draft__feature_layers="[2, 0, 4]", **sizes)
 
 
 @pytest.fixture(scope="module")

@@ -82,30 +82,10 @@ def check_states(training: EagleTraining, tokens: list[int], served: list[tuple[
         assert int(drafted[index]) == proposed[0]
 
 
-@pytest.fixture(scope="module")
-def flags(target_path: Path, data_path: Path, vocabulary_path: Path) -> Callable[..., list[str]]:
-    """Flags of a run of 6 steps in a second; `changes` replace or add dotted options, with __ for the dot."""
-    standard = {
-        "target": target_path,
-        "data.path": data_path,
-        "data.max_length": 40,
-        "data.batch_size": 2,
-        "draft.vocabulary": vocabulary_path,
-        "optim.steps": 6,
-        "optim.lr": 1e-2,
-        "evaluation.every": 3,
-        "checkpoint.every": 2,
-    }
-
-    def build(output: Path, **changes: Any) -> list[str]:
-        options = standard | {name.replace("__", "."): value for name, value in changes.items()} | {"output": output}
-        return [f"--{name}={value}" for name, value in options.items()]
-
-    return build
-
-
-def test_a_run_leaves_servable_checkpoints(tmp_path: Path, target_path: Path, flags: Callable[..., list[str]]) -> None:
-    main(flags(tmp_path, draft__bias="false", optim__name="muon"))
+def test_a_run_leaves_servable_checkpoints(
+    tmp_path: Path, target_path: Path, run_flags: Callable[..., list[str]]
+) -> None:
+    main(run_flags(tmp_path, draft__bias="false", optim__name="muon"))
     target = ModelConfig.from_hf(AutoConfig.from_pretrained(target_path))
     config = load_eagle(tmp_path / "best", target, torch.float32, torch.device("cpu")).config
     assert (config.fc_bias, config.draft_vocab_size, config.target) == (False, DRAFT_VOCAB_SIZE, str(target_path))
@@ -114,9 +94,9 @@ def test_a_run_leaves_servable_checkpoints(tmp_path: Path, target_path: Path, fl
     assert {"feature_loss_0", "accept_rate_0", "eval_accept_rate_2"} <= lines[-1].keys()
 
 
-def test_accumulation_equals_a_bigger_batch(tmp_path: Path, flags: Callable[..., list[str]]) -> None:
-    main(flags(tmp_path / "batch", data__batch_size=4))
-    main(flags(tmp_path / "window", data__batch_size=2, optim__accumulation=2))
+def test_accumulation_equals_a_bigger_batch(tmp_path: Path, run_flags: Callable[..., list[str]]) -> None:
+    main(run_flags(tmp_path / "batch", data__batch_size=4))
+    main(run_flags(tmp_path / "window", data__batch_size=2, optim__accumulation=2))
     found, expected = (
         [
             {name: value for name, value in line.items() if name != "tokens_per_second"}
@@ -129,7 +109,7 @@ def test_accumulation_equals_a_bigger_batch(tmp_path: Path, flags: Callable[...,
 
 
 def test_an_overfitted_draft_is_accepted_whole(
-    tmp_path: Path, target_path: Path, save_data: SaveData, flags: Callable[..., list[str]]
+    tmp_path: Path, target_path: Path, save_data: SaveData, run_flags: Callable[..., list[str]]
 ) -> None:
     """One batch learnt by heart: every round emits depth + 1 tokens."""
     params = SamplingParams(max_tokens=3 * (DEPTH + 1) + 1, temperature=0.0, ignore_eos=True)
@@ -139,7 +119,7 @@ def test_an_overfitted_draft_is_accepted_whole(
     data = save_data(*[Dataset.from_dict({"input_ids": texts, "loss_mask": masks})] * 2)
     learnt = {"data__path": data, "data__max_length": 64, "data__batch_size": 1, "draft__noise": 0}
     learnt |= {"optim__name": "muon", "optim__steps": 150, "draft__ttt_steps": DEPTH, "evaluation__every": 150}
-    command = flags(tmp_path, checkpoint__every=1000, draft__intermediate_size=256, **learnt)
+    command = run_flags(tmp_path, checkpoint__every=1000, draft__intermediate_size=256, **learnt)
     main([flag for flag in command if "vocabulary" not in flag])
     for options in ({"depth": DEPTH}, {"depth": DEPTH, "topk": 3, "nodes": 16}):
         drafted = LLM(str(target_path), str(tmp_path / "best"), drafter=options)
@@ -158,8 +138,8 @@ def test_an_overfitted_draft_is_accepted_whole(
     ],
 )
 def test_bad_options_end_in_a_sentence(
-    tmp_path: Path, flags: Callable[..., list[str]], changes: dict[str, Any], message: str, capsys: Any
+    tmp_path: Path, run_flags: Callable[..., list[str]], changes: dict[str, Any], message: str, capsys: Any
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(flags(tmp_path, **changes))
+        main(run_flags(tmp_path, **changes))
     assert message in str(stop.value.code) + capsys.readouterr().err

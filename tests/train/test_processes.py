@@ -142,3 +142,14 @@ def test_a_state_that_does_not_fit_these_processes_is_refused(
     with pytest.raises(SystemExit) as stop:
         main(arguments(tmp_path, optim__steps=1))
     assert re.search(message, str(stop.value.code))
+
+
+def test_a_state_of_an_earlier_version_is_refused(tmp_path: Path, arguments: Arguments) -> None:
+    main(arguments(tmp_path, optim__steps=1))
+    path = tmp_path / "step-1" / "state" / "progress.json"
+    saved = json.loads(path.read_text())
+    del saved["form"]
+    path.write_text(json.dumps(saved))
+    with pytest.raises(SystemExit) as stop:
+        main(arguments(tmp_path, optim__steps=1))
+    assert "step-1 was written by an earlier version" in str(stop.value.code)
