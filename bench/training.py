@@ -2,10 +2,12 @@
 
     python bench/training.py --shape qwen3-8b --sequence 4096 --anchors 512 --profile
     python bench/training.py --shape tiny                       # a few seconds on a CPU
+    accelerate launch --config_file configs/accelerate/zero2.yaml --num_processes 2 bench/training.py --shape qwen3-8b
 
 The step is the training loop's: frozen target, draft, loss, backward, clipping, AdamW. `share_of_peak` sets the
 arithmetic that the step needs (bench/training_flops.py) against a plain bf16 matrix product of the same run. --profile
-lists the kernels by group and by name. Prints tables and ends in one JSON line.
+lists the kernels by group and by name. Of several processes each has rows of its own, and the first one prints: tokens
+a second of all, the rest of one. Prints tables and ends in one JSON line.
 """
 
 import json
@@ -34,6 +36,7 @@ from slipstream.train.training import DraftTraining
 WARM_UP = 3  # steps
 PEAK_SIZE = {"cuda": 8192, "cpu": 512}  # of the square matrices of the plain product
 GROUPS = {  # the first pattern that a kernel's name matches
+    "communication": r"nccl",
     "attention": r"flex_attention|triton_tem|flash|fmha|scaled_dot",
     "matrix products": r"gemm|nvjet|cutlass|cublas|::mm|::bmm|::addmm|::baddbmm",
     "optimizer": r"multi_tensor|adam|_foreach|lpnorm",
@@ -49,14 +52,19 @@ def main(argv: list[str] | None = None) -> None:
     accelerator = start(RunOptions(output="", data=DataOptions(path="")))
     device = accelerator.device
     peak = plain_product(device)
-    print(f"a plain product does {peak / 1e12:.2f} TFLOP/s")
+    accelerator.print(f"a plain product does {peak / 1e12:.2f} TFLOP/s")
     training, batch = build(config, device), make_batch(config)
     flops = step_flops(training, batch)
     parts = make_parts(training, accelerator, batch)
-    line = describe(config, device) | measure(config, parts, batch, flops, peak, device)
+    line = describe(config, accelerator) | measure(config, parts, batch, flops, peak, device)
+    line["tokens_per_second"] *= accelerator.num_processes
+    line["supervised_per_second"] *= accelerator.num_processes
+    by_name = profile_step(parts, device) if config.profile else {}
+    if not accelerator.is_main_process:
+        return
     print_table(line, flops)
     if config.profile:
-        line["groups_ms"] = print_profile(parts, device)
+        line["groups_ms"] = print_profile(by_name)
     print(json.dumps(line))
     if config.output is not None:
         with open(config.output, "a") as file:
@@ -113,13 +121,15 @@ def make_parts(training: DraftTraining, accelerator: Accelerator, batch: Batch) 
     }
 
 
-def describe(config: StepConfig, device: torch.device) -> dict[str, Any]:
-    is_gpu = device.type == "cuda"
+def describe(config: StepConfig, accelerator: Accelerator) -> dict[str, Any]:
+    is_gpu = accelerator.device.type == "cuda"
     return {
         "bench": "training",
         "device": torch.cuda.get_device_name() if is_gpu else "CPU",
         "date": date.today().isoformat(),
         "revision": revision(),
+        "processes": accelerator.num_processes,
+        "distributed": accelerator.distributed_type.value,
         **{name: value for name, value in asdict(config).items() if name not in ("profile", "output")},
     }
 
@@ -128,7 +138,10 @@ def measure(
     config: StepConfig, parts: dict[str, Part], batch: Batch, flops: dict[str, int], peak: float, device: torch.device
 ) -> dict[str, Any]:
     """Medians over the steps. The parts are timed in steps of their own, since each waits for the device."""
-    for _ in range(WARM_UP):
+    began = clock(device)
+    run(parts)
+    first = clock(device) - began
+    for _ in range(WARM_UP - 1):
         run(parts)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -146,6 +159,7 @@ def measure(
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     needed = sum(flops.values())
     return {
+        "first_step_s": round(first, 1),
         "step_ms": round(1000 * seconds, 2),
         "parts_ms": {name: round(1000 * median(times), 2) for name, times in by_part.items()},
         "tokens_per_second": round(batch.tokens.numel() / seconds),
@@ -173,12 +187,13 @@ def print_table(line: dict[str, Any], flops: dict[str, int]) -> None:
     print("time: " + ", ".join(f"{name} {value:.1f} ms" for name, value in line["parts_ms"].items()))
     print(
         f"step {line['step_ms']:.1f} ms, {line['tokens_per_second']} tokens/s, {line['tflops']:.2f} TFLOP/s "
-        f"({100 * line['share_of_peak']:.0f} % of a plain product), peak memory {line['peak_memory_gb']} GiB"
+        f"({100 * line['share_of_peak']:.0f} % of a plain product), peak memory {line['peak_memory_gb']} GiB; "
+        f"the first step, with all compilation, took {line['first_step_s']} s"
     )
 
 
-def print_profile(parts: dict[str, Part], device: torch.device, repeats: int = 3) -> dict[str, float]:
-    """Milliseconds of a step by group of kernels; prints them and the longest kernels."""
+def profile_step(parts: dict[str, Part], device: torch.device, repeats: int = 3) -> dict[str, float]:
+    """Milliseconds of a step by kernel."""
     is_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]) as profiler:
         for _ in range(repeats):
@@ -190,6 +205,11 @@ def print_profile(parts: dict[str, Part], device: torch.device, repeats: int = 3
             continue
         time_us = event.self_device_time_total if is_gpu else event.self_cpu_time_total
         by_name[event.key] = by_name.get(event.key, 0.0) + time_us / 1000 / repeats
+    return by_name
+
+
+def print_profile(by_name: dict[str, float]) -> dict[str, float]:
+    """Prints the milliseconds of groups of kernels, which it returns, and of the longest kernels."""
     groups = dict.fromkeys(GROUPS, 0.0)
     for name, milliseconds in by_name.items():
         groups[next(group for group, pattern in GROUPS.items() if re.search(pattern, name, re.I))] += milliseconds

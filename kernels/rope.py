@@ -1,8 +1,10 @@
-"""Rotary embedding (RoFormer, arXiv 2104.09864) of queries and keys, and the write of keys and values into the paged
-cache, in one launch.
+"""Rotary embedding (RoFormer, arXiv 2104.09864): of queries and keys together with the write of keys and values into
+the paged cache, in one launch; and alone, for training.
 
 Letters: T packed tokens, Q/G query and KV heads, D head dim, P positions of the tables.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -64,6 +66,50 @@ def rotate_and_store_reference(
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rotates x (T, heads, D), strided with contiguous last dim, by its rows' positions (T,) int64: (T, heads, D) of
+    `dtype`, contiguous on a GPU. cos, sin (P, D) as for `rotate_and_store`. fp32 inside; differentiable in x."""
+    if x.is_cuda:  # under autograd, too
+        return rotate_triton(x, cos, sin, positions, dtype)
+    return rotate_reference(x, cos, sin, positions, dtype)
+
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    return _rotate(x, cos[positions, None], sin[positions, None]).to(dtype)
+
+
+def rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    return _Rotation.apply(x, cos, sin, positions, dtype)
+
+
+class _Rotation(torch.autograd.Function):
+    """Its gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(cos, sin, positions)
+        ctx.dtype = x.dtype
+        return _turn(x, cos, sin, positions, dtype, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cos, sin, positions = ctx.saved_tensors
+        return _turn(upstream, cos, sin, positions, ctx.dtype, -1.0), None, None, None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype, sign: float) -> Tensor:
+    T, heads, D = x.shape
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    assert all(table.is_contiguous() for table in (cos, sin, positions))
+    out = torch.empty(T, heads, D, dtype=dtype, device=x.device)
+    if T:
+        _rotate_kernel[(T, triton.cdiv(heads, HEADS_PER_PROGRAM))](
+            x, cos, sin, positions, out, x.stride(0), x.stride(1), heads, sign,
+            D=D, HALF=triton.next_power_of_2(D // 2), HEADS=HEADS_PER_PROGRAM, num_warps=2,
+        )  # fmt: skip
+    return out
 
 
 def rotate_and_store_triton(
@@ -155,6 +201,22 @@ def _rotate_and_store(
         _rotate_heads(k, keys_ptr + cell, cos, sin, inside, D)
         tl.store(values_ptr + cell, tl.load(v, mask=inside, other=0.0), mask=inside)
         tl.store(values_ptr + cell + D // 2, tl.load(v + D // 2, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def _rotate_kernel(
+    x_ptr, cos_ptr, sin_ptr, positions_ptr, out_ptr, token_stride, head_stride, num_heads, sign,
+    D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one token, by its angle times `sign`."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    dim = tl.arange(0, HALF)[None, :]
+    angle = tl.load(positions_ptr + token) * D + dim
+    cos = tl.load(cos_ptr + angle, mask=dim < D // 2, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=dim < D // 2, other=0.0) * sign
+    source = x_ptr + token * token_stride + head * head_stride + dim
+    inside = (head < num_heads) & (dim < D // 2)
+    _rotate_heads(source, out_ptr + (token * num_heads + head) * D + dim, cos, sin, inside, D)
 
 
 @triton.jit

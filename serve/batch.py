@@ -75,6 +75,7 @@ class Rows:
         self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.top_p = torch.ones(num_rows, device=device)
         self.min_p = torch.zeros(num_rows, device=device)
+        self._stored: tuple[list[int], Tensor] = ([], self.top_k[:0])  # rows of the last `store`, here and there
 
     def admit(self, row: int, request: Request) -> None:
         params = request.params
@@ -109,7 +110,11 @@ class Rows:
         nodes = proposal.nodes if len(chosen) == len(rows) else proposal.nodes[:, chosen]
         unused = self.nodes.shape[2] - nodes.shape[2]
         nodes = pad(nodes, (0, unused), value=-1) if unused else nodes
-        self.nodes.index_copy_(1, self.upload([rows[index] for index in chosen]), nodes.to(self.device))  # sync
+        nodes = nodes.pin_memory() if self.device.type == "cuda" else nodes  # as it is if it is pinned
+        where = [rows[index] for index in chosen]
+        if where != self._stored[0]:
+            self._stored = where, self.upload(where)
+        self.nodes.index_copy_(1, self._stored[1], nodes.to(self.device, non_blocking=True))
 
     def sampling(self, rows: Tensor, mode: SamplingMode) -> Sampling:
         temperature = None if mode == "greedy" else self.temperature

@@ -146,13 +146,14 @@ class Engine:
         return self._landed(self._flights.popleft() if self._flights else None)
 
     def _step_between(self) -> list[Output]:
-        """For a drafter on the host: the device waits while it drafts, but not for what else there is to do with the
-        tokens, which are handed to the scheduler once the next round runs."""
+        """For a drafter on the host: the device waits while it drafts, but for nothing else. The next round gets its
+        pages while the last one runs, whose tokens are handed to the scheduler once the next one does."""
+        sequences = self._next_round()
         arrived = [(flight, flight.read()) for flight in self._flights]
         self._flights.clear()
         self._draft_on_host(arrived)
         # The round first: behind a prompt there is nothing to verify before its token has been read.
-        self._flights += [flight for flight in (self._round(), self._prefill()) if flight is not None]
+        self._flights += [flight for flight in (self._launch(sequences), self._prefill()) if flight is not None]
         return [output for flight, results in arrived for output in flight.commit(results)]
 
     def _landed(self, flight: Pass | None) -> list[Output]:
@@ -180,7 +181,14 @@ class Engine:
         return Pass("prefill", ending, self.executor.prefill(chunks).read, commit)
 
     def _round(self) -> Pass | None:
+        return self._launch(self._next_round())
+
+    def _next_round(self) -> list[Sequence]:
         sequences = self.scheduler.next_round(self.reserve)
+        self.executor.prepare(sequences)
+        return sequences
+
+    def _launch(self, sequences: list[Sequence]) -> Pass | None:
         if not sequences:
             return None
         offers = self.executor.offers(sequences)

@@ -65,8 +65,22 @@ class Executor:
         sampled = self.runner.prefill(batch, tokens, tuple(chunk.is_last for chunk in chunks), self.width).int()
         return Flight.launch(torch.stack((torch.ones_like(sampled), sampled), dim=1), 1)
 
+    def prepare(self, sequences: list[Sequence]) -> None:
+        """Tells the device which pages they have gained: before the pass that needs them, which may be `round`."""
+        changes: list[tuple[int, int, int]] = []
+        uploaded = self._num_uploaded
+        for sequence in sequences:
+            row, pages = sequence.row, sequence.table.pages
+            if uploaded[row] != len(pages):
+                changes += [(row, index, pages[index]) for index in range(uploaded[row], len(pages))]
+                uploaded[row] = len(pages)
+        self.state.set_pages(changes)
+
     def round(self, sequences: list[Sequence], width: int) -> tuple[Flight, list[int]]:
-        """Verifies and proposes `width` nodes each. Also returns how many of the nodes verified are drafted tokens."""
+        """Verifies and proposes `width` nodes each, for sequences that are prepared.
+
+        Also returns how many of the nodes verified are drafted tokens.
+        """
         rows = [sequence.row for sequence in sequences]
         drafted = [min(self._offers[row].nodes, width) - 1 for row in rows]
         self._expect_proposals(rows, width)
@@ -90,7 +104,6 @@ class Executor:
             self._offers[row] = offer
 
     def _round(self, sequences: list[Sequence], rows: list[int], width: int) -> Tensor:
-        self._upload_pages(sequences)
         mode = _sampling_mode(sequences)
         if self.graphs is not None:
             return self.graphs.round(rows, mode, width)
@@ -107,7 +120,7 @@ class Executor:
             next_tokens += (known + [0])[chunk.start + 1 : chunk.end + 1]  # 0: replaced by the sampled token
             positions += range(chunk.start, chunk.end)
         sequences = [chunk.sequence for chunk in chunks]
-        self._upload_pages(sequences)
+        self.prepare(sequences)
         upload = self.state.upload
         query_lens = tuple(chunk.end - chunk.start for chunk in chunks)
         rows, lengths = upload([[chunk.sequence.row for chunk in chunks], [chunk.start for chunk in chunks]])
@@ -125,16 +138,6 @@ class Executor:
             next_tokens=successors,
         )
         return batch, packed
-
-    def _upload_pages(self, sequences: list[Sequence]) -> None:
-        changes: list[tuple[int, int, int]] = []
-        uploaded = self._num_uploaded
-        for sequence in sequences:
-            row, pages = sequence.row, sequence.table.pages
-            if uploaded[row] != len(pages):
-                changes += [(row, index, pages[index]) for index in range(uploaded[row], len(pages))]
-                uploaded[row] = len(pages)
-        self.state.set_pages(changes)
 
 
 def _sampling_mode(sequences: list[Sequence]) -> SamplingMode:

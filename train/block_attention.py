@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
-from slipstream.models.layers import Mask, RotaryEmbedding, rotate
+from slipstream.kernels.rope import rotate
+from slipstream.models.layers import Mask, RotaryEmbedding
 from slipstream.train import flex
 from slipstream.train.blocks import Blocks
 
@@ -75,17 +76,17 @@ class BlockAttention(ABC):
     def ask(self, blocks: Blocks) -> None:
         """`blocks` on the device."""
         self.blocks = blocks
-        self.cos_sin = self.rope.cos_sin(blocks.positions.flatten())
+        self.slot_positions = blocks.positions.flatten()
         self.masks: dict[int | None, Any] = {}  # by window; layers share them
 
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
         """k and v (C, G, D)."""
-        self.context[layer] = rotate(k, *self.rope.cos_sin(self.positions)).to(v.dtype), v
+        self.context[layer] = rotate(k, self.rope.cos, self.rope.sin, self.positions, v.dtype), v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask, window: int | None = None) -> Tensor:
         """q (N * S, Q, D), k and v (N * S, G, D) -> (N * S, Q, D). Keeps nothing."""
         assert (mask, window is None) in (("block", True), ("causal", False)), "the two kinds of layer that blocks have"
-        q, k = (rotate(x, *self.cos_sin).to(v.dtype) for x in (q, k))
+        q, k = (rotate(x, self.rope.cos, self.rope.sin, self.slot_positions, v.dtype) for x in (q, k))
         if window not in self.masks:
             self.masks[window] = self.make_mask(window)
         return self.compute(q, k, v, *self.context[layer], self.masks[window])

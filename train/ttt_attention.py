@@ -7,17 +7,15 @@ D head dim.
 """
 
 from abc import ABC, abstractmethod
-from itertools import chain
 
 import torch
-import torch._dynamo
 from torch import Tensor
 
-from slipstream.models.layers import Mask, RotaryEmbedding, rotate
+from slipstream.kernels.own_keys import KeyValue, with_own_keys
+from slipstream.kernels.rope import rotate
+from slipstream.models.layers import Mask, RotaryEmbedding
 from slipstream.train import flex
 from slipstream.train.ttt import Rows
-
-KeyValue = tuple[Tensor, Tensor]
 
 
 class TTTAttention(ABC):
@@ -38,7 +36,7 @@ class TTTAttention(ABC):
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
         """k and v (C, G, D) of the context rows."""
         assert layer == 0
-        self.context = self.turn(k, self.rows.context_positions).to(v.dtype), v
+        self.context = self.turn(k, self.rows.context_positions, v.dtype), v
 
     @torch.compiler.disable
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask, window: int | None = None) -> Tensor:
@@ -46,7 +44,7 @@ class TTTAttention(ABC):
         assert layer == 0
         assert mask == "causal"
         assert window is None
-        q, k = (self.turn(x, self.rows.asking_positions + self.step).to(v.dtype) for x in (q, k))
+        q, k = (self.turn(x, self.rows.asking_positions + self.step, v.dtype) for x in (q, k))
         if self.step == 0:
             assert self.context is not None
             context_k, context_v = self.context
@@ -56,9 +54,8 @@ class TTTAttention(ABC):
         assert self.shared is not None
         return self.compute(q, *self.shared)
 
-    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
-        run = flex.compiled(rotate) if x.is_cuda else rotate
-        return run(x, *self.rope.cos_sin(positions))
+    def turn(self, x: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        return rotate(x, self.rope.cos, self.rope.sin, positions, dtype)
 
     def in_reading_order(self, context: Tensor, asking: Tensor) -> Tensor:
         return torch.cat((context, asking)).index_select(0, self.rows.keys)
@@ -133,32 +130,7 @@ class FlexTTTAttention(TTTAttention):
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         output, lse = flex.attend(q, k, v, self.tiles)
-        if not self.own:
-            return output
-        if not q.is_cuda:
-            return with_own_keys(q, output, lse, self.own)
-        for x in (q, output, lse, *chain.from_iterable(self.own)):
-            torch._dynamo.maybe_mark_dynamic(x, 0)  # compiled once for each number of own keys, whatever N is
-        return flex.compiled(with_own_keys)(q, output, lse, self.own)
-
-
-def with_own_keys(q: Tensor, output: Tensor, lse: Tensor, own: list[KeyValue]) -> Tensor:
-    """The attention of q (N, Q, D) over other keys, `output` (N, Q, D) with its lse (N, Q), extended by a row's own
-    keys and values (N, G, D) each: as if one softmax had been taken over all. fp32 inside.
-
-    Compiled, its backward computes scores and weights again from these arguments, which it keeps by reference.
-    """
-    dtype, groups = torch.promote_types(q.dtype, torch.float32), own[0][0].shape[1]
-    scaled = (q.to(dtype) * q.shape[-1] ** -0.5).unflatten(1, (groups, -1))  # (N, G, R, D)
-    lse = total = lse.unflatten(1, (groups, -1))  # (N, G, R)
-    scores = []
-    for k, _ in own:
-        scores.append((scaled * k.to(dtype).unsqueeze(2)).sum(-1))
-        total = torch.logaddexp(total, scores[-1])
-    whole = output.to(dtype).unflatten(1, (groups, -1)) * (lse - total).exp().unsqueeze(-1)
-    for score, (_, v) in zip(scores, own, strict=True):
-        whole = whole + (score - total).exp().unsqueeze(-1) * v.to(dtype).unsqueeze(2)
-    return whole.to(output.dtype).flatten(1, 2)
+        return with_own_keys(q, output, lse, self.own) if self.own else output
 
 
 def ttt_attention(rows: Rows, rope: RotaryEmbedding) -> TTTAttention:

@@ -83,6 +83,7 @@ class Drafter(base.Drafter):
 
     def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
         self.core = self.options.core(state.null)
+        self.is_pinned = state.device.type == "cuda"  # so that a copy to the device is not waited for
         if self.options.load:
             self.core.load(self.options.load)
         for tokens in read_corpus(self.options.corpus, self.vocab_size) if self.options.corpus else ():
@@ -101,11 +102,12 @@ class Drafter(base.Drafter):
 
     def match(self, rows: Sequence[int], width: int) -> tuple[HostProposal, list[int]]:
         """The proposals, and the length of each longest match."""
-        nodes = np.empty((2, len(rows), width), dtype=np.int32)
+        nodes = torch.empty(2, len(rows), width, dtype=torch.int32, pin_memory=self.is_pinned)
         matches = np.empty(len(rows), dtype=np.int32)
-        counts = self.core.propose(rows, nodes[0], nodes[1], matches)
+        tokens, parents = nodes.numpy()
+        counts = self.core.propose(rows, tokens, parents, matches)
         lengths = matches.tolist()
-        return HostProposal(torch.from_numpy(nodes), counts, [length.bit_length() for length in lengths]), lengths
+        return HostProposal(nodes, counts, [length.bit_length() for length in lengths]), lengths
 
     def release(self, row: int, tokens: list[int]) -> None:
         self.core.release(row)

@@ -6,11 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.rope import rotate_and_store, rotate_and_store_reference, rotate_and_store_triton, store
+from slipstream.kernels.rope import (
+    rotate_and_store,
+    rotate_and_store_reference,
+    rotate_and_store_triton,
+    rotate_reference,
+    rotate_triton,
+    store,
+)
+from slipstream.tests.kernels.triton_runs import DEVICES, poisoned
 
 MAX_LEN, THETA = 300, 100.0
-NO_INTERPRETER = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
-DEVICES = [pytest.param("cpu", marks=NO_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # one rounding
 CASES = [  # T, Q, G, D
     (1, 32, 8, 128),
@@ -42,9 +48,9 @@ class Scene:
     def arguments(self) -> tuple[Tensor, ...]:
         return (self.q, self.k, self.v, self.cos, self.sin, self.positions, self.slots, self.keys, self.values)
 
-    def turned(self, x: Tensor) -> Tensor:
-        """x (T, heads, D) as complex numbers (x[i], x[i + D / 2]), each turned by its angle, in fp64."""
-        turn = torch.polar(torch.ones_like(self.angles), self.angles)[self.positions.cpu(), None]
+    def turned(self, x: Tensor, sign: float = 1.0) -> Tensor:
+        """x (T, heads, D) as complex numbers (x[i], x[i + D / 2]), each turned by its angle times `sign`, in fp64."""
+        turn = torch.polar(torch.ones_like(self.angles), sign * self.angles)[self.positions.cpu(), None]
         result = torch.complex(*x.double().cpu().chunk(2, dim=-1)) * turn
         return torch.cat((result.real, result.imag), dim=-1)
 
@@ -86,6 +92,24 @@ def test_store_writes_what_rotate_and_store_writes(
     scene = Scene((3, 4, 2, 64), torch.float32, device)
     store(*scene.arguments()[1:])
     scene.check_cache()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kernel", [rotate_reference, rotate_triton])
+def test_alone_it_turns_forth_and_its_gradient_back(
+    kernel: Callable[..., Tensor], case: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
+    scene = Scene(case, torch.float32, device)
+    leaf = scene.q.detach().requires_grad_()
+    upstream = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    with poisoned():
+        out = kernel(leaf, scene.cos, scene.sin, scene.positions, dtype)
+        (gradient,) = torch.autograd.grad(out, leaf, upstream.transpose(1, 2).contiguous().transpose(1, 2))
+    assert (out.dtype, gradient.dtype) == (dtype, torch.float32)
+    check(out.detach(), scene.turned(leaf.detach()))
+    torch.testing.assert_close(gradient.double().cpu(), scene.turned(upstream, -1.0), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu

@@ -120,7 +120,7 @@ def test_a_shorter_proposal_leaves_no_nodes_of_the_one_before(
     engine.step()
     (sequence,) = engine.scheduler.next_round(engine.reserve)
     rows, bound = torch.tensor([sequence.row]), sequence.num_computed
-    engine.executor._upload_pages([sequence])
+    engine.executor.prepare([sequence])
     for width, next_width in zip(widths, widths[1:], strict=False):
         ((count, *_),) = engine.executor.runner.round(rows, (bound,), "greedy", width, next_width).tolist()
         bound += count
