@@ -18,31 +18,39 @@ class HostClock:
         self.host_s: list[float] = []
         self.drafter_s: list[float] = []
         self._is_gpu = engine.device.type == "cuda"
-        self._drafting_s = self._began = 0.0
+        self._drafting_s = self._began = self._replayed = 0.0
         self._landed: float | None = None
         parts: list[tuple[Any, str]] = [
-            (engine.drafter, "extend"),
             (engine.drafter, "draft"),
             (engine.executor, "store"),
+            (engine.policy, "choose"),
         ]
-        parts += [(engine.policy, "choose")]
         parts += [] if engine.overlap else [(engine.policy, "record")]  # else the next round runs beside it
         for owner, name in parts:
             if owner is not None:
                 setattr(owner, name, self._timed(getattr(owner, name)))
         self._round, self._prefill = engine.executor.round, engine.executor.prefill
         engine.executor.round, engine.executor.prefill = self.round, self.prefill  # type: ignore[method-assign]
+        self._graphs = engine.executor.graphs
+        if self._graphs is not None:
+            self._replay = self._graphs.round
+            self._graphs.round = self.replay  # type: ignore[method-assign]
 
-    def round(self, sequences: Any, width: int) -> Any:
+    def round(self, planned: Any, width: int) -> Any:
         began = time.perf_counter()
-        flight, drafted = self._round(sequences, width)
-        launched = time.perf_counter() if self._is_gpu else began  # a CPU computes while it launches
-        if self._landed is not None and len(sequences) == self.batch:
+        flight = self._round(planned, width)
+        launched = self._launched(began)
+        if self._landed is not None and len(planned.rows) == self.batch:
             self.rounds_s.append(began - self._began)
             self.host_s.append(launched - self._landed)
             self.drafter_s.append(self._drafting_s)
         self._drafting_s, self._began = 0.0, began
-        return Landing(flight, self), drafted
+        return Landing(flight, self)
+
+    def replay(self, rows: Any, mode: Any, width: int) -> Any:
+        results = self._replay(rows, mode, width)
+        self._replayed = time.perf_counter()
+        return results
 
     def prefill(self, chunks: Any) -> Any:
         self._landed = None
@@ -61,6 +69,12 @@ class HostClock:
             "drafter_us": round(1e6 * drafter, 1),
             "host_share": round(host / period, 4),
         }
+
+    def _launched(self, began: float) -> float:
+        """When the device had the work of the round that has just been launched."""
+        if not self._is_gpu:
+            return began  # a CPU computes while it launches
+        return time.perf_counter() if self._graphs is None else self._replayed
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from slipstream.bench.inflate_shapes import SHAPES, Shape
 from slipstream.models.config import ModelConfig, default_feature_layers
@@ -90,13 +90,17 @@ def build(config: StepConfig, device: torch.device) -> DraftTraining:
     torch.manual_seed(0)
     with device:
         target = AutoModelForCausalLM.from_config(hf, dtype=dtype, attn_implementation="sdpa")
-        if config.compile in ("target", "all"):
-            for layer in target.get_decoder().layers:
-                layer.forward = torch.compile(layer.forward)
-        frozen = partial(FrozenTarget, target)
+        frozen = partial(freeze, config, target)
         make = make_dflash if config.drafter == "dflash" else make_eagle3
         rope = RotaryEmbedding(model.rope, model.head_dim, config.sequence + max(config.block, config.ttt_steps))
         return make(config, model, frozen, rope.to(device))
+
+
+def freeze(config: StepConfig, target: PreTrainedModel, layers: tuple[int, ...]) -> FrozenTarget:
+    frozen = FrozenTarget(target, layers)
+    if config.compile in ("target", "all"):
+        frozen.compile_layers()
+    return frozen
 
 
 def make_dflash(

@@ -1,4 +1,6 @@
-"""The gated activation of the MLP in one launch."""
+"""The gated activation of the MLP in one launch, and its gradient in another."""
+
+from typing import Any
 
 import torch
 import triton
@@ -6,14 +8,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
+from slipstream.kernels.launch import pdl_options, wait_for_inputs
+from slipstream.kernels.norm import as_rows
 
 BLOCK = 1024  # outputs of one program: 4 warps of 16-byte reads in bf16
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up (..., 2 * I), gate before up -> silu(gate) * up (..., I)."""
-    return silu_mul_triton(gate_up) if use_triton(gate_up) else silu_mul_reference(gate_up)
+    return silu_mul_triton(gate_up) if gate_up.is_cuda else silu_mul_reference(gate_up)  # under autograd, too
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
@@ -22,10 +25,32 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_triton(gate_up: Tensor) -> Tensor:
-    size = gate_up.shape[-1] // 2
+    return _SiluMul.apply(gate_up) if torch.is_grad_enabled() else _forward(gate_up)
+
+
+class _SiluMul(torch.autograd.Function):
+    """Keeps gate_up alone: silu is computed again for the gradient, which is fp32 inside and rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return _forward(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gradient = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+        rows, towards, size = as_rows(gate_up), as_rows(upstream), upstream.shape[-1]
+        if len(rows):
+            _silu_mul_gradient[len(rows), triton.cdiv(size, BLOCK)](
+                rows, towards, gradient, rows.stride(0), towards.stride(0), size, BLOCK=BLOCK, num_warps=4
+            )
+        return gradient
+
+
+def _forward(gate_up: Tensor) -> Tensor:
+    rows, size = as_rows(gate_up), gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
-    rows = gate_up.reshape(-1, 2 * size)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
     if len(rows):
         grid = len(rows), triton.cdiv(size, BLOCK)
         _silu_mul[grid](rows, out, rows.stride(0), size, BLOCK=BLOCK, num_warps=4, **pdl_options(rows.device))
@@ -42,3 +67,17 @@ def _silu_mul(gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr, PDL: tl.c
     up = tl.load(gate_up_ptr + row * stride + size + columns, mask=mask, other=0.0).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * size + columns, (silu.to(tl.float32) * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _silu_mul_gradient(gate_up_ptr, upstream_ptr, gradient_ptr, stride, upstream_stride, size, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    gate = tl.load(gate_up_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * stride + size + columns, mask=mask, other=0.0).to(tl.float32)
+    upstream = tl.load(upstream_ptr + row * upstream_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    gate_gradient = upstream * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    gradient_ptr += row * 2 * size + columns
+    tl.store(gradient_ptr, gate_gradient.to(gradient_ptr.dtype.element_ty), mask=mask)
+    tl.store(gradient_ptr + size, (upstream * gate * sigmoid).to(gradient_ptr.dtype.element_ty), mask=mask)

@@ -3,6 +3,8 @@ of the query and key heads of a fused projection.
 
 fp32 inside, rounded once. A row is one program, wide enough that a thread reads 16 bytes of it, and the number of
 threads depends on the row's size alone: a row's result does not depend on how many there are.
+Results have the dtype of what is normed. Autocast has fp32 weights meet bf16 rows: the references cast the weights,
+because torch's fused norms, forward and backward, take one dtype only.
 Letters: T rows (any leading dims), H hidden, Q/G query and KV heads, D head dim.
 """
 
@@ -26,11 +28,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
+    weight = weight.to(x.dtype)
+    if not torch.is_autocast_enabled(x.device.type):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    with torch.autocast(x.device.type, enabled=False):  # torch 2.12's norms, and answers, in fp32
+        return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    rows, out = _as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, out = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(rows):
         _rms_norm[(len(rows),)](rows, weight, out, rows.stride(0), eps, **_launch(weight))
     return out
@@ -39,7 +45,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(summed), summed) with summed = residual + delta, rounded to its dtype before it is normed.
+    """(rms_norm(summed), summed) with summed = residual + delta, rounded before it is normed; both have its dtype.
 
     residual, delta (..., H); `out` (..., H), whose rows may lie apart, takes `summed`: outside autograd only.
     """
@@ -52,7 +58,7 @@ def add_rms_norm_reference(
     residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     summed = residual + delta if out is None else torch.add(residual, delta, out=out)
-    return F.rms_norm(summed, weight.shape, weight, eps), summed
+    return rms_norm_reference(summed, weight, eps), summed
 
 
 def add_rms_norm_triton(
@@ -61,7 +67,7 @@ def add_rms_norm_triton(
     dtype = torch.result_type(residual, delta)
     normed = torch.empty(residual.shape, dtype=dtype, device=residual.device)
     summed = torch.empty_like(normed) if out is None else out
-    old, new, sums = _as_rows(residual), _as_rows(delta), summed.view(-1, summed.shape[-1])
+    old, new, sums = as_rows(residual), as_rows(delta), summed.view(-1, summed.shape[-1])
     assert sums.stride(1) == 1
     if len(old):
         strides = old.stride(0), new.stride(0), sums.stride(0)
@@ -70,20 +76,20 @@ def add_rms_norm_triton(
 
 
 def rms_norm_pair(first: Tensor, second: Tensor, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
-    """[rms_norm(first) ; rms_norm(second)]: first, second (..., H), weights (H,) each -> (..., 2 * H)."""
+    """[rms_norm(first) ; rms_norm(second)]: first, second (..., H) -> (..., 2 * H) in their dtype; weights (H,)."""
     run = rms_norm_pair_triton if use_triton(first) else rms_norm_pair_reference
     return run(first, second, weights, eps)
 
 
 def rms_norm_pair_reference(first: Tensor, second: Tensor, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
-    normed = [F.rms_norm(x, weight.shape, weight, eps) for x, weight in zip((first, second), weights, strict=True)]
+    normed = [rms_norm_reference(x, weight, eps) for x, weight in zip((first, second), weights, strict=True)]
     return torch.cat(normed, dim=-1)
 
 
 def rms_norm_pair_triton(first: Tensor, second: Tensor, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
     dtype = torch.result_type(first, second)
     out = torch.empty(*first.shape[:-1], 2 * first.shape[-1], dtype=dtype, device=first.device)
-    left, right = _as_rows(first), _as_rows(second)
+    left, right = as_rows(first), as_rows(second)
     if len(left):
         strides = left.stride(0), right.stride(0)
         _rms_norm_pair[(len(left), 2)](left, right, *weights, out, *strides, eps, **_launch(weights[0]))
@@ -95,7 +101,7 @@ def head_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norms every query head by q_weight (D,) and every key head by k_weight (D,), Qwen3's q/k norms.
 
-    qkv (..., (Q + 2G) * D) -> q (..., Q, D), k (..., G, D) and v (..., G, D), a view of qkv.
+    qkv (..., (Q + 2G) * D) -> q (..., Q, D), k (..., G, D) and v (..., G, D), a view of qkv, in its dtype.
     """
     run = head_norm_triton if use_triton(qkv) else head_norm_reference
     return run(qkv, q_weight, k_weight, eps, num_heads, num_kv_heads)
@@ -106,13 +112,13 @@ def head_norm_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads = qkv.unflatten(-1, (-1, q_weight.shape[0]))
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=-2)
-    return F.rms_norm(q, q_weight.shape, q_weight, eps), F.rms_norm(k, k_weight.shape, k_weight, eps), v
+    return rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps), v
 
 
 def head_norm_triton(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, D, heads = _as_rows(qkv), q_weight.shape[0], num_heads + num_kv_heads
+    rows, D, heads = as_rows(qkv), q_weight.shape[0], num_heads + num_kv_heads
     out = torch.empty(*qkv.shape[:-1], heads, D, dtype=qkv.dtype, device=qkv.device)
     block = triton.next_power_of_2(D)
     tile = min(max(HEAD_TILE // block, 1), triton.next_power_of_2(heads))
@@ -124,7 +130,7 @@ def head_norm_triton(
     return out[..., :num_heads, :], out[..., num_heads:, :], qkv.unflatten(-1, (-1, D))[..., heads:, :]
 
 
-def _as_rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """(..., H) -> (T, H) whose rows may lie apart; a copy only where no view has that shape."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -70,6 +70,11 @@ class FrozenTarget:
             position_ids=positions,
         )
 
+    def compile_layers(self) -> None:
+        """Has torch compile them, each kind once, when `features` is first called; again once if sizes change."""
+        for layer in self.layers:
+            layer.forward = torch.compile(layer.forward)  # hooks stay outside
+
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
         """(...) int64 -> (..., Ht)."""

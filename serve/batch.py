@@ -41,7 +41,7 @@ class Proposal:
 class HostProposal:
     """Proposals made on the host, as Proposal holds them."""
 
-    nodes: Tensor  # (2, B, N) int32 on the CPU: tokens, unused ones -1, and parents
+    nodes: Tensor  # (2, B, N) int32 on the CPU, pinned for a GPU: tokens, unused ones -1, and parents
     counts: list[int]  # nodes in use, root included; 0: the request keeps the proposal that it has
     kinds: list[int]  # what acceptance is counted by (serve/widths.py): from 1 up, the surer the higher
 
@@ -75,7 +75,6 @@ class Rows:
         self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.top_p = torch.ones(num_rows, device=device)
         self.min_p = torch.zeros(num_rows, device=device)
-        self._stored: tuple[list[int], Tensor] = ([], self.top_k[:0])  # rows of the last `store`, here and there
 
     def admit(self, row: int, request: Request) -> None:
         params = request.params
@@ -102,19 +101,15 @@ class Rows:
             rows, indices, pages = self.upload(list(zip(*changes, strict=True)))
             self.pages[rows, indices] = pages
 
-    def store(self, rows: Sequence[int], proposal: HostProposal) -> None:
-        """Replaces the stored proposals of the requests in rows[i] whose counts[i] is not 0."""
-        chosen = [index for index, count in enumerate(proposal.counts) if count]
-        if not chosen:
-            return
-        nodes = proposal.nodes if len(chosen) == len(rows) else proposal.nodes[:, chosen]
+    def store(self, rows: Tensor, proposal: HostProposal) -> None:
+        """Replaces the stored proposals of those of `rows` (B,) whose counts are not 0."""
+        nodes = proposal.nodes.to(self.device, non_blocking=True)
+        if 0 in proposal.counts:
+            chosen = self.upload([index for index, count in enumerate(proposal.counts) if count])
+            rows, nodes = rows[chosen], nodes[:, chosen]
         unused = self.nodes.shape[2] - nodes.shape[2]
         nodes = pad(nodes, (0, unused), value=-1) if unused else nodes
-        nodes = nodes.pin_memory() if self.device.type == "cuda" else nodes  # as it is if it is pinned
-        where = [rows[index] for index in chosen]
-        if where != self._stored[0]:
-            self._stored = where, self.upload(where)
-        self.nodes.index_copy_(1, self._stored[1], nodes.to(self.device, non_blocking=True))
+        self.nodes.index_copy_(1, rows, nodes)
 
     def sampling(self, rows: Tensor, mode: SamplingMode) -> Sampling:
         temperature = None if mode == "greedy" else self.temperature

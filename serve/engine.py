@@ -22,7 +22,7 @@ from slipstream.serve.batch import KVSpec, Rows
 from slipstream.serve.cache import PageCache
 from slipstream.serve.defaults import pick_device, pick_dtype, pick_max_model_len, pick_widths, stop_ids
 from slipstream.serve.drafters.base import load_drafter
-from slipstream.serve.executor import Executor
+from slipstream.serve.executor import Arrival, Executor, Planned, Recipients
 from slipstream.serve.graphs import RoundGraphs
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.pool import KVPool
@@ -38,17 +38,14 @@ logger = logging.getLogger(__name__)
 MAX_ROUNDS_IN_FLIGHT = 2  # with overlap: one runs, the next one waits behind it
 
 
-Arrived = tuple[list[list[int]], list[list[int]]]  # each request's tokens, and which drafted nodes it accepted
-
-
 @dataclass(frozen=True, slots=True)
 class Pass:
     """A launched pass."""
 
     kind: Literal["prefill", "round"]
     sequences: list[Sequence | None]  # whose tokens arrive; None: a token that does not count
-    read: Callable[[], Arrived]  # waits
-    commit: Callable[[Arrived], list[Output]]  # hands them to the scheduler
+    read: Callable[[], Arrival]  # waits
+    commit: Callable[[Arrival], list[Output]]  # hands them to the scheduler
 
 
 class Engine:
@@ -148,19 +145,22 @@ class Engine:
     def _step_between(self) -> list[Output]:
         """For a drafter on the host: the device waits while it drafts, but for nothing else. The next round gets its
         pages while the last one runs, whose tokens are handed to the scheduler once the next one does."""
-        sequences = self._next_round()
-        arrived = [(flight, flight.read()) for flight in self._flights]
+        planned = self._next_round()
+        flights = [(flight, self.executor.recipients(flight.sequences)) for flight in self._flights]
         self._flights.clear()
-        self._draft_on_host(arrived)
+        arrived = [flight.read() for flight, _ in flights]
+        for (_, recipients), results in zip(flights, arrived, strict=True):
+            self._draft_on_host(recipients, results)
         # The round first: behind a prompt there is nothing to verify before its token has been read.
-        self._flights += [flight for flight in (self._launch(sequences), self._prefill()) if flight is not None]
-        return [output for flight, results in arrived for output in flight.commit(results)]
+        self._flights += [flight for flight in (self._launch(planned), self._prefill()) if flight is not None]
+        return [out for (flight, _), results in zip(flights, arrived, strict=True) for out in flight.commit(results)]
 
     def _landed(self, flight: Pass | None) -> list[Output]:
         if flight is None:
             return []
         arrived = flight.read()
-        self._draft_on_host([(flight, arrived)])
+        if self.drafter.on_host:
+            self._draft_on_host(self.executor.recipients(flight.sequences), arrived)
         return flight.commit(arrived)
 
     def _has_room(self) -> bool:
@@ -173,8 +173,9 @@ class Engine:
         if not chunks:
             return None
 
-        def commit(arrived: Arrived) -> list[Output]:
-            tokens = [token if chunk.is_last else None for chunk, (token,) in zip(chunks, arrived[0], strict=True)]
+        def commit(arrived: Arrival) -> list[Output]:
+            firsts = zip(chunks, arrived.tokens(), strict=True)
+            tokens = [token if chunk.is_last else None for chunk, (token,) in firsts]
             return self.scheduler.commit_prefill(chunks, tokens)
 
         ending = [chunk.sequence if chunk.is_last else None for chunk in chunks]
@@ -183,47 +184,36 @@ class Engine:
     def _round(self) -> Pass | None:
         return self._launch(self._next_round())
 
-    def _next_round(self) -> list[Sequence]:
-        sequences = self.scheduler.next_round(self.reserve)
-        self.executor.prepare(sequences)
-        return sequences
+    def _next_round(self) -> Planned:
+        return self.executor.plan(self.scheduler.next_round(self.reserve))
 
-    def _launch(self, sequences: list[Sequence]) -> Pass | None:
-        if not sequences:
+    def _launch(self, planned: Planned) -> Pass | None:
+        if not planned.sequences:
             return None
-        offers = self.executor.offers(sequences)
+        offers = self.executor.offers(planned.rows)
         width = self._pick_width(offers)
-        flight, drafted = self.executor.round(sequences, width)
+        flight = self.executor.round(planned, width)
 
-        def commit(arrived: Arrived) -> list[Output]:
-            tokens, accepted = arrived
+        def commit(arrived: Arrival) -> list[Output]:
             if self.policy is not None and width > 1:
-                self.policy.record(offers, width, accepted)
-            return self.scheduler.commit_round(sequences, tokens, drafted)
+                self.policy.record(offers, width, arrived.accepted())
+            drafted = [min(nodes, width) - 1 for nodes, _ in offers]
+            return self.scheduler.commit_round(planned.sequences, arrived.tokens(), drafted)
 
-        return Pass("round", list(sequences), flight.read, commit)
+        return Pass("round", list(planned.sequences), flight.read, commit)
 
     def _pick_width(self, offers: list[Offer]) -> int:
         """As many nodes as pay at this load, where that is known, and no more than the host has drafted."""
         return self.width if self.policy is None else self.policy.choose(offers, least=self.drafter.device_width)
 
-    def _draft_on_host(self, arrived: list[tuple[Pass, Arrived]]) -> None:
+    def _draft_on_host(self, recipients: Recipients, arrived: Arrival) -> None:
         """Tells a drafter on the host what its requests have gained, and stores what it proposes for them.
 
-        Of a request that ends here it learns no more than the request says.
+        Some may end within these tokens, which only `commit` looks at: the drafter hears of it by `release`.
         """
-        if not self.drafter.on_host:
-            return
-        rows: list[int] = []
-        gained: list[list[int]] = []
-        for flight, (tokens, _) in arrived:
-            for sequence, own in zip(flight.sequences, tokens, strict=True):
-                if sequence is not None and sequence.row >= 0:
-                    rows.append(sequence.row)
-                    gained.append(sequence.cut(own)[0])
-        if rows:
-            self.drafter.extend(rows, gained)
-            self.executor.store(rows, self.drafter.draft(rows, self.width))
+        if len(recipients.rows):
+            emitted = recipients.part_of(arrived)
+            self.executor.store(recipients, self.drafter.draft(recipients.rows, emitted, self.width))
 
     def close(self) -> None:
         """Lets the drafter put away what it keeps. The engine is not used afterwards."""

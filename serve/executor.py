@@ -5,7 +5,9 @@ Nothing here waits for the device but `Flight.read`.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.serve.batch import Batch, HostProposal, SamplingMode
@@ -16,33 +18,69 @@ from slipstream.serve.widths import Offer
 
 
 @dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a pass has brought."""
+
+    results: NDArray[np.int32]  # (B, 1 + N or 1 + 2 * N): see Runner.round
+    width: int  # N
+
+    def tokens(self) -> list[list[int]]:
+        """Of each request."""
+        return [row[1 : 1 + row[0]] for row in self.results[:, : 1 + self.width].tolist()]
+
+    def accepted(self) -> list[list[int]]:
+        """The drafted nodes that each request accepted."""
+        counts = self.results[:, 0].tolist()
+        if self.results.shape[1] == 1 + self.width:  # chains: nodes are accepted in order
+            return [list(range(1, count)) for count in counts]
+        nodes = self.results[:, 2 + self.width :].tolist()  # behind the roots
+        return [row[: count - 1] for row, count in zip(nodes, counts, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
 class Flight:
     """A launched pass: where its tokens arrive, and when."""
 
-    results: Tensor  # (B, 1 + N or 1 + 2 * N) int32 on the host: see Runner.round; written once `landed` has passed
-    width: int  # N
+    arrival: Arrival  # written once `landed` has passed
     landed: torch.cuda.Event | None
 
     @classmethod
     def launch(cls, results: Tensor, width: int) -> "Flight":
         """Starts the copy of the results to the host."""
         if results.device.type != "cuda":
-            return cls(results, width, None)
+            return cls(Arrival(results.numpy(), width), None)
         host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
         host.copy_(results, non_blocking=True)
         landed = torch.cuda.Event()
         landed.record()
-        return cls(host, width, landed)
+        return cls(Arrival(host.numpy(), width), landed)
 
-    def read(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Each request's tokens, and the drafted nodes that it accepted."""
+    def read(self) -> Arrival:
         if self.landed is not None:
             self.landed.synchronize()  # sync
-        rows = self.results.tolist()
-        tokens = [row[1 : 1 + row[0]] for row in rows]
-        if self.results.shape[1] == 1 + self.width:  # chains: nodes are accepted in order
-            return tokens, [list(range(1, row[0])) for row in rows]
-        return tokens, [row[2 + self.width : 1 + self.width + row[0]] for row in rows]
+        return self.arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A round to be launched: what is known of it while the last one runs."""
+
+    sequences: list[Sequence]
+    rows: list[int]
+    mode: SamplingMode
+
+
+@dataclass(frozen=True, slots=True)
+class Recipients:
+    """The requests of a pass that wait for its tokens, which is known while it runs."""
+
+    places: list[int]  # (B,) in the pass
+    rows: list[int]  # (B,)
+    rows_on_device: Tensor  # (B,) the same
+
+    def part_of(self, arrived: Arrival) -> NDArray[np.int32]:
+        """Their results."""
+        return arrived.results if len(self.places) == len(arrived.results) else arrived.results[self.places]
 
 
 class Executor:
@@ -51,7 +89,7 @@ class Executor:
     def __init__(self, runner: Runner, graphs: RoundGraphs | None, width: int) -> None:
         self.runner, self.graphs, self.width = runner, graphs, width
         self.state = runner.state
-        self._offers = [Offer(0)] * self.state.null  # each row's stored proposal
+        self._offers: dict[int, Offer] = {}  # each row's stored proposal
         self._num_uploaded = [0] * self.state.null  # pages of each row that the device knows
 
     def admit(self, sequence: Sequence) -> None:
@@ -76,39 +114,47 @@ class Executor:
                 uploaded[row] = len(pages)
         self.state.set_pages(changes)
 
-    def round(self, sequences: list[Sequence], width: int) -> tuple[Flight, list[int]]:
-        """Verifies and proposes `width` nodes each, for sequences that are prepared.
-
-        Also returns how many of the nodes verified are drafted tokens.
-        """
+    def plan(self, sequences: list[Sequence]) -> Planned:
+        """Does for the next round what can be done before it is launched."""
+        self.prepare(sequences)
         rows = [sequence.row for sequence in sequences]
-        drafted = [min(self._offers[row].nodes, width) - 1 for row in rows]
-        self._expect_proposals(rows, width)
-        return Flight.launch(self._round(sequences, rows, width), width), drafted
+        if self.graphs is not None and rows:
+            self.graphs.expect(rows)
+        return Planned(sequences, rows, _sampling_mode(sequences))
 
-    def store(self, rows: list[int], proposal: HostProposal) -> None:
+    def round(self, planned: Planned, width: int) -> Flight:
+        """Verifies and proposes `width` nodes each. Here a device waits for whatever comes before the launch."""
+        results = self._round(planned, width)
+        self._expect_proposals(planned.rows, width)
+        return Flight.launch(results, width)
+
+    def recipients(self, sequences: list[Sequence | None]) -> Recipients:
+        """Of a pass whose tokens are those sequences'; None: a token that does not count."""
+        rows = [sequence.row if sequence is not None else -1 for sequence in sequences]
+        places = [place for place, row in enumerate(rows) if row >= 0]
+        rows = [rows[place] for place in places]
+        return Recipients(places, rows, self.state.upload(rows))
+
+    def store(self, to: Recipients, proposal: HostProposal) -> None:
         """Takes proposals made on the host."""
-        self.state.store(rows, proposal)
-        for row, nodes, kind in zip(rows, proposal.counts, proposal.kinds, strict=True):
-            if nodes:
-                self._offers[row] = Offer(nodes, kind)
+        self.state.store(to.rows_on_device, proposal)
+        offers = zip(to.rows, zip(proposal.counts, proposal.kinds, strict=True), strict=True)
+        self._offers.update(offers if all(proposal.counts) else [(row, own) for row, own in offers if own[0]])
 
-    def offers(self, sequences: list[Sequence]) -> list[Offer]:
+    def offers(self, rows: list[int]) -> list[Offer]:
         """The stored proposals."""
-        return [self._offers[sequence.row] for sequence in sequences]
+        return [self._offers[row] for row in rows]
 
     def _expect_proposals(self, rows: list[int], width: int) -> None:
-        """The pass about to be launched leaves what the drafter proposes on the device."""
-        offer = Offer(min(width, self.runner.drafter.device_width))
-        for row in rows:
-            self._offers[row] = offer
+        """The pass launched leaves what the drafter proposes on the device."""
+        self._offers.update(dict.fromkeys(rows, (min(width, self.runner.drafter.device_width), 0)))
 
-    def _round(self, sequences: list[Sequence], rows: list[int], width: int) -> Tensor:
-        mode = _sampling_mode(sequences)
+    def _round(self, planned: Planned, width: int) -> Tensor:
         if self.graphs is not None:
-            return self.graphs.round(rows, mode, width)
-        bounds = tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences)  # this round is the last
-        return self.runner.round(self.state.upload(rows), bounds, mode, width, width)
+            return self.graphs.round(planned.rows, planned.mode, width)
+        # Of what is in flight this round is the last.
+        bounds = tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in planned.sequences)
+        return self.runner.round(self.state.upload(planned.rows), bounds, planned.mode, width, width)
 
     def _pack(self, chunks: list[Chunk]) -> tuple[Batch, Tensor]:
         tokens: list[int] = []

@@ -82,13 +82,20 @@ class RoundGraphs:
 
     def round(self, rows: list[int], mode: SamplingMode, width: int) -> Tensor:
         """What `runner.round` returns, on the device."""
-        size = next(size for size in self.sizes if size >= len(rows))
+        size = self._size(rows)
         mode = "full" if mode == "full" else "plain"
         if (size, width, mode) not in self._graphs:
             self._capture(size, width, mode)
         self._hold(rows, size)
         self._graphs[size, width, mode].replay()
         return self.results[: len(rows), : self._columns[width]]
+
+    def expect(self, rows: list[int]) -> None:
+        """The next `round` is theirs: what the device must know of them is on its way before that."""
+        self._hold(rows, self._size(rows))
+
+    def _size(self, rows: list[int]) -> int:
+        return next(size for size in self.sizes if size >= len(rows))
 
     def _hold(self, rows: list[int], size: int) -> None:
         if self._held != (rows, size):

@@ -5,10 +5,10 @@ and drafts that are refused slow everyone down. Both sides of the choice are mea
 the acceptance of drafts as it happens. Imports no torch.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 DECAY = 0.99  # weight of a round's acceptance after one more round
 PRIOR = 4.0  # drafts of each place believed in before any was seen
@@ -17,11 +17,9 @@ PROBE_ROUNDS = 3  # the first one only drafts
 HYSTERESIS = 1.01  # a change costs a round without drafts, so it has to pay
 
 
-class Offer(NamedTuple):
-    """What a request has to verify."""
-
-    nodes: int  # root included
-    kind: int = 0  # proposals of one kind are accepted alike: HostProposal
+# What a request has to verify: nodes, root included, and their kind. Proposals of one kind are accepted alike; 0 is a
+# network's, others see HostProposal.
+Offer = tuple[int, int]
 
 
 class WidthPolicy:
@@ -38,12 +36,12 @@ class WidthPolicy:
 
     def choose(self, offers: Sequence[Offer], least: int = 1) -> int:
         """The width of the next round. The device drafts as many nodes as it is asked for, up to `least`."""
+        numbers = Counter(offers)  # a large batch has few different ones
         if least > 1:
-            offers = [Offer(max(least, nodes), kind) for nodes, kind in offers]
-        most = max(nodes for nodes, _ in offers)
-        fitting = [width for width in self.widths if width < most]
-        offered = self.widths[: len(fitting) + 1]  # wider ones would verify no more
-        rates = self.rates(offers, offered)
+            numbers = Counter((max(least, nodes), kind) for nodes, kind in offers)
+        most, _ = max(numbers)
+        offered = self.widths[: bisect_left(self.widths, most) + 1]  # wider ones would verify no more
+        rates = self.rates(numbers, offered)
         best = max(offered, key=rates.__getitem__)
         current = min(self.width, offered[-1])
         if rates[best] > HYSTERESIS * rates[current]:
@@ -51,14 +49,15 @@ class WidthPolicy:
         self.width = current
         return self._probe(len(offers), offered[offered.index(current) + 1 :])
 
-    def rates(self, offers: Sequence[Offer], widths: Sequence[int]) -> dict[int, float]:
+    def rates(self, offers: Counter[Offer], widths: Sequence[int]) -> dict[int, float]:
         """Expected tokens per millisecond of the batch, by width."""
         tokens = dict.fromkeys(widths, 0.0)
-        for (nodes, kind), number in Counter(offers).items():  # a large batch has few different ones
-            expected = self._of(kind).expected_tokens()
+        for (nodes, kind), number in offers.items():
+            expected = self._of(kind).expected
             for width in widths:
                 tokens[width] += number * expected[min(width, nodes) - 1]
-        return {width: tokens[width] / self._time(len(offers), width) for width in widths}
+        batch = offers.total()
+        return {width: tokens[width] / self._time(batch, width) for width in widths}
 
     def record(self, offers: Sequence[Offer], width: int, accepted: Sequence[Sequence[int]]) -> None:
         """A round verified the offers, cut to `width`, and accepted the nodes with ids accepted[i] behind the root of
@@ -92,7 +91,7 @@ class WidthPolicy:
         return wider[0]
 
     def _time(self, batch: int, width: int) -> float:
-        return self.ms[next(size for size in self.sizes if size >= batch), width]
+        return self.ms[self.sizes[bisect_left(self.sizes, batch)], width]
 
 
 class Acceptance:
@@ -102,15 +101,7 @@ class Acceptance:
         prior = 1.0 - 0.5**kind if kind else 1.0
         self._tried = [PRIOR] * (width - 1)  # by node behind the root: how often it was verified, decayed
         self._accepted = [PRIOR * prior**node for node in range(1, width)]
-        self._expected: list[float] | None = None
-
-    def expected_tokens(self) -> list[float]:
-        """[n - 1]: tokens that n nodes yield on average, the root's and one per accepted node. Nodes come best first
-        and a parent before its children, so a proposal is cut behind any of them."""
-        if self._expected is None:
-            rates = (accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
-            self._expected = list(accumulate(rates, initial=1.0))
-        return self._expected
+        self.expected = self._expect()
 
     def record(self, nodes: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
         """Proposals with nodes[i] > 1 nodes were verified; the nodes accepted[i] of them were right."""
@@ -125,7 +116,13 @@ class Acceptance:
             for node in ids:
                 self._accepted[node - 1] += 1
         self._follow(last, before)
-        self._expected = None
+        self.expected = self._expect()  # now: a choice may have a device wait for it
+
+    def _expect(self) -> list[float]:
+        """[n - 1]: tokens that n nodes yield on average, the root's and one per accepted node. Nodes come best first
+        and a parent before its children, so a proposal is cut behind any of them."""
+        rates = (accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
+        return list(accumulate(rates, initial=1.0))
 
     def _follow(self, last: int, before: float) -> None:
         """Nodes behind the last one verified have changed as it has: else narrow rounds would never see that texts

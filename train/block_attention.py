@@ -151,7 +151,7 @@ class FlexBlockAttention(BlockAttention):
         return flex.visible_tiles(mask, len(queries.row), len(keys.row), device)
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: BlockMask) -> Tensor:
-        return flex.attend(q, torch.cat((context_k, k)), torch.cat((context_v, v)), mask)[0]
+        return flex.attend(q, torch.cat((context_k, k)), torch.cat((context_v, v)), mask)
 
 
 def block_attention(positions: Tensor, rope: RotaryEmbedding) -> BlockAttention:

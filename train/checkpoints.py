@@ -27,8 +27,8 @@ from slipstream.models.checkpoint import atomic_folder
 WriteDraft = Callable[[Mapping[str, Tensor], Path, Mapping[str, Any]], None]  # state_dict, folder, contents of run.json
 # May differ when a run continues.
 FREE_OPTIONS = (
-    *("output", "resume", "dry_run", "target_sharding", "data.batch_size", "optim.accumulation"),
-    *("tracker.", "checkpoint.", "evaluation.every", "evaluation.samples"),
+    *("output", "resume", "dry_run", "target_sharding", "target_compile", "data.batch_size"),
+    *("optim.accumulation", "tracker.", "checkpoint.", "evaluation.every", "evaluation.samples"),
 )
 SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 

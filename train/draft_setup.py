@@ -37,6 +37,8 @@ class DraftRunOptions(RunOptions):
     """run Python code that comes with the target"""
     target_sharding: Literal["none", "machine", "all"] = "none"
     """share the target's layers out over the processes of a machine, or over all; none: each process has them whole"""
+    target_compile: bool = False
+    """compile the target's layers at the first step, for faster ones behind it; meant for dense targets on a GPU"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,7 +86,10 @@ class TargetFiles:
         data, sharding = self.options.data, self.options.target_sharding
         heads_only = data.features is not None and data.features_missing == "error"
         mesh = None if sharding == "none" else sharding_mesh(device, within_machine=sharding == "machine")
-        return load_frozen_target(self.path, feature_layers, device, self.options.trust_remote_code, heads_only, mesh)
+        target = load_frozen_target(self.path, feature_layers, device, self.options.trust_remote_code, heads_only, mesh)
+        if self.options.target_compile:
+            target.compile_layers()
+        return target
 
     def read_vocabulary(self, path: str | None) -> Tensor | None:
         """(Vd,) int64 ids of the token map at `path`, in any public format. Raises ValueError for another target's."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 RECOMPILATIONS = 32  # beyond the limit torch would silently compute all scores; its default is 8
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key -> whether it is seen
@@ -18,8 +18,7 @@ MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, qu
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled again for a window or a number of own keys, with gradients or without, and once more as soon as sizes
-    change."""
+    """Compiled again for a window, with gradients or without, and once more as soon as sizes change."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS)
     return torch.compile(function)
 
@@ -30,10 +29,8 @@ def visible_tiles(sees: MaskRule, num_queries: int, num_keys: int, device: torch
     return make(sees, None, None, num_queries, num_keys, device=device)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, tiles: BlockMask) -> tuple[Tensor, Tensor]:
-    """q (N, Q, D), k and v (K, G, D) of one dtype -> output (N, Q, D) and lse (N, Q), fp32 at least: the natural
-    logarithm of a row's summed exponentials. Both have gradients."""
+def attend(q: Tensor, k: Tensor, v: Tensor, tiles: BlockMask) -> Tensor:
+    """q (N, Q, D), k and v (K, G, D) of one dtype -> (N, Q, D)."""
     heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     run: Any = compiled(flex_attention) if q.is_cuda else flex_attention
-    output, others = run(*heads_first, block_mask=tiles, enable_gqa=True, return_aux=AuxRequest(lse=True))
-    return output.squeeze(0).transpose(0, 1), others.lse.squeeze(0).t()
+    return run(*heads_first, block_mask=tiles, enable_gqa=True).squeeze(0).transpose(0, 1)

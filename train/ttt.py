@@ -27,6 +27,7 @@ class Rows:
     context_positions: Tensor  # (C,) int64
     num_asking: list[int]  # per document
     num_keys: list[int]  # per document
+    runs: list[tuple[int, int, int]]  # neighbouring asking rows: how many, first key and number of keys of the last one
 
     def to(self, device: torch.device) -> "Rows":
         return replace(
@@ -62,7 +63,19 @@ def find_rows(batch: Batch, num_steps: int) -> Rows:
         context_positions=positions[context],
         num_asking=num_asking.tolist(),
         num_keys=num_keys.tolist(),
+        runs=find_runs(asking, keys, asking - positions[asking]),
     )
+
+
+def find_runs(asking: Tensor, keys: Tensor, starts: Tensor) -> list[tuple[int, int, int]]:
+    """Asking rows (N,) and key rows (K,), ascending; where each asking row's document starts (N,). Runs never cross
+    documents: the last two rows of one do not ask."""
+    is_first = torch.ones(len(asking) + 1, dtype=torch.bool)
+    is_first[1:-1] = asking[1:] != asking[:-1] + 1
+    bounds = is_first.nonzero().squeeze(1)
+    first, last = bounds[:-1], bounds[1:] - 1
+    columns = last - first + 1, torch.searchsorted(keys, starts[first]), asking[last] - starts[first] + 1
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def counting_rows(asking: Tensor, num_steps: int) -> Tensor:

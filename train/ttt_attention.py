@@ -1,7 +1,8 @@
 """Attention of training-time test: at step s a row sees its document's step-0 keys up to its own, and one key per later
 step, its own; one softmax over all. Every step turns the rotary position by one.
 
-On a GPU FlexAttention takes the step-0 keys of all rows at once; elsewhere a product takes them document by document.
+On a GPU, in bf16 and fp16, one kernel takes the step-0 keys of all rows at once; elsewhere a product takes them
+document by document.
 Letters (train/ttt.py): N asking rows, C context rows, K = N + C keys, S own keys, Q/G query and KV heads, R = Q / G,
 D head dim.
 """
@@ -11,10 +12,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from slipstream.kernels.own_keys import KeyValue, with_own_keys
+from slipstream.kernels.packed_attention import DTYPES, KeyValue, Runs, packed_attention
 from slipstream.kernels.rope import rotate
 from slipstream.models.layers import Mask, RotaryEmbedding
-from slipstream.train import flex
 from slipstream.train.ttt import Rows
 
 
@@ -114,26 +114,19 @@ def attend_document(q: Tensor, own_scores: Tensor, k: Tensor, v: Tensor, bias: T
     )
 
 
-class FlexTTTAttention(TTTAttention):
-    """All documents at once; scores exist in tiles only, and none outside a document is computed."""
+class PackedTTTAttention(DocumentTTTAttention):
+    """All documents at once; no scores are kept, and none outside a document is computed. fp32, which its kernel does
+    not take, goes document by document."""
 
     def __init__(self, rows: Rows, rope: RotaryEmbedding) -> None:
         super().__init__(rows, rope)
-        last = rows.asking
-        first = last - rows.asking_positions  # where the document begins
-        keys = self.in_reading_order(rows.context, rows.asking)
-
-        def sees(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (first[q] <= keys[k]) & (keys[k] <= last[q])
-
-        self.tiles = flex.visible_tiles(sees, len(last), len(keys), last.device)
+        self.runs = Runs.of(rows.runs, len(rows.keys), rows.keys.device)
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        output, lse = flex.attend(q, k, v, self.tiles)
-        return with_own_keys(q, output, lse, self.own) if self.own else output
+        return packed_attention(q, k, v, self.runs, self.own) if v.dtype in DTYPES else super().compute(q, k, v)
 
 
 def ttt_attention(rows: Rows, rope: RotaryEmbedding) -> TTTAttention:
     """`rows` on the device."""
-    kind = FlexTTTAttention if rows.asking.is_cuda else DocumentTTTAttention
+    kind = PackedTTTAttention if rows.asking.is_cuda else DocumentTTTAttention
     return kind(rows, rope)

@@ -4,12 +4,16 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.kernels.verify import unpack
 from slipstream.models.layers import Mask, RotaryEmbedding, rotate
 from slipstream.serve.attention.base import PHASES, KVFormat
 from slipstream.serve.batch import Batch
+
+# Without cuDNN, which takes some 40 ms to prepare for every length of a prompt that it has not seen.
+GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(slots=True)
@@ -20,6 +24,7 @@ class Segment:
     queries: slice  # of the packed tokens
     count: int  # queries per request
     pages: Tensor  # (b, p) int64
+    is_whole: bool  # one request's first tokens: its queries are all that there is
     # (b, 1, count or Q / G * count, p * page_size), 0 or -inf, by mask and window
     biases: dict[tuple[Mask, int | None], Tensor] = field(default_factory=dict)
 
@@ -68,31 +73,42 @@ class Backend:
         v = values.index_select(0, pages).view(b, p * page_size, G, D).transpose(1, 2)
         group = q.shape[1] // G
         q = q.view(b, segment.count, G, group, D).permute(0, 2, 3, 1, 4)  # (b, G, Q / G, count, D)
-        # Query heads that share a KV head: on the GPU, where a prompt's bias is large, they take the batch's place for
-        # a single request; else they are stacked along the queries.
-        heads_as_batch = b == 1 and q.is_cuda
+        if b == 1 and q.is_cuda:
+            return self._attend_one(q[0], k, v, mask, window, segment)
         if (mask, window) not in segment.biases:
-            bias = self._bias(mask, window, segment, q.dtype)
-            segment.biases[mask, window] = bias if heads_as_batch else bias.repeat(1, 1, group, 1)
-        if heads_as_batch:
-            # Not (G, Q / G, ...): where keys have head stride 0, torch's memory-efficient kernel takes a last block of
-            # one query (65 of them, 129, ...) for as many queries as there are heads, and returns nonsense.
-            q = q[0].transpose(0, 1)  # (Q / G, G, count, D)
-            k, v = k.expand(group, -1, -1, -1), v.expand(group, -1, -1, -1)
-        else:
-            q = q.reshape(b, G, group * segment.count, D)
+            segment.biases[mask, window] = self._bias(mask, window, segment, q.dtype).repeat(1, 1, group, 1)
+        q = q.reshape(b, G, group * segment.count, D)
         out = scaled_dot_product_attention(q, k, v, attn_mask=segment.biases[mask, window])
-        if heads_as_batch:
-            return out.permute(2, 1, 0, 3).reshape(segment.count, G * group, D)
         out = out.view(b, G, group, segment.count, D).permute(0, 3, 1, 2, 4)
         return out.reshape(b * segment.count, G * group, D)
+
+    def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None, segment: Segment) -> Tensor:
+        """One request on a GPU, where a prompt's bias is large: query heads that share a KV head take the batch's place
+        instead of being stacked along the queries. q (G, Q / G, count, D), k and v (1, G, S, D) -> (count, Q, D).
+
+        The batch's, not (G, Q / G, ...): where keys have head stride 0, torch's memory-efficient kernel takes a last
+        block of one query (65 of them, 129, ...) for as many queries as there are heads, and returns nonsense.
+        """
+        q, group = q.transpose(0, 1), q.shape[1]
+        k, v = k.expand(group, -1, -1, -1), v.expand(group, -1, -1, -1)
+        with sdpa_kernel(GPU_KERNELS):
+            if segment.is_whole and mask == "causal" and window is None:
+                k, v = k[:, :, : segment.count], v[:, :, : segment.count]
+                out = scaled_dot_product_attention(q, k, v, is_causal=True)
+            else:
+                if (mask, window) not in segment.biases:
+                    segment.biases[mask, window] = self._bias(mask, window, segment, q.dtype)
+                out = scaled_dot_product_attention(q, k, v, attn_mask=segment.biases[mask, window])
+        return out.permute(2, 1, 0, 3).flatten(1, 2)
 
     def _segment(self, start: int, end: int, first_query: int) -> Segment:
         batch, page_size = self.batch, self.cache.shape[3]
         count = batch.query_lens[start]
         num_pages = -(-max(batch.kv_bounds[start:end]) // page_size)
         pages = batch.state.pages[batch.rows[start:end], :num_pages]
-        return Segment(slice(start, end), slice(first_query, first_query + count * (end - start)), count, pages)
+        queries = slice(first_query, first_query + count * (end - start))
+        is_whole = end - start == 1 and batch.kv_bounds[start] == count
+        return Segment(slice(start, end), queries, count, pages, is_whole)
 
     def _bias(self, mask: Mask, window: int | None, segment: Segment, dtype: torch.dtype) -> Tensor:
         """(b, 1, count, S): 0 where a query sees a key, -inf elsewhere. Keys stand in slot order, not depth order."""

@@ -8,7 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
@@ -34,7 +36,7 @@ class Drafter(ABC):
     lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
     branches: bool = False  # False: proposals are chains, which need neither tree mask nor KV moves
     on_device: ClassVar[bool] = True  # propose and observe are part of the round
-    on_host: ClassVar[bool] = False  # extend and draft run between rounds, which then wait for the host
+    on_host: ClassVar[bool] = False  # draft runs between rounds, which then wait for the host
     widths: tuple[int, ...] = (1,)  # the values of N it can offer; 1 is always allowed
 
     @property
@@ -68,11 +70,12 @@ class Drafter(ABC):
         the accepted nodes are committed, in order, at positions batch.lengths (B,) + 0..verdict.lengths - 1.
         """
 
-    def extend(self, rows: Sequence[int], tokens: Sequence[list[int]]) -> None:
-        """On the host: the request in rows[i] has gained tokens[i]."""
+    def draft(self, rows: Sequence[int], emitted: NDArray[np.int32], width: int) -> HostProposal:
+        """On the host: the requests in `rows` (B,) have gained the first emitted[:, 0] of emitted[:, 1:], and get nodes
+        for what follows.
 
-    def draft(self, rows: Sequence[int], width: int) -> HostProposal:
-        """On the host: nodes for the requests in `rows` (B,), of which each proposes what follows its last token."""
+        A request may end within these tokens: then `release`, before its next `draft`, says how many were its own.
+        """
         raise NotImplementedError(f"{type(self).__module__} drafts on the host and does not say how")
 
     def release(self, row: int, tokens: list[int]) -> None:

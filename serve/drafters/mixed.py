@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -96,11 +98,8 @@ class Drafter(base.Drafter):
     def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:
         self.network.observe(batch, features, verdict)
 
-    def extend(self, rows: Sequence[int], tokens: Sequence[list[int]]) -> None:
-        self.ngram.extend(rows, tokens)
-
-    def draft(self, rows: Sequence[int], width: int) -> HostProposal:
-        proposal, matches = self.ngram.match(rows, min(width, self.ngram.options.nodes))
+    def draft(self, rows: Sequence[int], emitted: NDArray[np.int32], width: int) -> HostProposal:
+        proposal, matches = self.ngram.match(rows, emitted, min(width, self.ngram.options.nodes))
         pairs = zip(proposal.counts, matches, strict=True)
         counts = [count if count > 1 and match >= self.first else 0 for count, match in pairs]
         return HostProposal(proposal.nodes, counts, proposal.kinds)

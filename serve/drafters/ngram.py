@@ -8,11 +8,14 @@ wait for it. Requests of one namespace (the API's `cache_salt`) see each other's
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache, partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
@@ -21,6 +24,7 @@ from slipstream.serve.drafters import base
 from slipstream.serve.drafters.ngram_core import NgramCore
 
 MAX_NODES = 64  # bits of an ancestor mask
+Ints = NDArray[np.int32]
 CORE_OPTIONS = ("capacity", "branch_length", "min_match", "max_match", "order", "breadth", "queue_tokens")
 
 
@@ -83,7 +87,12 @@ class Drafter(base.Drafter):
 
     def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
         self.core = self.options.core(state.null)
-        self.is_pinned = state.device.type == "cuda"  # so that a copy to the device is not waited for
+        # Pinned, so that copies to the device are not waited for. Two in turn: a step drafts at most twice, and before
+        # the next one drafts, it has read a pass that was launched behind these copies.
+        pinned = state.device.type == "cuda"
+        size = 2 * state.null * self.options.nodes
+        memory = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self.arrays = cycle([cache(partial(_arrays_in, own)) for own in memory])
         if self.options.load:
             self.core.load(self.options.load)
         for tokens in read_corpus(self.options.corpus, self.vocab_size) if self.options.corpus else ():
@@ -92,25 +101,19 @@ class Drafter(base.Drafter):
     def admit(self, row: int, tokens: list[int], namespace: str) -> None:
         self.core.admit(row, np.asarray(tokens, dtype=np.int32), namespace)
 
-    def extend(self, rows: Sequence[int], tokens: Sequence[list[int]]) -> None:
-        most = max(map(len, tokens))
-        self.core.extend(rows, np.array([own + [-1] * (most - len(own)) for own in tokens], dtype=np.int32))
-
-    def draft(self, rows: Sequence[int], width: int) -> HostProposal:
-        proposal, _ = self.match(rows, width)
+    def draft(self, rows: Sequence[int], emitted: Ints, width: int) -> HostProposal:
+        proposal, _ = self.match(rows, emitted, width)
         return proposal
 
-    def match(self, rows: Sequence[int], width: int) -> tuple[HostProposal, list[int]]:
+    def match(self, rows: Sequence[int], emitted: Ints, width: int) -> tuple[HostProposal, list[int]]:
         """The proposals, and the length of each longest match."""
-        nodes = torch.empty(2, len(rows), width, dtype=torch.int32, pin_memory=self.is_pinned)
-        matches = np.empty(len(rows), dtype=np.int32)
-        tokens, parents = nodes.numpy()
-        counts = self.core.propose(rows, tokens, parents, matches)
+        nodes, tokens, parents, matches = next(self.arrays)(len(rows), width)
+        counts = self.core.advance(rows, emitted, tokens, parents, matches)
         lengths = matches.tolist()
-        return HostProposal(nodes, counts, [length.bit_length() for length in lengths]), lengths
+        return HostProposal(nodes, counts, list(map(int.bit_length, lengths))), lengths
 
     def release(self, row: int, tokens: list[int]) -> None:
-        self.core.release(row)
+        self.core.release(row, len(tokens))
 
     def metrics(self) -> dict[str, int]:
         stats = self.core.stats()
@@ -123,6 +126,13 @@ class Drafter(base.Drafter):
         if self.options.save:
             self.core.flush()
             self.core.save(self.options.save)
+
+
+def _arrays_in(memory: torch.Tensor, batch: int, width: int) -> tuple[torch.Tensor, Ints, Ints, Ints]:
+    """nodes (2, B, N), its halves tokens and parents, and matches (B,)."""
+    nodes = memory[: 2 * batch * width].view(2, batch, width)
+    tokens, parents = nodes.numpy()
+    return nodes, tokens, parents, np.empty(batch, dtype=np.int32)
 
 
 def read_corpus(path: str, vocab_size: int) -> Iterator[np.ndarray]:

@@ -69,8 +69,24 @@ class NgramCore:
         kernels/verify.py.
         """
 
-    def release(self, row: int) -> None:
-        """The request in `row` ended; its texts stay."""
+    def advance(
+        self,
+        rows: ArrayLike,
+        emitted: ArrayLike,
+        tokens: NDArray[np.int32],
+        parents: NDArray[np.int32],
+        matches: NDArray[np.int32],
+    ) -> list[int]:
+        """`extend` and `propose` in one: requests `rows` (B,) have gained what a round has `emitted` (B, 1 + K), the
+        number of tokens first, and get a tree each.
+
+        For others these tokens count when the request has gained more or has ended: only then is it certain that it
+        has not ended within them.
+        """
+
+    def release(self, row: int, num_tokens: int | None = None) -> None:
+        """The request in `row` ended with so many tokens, prompt included; None: with all it has. They stay, and what
+        `advance` has brought beyond them is forgotten."""
 
     def insert(self, tokens: ArrayLike, namespace: str = "") -> None:
         """Inserts a text (S,) and returns when it is visible."""

@@ -77,29 +77,38 @@ class Clock:
 
 
 def test_the_host_has_the_time_between_landing_and_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds take 1 s, their arrival 10 s, drafting 3 + 4 + 2 s, other work of the host 5 s."""
-    for device, host in (("cpu", 14.0), ("cuda", 15.0)):
+    """Launches take 1 s, with a captured round 6 s more behind it, arrivals 10 s, drafting 4 + 5 s, other work 5 s."""
+    for device, captured, host, period in (
+        ("cpu", False, 14.0, 25.0),
+        ("cuda", False, 15.0, 25.0),
+        ("cuda", True, 15.0, 31.0),
+    ):
         clock = Clock()
         monkeypatch.setattr(host_clock, "time", clock)
+        flight = SimpleNamespace(read=clock.passes(10, "tokens"))
+        graphs = SimpleNamespace(round=clock.passes(1)) if captured else None
         engine: Any = SimpleNamespace(
             device=SimpleNamespace(type=device),
             overlap=False,
-            drafter=SimpleNamespace(extend=clock.passes(3), draft=clock.passes(4)),
+            drafter=SimpleNamespace(draft=clock.passes(4)),
             policy=None,
             executor=SimpleNamespace(
-                store=clock.passes(2),
+                store=clock.passes(5),
                 prefill=clock.passes(100),
-                round=clock.passes(1, (SimpleNamespace(read=clock.passes(10, "tokens")), [])),
+                graphs=graphs,
+                round=clock.passes(1, flight),
             ),
         )
+        if graphs is not None:
+            behind = clock.passes(6, flight)
+            engine.executor.round = lambda _, width, g=graphs, b=behind: (g.round([], "plain", width), b())[1]
         watched = HostClock(engine, 2)
         for index, batch in enumerate((2, 2, 2, 1, 2, 2)):
             if index == 4:
                 engine.executor.prefill([])
-            flight, _ = engine.executor.round([None] * batch, 8)
-            assert flight.read() == "tokens"
-            for work in (engine.drafter.extend, engine.drafter.draft, engine.executor.store, clock.passes(5)):
+            assert engine.executor.round(SimpleNamespace(rows=[0] * batch), 8).read() == "tokens"
+            for work in (engine.drafter.draft, engine.executor.store, clock.passes(5)):
                 work()
         assert (watched.host_s, watched.drafter_s) == ([host] * 3, [9.0] * 3), "full batches without a prompt between"
-        assert watched.rounds_s == [25.0] * 3
-        assert watched.figures()["host_share"] == host / 25
+        assert watched.rounds_s == [period] * 3
+        assert watched.figures()["host_share"] == round(host / period, 4)

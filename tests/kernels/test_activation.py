@@ -44,10 +44,62 @@ def test_extremes_leading_dims_and_no_rows(device: str) -> None:
     assert silu_mul_triton(gate_up[:0]).shape == (0, 3, 40)
 
 
-def test_gradients_pass() -> None:
-    gate_up = torch.randn(3, 8, requires_grad=True)
-    silu_mul(gate_up).sum().backward()
-    assert gate_up.grad is not None
+def gradient(run: Callable[[Tensor], Tensor], gate_up: Tensor, upstream: Tensor) -> Tensor:
+    leaf = gate_up.detach().requires_grad_()
+    return torch.autograd.grad(run(leaf), leaf, upstream)[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 1), (3, 1025)])
+@pytest.mark.parametrize("kernel", [silu_mul_reference, silu_mul_triton])
+def test_gradients(kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    """Upstream gradients in rows that lie apart, one that is the same everywhere, and one that lies by columns."""
+    gate_up = random(*shape, dtype, device)
+    towards = random(*shape, dtype, device)[:, : shape[1]] / 4
+    tolerance = TOLERANCES[dtype]
+    for upstream in (towards, towards[:1, :1].expand(shape), towards.t().contiguous().t()):
+        expected = gradient(silu_mul_reference, gate_up.double(), upstream.double())
+        with poisoned():
+            found = gradient(kernel, gate_up, upstream)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_extremes_leading_dims_and_no_rows(device: str) -> None:
+    gate = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4], device=device)
+    found = gradient(silu_mul_triton, torch.cat((gate, torch.full_like(gate, 2.0))), torch.ones_like(gate))
+    torch.testing.assert_close(found[:5], torch.tensor([0.0, 0.0, 1.0, 2.0, 2.0], device=device))
+    torch.testing.assert_close(found[5:], torch.tensor([0.0, 0.0, 0.0, 100.0, 1e4], device=device))
+    gate_up = random(6, 40, torch.float32, device).reshape(2, 3, 80)
+    upstream = random(6, 20, torch.float32, device).view(2, 3, 40)
+    for part in (slice(None), slice(0, 0)):
+        found = gradient(silu_mul_triton, gate_up[part], upstream[part])
+        torch.testing.assert_close(found, gradient(silu_mul_reference, gate_up[part], upstream[part]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_what_needs_gradients_keeps_anything(device: str) -> None:
+    gate_up, kept = random(3, 40, torch.bfloat16, device), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        frozen = silu_mul_triton(gate_up)
+        assert not frozen.requires_grad
+        assert kept == []
+        learning = silu_mul_triton(gate_up.detach().requires_grad_())
+    assert [x.data_ptr() for x in kept] == [gate_up.data_ptr()]
+    with torch.no_grad():
+        assert torch.equal(silu_mul_triton(gate_up), frozen)
+    assert torch.equal(learning, frozen)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+def test_training_and_serving_compute_the_same(device: str) -> None:
+    gate_up = random(5, 1000, torch.bfloat16, device)
+    learning = silu_mul(gate_up.detach().requires_grad_())
+    assert learning.requires_grad
+    with torch.no_grad():
+        assert torch.equal(silu_mul(gate_up), learning)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 """Norms against their formula in fp64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +11,11 @@ from slipstream.kernels.norm import (
     add_rms_norm,
     add_rms_norm_reference,
     add_rms_norm_triton,
+    head_norm,
     head_norm_reference,
     head_norm_triton,
     rms_norm,
+    rms_norm_pair,
     rms_norm_pair_reference,
     rms_norm_pair_triton,
     rms_norm_reference,
@@ -140,6 +142,45 @@ def test_gradients_pass() -> None:
     (result.sum() + rms_norm(summed, weight, EPS).sum()).backward()
     assert all(x.grad is not None for x in (residual, delta, weight))
     torch.testing.assert_close(residual.grad, delta.grad)
+
+
+@pytest.fixture
+def warns_always() -> Iterator[None]:
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
+@pytest.mark.filterwarnings("error:Mismatch dtype between input and weight")  # torch's, where it cannot fuse
+@pytest.mark.usefixtures("warns_always")
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_under_autograd_fp32_weights_leave_the_dtype_as_it_is(autocast: bool, device: str) -> None:
+    """As under autocast: results have the inputs' dtype, and the weights' gradients are fp32."""
+    x, y = (random((6, 64), torch.bfloat16, device, seed).requires_grad_() for seed in (0, 1))
+    weights = [random((64,), torch.float32, device, seed).requires_grad_() for seed in (2, 3)]
+    heads = [random((16,), torch.float32, device, seed).requires_grad_() for seed in (4, 5)]
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        added, summed = add_rms_norm(x, y, weights[0], EPS)
+        q, k, v = head_norm(x, *heads, EPS, 2, 1)
+        results = [rms_norm(x, weights[0], EPS), added, rms_norm_pair(x, y, (weights[0], weights[1]), EPS), q, k]
+    by_head = x.unflatten(1, (4, 16))
+    expected = [
+        normed(x, weights[0]),
+        normed(summed, weights[0]),
+        torch.cat((normed(x, weights[0]), normed(y, weights[1])), dim=-1),
+        normed(by_head[:, :2], heads[0]),
+        normed(by_head[:, 2:3], heads[1]),
+    ]
+    assert torch.equal(v, by_head[:, 3:])
+    leaves = [x, y, *weights, *heads]
+    for actual, exact in zip(results, expected, strict=True):
+        check(actual, exact, torch.bfloat16)
+    found = torch.autograd.grad(sum(result.float().sum() for result in results), leaves)
+    exact_gradients = torch.autograd.grad(sum(exact.sum() for exact in expected), leaves)
+    assert [gradient.dtype for gradient in found] == [torch.bfloat16] * 2 + [torch.float32] * 4
+    for gradient, exact in zip(found, exact_gradients, strict=True):
+        assert (gradient.double() - exact.double()).norm() <= 0.02 * exact.double().norm()
 
 
 @pytest.mark.gpu

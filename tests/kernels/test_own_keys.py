@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.own_keys import KeyValue, with_own_keys_reference, with_own_keys_triton
+from slipstream.kernels.own_keys import (
+    extend_attention_reference,
+    extend_attention_triton,
+    own_keys_gradients_reference,
+    own_keys_gradients_triton,
+)
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned
 
 NUM_OTHERS = 6
@@ -18,7 +23,12 @@ CASES = [  # N, S, Q, G, D
     (2, 1, 24, 3, 256),
     pytest.param((3000, 6, 32, 8, 128), marks=pytest.mark.gpu),
 ]
-Run = Callable[[Tensor, Tensor, Tensor, list[KeyValue]], Tensor]
+Extend = Callable[..., tuple[Tensor, Tensor]]
+Gradients = Callable[..., tuple[Tensor, Tensor, Tensor]]
+RUNS = [
+    (extend_attention_reference, own_keys_gradients_reference),
+    (extend_attention_triton, own_keys_gradients_triton),
+]
 
 
 class Scene:
@@ -31,53 +41,59 @@ class Scene:
             return (scale * torch.randn(shape, generator=generator)).to(device, dtype)
 
         self.q = random(N, Q, D, scale=2.0)
-        self.keys, self.values = random(NUM_OTHERS, G, D), random(NUM_OTHERS, G, D)
-        self.own = [(random(N, G, D), random(N, G, D)) for _ in range(S)]
+        self.others, self.other_values = random(NUM_OTHERS, G, D), random(NUM_OTHERS, G, D)
+        self.keys, self.values = random(S, N, G, D), random(S, N, G, D)
         self.shift = shift
         self.upstream = random(N, Q, D)
 
+    def by_head(self, x: Tensor) -> Tensor:
+        """(..., G, D) -> (..., Q, D) in fp64."""
+        return x.double().repeat_interleave(self.q.shape[1] // x.shape[-2], dim=-2)
+
+    def scores(self, q: Tensor, keys: Tensor) -> Tensor:
+        """(N, Q) for each of keys (S, N or 1, G, D): (S, N, Q)."""
+        return (q * self.by_head(keys)).sum(-1) * q.shape[-1] ** -0.5
+
+    def before(self) -> tuple[Tensor, Tensor]:
+        """What attention over the other keys alone gives: output (N, Q, D) and lse (N, Q), fp64."""
+        scores = self.scores(self.q.double(), self.others.unsqueeze(1)) + self.shift
+        values = self.by_head(self.other_values).unsqueeze(1)
+        return (scores.softmax(0).unsqueeze(-1) * values).sum(0), scores.logsumexp(0)
+
     def expected(self) -> list[Tensor]:
-        """Outputs and the gradients of q and of all own keys and values, through one softmax."""
-        q, *own = self.leaves(torch.float64)
-        heads = q.shape[1] // self.keys.shape[1]
-        keys, values = (x.double().repeat_interleave(heads, dim=1).expand(len(q), -1, -1, -1).unbind(1)
-                        for x in (self.keys, self.values))  # fmt: skip
-        scores = [(q * k).sum(-1) * q.shape[-1] ** -0.5 + self.shift for k in keys]
-        scores += [(q * k.repeat_interleave(heads, dim=1)).sum(-1) * q.shape[-1] ** -0.5 for k in own[::2]]
-        weights = torch.stack(scores).softmax(dim=0).unsqueeze(-1)
-        everything = torch.stack([*values, *(v.repeat_interleave(heads, dim=1) for v in own[1::2])])
-        output = (weights * everything).sum(0)
-        return [output, *torch.autograd.grad(output, [q, *own], self.upstream.double())]
+        """Output, lse and the gradients of q, own keys and own values through one softmax over all keys. q's is that
+        through the own keys: the others' keys do not move it here."""
+        q, keys, values = (x.double().requires_grad_() for x in (self.q, self.keys, self.values))
+        others = self.scores(self.q.double(), self.others.unsqueeze(1)) + self.shift
+        scores = torch.cat((others, self.scores(q, keys)))
+        everything = torch.cat((self.by_head(self.other_values).unsqueeze(1).expand(-1, len(q), -1, -1),
+                                self.by_head(values)))  # fmt: skip
+        output = (scores.softmax(0).unsqueeze(-1) * everything).sum(0)
+        gradients = torch.autograd.grad(output, [q, keys, values], self.upstream.double())
+        return [output, scores.logsumexp(0).t(), *gradients]
 
-    def found(self, run: Run, dtype: torch.dtype) -> list[Tensor]:
-        q, *own = self.leaves(dtype)
-        output, lse = self.others(q)
-        whole = run(q, output, lse, list(zip(own[::2], own[1::2], strict=True)))
-        assert whole.dtype == dtype
-        return [whole, *torch.autograd.grad(whole, [q, *own], self.upstream.to(dtype))]
-
-    def others(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention over the other keys gives: (N, Q, D) in q's dtype and the log sums (N, Q)."""
-        heads, dtype = q.shape[1] // self.keys.shape[1], torch.promote_types(q.dtype, torch.float32)
-        keys, values = (x.to(dtype).repeat_interleave(heads, dim=1) for x in (self.keys, self.values))
-        scores = torch.einsum("nqd,kqd->nqk", q.to(dtype), keys) * q.shape[-1] ** -0.5 + self.shift
-        output = torch.einsum("nqk,kqd->nqd", scores.softmax(-1), values)
-        return output.to(q.dtype), scores.logsumexp(-1)
-
-    def leaves(self, dtype: torch.dtype) -> list[Tensor]:
-        return [x.detach().to(dtype).requires_grad_() for x in (self.q, *(x for pair in self.own for x in pair))]
+    def found(self, extend: Extend, gradients: Gradients) -> list[Tensor]:
+        output, lse = self.before()
+        output, lse = output.to(self.q.dtype), lse.t().float().contiguous()
+        whole, total = extend(self.q, output, lse, self.keys, self.values)
+        assert (whole.dtype, total.dtype) == (self.q.dtype, torch.float32)
+        found = gradients(self.upstream, self.q, whole, total, self.keys, self.values)
+        assert {x.dtype for x in found} == {self.q.dtype}
+        return [whole, total, *found]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shift", [-60.0, 0.0, 60.0])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("run", [with_own_keys_reference, with_own_keys_triton])
-def test_equals_one_softmax(run: Run, case: tuple[int, ...], dtype: torch.dtype, shift: float, device: str) -> None:
+@pytest.mark.parametrize(("extend", "gradients"), RUNS)
+def test_equals_one_softmax(
+    extend: Extend, gradients: Gradients, case: tuple[int, ...], dtype: torch.dtype, shift: float, device: str
+) -> None:
     """Far apart, too, where one side has all the weight."""
     scene = Scene(case, dtype, device, shift)
     with poisoned():
-        found = scene.found(run, dtype)
+        found = scene.found(extend, gradients)
     for one, other in zip(found, scene.expected(), strict=True):
         tolerance = 4 * TOLERANCES[dtype]
         torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)

@@ -1,5 +1,6 @@
 """The frozen target against transformers' own output_hidden_states and logits."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -91,6 +92,23 @@ def test_packed_documents_do_not_see_each_other(model: PreTrainedModel) -> None:
     for document, found in ((first, features[0, :7]), (second, features[0, 7:12]), (third, features[1, :10])):
         states = hidden_states(model, document[None])
         torch.testing.assert_close(found, torch.cat((states[1], states[3]), dim=-1)[0])
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compiled_layers_give_the_same_states(device: str) -> None:
+    """One compilation serves all layers, for rows of documents and of any number."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = FAMILIES["qwen3"]().to(device)
+    target, compiled = FrozenTarget(model, (0, 2)), FrozenTarget(copy.deepcopy(model), (0, 2))
+    compiled.compile_layers()
+    positions = torch.cat((torch.arange(9), torch.arange(7))).to(device)
+    for count in (2, 3, 4):
+        tokens = torch.randint(0, 50, (count, 16), device=device)
+        expected = target.features(tokens, positions.expand(count, -1))
+        for one, other in zip(compiled.features(tokens, positions.expand(count, -1)), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
 def test_logits_in_chunks_equal_the_whole_head(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,9 +102,10 @@ class Fuzz:
 
     def release(self) -> None:
         row = self.rng.choice(sorted(self.drafts))
-        self.core.release(row)
+        num_tokens = len(self.model.requests[row].tokens) - self.rng.choice((0, 0, 1, 3, 100))
+        self.core.release(row, max(0, num_tokens))
         self.core.flush()
-        self.model.release(row)
+        self.model.release(row, num_tokens)
         del self.drafts[row]
         self.num_operations += 1
 
@@ -118,16 +119,31 @@ class Fuzz:
     def round(self) -> None:
         """All running requests gain tokens, some of them drafted ones, and get a tree each."""
         rows, most = sorted(self.drafts), self.rng.randint(1, 6)
-        gained = np.full((len(rows), most), -1, np.int32)
-        for index, row in enumerate(rows):
+        gained: dict[int, list[int]] = {}
+        for row in rows:
             text = self.drafts[row] if self.rng.random() < 0.4 else self.text(most)
-            text = text[: self.rng.randint(0, most)]
-            gained[index, : len(text)] = text
-            self.model.extend(row, text)
-        self.core.extend(rows, gained)
-        self.core.flush()
-        self.compare_trees(rows, self.rng.choice((1, 2, 8, 16, 64)))
+            gained[row] = text[: self.rng.randint(0, most)]
+        width = self.rng.choice((1, 2, 8, 16, 64))
+        (self.advance if self.rng.random() < 0.5 else self.extend)(gained, most, width)
         self.num_operations += 2 * len(rows)
+
+    def advance(self, gained: dict[int, list[int]], most: int, width: int) -> None:
+        tokens, parents = np.full((2, len(gained), width), -7, np.int32)
+        matches = np.full(len(gained), -7, np.int32)
+        emitted = [[len(text), *text, *[9] * (most - len(text))] for text in gained.values()]
+        counts = self.core.advance(list(gained), emitted, tokens, parents, matches)
+        self.core.flush()
+        assert counts == (tokens >= 0).sum(axis=1).tolist(), self.place()
+        trees = zip(tokens.tolist(), parents.tolist(), matches.tolist(), strict=True)
+        assert list(trees) == self.model.advance(gained, width), self.place()
+        self.drafts = {row: own[1:count] for row, own, count in zip(gained, tokens.tolist(), counts, strict=True)}
+
+    def extend(self, gained: dict[int, list[int]], most: int, width: int) -> None:
+        for row, text in gained.items():
+            self.model.extend(row, text)
+        self.core.extend(list(gained), [text + [-1] * (most - len(text)) for text in gained.values()])
+        self.core.flush()
+        self.compare_trees(list(gained), width)
 
     def compare_trees(self, rows: list[int], width: int) -> None:
         tokens, parents = np.full((2, len(rows), width), -7, np.int32)

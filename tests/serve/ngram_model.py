@@ -22,6 +22,7 @@ class Request:
     writer: Writer
     seen: int = 0
     places: list[Place] = field(default_factory=list)
+    private: list[int] = field(default_factory=list)  # the last tokens, of which others do not know yet
 
 
 # What comes next: ("node", node), ("log", frequency, position, skip) or ("text", index, period).
@@ -43,8 +44,25 @@ class NgramModel:
         for token in tokens[-self.trie.branch_length :]:
             self.trie.append(self.requests[row].writer, token)
 
+    def advance(self, gained: dict[int, list[int]], width: int) -> list[tuple[list[int], list[int], int]]:
+        """By row; what `propose` returns for each."""
+        for row, tokens in gained.items():
+            self.requests[row].tokens += tokens
+        trees = [self.propose(row, width) for row in gained]
+        for row, tokens in gained.items():
+            self.share(row, len(self.requests[row].private))
+            self.requests[row].private = tokens
+        return trees
+
+    def share(self, row: int, count: int) -> None:
+        request = self.requests[row]
+        for token in request.private[:count]:
+            self.trie.append(request.writer, token)
+        request.private = []
+
     def extend(self, row: int, tokens: list[int], dropped: bool = False) -> None:
         request = self.requests[row]
+        self.share(row, len(request.private))
         request.tokens += tokens
         if dropped:
             request.writer = Writer(request.writer.root)
@@ -57,7 +75,10 @@ class NgramModel:
         for token in tokens:
             self.trie.append(writer, token)
 
-    def release(self, row: int) -> None:
+    def release(self, row: int, num_tokens: int) -> None:
+        request = self.requests[row]
+        num_beyond = max(0, len(request.tokens) - num_tokens)
+        self.share(row, max(0, len(request.private) - num_beyond))
         del self.requests[row]
 
     def occurrences(self, tokens: list[int]) -> list[tuple[int, int]]:

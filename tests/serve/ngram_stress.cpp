@@ -1,4 +1,5 @@
 // Threads that use the n-gram core all at once, for a sanitizer to watch: ngram_stress SECONDS FILE
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -39,6 +40,7 @@ void serve(ngram::Ngram& core, int64_t first_row, uint32_t seed) {
   std::vector<int64_t> rows(BATCH);
   for (size_t index = 0; index < BATCH; ++index) rows[index] = first_row + static_cast<int64_t>(index);
   std::vector<int32_t> tokens(BATCH * WIDTH), parents(BATCH * WIDTH), matches(BATCH);
+  std::vector<int32_t> emitted(BATCH * (1 + GAINED));
   std::vector<int64_t> ancestors(BATCH * WIDTH);
   while (!is_over) {
     for (const int64_t row : rows) {
@@ -47,13 +49,22 @@ void serve(ngram::Ngram& core, int64_t first_row, uint32_t seed) {
     }
     for (int round = 0; round < ANSWER_ROUNDS; ++round) {
       const std::vector<int32_t> gained = text(random, BATCH * GAINED);
-      core.extend(rows.data(), BATCH, gained.data(), GAINED);
-      core.propose(rows.data(), BATCH, WIDTH, tokens.data(), parents.data(), matches.data(), ancestors.data());
+      if (round % 2 == 0) {
+        core.extend(rows.data(), BATCH, gained.data(), GAINED);
+        core.propose(rows.data(), BATCH, WIDTH, tokens.data(), parents.data(), matches.data(), ancestors.data());
+      } else {
+        for (size_t index = 0; index < BATCH; ++index) {
+          emitted[index * (1 + GAINED)] = GAINED;
+          std::copy_n(&gained[index * GAINED], GAINED, &emitted[index * (1 + GAINED) + 1]);
+        }
+        core.advance(rows.data(), BATCH, emitted.data(), 1 + GAINED, WIDTH, tokens.data(), parents.data(),
+                     matches.data());
+      }
       for (size_t index = 0; index < BATCH; ++index) {
         require(tokens[index * WIDTH] == gained[index * GAINED + GAINED - 1], "a root is not the last token");
       }
     }
-    for (const int64_t row : rows) core.release(row);
+    for (const int64_t row : rows) core.release(row, random() % 200);
   }
 }
 

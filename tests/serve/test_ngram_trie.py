@@ -99,6 +99,33 @@ def test_own_text_is_seen_at_once_and_other_texts_when_inserted() -> None:
     assert propose(core, 1, 4) == ([5, 6, 7, 8], [-1, 0, 1, 2], 2)
 
 
+def test_others_see_what_a_round_emitted_once_the_request_goes_on_or_ends() -> None:
+    core = NgramCore(rows=2)
+    tokens, parents = np.zeros((2, 1, 4), np.int32)
+    matches = np.zeros(1, np.int32)
+
+    def advance(*emitted: int) -> list[int]:
+        core.advance([0], [[len(emitted), *emitted, *[9] * (4 - len(emitted))]], tokens, parents, matches)
+        core.flush()
+        return tokens[0].tolist()
+
+    core.admit(0, [1, 2, 3, 7, 1])
+    core.admit(1, [8, 3])
+    assert advance(2, 3) == [3, 7, 1, 2], "the request itself sees them at once"
+    core.flush()
+    assert propose(core, 1, 4)[0] == [3, 7, 1, -1]
+    assert advance(4) == [4, -1, -1, -1]
+    assert propose(core, 1, 4)[0][:2] == [3, 7]
+    core.extend([1], [[2]])
+    assert propose(core, 1, 3) == ([2, 3, 7], [-1, 0, 1], 1)
+    advance(5, 6, 0)
+    core.release(0, 10)
+    core.flush()
+    assert core.stats()["inserted_tokens"] == 10 + 3
+    core.extend([1], [[4]])
+    assert propose(core, 1, 4) == ([4, 5, 6, -1], [-1, 0, 1, -1], 1), "it ended before the 0"
+
+
 def test_a_request_may_stand_in_a_batch_twice() -> None:
     core = NgramCore(rows=2)
     core.insert(list(range(10, 30)))

@@ -151,6 +151,25 @@ def test_n_grams_draft_before_the_accounts_of_the_last_round_are_done(target: Pa
     assert answers["0"].counts.rounds < 39, "some drafts were accepted"
 
 
+@pytest.mark.parametrize("build", [build_engine, build_overlapping])
+def test_n_grams_learn_of_a_request_no_more_than_it_says(build: Callable[..., Engine], target: Path) -> None:
+    """Also of one that ends within accepted drafts: at a stop id, or at its last token."""
+    engine, prompts = build(target, "ngram"), [random_prompt(9, seed) for seed in range(4)]
+    first = run(engine, [make_request(str(seed), prompt, max_tokens=40) for seed, prompt in enumerate(prompts)])
+    requests = []
+    for seed, prompt in enumerate(prompts):
+        tokens = first[str(seed)].tokens
+        stop = next(token for index, token in enumerate(tokens[8:], 8) if token not in tokens[:index])
+        ends: dict[str, Any] = {"stop_token_ids": (stop,)} if seed % 2 else {"max_tokens": 11}
+        requests.append(make_request(f"again {seed}", prompt, **{"max_tokens": 40} | ends))
+    again = run(engine, requests)
+    starts = [answer.starts[-1] for answer in again.values()]
+    assert max(len(answer.tokens) - start for answer, start in zip(again.values(), starts, strict=True)) > 1
+    engine.drafter.core.flush()  # type: ignore[attr-defined]
+    known = sum(9 + len(answer.tokens) for answer in [*first.values(), *again.values()])
+    assert engine.metrics()["ngram_inserted_tokens"] == known
+
+
 def test_closing_a_stream_early_ends_what_is_in_flight(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm_module, "Engine", OverlappingEngine)
     model = llm_module.LLM(str(target), max_running=4, kv_cache_tokens=2048)

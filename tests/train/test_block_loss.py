@@ -66,6 +66,32 @@ def test_losses_and_gradients_are_autograds_for_any_chunk(logits_at_once: int, m
     assert torch.equal(best, best_rows(states.detach(), head))
 
 
+def test_losses_and_gradients_from_logits_in_bf16() -> None:
+    """Logits are rounded where the head's dtype is bf16, and losses are of the rounded ones; the gradient is rounded,
+    too, before it meets the head."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(10, 16, generator=generator).requires_grad_()
+    head = torch.randn(50, 16, generator=generator).bfloat16()
+    labels = torch.randint(50, (10,), generator=generator)
+    logits = (states.detach().bfloat16() @ head.t()).double().requires_grad_()
+    expected = F.cross_entropy(logits, labels, reduction="none")
+    (of_logits,) = torch.autograd.grad(expected.sum(), logits)
+    losses, best = head_losses(states, head, labels)
+    (gradient,) = torch.autograd.grad(losses.sum(), states)
+    assert (losses.dtype, gradient.dtype) == (torch.float32, torch.float32)
+    torch.testing.assert_close(losses.double(), expected)
+    torch.testing.assert_close(gradient.double(), of_logits @ head.double(), rtol=2**-6, atol=2**-6)
+    assert torch.equal(best, logits.argmax(dim=-1))
+
+
+def test_the_best_row_is_the_first_of_those_that_rounding_makes_equal() -> None:
+    head = torch.zeros(20, 4, dtype=torch.bfloat16)
+    head[7], head[11] = 1.0, torch.tensor([1.0, 1.0, 1.0, 1.0078125])  # 4 and 4.0078125, which bf16 rounds to 4
+    states = torch.ones(3, 4)
+    assert best_rows(states, head).tolist() == [7, 7, 7]
+    assert head_losses(states, head, torch.zeros(3, dtype=torch.int64))[1].tolist() == [7, 7, 7]
+
+
 def test_without_gradients_none_is_made() -> None:
     states, head = torch.randn(4, 8), torch.randn(20, 8)
     losses, _ = head_losses(states, head, torch.arange(4))

@@ -18,9 +18,9 @@ SHARED_OPTIONS = """
     checkpoint.every checkpoint.keep data.batch_size data.features data.features_missing data.max_length data.path
     draft.intermediate_size draft.vocabulary dry_run evaluation.depth evaluation.documents
     evaluation.every evaluation.samples optim.accumulation optim.betas optim.clip optim.epochs optim.lr optim.name
-    optim.steps optim.warmup_ratio optim.weight_decay output precision resume revision seed target target_sharding
-    tracker.artifacts tracker.entity tracker.name tracker.project tracker.tags tracker.tensorboard tracker.wandb
-    trust_remote_code
+    optim.steps optim.warmup_ratio optim.weight_decay output precision resume revision seed target target_compile
+    target_sharding tracker.artifacts tracker.entity tracker.name tracker.project tracker.tags tracker.tensorboard
+    tracker.wandb trust_remote_code
 """
 PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "eagle": (

@@ -41,6 +41,11 @@ def test_rows_follow_the_rule(seed: int) -> None:
     assert rows.asking_positions.tolist() == [int(batch.positions.flatten()[t]) for t in asking]
     assert len(set(rows.context.tolist()) & set(asking)) == 0
     assert sum(rows.num_asking) == len(asking)
+    positions, seen = batch.positions.flatten().tolist(), []
+    for count, first_key, num_keys in rows.runs:  # each row sees its document up to itself
+        numbers = sorted([*rows.context.tolist(), *asking])[first_key : first_key + num_keys]
+        seen += [numbers[: num_keys - behind] for behind in reversed(range(count))]
+    assert seen == [list(range(row - positions[row], row + 1)) for row in asking]
 
 
 def test_a_first_token_is_never_a_root() -> None:

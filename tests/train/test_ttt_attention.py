@@ -4,26 +4,29 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor
 
+from slipstream.kernels import packed_attention
+from slipstream.kernels.packed_attention import Runs
 from slipstream.models.config import RopeConfig
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.tests.train.conftest import random_document
 from slipstream.tests.train.naive_draft import attended, turned
 from slipstream.train.batches import Batch, collate
 from slipstream.train.ttt import Rows, find_rows
-from slipstream.train.ttt_attention import DocumentTTTAttention, FlexTTTAttention, TTTAttention
+from slipstream.train.ttt_attention import DocumentTTTAttention, PackedTTTAttention, TTTAttention
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 MAX_LENGTH, NUM_STEPS = 64, 4
 ONE_ASKING_ROW = [7] * 5, [False, False, True, True, False]
+TWO_ANSWERS = [8] * 12, [False, True, True, True, False, False, True, True, True, True, False, False]
 
 
 def packed(num_rows: int) -> Batch:
-    """Rows of one to three documents and one with a single asking row; padding behind them."""
+    """Rows of one to three documents, one with a single asking row and one with two answers; padding behind them."""
     generator = torch.Generator().manual_seed(num_rows)
-    rows = [[random_document(generator) for _ in range(1 + row % 3)] + [ONE_ASKING_ROW] for row in range(num_rows)]
+    special = [ONE_ASKING_ROW, TWO_ANSWERS]
+    rows = [[random_document(generator) for _ in range(1 + row % 3)] + special for row in range(num_rows)]
     return collate(rows, MAX_LENGTH)
 
 
@@ -111,44 +114,76 @@ def test_the_batch_holds_what_it_should() -> None:
     assert bool((batch.documents < 0).any())
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kind", [DocumentTTTAttention, FlexTTTAttention])
+def plain(q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+    """What FlashAttention computes for `runs`: (N, Q, D) and (Q, N), run by run, causal from the last key backwards."""
+    outputs, sums = [], []
+    seen = (x.split(runs.key_ends.diff().tolist()) for x in (k, v))
+    pairs = zip(q.split(runs.row_ends.diff().tolist()), *seen, strict=True)
+    for rows, keys, values in pairs:
+        keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (keys, values))
+        scores = torch.einsum("nqd,kqd->qnk", rows, keys) * q.shape[-1] ** -0.5
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + scores.shape[2] - scores.shape[1])
+        scores = scores.masked_fill(hidden, -torch.inf)
+        outputs.append(torch.einsum("qnk,kqd->nqd", scores.softmax(-1), values))
+        sums.append(scores.logsumexp(-1))
+    return torch.cat(outputs), torch.cat(sums, dim=1)
+
+
+def plain_backward(
+    upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, runs: Runs
+) -> tuple[Tensor, ...]:
+    """FlashAttention's: weights from `lse`, whatever that is, and dS = P (dP - rowsum(dO O)), whatever O is."""
+    gradients = []
+    pairs = zip(
+        *(x.split(runs.row_ends.diff().tolist()) for x in (upstream, q, output, lse.t())),
+        *(x.split(runs.key_ends.diff().tolist()) for x in (k, v)),
+        strict=True,
+    )
+    for given, rows, whole, total, keys, values in pairs:
+        repeated = [x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (keys, values)]
+        scores = torch.einsum("nqd,kqd->qnk", rows, repeated[0]) * q.shape[-1] ** -0.5
+        weights = (scores - total.t().unsqueeze(-1)).exp().tril(scores.shape[2] - scores.shape[1])
+        from_output = (given * whole).sum(-1).t().unsqueeze(-1)
+        score_grad = weights * (torch.einsum("nqd,kqd->qnk", given, repeated[1]) - from_output) * q.shape[-1] ** -0.5
+        by_head = torch.einsum("qnk,nqd->kqd", score_grad, rows), torch.einsum("qnk,nqd->kqd", weights, given)
+        own = [x.unflatten(1, (k.shape[1], -1)).sum(2) for x in by_head]
+        gradients.append((torch.einsum("qnk,kqd->nqd", score_grad, repeated[0]), *own))
+    return tuple(torch.cat(parts) for parts in zip(*gradients, strict=True))
+
+
+@pytest.fixture
+def plain_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention, which only GPUs have, by its formulas, for any dtype."""
+    monkeypatch.setattr(packed_attention, "flash_forward", plain)
+    monkeypatch.setattr(packed_attention, "flash_backward", plain_backward)
+    monkeypatch.setattr("slipstream.train.ttt_attention.DTYPES", (torch.float32, torch.float64))
+
+
+@pytest.mark.usefixtures("plain_flash")
+@pytest.mark.parametrize("kind", [DocumentTTTAttention, PackedTTTAttention])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 2e-6), (torch.float32, 2e-5)])
-def test_both_equal_the_loops(
-    kind: type[TTTAttention], dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Outputs and gradients. Flex uncompiled: torch would refuse gradients on a CPU, where only tests want them."""
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+def test_both_equal_the_loops(kind: type[TTTAttention], dtype: torch.dtype, tolerance: float) -> None:
+    """Outputs and gradients."""
     batch = packed(3)
     assert_equal(run(kind, batch, NUM_STEPS, dtype), run_naive(batch, NUM_STEPS, dtype), tolerance)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_equals_documents_over_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    batch = packed(30)
+@pytest.mark.usefixtures("plain_flash")
+def test_documents_of_one_answer_share_their_keys() -> None:
+    """Then nothing is copied: the runs' keys one behind another are all keys."""
+    batch = collate([[([3] * 20, [False] * 5 + [True] * 15)] * 3] * 2, MAX_LENGTH)
     rows = find_rows(batch, NUM_STEPS)
-    assert len(rows.asking) > 2 * 128
-    expected = run(DocumentTTTAttention, batch, NUM_STEPS, torch.float64)
-    assert_equal(run(FlexTTTAttention, batch, NUM_STEPS, torch.float64), expected, 1e-9)
+    assert Runs.of(rows.runs, len(rows.keys), rows.keys.device).keys is None
+    assert_equal(
+        run(PackedTTTAttention, batch, NUM_STEPS, torch.float64), run_naive(batch, NUM_STEPS, torch.float64), 2e-6
+    )
 
 
-def test_tiles_of_other_documents_are_skipped() -> None:
-    """Documents with 61 asking rows and 62 keys: 128 queries reach four of them, and so four tiles of keys at most."""
-    document = [3] * MAX_LENGTH, [False] * 2 + [True] * (MAX_LENGTH - 2)
-    rows = find_rows(collate([[document]] * 100, MAX_LENGTH), 1)
-    attention = FlexTTTAttention(rows, RotaryEmbedding(RopeConfig(), HEAD_DIM, 128))
-    assert set(rows.num_asking) == {61}
-    assert set(rows.num_keys) == {62}
-    tiles = attention.tiles.to_dense()[0, 0]
-    assert tiles.shape == (-(-len(rows.asking) // 128), -(-len(rows.keys) // 128))
-    assert int(tiles.sum(dim=1).max()) <= 4
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kind", [DocumentTTTAttention, FlexTTTAttention])
-def test_queries_and_keys_take_the_dtype_of_values(kind: type[TTTAttention]) -> None:
-    """Under autocast norms of heads give fp32 queries and keys beside bf16 values."""
+@pytest.mark.usefixtures("plain_flash")
+@pytest.mark.parametrize("kind", [DocumentTTTAttention, PackedTTTAttention])
+def test_queries_and_keys_take_the_dtype_of_values(kind: type[TTTAttention], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a network without autocast may differ."""
+    monkeypatch.setattr("slipstream.train.ttt_attention.DTYPES", (torch.bfloat16,))
     rows = find_rows(packed(3), 2)
     inputs, attention = Inputs.random(rows, 2, torch.float32), kind(rows, RotaryEmbedding(RopeConfig(), HEAD_DIM, 128))
     with torch.no_grad():
@@ -159,10 +194,17 @@ def test_queries_and_keys_take_the_dtype_of_values(kind: type[TTTAttention]) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-2), (torch.bfloat16, 0.1)])
-def test_compiled_flex_equals_documents(dtype: torch.dtype, tolerance: float) -> None:
-    """Batches of other sizes and numbers of steps one after the other, so that what is compiled is used again."""
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_flash_attention_equals_documents(dtype: torch.dtype) -> None:
+    """Batches of other sizes and numbers of steps one after the other."""
     for num_rows, num_steps in ((20, 4), (30, 4), (26, 7), (2, 2)):
         batch = packed(num_rows)
         expected = run(DocumentTTTAttention, batch, num_steps, torch.float32)
-        assert_equal(run(FlexTTTAttention, batch, num_steps, dtype, "cuda"), expected, tolerance)
+        assert_equal(run(PackedTTTAttention, batch, num_steps, dtype, "cuda"), expected, 0.1)
+
+
+@pytest.mark.gpu
+def test_fp32_goes_document_by_document() -> None:
+    batch = packed(5)
+    expected = run(DocumentTTTAttention, batch, NUM_STEPS, torch.float32)
+    assert_equal(run(PackedTTTAttention, batch, NUM_STEPS, torch.float32, "cuda"), expected, 1e-3)

@@ -4,7 +4,9 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -75,6 +77,28 @@ std::vector<uint32_t> propose(Ngram& self, const Longs& rows, IntsOut tokens, In
                       parents_out, matches_out, ancestors_out);
 }
 
+std::vector<uint32_t> advance(Ngram& self, const Longs& rows, const Ints& emitted, IntsOut tokens, IntsOut parents,
+                              IntsOut matches) {
+  const py::ssize_t num_columns = emitted.ndim() == 2 ? std::max<py::ssize_t>(1, emitted.shape(1)) : 1;
+  const py::ssize_t width = tokens.ndim() == 2 ? tokens.shape(1) : 1;
+  expect_shape("rows", rows, {rows.size()});
+  expect_shape("emitted", emitted, {rows.size(), num_columns});
+  expect_shape("tokens", tokens, {rows.size(), width});
+  expect_shape("parents", parents, {rows.size(), width});
+  expect_shape("matches", matches, {rows.size()});
+  int32_t* tokens_out = tokens.mutable_data();
+  int32_t* parents_out = parents.mutable_data();
+  int32_t* matches_out = matches.mutable_data();
+  py::gil_scoped_release release;
+  return self.advance(rows.data(), static_cast<size_t>(rows.size()), emitted.data(), static_cast<size_t>(num_columns),
+                      static_cast<size_t>(width), tokens_out, parents_out, matches_out);
+}
+
+void release(Ngram& self, int64_t row, std::optional<size_t> num_tokens) {
+  py::gil_scoped_release release;
+  self.release(row, num_tokens.value_or(SIZE_MAX));
+}
+
 void insert(Ngram& self, const Ints& tokens, const std::string& name) {
   expect_shape("tokens", tokens, {tokens.size()});
   const std::string short_name = digest(name);
@@ -143,7 +167,7 @@ void translate(std::exception_ptr pointer) {
 }  // namespace
 
 PYBIND11_MODULE(ngram_core, module) {
-  using release = py::call_guard<py::gil_scoped_release>;
+  using unlocked = py::call_guard<py::gil_scoped_release>;
   py::register_local_exception_translator(translate);
   py::class_<Ngram>(module, "NgramCore")
       .def(py::init(&make), py::kw_only(), py::arg("rows") = 64, py::arg("capacity") = 1'000'000,
@@ -154,12 +178,14 @@ PYBIND11_MODULE(ngram_core, module) {
       .def("extend", &extend, py::arg("rows"), py::arg("tokens"))
       .def("propose", &propose, py::arg("rows"), py::arg("tokens").noconvert(), py::arg("parents").noconvert(),
            py::arg("matches").noconvert(), py::arg("ancestors").noconvert() = py::none())
-      .def("release", &Ngram::release, py::arg("row"), release())
+      .def("advance", &advance, py::arg("rows"), py::arg("emitted"), py::arg("tokens").noconvert(),
+           py::arg("parents").noconvert(), py::arg("matches").noconvert())
+      .def("release", &release, py::arg("row"), py::arg("num_tokens") = py::none())
       .def("insert", &insert, py::arg("tokens"), py::arg("namespace") = "")
-      .def("flush", &Ngram::flush, release())
+      .def("flush", &Ngram::flush, unlocked())
       .def("save", &save, py::arg("path"))
       .def("load", &load, py::arg("path"))
-      .def("check", &Ngram::check, release())
+      .def("check", &Ngram::check, unlocked())
       .def("stats", &stats)
       .def("branches", &branches);
 }

@@ -17,12 +17,9 @@ const Options& validated(const Options& options) {
   return options;
 }
 
-// Throws std::invalid_argument.
-void check_tokens(const int32_t* tokens, size_t num_tokens, int32_t least) {
+void check_tokens(const int32_t* tokens, size_t num_tokens, bool is_padded = false) {
   for (size_t index = 0; index < num_tokens; ++index) {
-    if (least <= tokens[index] && tokens[index] <= MAX_TOKEN) continue;
-    throw std::invalid_argument("a token is " + std::to_string(tokens[index]) + "; it must be between 0 and " +
-                                std::to_string(MAX_TOKEN));
+    if (!is_padded || tokens[index] != NO_TOKEN) within("a token", tokens[index], 0, MAX_TOKEN);
   }
 }
 
@@ -63,7 +60,7 @@ void Ngram::admit(int64_t row, const int32_t* tokens, size_t num_tokens, const s
   Request& request = requests_[static_cast<size_t>(row)];
   if (request.is_running) throw std::invalid_argument("row " + std::to_string(row) + " is in use; release it first");
   if (num_tokens == 0) throw std::invalid_argument("tokens are empty; a request begins with at least one");
-  check_tokens(tokens, num_tokens, 0);
+  check_tokens(tokens, num_tokens);
   {
     std::lock_guard turn(turns_);
     request.history.begin(trie_.enter(name));
@@ -72,6 +69,7 @@ void Ngram::admit(int64_t row, const int32_t* tokens, size_t num_tokens, const s
   request.is_lost = false;
   request.context.clear();
   for (size_t index = 0; index < num_tokens; ++index) request.context.add(tokens[index]);
+  request.num_shared = num_tokens;
   const int64_t most = options_.insert_prompts ? options_.queue_tokens / 2 : options_.branch_length;
   const size_t count = std::min(num_tokens, static_cast<size_t>(most));
   queue_.set_busy(++num_running_ > 0);
@@ -81,16 +79,11 @@ void Ngram::admit(int64_t row, const int32_t* tokens, size_t num_tokens, const s
 void Ngram::extend(const int64_t* rows, size_t batch, const int32_t* tokens, size_t width) {
   std::lock_guard front(front_);
   check_rows(rows, batch);
-  check_tokens(tokens, batch * width, NO_TOKEN);
+  check_tokens(tokens, batch * width, /*is_padded=*/true);
   for (size_t index = 0; index < batch; ++index) {
     const int32_t* gained = tokens + index * width;
-    const int32_t* end = std::find(gained, gained + width, NO_TOKEN);
-    Request& request = running(rows[index]);
-    for (const int32_t* token = gained; token != end; ++token) request.context.add(*token);
-    if (end != gained) {
-      const JobKind kind = request.is_lost ? JobKind::BEGIN : JobKind::EXTEND;
-      queue(rows[index], kind, gained, static_cast<size_t>(end - gained));
-    }
+    add(rows[index], gained, std::find(gained, gained + width, NO_TOKEN));
+    share(rows[index], running(rows[index]).context.text().size());
   }
 }
 
@@ -98,10 +91,34 @@ std::vector<uint32_t> Ngram::propose(const int64_t* rows, size_t batch, size_t w
                                      int32_t* parents, int32_t* matches, int64_t* ancestors) {
   std::lock_guard front(front_);
   check_rows(rows, batch);
-  if (width < 1 || width > MAX_WIDTH) {
-    throw std::invalid_argument("width is " + std::to_string(width) + "; it must be between 1 and " +
-                                std::to_string(MAX_WIDTH));
+  within("width", static_cast<int64_t>(width), 1, MAX_WIDTH);
+  return draft(rows, batch, width, tokens, parents, matches, ancestors);
+}
+
+std::vector<uint32_t> Ngram::advance(const int64_t* rows, size_t batch, const int32_t* emitted, size_t num_columns,
+                                     size_t width, int32_t* tokens, int32_t* parents, int32_t* matches) {
+  std::lock_guard front(front_);
+  check_rows(rows, batch);
+  within("width", static_cast<int64_t>(width), 1, MAX_WIDTH);
+  for (size_t index = 0; index < batch; ++index) {
+    const int32_t* row = emitted + index * num_columns;
+    within("a number of tokens", row[0], 0, static_cast<int64_t>(num_columns) - 1);
+    check_tokens(row + 1, static_cast<size_t>(row[0]));
   }
+  for (size_t index = 0; index < batch; ++index) {
+    const int32_t* row = emitted + index * num_columns;
+    add(rows[index], row + 1, row + 1 + row[0]);
+  }
+  std::vector<uint32_t> sizes = draft(rows, batch, width, tokens, parents, matches, nullptr);
+  for (size_t index = 0; index < batch; ++index) {
+    const size_t count = static_cast<size_t>(emitted[index * num_columns]);
+    share(rows[index], running(rows[index]).context.text().size() - count);
+  }
+  return sizes;
+}
+
+std::vector<uint32_t> Ngram::draft(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents,
+                                   int32_t* matches, int64_t* ancestors) {
   std::vector<uint32_t> sizes(batch);
   {
     std::lock_guard turn(turns_);
@@ -121,9 +138,10 @@ std::vector<uint32_t> Ngram::propose(const int64_t* rows, size_t batch, size_t w
   return sizes;
 }
 
-void Ngram::release(int64_t row) {
+void Ngram::release(int64_t row, size_t num_tokens) {
   std::lock_guard front(front_);
   Request& request = running(row);
+  share(row, std::min(num_tokens, request.context.text().size()));
   queue(row, JobKind::END, nullptr, 0);
   request.is_running = false;
   request.context = Request(options_).context;  // gives the memory back
@@ -157,6 +175,19 @@ Ngram::Request& Ngram::running(int64_t row) {
 
 void Ngram::check_rows(const int64_t* rows, size_t batch) {
   for (size_t index = 0; index < batch; ++index) running(rows[index]);
+}
+
+void Ngram::add(int64_t row, const int32_t* tokens, const int32_t* end) {
+  Context& context = running(row).context;
+  for (; tokens != end; ++tokens) context.add(*tokens);
+}
+
+void Ngram::share(int64_t row, size_t num_tokens) {
+  Request& request = running(row);
+  if (num_tokens <= request.num_shared) return;
+  const int32_t* tokens = request.context.text().data() + request.num_shared;
+  queue(row, request.is_lost ? JobKind::BEGIN : JobKind::EXTEND, tokens, num_tokens - request.num_shared);
+  request.num_shared = num_tokens;
 }
 
 void Ngram::queue(int64_t row, JobKind kind, const int32_t* tokens, size_t num_tokens) {
@@ -197,7 +228,7 @@ void Ngram::append_in_slices(Writer& writer, const int32_t* tokens, size_t num_t
 }
 
 void Ngram::insert(const int32_t* tokens, size_t num_tokens, const std::string& name) {
-  check_tokens(tokens, num_tokens, 0);
+  check_tokens(tokens, num_tokens);
   std::lock_guard inserting(inserting_);
   Writer writer;
   {

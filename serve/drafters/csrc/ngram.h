@@ -41,8 +41,12 @@ class Ngram {
   // ancestors (B, N) unless null. Returns how many nodes each tree has (B,).
   std::vector<uint32_t> propose(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents,
                                 int32_t* matches, int64_t* ancestors);
-  // The request in `row` ended.
-  void release(int64_t row);
+  // Both at once, of what a round has emitted: (B, 1 + K), the number of tokens first. Other requests see them when
+  // this one has gained more or has ended, and then no more of them than `release` says.
+  std::vector<uint32_t> advance(const int64_t* rows, size_t batch, const int32_t* emitted, size_t num_columns,
+                                size_t width, int32_t* tokens, int32_t* parents, int32_t* matches);
+  // The request in `row` ended with `num_tokens`, prompt included.
+  void release(int64_t row, size_t num_tokens);
 
   // Inserts a text at once.
   void insert(const int32_t* tokens, size_t num_tokens, const std::string& name);
@@ -62,13 +66,19 @@ class Ngram {
   struct Request {
     explicit Request(const Options& options);
     bool is_running = false;
-    bool is_lost = false;  // tokens were dropped: what follows is inserted as a new text
+    bool is_lost = false;   // tokens were dropped: what follows is inserted as a new text
+    size_t num_shared = 0;  // tokens of its text that have been queued, or dropped
     Context context;
     History history;
   };
 
   Request& running(int64_t row);
   void check_rows(const int64_t* rows, size_t batch);
+  void add(int64_t row, const int32_t* tokens, const int32_t* end);
+  // Queues what its text has gained, up to its first `num_tokens`.
+  void share(int64_t row, size_t num_tokens);
+  std::vector<uint32_t> draft(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents,
+                              int32_t* matches, int64_t* ancestors);
   void follow(const int64_t* rows, size_t batch);
   void queue(int64_t row, JobKind kind, const int32_t* tokens, size_t num_tokens);
   void work();

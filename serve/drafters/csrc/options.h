@@ -10,6 +10,13 @@
 
 namespace ngram {
 
+// Throws std::invalid_argument with the name, its value and what to do.
+inline void within(const char* name, int64_t value, int64_t least, int64_t most, const char* why = "") {
+  if (least <= value && value <= most) return;
+  throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; it must be between " +
+                              std::to_string(least) + " and " + std::to_string(most) + why);
+}
+
 struct Options {
   int64_t rows;           // requests at the same time
   int64_t capacity;       // nodes
@@ -21,7 +28,7 @@ struct Options {
   int64_t queue_tokens;   // tokens that may wait for their insertion
   bool insert_prompts;    // up to half the queue; otherwise only their last branch_length tokens
 
-  // Throws std::invalid_argument with the option, its value and what to do.
+  // Throws std::invalid_argument.
   void validate() const {
     within("rows", rows, 1, 65536);
     within("branch_length", branch_length, 2, MAX_BRANCH);
@@ -33,13 +40,6 @@ struct Options {
     if (order != "probability" && order != "breadth") {
       throw std::invalid_argument("order is '" + order + "'; choose one of probability, breadth");
     }
-  }
-
- private:
-  static void within(const char* name, int64_t value, int64_t least, int64_t most, const char* why = "") {
-    if (least <= value && value <= most) return;
-    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; it must be between " +
-                                std::to_string(least) + " and " + std::to_string(most) + why);
   }
 };
 
