@@ -36,6 +36,7 @@ from slipstream.serve.widths import Offer, WidthPolicy
 logger = logging.getLogger(__name__)
 
 MAX_ROUNDS_IN_FLIGHT = 2  # with overlap: one runs, the next one waits behind it
+PATIENCE = 8  # rounds in which no draft of the host's was worth verifying, before rounds no longer wait for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class Engine:
             on_release=lambda sequence: self.drafter.release(sequence.row, sequence.tokens),
         )
         self._flights: deque[Pass] = deque()
+        self._rounds_without_host = 0  # in a row, that verified nothing of the host's
 
     @property
     def has_work(self) -> bool:
@@ -133,7 +135,7 @@ class Engine:
         """
         if not self.overlap:
             return [*self._landed(self._prefill()), *self._landed(self._round())]
-        if self.drafter.on_host:
+        if self._waits_for_host and self._has_room():
             return self._step_between()
         while self._has_room():
             flights = [flight for flight in (self._prefill(), self._round()) if flight is not None]
@@ -150,7 +152,7 @@ class Engine:
         self._flights.clear()
         arrived = [flight.read() for flight, _ in flights]
         for (_, recipients), results in zip(flights, arrived, strict=True):
-            self._draft_on_host(recipients, results)
+            self._draft_on_host(recipients, results, is_last=True)  # or what follows is stored over it
         # The round first: behind a prompt there is nothing to verify before its token has been read.
         self._flights += [flight for flight in (self._launch(planned), self._prefill()) if flight is not None]
         return [out for (flight, _), results in zip(flights, arrived, strict=True) for out in flight.commit(results)]
@@ -160,8 +162,14 @@ class Engine:
             return []
         arrived = flight.read()
         if self.drafter.on_host:
-            self._draft_on_host(self.executor.recipients(flight.sequences), arrived)
+            self._draft_on_host(self.executor.recipients(flight.sequences), arrived, is_last=not self._flights)
         return flight.commit(arrived)
+
+    @property
+    def _waits_for_host(self) -> bool:
+        """Whether rounds wait for drafts of the host. Not where those have not paid for a while: then it looks at each
+        round's tokens while the next one runs, until there is something to draft again."""
+        return self.drafter.on_host and self._rounds_without_host < PATIENCE
 
     def _has_room(self) -> bool:
         """Whether another pass may wait behind those that run: were there none, the device would wait for the host."""
@@ -192,6 +200,8 @@ class Engine:
             return None
         offers = self.executor.offers(planned.rows)
         width = self._pick_width(offers)
+        is_without = self.policy is not None and width <= self.drafter.device_width
+        self._rounds_without_host = self._rounds_without_host + 1 if is_without else 0
         flight = self.executor.round(planned, width)
 
         def commit(arrived: Arrival) -> list[Output]:
@@ -206,14 +216,23 @@ class Engine:
         """As many nodes as pay at this load, where that is known, and no more than the host has drafted."""
         return self.width if self.policy is None else self.policy.choose(offers, least=self.drafter.device_width)
 
-    def _draft_on_host(self, recipients: Recipients, arrived: Arrival) -> None:
-        """Tells a drafter on the host what its requests have gained, and stores what it proposes for them.
+    def _draft_on_host(self, recipients: Recipients, arrived: Arrival, *, is_last: bool) -> None:
+        """Tells a drafter on the host what its requests have gained, and stores what it proposes for them; or, if their
+        next round is on its way already, only sees whether it would have paid to wait.
 
         Some may end within these tokens, which only `commit` looks at: the drafter hears of it by `release`.
         """
-        if len(recipients.rows):
-            emitted = recipients.part_of(arrived)
-            self.executor.store(recipients, self.drafter.draft(recipients.rows, emitted, self.width))
+        if not recipients.rows:
+            return
+        proposal = self.drafter.draft(recipients.rows, recipients.part_of(arrived), self.width)
+        if is_last:
+            self.executor.store(recipients, proposal)
+        elif self.policy is not None:
+            least = self.drafter.device_width
+            drafted = zip(proposal.counts, proposal.kinds, strict=True)
+            offers = [(count, kind) if count else (least, 0) for count, kind in drafted]
+            if self.policy.choose(offers, least) > least:
+                self._rounds_without_host = 0
 
     def close(self) -> None:
         """Lets the drafter put away what it keeps. The engine is not used afterwards."""
@@ -255,7 +274,8 @@ class Engine:
         draft_attention = self.backends["draft"](pool.groups[1], ropes[1]) if self.drafter.kv else None
         self.drafter.attach(self.target, state, draft_attention)
         caches = tuple(group.flatten(2, 3) for group in pool.groups)
-        return Runner(self.target, attention, self.drafter, state, caches, config.simulate_accept_length)
+        host_alone = self.drafter.on_host and self.drafter.device_width == 1 and not self.overlap
+        return Runner(self.target, attention, self.drafter, state, caches, config.simulate_accept_length, host_alone)
 
     def _measure(self, specs: list[KVSpec], dtype: torch.dtype, pages_per_row: int) -> int:
         """Bytes that the largest passes and the graphs need, found by running them over a cache of one dump page."""

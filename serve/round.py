@@ -29,6 +29,7 @@ class Runner:
     state: Rows
     caches: tuple[Tensor, ...]  # (L, 2, slots, G, D) views of the pool's groups
     accept_length: float | None = None  # simulated: serve/simulate.py
+    host_alone: bool = False  # every proposal comes from the host before it is verified: none is made here
 
     @torch.inference_mode()
     def prefill(self, batch: Batch, tokens: Tensor, is_last: tuple[bool, ...], width: int) -> Tensor:
@@ -47,10 +48,8 @@ class Runner:
         assert batch.next_tokens is not None
         batch.next_tokens[last[done]] = sampled[done]
         self.state.lengths[batch.rows] = ends.int()
-        if not self.drafter.on_device:
-            return sampled
         self.drafter.observe(batch, features, None)
-        if ending:
+        if ending and not self.host_alone:
             bounds = tuple(batch.kv_bounds[row] for row in ending)
             finished = replace(
                 batch,
@@ -82,8 +81,8 @@ class Runner:
             verdict = simulate(sampled, self.state.keys[rows], batch.lengths, self.accept_length)
         self._move_accepted(batch, verdict)
         end = end_round(self.state.lengths, rows, self.state.null, batch.lengths, verdict.tokens, verdict.lengths)
-        if self.drafter.on_device:
-            self.drafter.observe(batch, features, verdict)
+        self.drafter.observe(batch, features, verdict)
+        if not self.host_alone:
             self._propose(replace(batch, lengths=end.lengths, roots=end.roots), next_width)
         return end.results if batch.ancestors is None else torch.cat((end.results, verdict.nodes), dim=1)
 

@@ -35,14 +35,13 @@ class Drafter(ABC):
     kv: KVSpec | None = None  # its own per-token KV, kept at the target's slots
     lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
     branches: bool = False  # False: proposals are chains, which need neither tree mask nor KV moves
-    on_device: ClassVar[bool] = True  # propose and observe are part of the round
-    on_host: ClassVar[bool] = False  # draft runs between rounds, which then wait for the host
+    on_host: ClassVar[bool] = False  # draft runs between rounds, which wait for the host while that pays
     widths: tuple[int, ...] = (1,)  # the values of N it can offer; 1 is always allowed
 
     @property
     def device_width(self) -> int:
         """Most nodes that it proposes on the device."""
-        return max(self.widths) if self.on_device else 1
+        return max(self.widths)
 
     @classmethod
     @abstractmethod
@@ -60,8 +59,11 @@ class Drafter(ABC):
         """A request begins (or resumes) in `row` with these tokens, prefix hits included."""
 
     def propose(self, batch: Batch, width: int) -> Proposal:
-        """N = `width` nodes for each request: batch.lengths (B,) tokens are committed, batch.roots (B,) follow."""
-        raise NotImplementedError(f"{type(self).__module__} drafts on the device and does not say how")
+        """At most N = `width` nodes for each request: batch.lengths (B,) tokens are committed, batch.roots (B,) follow.
+
+        Here the roots alone."""
+        assert batch.roots is not None
+        return Proposal(batch.roots[:, None].int(), chain_parents(len(batch.roots), 1, batch.roots.device))
 
     def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:
         """Sees a target pass: `features` (T, K * H) of its queries.

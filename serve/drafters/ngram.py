@@ -74,8 +74,8 @@ class NgramOptions:
 class Drafter(base.Drafter):
     Options = NgramOptions
     branches = True
-    on_device = False
     on_host = True
+    device_width = 1
 
     def __init__(self, options: NgramOptions, vocab_size: int) -> None:
         self.options, self.vocab_size = options, vocab_size

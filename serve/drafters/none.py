@@ -3,7 +3,6 @@
 from typing import Any
 
 from slipstream.models.target import Target
-from slipstream.serve.batch import Batch, Proposal
 from slipstream.serve.drafters import base
 
 
@@ -11,7 +10,3 @@ class Drafter(base.Drafter):
     @classmethod
     def load(cls, draft: str, options: Any, target: Target) -> "Drafter":
         return cls()
-
-    def propose(self, batch: Batch, width: int) -> Proposal:
-        assert batch.roots is not None
-        return Proposal(batch.roots[:, None].int(), base.chain_parents(len(batch.roots), width, batch.roots.device))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream.serve import llm as llm_module
-from slipstream.serve.engine import Engine
+from slipstream.serve.engine import PATIENCE, Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.tests.random_drafts import save_random_draft
@@ -137,6 +137,46 @@ def test_chunks_of_a_prompt_are_launched_without_reading_one_another(target: Pat
     engine.add(make_request("0", random_prompt(20, 1), max_tokens=9, ignore_eos=True))
     engine.step()
     assert [flight.kind for flight in engine._flights] == ["prefill"]
+
+
+class Switched:
+    """A policy that verifies nothing until it is told to."""
+
+    width = 1
+
+    def choose(self, offers: list[tuple[int, int]], least: int = 1) -> int:
+        return min(self.width, max(nodes for nodes, _ in offers))
+
+    def record(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rounds_wait_for_n_grams_only_while_those_pay(temperature: float, target: Path) -> None:
+    """Switched to and fro, answers stay the same; while nothing is verified, a round waits behind the running one."""
+    requests = [
+        make_request(str(seed), [5, 6, 7] * 5 + [seed], max_tokens=150 + seed, temperature=temperature, ignore_eos=True)
+        for seed in range(4)
+    ]
+    expected = tokens_of(run(build_engine(target), requests))
+    engine = build_overlapping(target, "ngram", kv_cache_tokens=4096)
+    engine.policy = policy = Switched()
+    answers: dict[str, Answer] = {}
+    ahead: dict[int, list[bool]] = {1: [], 2: []}
+    for request in requests:
+        engine.add(request)
+    for step in range(10_000):
+        if not engine.has_work:
+            break
+        policy.width = 2 if step // 20 % 2 else 1
+        collect(engine.step(), answers)
+        if step % 20 >= PATIENCE + 4 and engine.num_open == len(requests):
+            ahead[policy.width].append(bool(engine._flights) and not engine._waits_for_host)
+        engine.scheduler.check()
+    assert tokens_of(answers) == expected
+    assert all(ahead[1])
+    assert len(ahead[1]) >= 8
+    assert not any(ahead[2])
+    assert len(ahead[2]) >= 8
 
 
 def test_n_grams_draft_before_the_accounts_of_the_last_round_are_done(target: Path) -> None:
