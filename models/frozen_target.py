@@ -33,6 +33,7 @@ class FrozenTarget:
         self.feature_layers = feature_layers
         check_feature_layers(feature_layers, len(self.layers))
         check_head(model)
+        self.read_as: torch.dtype | None = None  # dtype of what a draft reads; None: the model's own
         self._states: dict[int, Tensor] = {}
         for layer in set(feature_layers) - {len(self.layers)}:
             self.layers[layer].register_forward_hook(self._capture(layer))
@@ -78,7 +79,11 @@ class FrozenTarget:
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
         """(...) int64 -> (..., Ht)."""
-        return self.model.get_input_embeddings()(tokens)
+        return self.as_read(self.model.get_input_embeddings()(tokens))
+
+    def as_read(self, states: Tensor) -> Tensor:
+        """In the dtype in which a draft reads them."""
+        return states if self.read_as is None else states.to(self.read_as)
 
     @torch.no_grad()
     def logits(self, states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from slipstream.models.token_map_files import read_token_map
 from slipstream.train.batches import PackedRows, load_prepared
 from slipstream.train.checkpoints import provenance
 from slipstream.train.feature_source import open_features, read_features
-from slipstream.train.loop import fit, start
+from slipstream.train.loop import dtype_of_weights, fit, start
 from slipstream.train.options import RunOptions
 from slipstream.train.plan import plan
 from slipstream.train.sample_answers import SampleAnswers
@@ -132,6 +132,7 @@ def train(options: OptionsT, build: Build[OptionsT]) -> None:
     data_hash = data.report["data_hash"]
     store = open_features(options.data, {**target.origin(), "data_hash": data_hash})
     training, draft = build(options, target, accelerator)
+    training.target.read_as = dtype_of_weights(accelerator)
     if store is not None:
         rows = {"train": train_rows, "heldout": heldout_rows}
         read_features(store, options.data, training, rows, draft.config.feature_layers, accelerator.device)

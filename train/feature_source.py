@@ -32,13 +32,15 @@ ItemT = TypeVar("ItemT")
 def target_states(target: FrozenTarget, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
     """Captured states (B, S, K * Ht) of a batch and the state after the final norm (B, S, Ht), cached or computed.
 
-    Cached ones are zero where nothing reads them: from a document's last supervised token on, and the state after the
-    final norm of unsupervised tokens.
+    The former as the draft reads them, the latter as the target's head does. Cached ones are zero where nothing reads
+    them: from a document's last supervised token on, and the state after the final norm of unsupervised tokens.
     """
     tokens, positions = batch.tokens.to(device), batch.positions.to(device)
     if batch.cached is None:
-        return target.features(tokens, positions)
-    return batch.cached.to(device).spread(target, tokens, positions)
+        features, final = target.features(tokens, positions)
+    else:
+        features, final = batch.cached.to(device).spread(target, tokens, positions)
+    return target.as_read(features), final
 
 
 class FeatureSource:

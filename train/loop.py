@@ -19,7 +19,9 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from accelerate.utils import parse_flag_from_env
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
+from transformers.integrations import unset_hf_deepspeed_config
 
 from slipstream.train.batches import PackedRows, evaluation_batches, training_batches
 from slipstream.train.checkpoints import SHARDING, Checkpoints, Progress
@@ -52,8 +54,21 @@ def start(options: RunOptions) -> Accelerator:
             "gradient_accumulation_steps": options.optim.accumulation,
             "gradient_clipping": options.optim.clip,
         }
+        unset_hf_deepspeed_config()  # ZeRO-3 would have transformers share out the target's weights, too
+    if accelerator.distributed_type == DistributedType.FSDP and bf16:
+        # Accelerate's own policy gives the loss in bf16 as well, and sums gradients in it.
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
     torch.manual_seed(options.seed)
     return accelerator
+
+
+def dtype_of_weights(accelerator: Accelerator) -> torch.dtype | None:
+    """What a draft's layers take: its weights' dtype, or anything under autocast (None)."""
+    if accelerator.mixed_precision == "no":
+        return torch.float32
+    return torch.bfloat16 if accelerator.distributed_type == DistributedType.DEEPSPEED else None
 
 
 def fit(

@@ -1,0 +1,55 @@
+"""A draft in fp32 that reads a target in bf16, without autocast: `precision fp32` on a GPU."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from accelerate import DistributedType
+from transformers import PreTrainedModel
+
+from slipstream.tests.train import block_cases, test_eagle
+from slipstream.tests.train.conftest import FEATURE_LAYERS
+from slipstream.train.eagle3 import Eagle3Training
+from slipstream.train.loop import dtype_of_weights
+from slipstream.train.training import DraftTraining
+
+
+@pytest.mark.parametrize("make", [block_cases.make_training, test_eagle.make_training, None])
+def test_losses_are_those_of_a_target_in_fp32_but_for_rounding(
+    make: Callable[[PreTrainedModel], DraftTraining] | None, training: Eagle3Training, target_model: PreTrainedModel
+) -> None:
+    half = copy.deepcopy(target_model).bfloat16()
+    if make is None:
+        exact: DraftTraining = training
+        rounded = copy.deepcopy(training)
+        rounded.target = type(training.target)(half, FEATURE_LAYERS)
+    else:
+        exact, rounded = make(target_model), make(half)
+    rounded.target.read_as = torch.float32
+    batch, _ = block_cases.packed(2)
+    losses = [one.train()(batch)[0] for one in (rounded, exact)]
+    assert losses[0].dtype == torch.float32
+    torch.testing.assert_close(*losses, rtol=2e-2, atol=0)
+    losses[0].backward()
+    gradients = [parameter.grad for parameter in rounded.parameters() if parameter.grad is not None]
+    assert gradients
+    assert all(gradient.dtype == torch.float32 and gradient.isfinite().all() for gradient in gradients)
+    rounded.eval()(batch)
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind", "dtype"),
+    [
+        ("no", DistributedType.NO, torch.float32),
+        ("no", DistributedType.DEEPSPEED, torch.float32),
+        ("bf16", DistributedType.MULTI_GPU, None),
+        ("bf16", DistributedType.FSDP, None),
+        ("bf16", DistributedType.DEEPSPEED, torch.bfloat16),
+    ],
+)
+def test_a_draft_reads_what_its_weights_take(precision: str, kind: DistributedType, dtype: torch.dtype | None) -> None:
+    class Accelerator:
+        mixed_precision, distributed_type = precision, kind
+
+    assert dtype_of_weights(Accelerator()) == dtype  # type: ignore[arg-type]
