@@ -5,6 +5,7 @@ tokens are read a round later (`overlap`): the scheduler goes on with what it kn
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,12 +32,12 @@ from slipstream.serve.round import Runner
 from slipstream.serve.round_times import time_rounds
 from slipstream.serve.scheduler import Scheduler, Sequence
 from slipstream.serve.sizing import Sizing, measure_workspace
-from slipstream.serve.widths import Offer, WidthPolicy
+from slipstream.serve.widths import PATIENCE, Offer, WidthPolicy
 
 logger = logging.getLogger(__name__)
 
 MAX_ROUNDS_IN_FLIGHT = 2  # with overlap: one runs, the next one waits behind it
-PATIENCE = 8  # rounds in which no draft of the host's was worth verifying, before rounds no longer wait for it
+WAIT_DECAY = 0.95  # weight of a round's wait for the host after one more round
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +152,14 @@ class Engine:
         flights = [(flight, self.executor.recipients(flight.sequences)) for flight in self._flights]
         self._flights.clear()
         arrived = [flight.read() for flight, _ in flights]
+        landed = time.perf_counter()
         for (_, recipients), results in zip(flights, arrived, strict=True):
             self._draft_on_host(recipients, results, is_last=True)  # or what follows is stored over it
         # The round first: behind a prompt there is nothing to verify before its token has been read.
-        self._flights += [flight for flight in (self._launch(planned), self._prefill()) if flight is not None]
+        launched = self._launch(planned)
+        if launched is not None and self.policy is not None:
+            self.policy.wait_ms += (1 - WAIT_DECAY) * (1e3 * (time.perf_counter() - landed) - self.policy.wait_ms)
+        self._flights += [flight for flight in (launched, self._prefill()) if flight is not None]
         return [out for (flight, _), results in zip(flights, arrived, strict=True) for out in flight.commit(results)]
 
     def _landed(self, flight: Pass | None) -> list[Output]:

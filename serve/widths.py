@@ -14,6 +14,7 @@ DECAY = 0.99  # weight of a round's acceptance after one more round
 PRIOR = 4.0  # drafts of each place believed in before any was seen
 PROBE_SHARE = 0.01  # of the time goes into rounds wider than the best one, to see whether that has changed
 PROBE_ROUNDS = 3  # the first one only drafts
+PATIENCE = 2  # rounds that verify none of the host's drafts, before rounds no longer wait for those
 HYSTERESIS = 1.01  # a change costs a round without drafts, so it has to pay
 
 
@@ -29,27 +30,29 @@ class WidthPolicy:
         self.widths = sorted(widths)
         self.ms = ms
         self.sizes = sorted({size for size, _ in ms})
+        self.wait_ms = 0.0  # that a round costs more if it waits for the host's drafts; the engine measures it
         self.width = self.widths[-1]
         self._seen: dict[int, Acceptance] = {}  # by kind
         self._budget = 0.0  # ms that probes may cost
         self._probes_left = 0
 
     def choose(self, offers: Sequence[Offer], least: int = 1) -> int:
-        """The width of the next round. The device drafts as many nodes as it is asked for, up to `least`."""
+        """The width of the next round. The device drafts as many nodes as it is asked for, up to `least`; for more the
+        round has to wait for the host."""
         numbers = Counter(offers)  # a large batch has few different ones
         if least > 1:
             numbers = Counter((max(least, nodes), kind) for nodes, kind in offers)
         most, _ = max(numbers)
         offered = self.widths[: bisect_left(self.widths, most) + 1]  # wider ones would verify no more
-        rates = self.rates(numbers, offered)
+        rates = self.rates(numbers, offered, least)
         best = max(offered, key=rates.__getitem__)
         current = min(self.width, offered[-1])
         if rates[best] > HYSTERESIS * rates[current]:
             current = best
         self.width = current
-        return self._probe(len(offers), offered[offered.index(current) + 1 :])
+        return self._probe(len(offers), offered[offered.index(current) + 1 :], least)
 
-    def rates(self, offers: Counter[Offer], widths: Sequence[int]) -> dict[int, float]:
+    def rates(self, offers: Counter[Offer], widths: Sequence[int], least: int) -> dict[int, float]:
         """Expected tokens per millisecond of the batch, by width."""
         tokens = dict.fromkeys(widths, 0.0)
         for (nodes, kind), number in offers.items():
@@ -57,7 +60,7 @@ class WidthPolicy:
             for width in widths:
                 tokens[width] += number * expected[min(width, nodes) - 1]
         batch = offers.total()
-        return {width: tokens[width] / self._time(batch, width) for width in widths}
+        return {width: tokens[width] / self._time(batch, width, least) for width in widths}
 
     def record(self, offers: Sequence[Offer], width: int, accepted: Sequence[Sequence[int]]) -> None:
         """A round verified the offers, cut to `width`, and accepted the nodes with ids accepted[i] behind the root of
@@ -76,22 +79,24 @@ class WidthPolicy:
             self._seen[kind] = Acceptance(self.widths[-1], kind)
         return self._seen[kind]
 
-    def _probe(self, batch: int, wider: list[int]) -> int:
+    def _probe(self, batch: int, wider: list[int], least: int) -> int:
         """The present width, or now and then the next wider one."""
         if not wider:
             return self.width
-        base = self._time(batch, self.width)
-        extra = self._time(batch, wider[0]) - base
+        base = self._time(batch, self.width, least)
+        extra = self._time(batch, wider[0], least) - base
+        rounds = PROBE_ROUNDS + (PATIENCE if self.width <= least < wider[0] else 0)  # in the end it waits in vain
         self._budget += PROBE_SHARE * base
-        if self._probes_left == 0 and self._budget >= PROBE_ROUNDS * extra:
+        if self._probes_left == 0 and self._budget >= rounds * extra:
             self._probes_left, self._budget = PROBE_ROUNDS, 0.0
         if self._probes_left == 0:
             return self.width
         self._probes_left -= 1
         return wider[0]
 
-    def _time(self, batch: int, width: int) -> float:
-        return self.ms[self.sizes[bisect_left(self.sizes, batch)], width]
+    def _time(self, batch: int, width: int, least: int) -> float:
+        wait = self.wait_ms if width > least else 0.0
+        return self.ms[self.sizes[bisect_left(self.sizes, batch)], width] + wait
 
 
 class Acceptance:

@@ -55,9 +55,10 @@ def start(options: RunOptions) -> Accelerator:
             "gradient_clipping": options.optim.clip,
         }
         unset_hf_deepspeed_config()  # ZeRO-3 would have transformers share out the target's weights, too
-    if accelerator.distributed_type == DistributedType.FSDP and bf16:
+    sharding = getattr(accelerator.state, "fsdp_plugin", None)
+    if sharding is not None and sharding.fsdp_version == 2 and bf16:
         # Accelerate's own policy gives the loss in bf16 as well, and sums gradients in it.
-        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        sharding.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
         )
     torch.manual_seed(options.seed)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from slipstream.serve.widths import DECAY, PRIOR, Acceptance, WidthPolicy
+from slipstream.serve.widths import DECAY, PATIENCE, PRIOR, PROBE_ROUNDS, Acceptance, WidthPolicy
 
 WIDTHS = (1, 2, 4, 8)
 SIZES = (1, 8, 64, 256)
@@ -65,7 +65,7 @@ def test_no_drafter_leaves_one_choice() -> None:
     policy = WidthPolicy((1,), {(4, 1): 3.0})
     policy.record([(1, 0)] * 2, 1, [[], []])
     assert policy.choose([(1, 0)] * 3) == 1
-    assert policy.rates(Counter([(1, 0)] * 3), [1]) == {1: 1.0}
+    assert policy.rates(Counter([(1, 0)] * 3), [1], 1) == {1: 1.0}
 
 
 def test_each_kind_of_proposal_is_judged_by_itself() -> None:
@@ -109,3 +109,26 @@ def test_acceptance_equals_a_count_node_by_node() -> None:
             )
     expected = [1 + sum(accepted[node] / tried[node] for node in range(1, count)) for count in range(1, 10)]
     assert seen.expected == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("wait_ms", "rate", "width"), [(0.0, 0.08, 2), (0.2, 0.08, 2), (0.4, 0.08, 1), (0.4, 0.5, 2)])
+def test_drafts_that_are_waited_for_have_to_pay_for_that(wait_ms: float, rate: float, width: int) -> None:
+    """Rounds of 4 ms of either width; a wait of 0.4 ms is worth a draft accepted at 0.1, one of 0.2 at 0.05."""
+    policy = WidthPolicy((1, 2), {(1, 1): 4.0, (1, 2): 4.0})
+    policy.wait_ms, rng = wait_ms, random.Random(0)
+    for _ in range(2000):
+        policy.record([(2, 1)], 2, [[1] if rng.random() < rate else []])
+    assert [policy.choose([(2, 1)]) for _ in range(100)].count(width) > 80
+    assert policy.choose([(2, 1)], least=2) == 2, "the device drafts them anyway"
+
+
+def test_looking_whether_drafts_pay_again_costs_what_it_may() -> None:
+    """Rounds that verify nothing wait for nobody: each look costs its own rounds' waits and PATIENCE more."""
+    policy = WidthPolicy((1, 2), {(1, 1): 4.0, (1, 2): 4.0})
+    policy.wait_ms = 0.2
+    for _ in range(2000):
+        policy.record([(2, 1)], 2, [[]])
+    taken = [policy.choose([(2, 1)]) for _ in range(5000)]
+    looks = taken.count(2) / PROBE_ROUNDS
+    assert looks > 50
+    assert looks * (PROBE_ROUNDS + PATIENCE) * policy.wait_ms < 0.011 * 5000 * 4.0
