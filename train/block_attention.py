@@ -134,8 +134,8 @@ class SDPABlockAttention(BlockAttention):
         for group in mask:
             keys = torch.cat((context_k[group.rows], k[group.slots]))
             values = torch.cat((context_v[group.rows], v[group.slots]))
-            heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q[group.slots], keys, values))
-            attended = F.scaled_dot_product_attention(*heads_first, attn_mask=group.mask, enable_gqa=True)
+            asked, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q[group.slots], keys, values))
+            attended = F.scaled_dot_product_attention(asked, keys, values, attn_mask=group.mask, enable_gqa=True)
             outputs.append(attended.squeeze(0).transpose(0, 1))
         return torch.cat(outputs)
 
