@@ -18,6 +18,7 @@ from slipstream.kernels.own_keys import extend_attention, own_keys_gradients
 
 KeyValue = tuple[Tensor, Tensor]
 DTYPES = (torch.float16, torch.bfloat16)  # that FlashAttention takes
+MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,14 @@ class Runs:
         return cls(row_ends, key_ends, max(rows), max(counts), keys)
 
 
+def takes(v: Tensor) -> bool:
+    """Whether values (K, G, D) have a dtype and a head dim that `packed_attention` takes."""
+    return v.dtype in DTYPES and v.shape[-1] % 8 == 0 and v.shape[-1] <= MAX_HEAD_DIM
+
+
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, runs: Runs, own: list[KeyValue]) -> Tensor:
     """q (N, Q, D) over the shared k and v (K, G, D), as `runs` says, and over a row's own keys and values `own`,
-    (N, G, D) each: (N, Q, D). One of DTYPES, on a GPU; D at most 256. Differentiable in all."""
+    (N, G, D) each: (N, Q, D). All on a GPU and of one dtype. Differentiable in all."""
     return _PackedAttention.apply(q, k, v, runs, *(x for pair in own for x in pair))
 
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from slipstream.kernels.packed_attention import DTYPES, KeyValue, Runs, packed_attention
+from slipstream.kernels.packed_attention import KeyValue, Runs, packed_attention, takes
 from slipstream.kernels.rope import rotate
 from slipstream.models.layers import Mask, RotaryEmbedding
 from slipstream.train.ttt import Rows
@@ -115,15 +115,15 @@ def attend_document(q: Tensor, own_scores: Tensor, k: Tensor, v: Tensor, bias: T
 
 
 class PackedTTTAttention(DocumentTTTAttention):
-    """All documents at once; no scores are kept, and none outside a document is computed. fp32, which its kernel does
-    not take, goes document by document."""
+    """All documents at once; no scores are kept, and none outside a document is computed. What its kernel does not
+    take, fp32 above all, goes document by document."""
 
     def __init__(self, rows: Rows, rope: RotaryEmbedding) -> None:
         super().__init__(rows, rope)
         self.runs = Runs.of(rows.runs, len(rows.keys), rows.keys.device)
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return packed_attention(q, k, v, self.runs, self.own) if v.dtype in DTYPES else super().compute(q, k, v)
+        return packed_attention(q, k, v, self.runs, self.own) if takes(v) else super().compute(q, k, v)
 
 
 def ttt_attention(rows: Rows, rope: RotaryEmbedding) -> TTTAttention:

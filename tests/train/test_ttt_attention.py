@@ -156,7 +156,7 @@ def plain_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention, which only GPUs have, by its formulas, for any dtype."""
     monkeypatch.setattr(packed_attention, "flash_forward", plain)
     monkeypatch.setattr(packed_attention, "flash_backward", plain_backward)
-    monkeypatch.setattr("slipstream.train.ttt_attention.DTYPES", (torch.float32, torch.float64))
+    monkeypatch.setattr(packed_attention, "DTYPES", (torch.float32, torch.float64))
 
 
 @pytest.mark.usefixtures("plain_flash")
@@ -183,7 +183,7 @@ def test_documents_of_one_answer_share_their_keys() -> None:
 @pytest.mark.parametrize("kind", [DocumentTTTAttention, PackedTTTAttention])
 def test_queries_and_keys_take_the_dtype_of_values(kind: type[TTTAttention], monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a network without autocast may differ."""
-    monkeypatch.setattr("slipstream.train.ttt_attention.DTYPES", (torch.bfloat16,))
+    monkeypatch.setattr(packed_attention, "DTYPES", (torch.bfloat16,))
     rows = find_rows(packed(3), 2)
     inputs, attention = Inputs.random(rows, 2, torch.float32), kind(rows, RotaryEmbedding(RopeConfig(), HEAD_DIM, 128))
     with torch.no_grad():
