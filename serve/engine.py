@@ -9,20 +9,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import AutoTokenizer
 
-from slipstream.models.checkpoint import is_checkpoint, read_json, resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config, load_target
 from slipstream.serve.attention.base import Hybrid, KVFormat, find_backends
 from slipstream.serve.batch import KVSpec, Rows
 from slipstream.serve.cache import PageCache
 from slipstream.serve.defaults import pick_device, pick_dtype, pick_max_model_len, pick_widths, stop_ids
-from slipstream.serve.drafters.base import load_drafter
+from slipstream.serve.drafters.base import load_drafter, warn_if_changed
 from slipstream.serve.executor import Arrival, Executor, Planned, Recipients
 from slipstream.serve.graphs import RoundGraphs
 from slipstream.serve.options import EngineConfig, find_target
@@ -61,7 +58,7 @@ class Engine:
         dtype = pick_dtype(config.dtype, path, self.device)
         self.target = load_target(path, model, dtype, self.device)
         self.drafter = load_drafter(config.draft, config.drafter, self.target)
-        _warn_if_changed(config.draft, path, config.trust_remote_code)
+        warn_if_changed(config.draft, path, config.trust_remote_code)
         self.widths = pick_widths(config.width, self.drafter.widths)
         self.width = max(self.widths)
         self.reserve = self.width + self.drafter.scratch(self.width)
@@ -299,19 +296,3 @@ class Engine:
         graphs = RoundGraphs(runner, self.config.max_running)
         logger.info("%s", graphs.capture_all(self.widths))
         return graphs
-
-
-def _warn_if_changed(draft: str, target: Path, trust_remote_code: bool) -> None:
-    """A draft for another target still gives right output, only fewer accepted tokens: worth a warning, not an end."""
-    if not is_checkpoint(draft):
-        return
-    config = read_json(resolve(draft) / "config.json")
-    message = "draft %s was trained for other %s than %s holds: expect fewer accepted tokens"
-    expected = config.get("target_fingerprint")
-    if expected and expected != weights_fingerprint(target):
-        logger.warning(message, draft, "weights", target)
-    expected = config.get("tokenizer_hash")
-    if expected and expected != tokenizer_hash(
-        AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
-    ):
-        logger.warning(message, draft, "tokenizer rules", target)

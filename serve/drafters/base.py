@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -12,12 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import AutoTokenizer
 
-from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
+from slipstream.models.checkpoint import is_checkpoint, read_json, resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.drafter_names import drafter_of
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, HostProposal, KVSpec, Proposal, Rows, Verdict
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,22 @@ def build_options(drafter: type[Drafter], values: dict[str, Any]) -> Any:
     if unknown:
         raise ValueError(f"drafter option {unknown[0]!r} does not exist; valid: {', '.join(names) or '(none)'}")
     return drafter.Options(**values)
+
+
+def warn_if_changed(draft: str, target: Path, trust_remote_code: bool) -> None:
+    """A draft for another target still gives right output, only fewer accepted tokens: worth a warning, not an end."""
+    if not is_checkpoint(draft):
+        return
+    config = read_json(resolve(draft) / "config.json")
+    message = "draft %s was trained for other %s than %s holds: expect fewer accepted tokens"
+    expected = config.get("target_fingerprint")
+    if expected and expected != weights_fingerprint(target):
+        logger.warning(message, draft, "weights", target)
+    expected = config.get("tokenizer_hash")
+    if expected and expected != tokenizer_hash(
+        AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
+    ):
+        logger.warning(message, draft, "tokenizer rules", target)
 
 
 def chain_parents(batch_size: int, width: int, device: torch.device) -> Tensor:

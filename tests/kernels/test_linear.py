@@ -28,7 +28,7 @@ def test_leading_dims_are_kept(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("trained", [False, True])
 def test_gradients_equal_torch(trained: bool) -> None:
     """A frozen layer passes the gradient on to its input; a trained one gets its own."""
-    x, weight = torch.randn(3, 24), torch.randn(10, 24)
+    x, weight = torch.randn(3, 24, dtype=torch.float64), torch.randn(10, 24, dtype=torch.float64)
     gradients = []
     for function in (linear, F.linear):
         own_x, own_weight = x.clone().requires_grad_(), weight.clone().requires_grad_(trained)
