@@ -103,6 +103,8 @@ class Rows:
 
     def store(self, rows: Tensor, proposal: HostProposal) -> None:
         """Replaces the stored proposals of those of `rows` (B,) whose counts are not 0."""
+        if not any(proposal.counts):
+            return
         nodes = proposal.nodes.to(self.device, non_blocking=True)
         if 0 in proposal.counts:
             chosen = self.upload([index for index, count in enumerate(proposal.counts) if count])
