@@ -33,4 +33,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, tiles: BlockMask) -> Tensor:
     """q (N, Q, D), k and v (K, G, D) of one dtype -> (N, Q, D)."""
     heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     run: Any = compiled(flex_attention) if q.is_cuda else flex_attention
-    return run(*heads_first, block_mask=tiles, enable_gqa=True).squeeze(0).transpose(0, 1)
+    # By itself torch takes its decoding kernel below 128 queries, which has no tiles for some numbers of them.
+    options = {"BACKEND": "TRITON"}
+    out = run(*heads_first, block_mask=tiles, enable_gqa=True, kernel_options=options)
+    return out.squeeze(0).transpose(0, 1)

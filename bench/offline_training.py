@@ -1,0 +1,210 @@
+"""Training from captured states at a real model's shape: how long the device waits for the reader.
+
+    python bench/offline_training.py --shape llama31-8b --drafter eagle3 --sequence 2048 --rows 8 --folder /data/tmp
+    python bench/offline_training.py --shape tiny --sequence 256 --document 64 --anchors 8       # seconds on a CPU
+
+Writes a capture of random states into a new folder under --folder (which it removes at the end), and trains on it by
+the training loop's own reader: the first epoch reads from the disk and compares checksums, the second finds the pages
+in the host's memory. A step waits for the device at its end, as the loop does, so the time that it waits for its batch
+is the device's. Beside it the same step with one batch again and again. Prints a line per epoch and per dtype and ends
+in JSON lines.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from torch import Tensor
+from tqdm import tqdm
+
+from slipstream.bench.gpu import revision
+from slipstream.bench.training import clock, median
+from slipstream.bench.training_case import StepConfig, build, make_batch
+from slipstream.config import parse
+from slipstream.models.feature_format import FeatureFormat, encode
+from slipstream.models.feature_shard import ShardRange, new_shard, write_shard
+from slipstream.models.feature_store import FeatureIndex, FeatureStore
+from slipstream.train.batches import Batch, PackedRows
+from slipstream.train.feature_source import read_ahead, read_features
+from slipstream.train.loop import start
+from slipstream.train.optimizers import build_optimizers
+from slipstream.train.options import DataOptions, OptimOptions, RunOptions
+from slipstream.train.training import DraftTraining
+
+StoredDtype = Literal["bf16", "fp8", "fp32"]
+WARM_UP = 3  # steps on a batch that is there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineConfig(StepConfig):
+    """Options of this benchmark; steps are those of an epoch."""
+
+    folder: str | None = None
+    """Disk to capture to. Default: that of temporary files."""
+    dtypes: list[StoredDtype] = field(default_factory=lambda: ["bf16", "fp8"])
+    """How states are kept."""
+
+    def __post_init__(self) -> None:
+        StepConfig.__post_init__(self)
+        if self.sequence % self.document:
+            raise ValueError(f"sequence is {self.sequence}; it must be a multiple of document, {self.document}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = parse(OfflineConfig, argv, prog="bench/offline_training.py", description="Training from captured states.")
+    accelerator = start(RunOptions(output="", data=DataOptions(path="")))
+    training = build(config, accelerator.device)
+    step = make_step(training, accelerator)
+    tokens, mask = (part.tolist() * (config.steps + 1) for part in documents(config))
+    rows = PackedRows(Dataset.from_dict({"input_ids": tokens, "loss_mask": mask}), config.sequence)
+    shared = describe(config, accelerator)
+    lines = []
+    for dtype in config.dtypes:
+        with TemporaryDirectory(dir=config.folder) as folder:
+            store = capture(config, training, dtype, Path(folder))
+            layers = training.target.feature_layers
+            read_features(store, DataOptions(path=""), training, {"train": rows}, layers, accelerator.device)
+            for found in measure(config, step, rows, store.index.num_bytes(0)):
+                lines.append({**shared, "dtype": dtype, **found})
+                print(
+                    f"{dtype} from the {found['from']}: step {found['step_ms']} ms, {found['alone_ms']} with its batch "
+                    f"there; {100 * found['share_waited']:.2f} % waited for batches of {found['batch_gb']} GB",
+                    flush=True,
+                )
+    for line in lines:
+        print(json.dumps(line))
+    if config.output is not None:
+        with open(config.output, "a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def make_step(training: DraftTraining, accelerator: Accelerator) -> Callable[[Batch], float]:
+    """One step; returns its seconds until the device is done."""
+    optim = OptimOptions()
+    model, *optimizers = accelerator.prepare(training.train(), *build_optimizers(training, optim))
+
+    def step(batch: Batch) -> float:
+        began = clock(accelerator.device)
+        accelerator.backward(model(batch)[0] * (1 / batch.num_supervised))
+        accelerator.clip_grad_norm_(model.parameters(), optim.clip)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return clock(accelerator.device) - began
+
+    return step
+
+
+def describe(config: OfflineConfig, accelerator: Accelerator) -> dict[str, Any]:
+    named = ("shape", "drafter", "sequence", "rows", "document", "steps")
+    return {
+        "bench": "offline_training",
+        "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "CPU",
+        "date": date.today().isoformat(),
+        "revision": revision(),
+        **{name: getattr(config, name) for name in named},
+    }
+
+
+def capture(config: OfflineConfig, training: DraftTraining, dtype: StoredDtype, folder: Path) -> FeatureStore:
+    """A shard for each step of an epoch and one more, of documents as long as make_batch's."""
+    tokens, mask = documents(config)
+    form = FeatureFormat(
+        layers=training.target.feature_layers,
+        num_layers=config.sizes.num_layers,
+        hidden_size=config.sizes.hidden_size,
+        dtype=dtype,
+        last_hidden=training.reads_final_state,
+    )
+    count, span = len(tokens), (len(tokens), tokens.numel(), int(mask.sum()))
+    shards = tuple(ShardRange("train", number * count, *span) for number in range(config.steps + 1))
+    names = dict.fromkeys(("target_fingerprint", "tokenizer_hash", "data_hash", "command"), "bench/offline_training.py")
+    index = FeatureIndex(**names, max_length=config.sequence, form=form, shards=shards)
+    index.write(folder)
+    lengths = torch.full((count,), config.document)
+    for number, shard_range in enumerate(tqdm(shards, "capture", disable=None)):
+        shard = new_shard(shard_range, lengths, mask.flatten(), form, pinned=False)
+        shard.tensors["tokens"].copy_(tokens.flatten())
+        for name in ("features", "last_hidden"):
+            if name in shard.tensors:
+                fill(shard.tensors, name, dtype)
+        write_shard(folder, number, shard, index.digest)
+    for path in folder.iterdir():
+        forget(path)
+    return FeatureStore(folder)
+
+
+def documents(config: OfflineConfig) -> tuple[Tensor, Tensor]:
+    """Tokens and loss mask (documents, tokens) of a step."""
+    tokens = make_batch(config).tokens.view(-1, config.document)
+    return tokens, (torch.arange(config.document) >= config.document // 4).expand_as(tokens)
+
+
+def fill(tensors: dict[str, Tensor], name: str, dtype: StoredDtype) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    values, scales = encode(torch.randn(tensors[name].shape, dtype=torch.bfloat16, device=device), dtype)
+    tensors[name].copy_(values)
+    if scales is not None:
+        tensors[f"{name}_scales"].copy_(scales)
+
+
+def forget(path: Path) -> None:
+    """Writes a file to the disk and lets its pages in memory go."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(
+    config: OfflineConfig, step: Callable[[Batch], float], rows: PackedRows, size: float
+) -> Iterator[dict[str, Any]]:
+    """`step` returns its seconds, `size` is what a batch takes on the disk."""
+    last = config.steps * config.rows
+    there = rows.batch(list(range(last, last + config.rows)))
+    alone = median([step(there) for _ in range(WARM_UP + config.steps)][WARM_UP:])
+    for source in ("disk", "memory"):
+        waits, steps = list[float](), list[float]()
+        batches = read_ahead(epoch(config, rows), rows)
+        next(batches)  # what begins a run has to be waited for
+        for batch in follow(batches, waits):
+            steps.append(step(batch))
+        total = sum(waits) + sum(steps)
+        yield {
+            "from": source,
+            "batch_gb": round(size / 1e9, 3),
+            "step_ms": round(1000 * total / len(steps), 1),
+            "alone_ms": round(1000 * alone, 1),
+            "wait_ms": round(1000 * sum(waits) / len(steps), 2),
+            "share_waited": round(sum(waits) / total, 4),
+            "tokens_per_second": round(config.rows * config.sequence * len(steps) / total),
+        }
+
+
+def epoch(config: OfflineConfig, rows: PackedRows) -> Iterator[Batch]:
+    """As training does, each batch takes rows from anywhere."""
+    order = torch.randperm(config.steps * config.rows, generator=torch.Generator().manual_seed(0))
+    for chosen in order.view(config.steps, config.rows).tolist():
+        yield rows.batch(chosen)
+
+
+def follow(batches: Iterator[Batch], waits: list[float]) -> Iterator[Batch]:
+    while True:
+        began = time.perf_counter()
+        batch = next(batches, None)
+        if batch is None:
+            return
+        waits.append(time.perf_counter() - began)
+        yield batch
+
+
+if __name__ == "__main__":
+    main()
