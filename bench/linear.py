@@ -25,6 +25,7 @@ from slipstream.bench.linear_chain import time_chains
 from slipstream.config import parse
 from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.skinny import (
+    MAX_GATED_ROWS,
     MAX_ROWS,
     Tiling,
     choose_tiling,
@@ -54,11 +55,11 @@ class LinearConfig:
     """Options of this benchmark."""
 
     rows: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
-    """Rows of the products, up to 32."""
+    """Rows of the products, up to 32; of the gated one up to 128."""
     shapes: list[str] = field(default_factory=list)
     """Names of shapes. Default: all."""
     tune: bool = False
-    """Time the candidate tilings, at the first of --rows."""
+    """Time the candidate tilings, at the last of --rows."""
     chain: bool = True
     """Time the 32 layers of an 8B target at 1, 4 and 8 rows; needs 16 GB."""
     context: int = 640
@@ -74,7 +75,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}: a large copy moves {limit / 1e9:,.0f} GB/s")
     names = config.shapes or list(SHAPES)
     if config.tune:
-        results = [result for name in names for result in tune(name, config.rows[0], limit)]
+        results = [result for name in names for result in tune(name, config.rows[-1], limit)]
     else:
         print(f"{'shape':16}{'rows':>5}{'us':>9}{'GB/s':>8}{'share':>7}{'torch us':>10}")
         results = [result for name in names for result in measure(name, config.rows, limit)]
@@ -91,7 +92,8 @@ def measure(name: str, row_counts: list[int], limit: float) -> list[dict[str, An
     """Our kernel and torch's for each number of rows; `limit` in bytes per second."""
     weights, results = cold_weights(name), []
     for rows in row_counts:
-        assert rows <= MAX_ROWS
+        if rows > (MAX_GATED_ROWS if name == GATED else MAX_ROWS):
+            continue
         x = random_rows(rows, weights[0])
         ours = gated_linear_few_rows_triton if name == GATED else linear_few_rows_triton
         others = gated_by_torch if name == GATED else F.linear
@@ -106,25 +108,28 @@ def tune(name: str, rows: int, limit: float) -> list[dict[str, Any]]:
     weights, results = cold_weights(name), []
     x = random_rows(rows, weights[0])
     run = gated_linear_few_rows_triton if name == GATED else linear_few_rows_triton
-    print(f"{name}: chosen {chosen(name)}")
+    print(f"{name}: chosen {chosen(name, rows)}")
     for tiling in candidates(name):
         time_us = graph_us([partial(run, x, weight, tiling=tiling) for weight in weights])
         results.append({**rated(name, rows, time_us, limit), **asdict(tiling)})
     results.sort(key=lambda result: result["us"])
     for result in results[:12]:
-        print(row_text(result), {key: result[key] for key in asdict(chosen(name))}, flush=True)
+        print(row_text(result), {key: result[key] for key in asdict(chosen(name, rows))}, flush=True)
     return results
 
 
-def chosen(name: str) -> Tiling:
+def chosen(name: str, rows: int) -> Tiling:
     outputs, inputs = SHAPES[name]
-    return choose_tiling(outputs // 2, inputs, gated=True) if name == GATED else choose_tiling(outputs, inputs)
+    if name == GATED:
+        return choose_tiling(outputs // 2, inputs, gated=True, num_rows=rows)
+    return choose_tiling(outputs, inputs)
 
 
 def candidates(name: str) -> list[Tiling]:
     """Few enough to compile and time in a minute for the five shapes of a target; compiled ones are shared."""
     if name == GATED:
         cuts = [(64, 64, 1, 3), (64, 64, 1, 4), (64, 64, 1, 6), (64, 128, 1, 3), (128, 64, 1, 3)]
+        cuts += [(128, 64, 1, 3, 8), (128, 64, 1, 4, 8)]
     elif SHAPES[name][0] >= 20_000:
         cuts = [(128, 64, 1, 3), (128, 64, 1, 4), (128, 64, 1, 6), (128, 128, 1, 3), (64, 128, 1, 3), (64, 128, 1, 5)]
     else:

@@ -1,14 +1,23 @@
 """Linear layers, with paths for the few rows of a decode or verify pass, which is bound by reading the weights."""
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.launch import use_triton
-from slipstream.kernels.skinny import MAX_OUTPUTS, MAX_ROWS, gated_linear_few_rows_triton, linear_few_rows_triton
+from slipstream.kernels.skinny import (
+    MAX_GATED_ROWS,
+    MAX_OUTPUTS,
+    MAX_ROWS,
+    gated_linear_few_rows_triton,
+    linear_few_rows_triton,
+)
 
 FEW_ROWS = 8
+SHARED_MEMORY = 200 << 10  # bytes that our largest tiles take, of those that a program may have: sm_90 and sm_100
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -31,15 +40,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """silu_mul(linear(x (..., H), weight (2 * I, H))) -> (..., I), gate before up."""
-    if not few_on_gpu(x, weight):
+    if not few_on_gpu(x, weight, gated=True):
         return silu_mul(linear(x, weight))
     flat = x.reshape(x.numel() // x.shape[-1], -1)
     return gated_linear_few_rows_triton(flat, weight).view(*x.shape[:-1], len(weight) // 2)
 
 
-def few_on_gpu(x: Tensor, weight: Tensor) -> bool:
+def few_on_gpu(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     """Whether our kernel takes the product: 16-bit rows of a length at which 16 bytes load at once."""
-    if not use_triton(x) or not 0 < x.numel() <= MAX_ROWS * x.shape[-1]:
+    most = MAX_GATED_ROWS if gated else MAX_ROWS
+    if not use_triton(x) or not 0 < x.numel() <= most * x.shape[-1] or _shared_memory(x.device) < SHARED_MEMORY:
         return False
     fits = weight.dtype == x.dtype and weight.dtype in (torch.bfloat16, torch.float16)
     return fits and x.shape[-1] % 64 == 0 and weight.stride(-1) == 1
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -20,6 +20,7 @@ from slipstream.kernels.launch import pdl_options, use_triton
 from slipstream.kernels.skinny_kernel import linear_kernel
 
 MAX_ROWS = 32
+MAX_GATED_ROWS = 128  # beyond MAX_ROWS the library's products are as fast, but the gate costs it a kernel
 PROGRAMS = 132  # multiprocessors of an H100 or H200, each with as many loads on their way as its shared memory holds
 MAX_OUTPUTS = 64 * PROGRAMS  # beyond it the library reads plain products as fast (docs/benchmarks.md)
 
@@ -39,13 +40,16 @@ class Tiling:
     warps: int = 4
 
 
-def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False) -> Tiling:
-    """The tiling of (O, I) weights of 16 bits; the same for every number of rows, so that they round alike.
+def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1) -> Tiling:
+    """The tiling of (O, I) weights of 16 bits. All numbers of rows add the inputs up alike, so that they round alike.
 
     The best of those that bench/linear.py --tune tries on an H200.
     """
     if gated:
-        return Tiling(outputs=64, depth=64, split=1)  # 32 rows leave room for two programs, too
+        if num_rows > 64:
+            return Tiling(outputs=128, depth=64, split=1, warps=8)
+        # Either way there is room for two programs on a multiprocessor.
+        return Tiling(outputs=64, depth=64, split=1, stages=4 if num_rows <= MAX_ROWS else 3)
     if num_outputs > MAX_OUTPUTS:
         return Tiling(outputs=128, depth=64, split=1, stages=3)
     split = 1
@@ -72,7 +76,7 @@ def linear_few_rows_triton(
 
 
 def gated_linear_few_rows(x: Tensor, gate_up_weight: Tensor) -> Tensor:
-    """silu_mul(linear_few_rows(x (M, I), gate_up_weight (2 * O, I))) -> (M, O), rounded where these two round."""
+    """silu_mul(x (M, I) @ gate_up_weight (2 * O, I).T) -> (M, O) for M up to MAX_GATED_ROWS, rounded twice."""
     run = gated_linear_few_rows_triton if use_triton(x) else gated_linear_few_rows_reference
     return run(x, gate_up_weight)
 
@@ -83,14 +87,14 @@ def gated_linear_few_rows_reference(x: Tensor, gate_up_weight: Tensor) -> Tensor
 
 def gated_linear_few_rows_triton(x: Tensor, gate_up_weight: Tensor, tiling: Tiling | None = None) -> Tensor:
     num_outputs, num_inputs = gate_up_weight.shape[0] // 2, gate_up_weight.shape[1]
-    tiling = tiling or choose_tiling(num_outputs, num_inputs, gated=True)
+    tiling = tiling or choose_tiling(num_outputs, num_inputs, gated=True, num_rows=len(x))
     return _launch(x, gate_up_weight, None, num_outputs, tiling, gated=True)
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outputs: int, tiling: Tiling, gated: bool) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, num_inputs = x.shape
-    assert num_rows <= MAX_ROWS
+    assert num_rows <= (MAX_GATED_ROWS if gated else MAX_ROWS)
     assert weight.stride(1) == 1
     assert bias is None or bias.is_contiguous()
     assert not (gated and tiling.split > 1)

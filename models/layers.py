@@ -71,7 +71,7 @@ class GatedMLP(nn.Module):
         self.down_proj = InputSplitLinear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate_up_proj.bias is None and few_on_gpu(x, self.gate_up_proj.weight):
+        if self.gate_up_proj.bias is None and few_on_gpu(x, self.gate_up_proj.weight, gated=True):
             return self.down_proj(gated_linear(x, self.gate_up_proj.weight))
         return self.down_proj(silu_mul(self.gate_up_proj(x)))
 

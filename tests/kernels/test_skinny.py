@@ -55,7 +55,7 @@ def test_small(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SMALL)
+@pytest.mark.parametrize("shape", [*SMALL, (40, 24, 40), (100, 40, 72)])
 @pytest.mark.parametrize("tiling", [TILINGS[0], Tiling(32, 32, 1), None])
 def test_small_gated(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     if tiling is None and dtype == torch.float32 and device == "cuda":
@@ -115,6 +115,22 @@ def test_real_shapes(shape: tuple[int, int], rows: int) -> None:
     gated = skinny.gated_linear_few_rows_triton(x, weight)
     apart = silu_mul_triton(F.linear(x.float(), weight.float()).to(torch.bfloat16))
     torch.testing.assert_close(gated, apart, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [33, 64, 65, 100, 128])
+@pytest.mark.parametrize("shape", [(28672, 4096), (24576, 4096), (19456, 2560)])
+def test_gated_products_of_more_rows(shape: tuple[int, int], rows: int) -> None:
+    """They round as few rows do, whatever their tiling."""
+    x, weight, _ = random(rows, *shape, torch.bfloat16, "cuda")
+    gated = skinny.gated_linear_few_rows_triton(x, weight)
+    apart = silu_mul_triton(F.linear(x.float(), weight.float()).to(torch.bfloat16))
+    torch.testing.assert_close(gated, apart, atol=3e-2, rtol=3e-2)
+    for few in (1, 32, 50):
+        few = min(few, rows)
+        assert torch.equal(skinny.gated_linear_few_rows_triton(x[:few], weight), gated[:few])
+    with torch.inference_mode():
+        assert torch.equal(gated_linear(x, weight), gated)
 
 
 @pytest.mark.gpu
