@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from slipstream.kernels.activation import silu_mul_reference, silu_mul_triton
 from slipstream.kernels.filters import Filters, filter_thresholds_triton
 from slipstream.kernels.kv import move_rows_reference, move_rows_triton
-from slipstream.kernels.norm import add_rms_norm_triton, head_norm_triton, rms_norm_pair_triton, rms_norm_triton
+from slipstream.kernels.norm import HeadNorms, add_rms_norm_triton, rms_norm_pair_triton, rms_norm_triton
 from slipstream.kernels.rope import rotate_and_store_reference, rotate_and_store_triton
 from slipstream.kernels.sampling import Sampling, sample_reference, sample_triton
 from slipstream.kernels.verify import (
@@ -116,24 +116,6 @@ def norm_pair(name: str, rows: int) -> Case:
     return Case(name, rows, num_bytes, ours, [lambda p=p: in_torch(p) for p in pairs], [])
 
 
-def head_norm(name: str, rows: int) -> Case:
-    num_bytes = 2 * rows * (Q + G) * D * 2
-    fused, weight = random(copies(num_bytes, rows), rows, (Q + 2 * G) * D), random(D)
-    heads = [x.view(rows, -1, D)[:, : Q + G] for x in fused]
-
-    def in_flashinfer(lib: Any) -> Calls:
-        return [lambda x=x: [lib.norm.rmsnorm(part, weight, EPS) for part in x.split([Q, G], dim=1)] for x in heads]
-
-    return Case(
-        name,
-        rows,
-        num_bytes,
-        [lambda x=x: head_norm_triton(x, weight, weight, EPS, Q, G) for x in fused],
-        [lambda x=x: F.rms_norm(x, (D,), weight, EPS) for x in heads],
-        flashinfer_calls(in_flashinfer),
-    )
-
-
 def activation(name: str, rows: int) -> Case:
     num_bytes = 3 * rows * INTERMEDIATE * 2
     xs = random(copies(num_bytes, rows), rows, 2 * INTERMEDIATE)
@@ -148,11 +130,13 @@ def activation(name: str, rows: int) -> Case:
 
 
 def rope(name: str, rows: int) -> Case:
-    """FlashInfer takes two launches, rotation and append; its page table is one request's."""
+    """FlashInfer takes two launches, rotation and append; its page table is one request's. With q/k norms, as Qwen3 has
+    them, it and torch take two more."""
     num_bytes = rows * (2 * Q + 4 * G) * D * 2
     pages = -(-rows // PAGE_SIZE)
     positions, batch = torch.arange(rows, device="cuda"), torch.zeros(rows, dtype=torch.int32, device="cuda")
     cos, sin = torch.rand(2, rows, D, device="cuda")
+    norms = HeadNorms(random(D), random(D), EPS) if name.startswith("norm") else None
     table = torch.cat((cos[:, : D // 2], sin[:, : D // 2]), dim=1)
     sets = []
     for _ in range(copies(num_bytes, rows)):
@@ -161,7 +145,7 @@ def rope(name: str, rows: int) -> Case:
 
     def run(kernel: Callable[..., Tensor]) -> Calls:
         flat = [(q, k, v, keys.flatten(0, 1), values.flatten(0, 1)) for q, k, v, keys, values in sets]
-        return [lambda s=s: kernel(s[0], s[1], s[2], cos, sin, positions, positions, s[3], s[4]) for s in flat]
+        return [lambda s=s: kernel(s[0], s[1], s[2], cos, sin, positions, positions, s[3], s[4], norms) for s in flat]
 
     def in_flashinfer(lib: Any) -> Calls:
         places, indices = positions.int(), torch.arange(pages, dtype=torch.int32, device="cuda")
@@ -169,6 +153,8 @@ def rope(name: str, rows: int) -> Case:
         last = torch.tensor([rows - (pages - 1) * PAGE_SIZE], dtype=torch.int32, device="cuda")
 
         def call(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
+            if norms is not None:
+                q, k = lib.norm.rmsnorm(q, norms.q, EPS), lib.norm.rmsnorm(k, norms.k, EPS)
             lib.rope.apply_rope_with_cos_sin_cache_inplace(positions, q.flatten(1), k.flatten(1), D, table)
             lib.page.append_paged_kv_cache(k, v, batch, places, (keys, values), indices, starts, last)
 
@@ -271,9 +257,9 @@ MAKERS: dict[str, Callable[[str, int], Case]] = {
     "rms_norm": norm,
     "add_rms_norm": add_norm,
     "rms_norm_pair": norm_pair,
-    "head_norm": head_norm,
     "silu_mul": activation,
     "rotate_and_store": rope,
+    "norm_rotate_and_store": rope,
     "sample greedy": sampling,
     "sample": sampling,
     **dict.fromkeys(SETTINGS, sampling),

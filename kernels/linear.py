@@ -57,4 +57,4 @@ def few_on_gpu(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)

@@ -8,7 +8,7 @@ because torch's fused norms, forward and backward, take one dtype only.
 Letters: T rows (any leading dims), H hidden, Q/G query and KV heads, D head dim.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -96,38 +96,18 @@ def rms_norm_pair_triton(first: Tensor, second: Tensor, weights: tuple[Tensor, T
     return out
 
 
-def head_norm(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_heads: int, num_kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Norms every query head by q_weight (D,) and every key head by k_weight (D,), Qwen3's q/k norms.
+class HeadNorms(NamedTuple):
+    """Qwen3's q/k norms: every query head by q (D,), every key head by k (D,)."""
 
-    qkv (..., (Q + 2G) * D) -> q (..., Q, D), k (..., G, D) and v (..., G, D), a view of qkv, in its dtype.
-    """
-    run = head_norm_triton if use_triton(qkv) else head_norm_reference
-    return run(qkv, q_weight, k_weight, eps, num_heads, num_kv_heads)
+    q: Tensor
+    k: Tensor
+    eps: float
 
 
-def head_norm_reference(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_heads: int, num_kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    heads = qkv.unflatten(-1, (-1, q_weight.shape[0]))
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=-2)
-    return rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps), v
-
-
-def head_norm_triton(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, num_heads: int, num_kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, D, heads = as_rows(qkv), q_weight.shape[0], num_heads + num_kv_heads
-    out = torch.empty(*qkv.shape[:-1], heads, D, dtype=qkv.dtype, device=qkv.device)
-    block = triton.next_power_of_2(D)
-    tile = min(max(HEAD_TILE // block, 1), triton.next_power_of_2(heads))
-    if len(rows):
-        grid = len(rows), triton.cdiv(heads, tile)
-        blocks = {"SIZE": D, "BLOCK": block, "HEADS": tile, "num_warps": _num_warps(tile * block)}
-        blocks |= pdl_options(qkv.device)
-        _head_norm[grid](rows, q_weight, k_weight, out, rows.stride(0), eps, num_heads, heads, **blocks)
-    return out[..., :num_heads, :], out[..., num_heads:, :], qkv.unflatten(-1, (-1, D))[..., heads:, :]
+def norm_heads(q: Tensor, k: Tensor, norms: HeadNorms | None) -> tuple[Tensor, Tensor]:
+    """Norms q (..., Q, D) and k (..., G, D), or returns them as they are where there are no norms. In serving on a GPU
+    the rotary embedding's kernel does it (kernels/rope.py)."""
+    return (q, k) if norms is None else (rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps))
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -195,21 +175,3 @@ def _rms_norm_pair(
     else:
         y = tl.load(second_ptr + row * second_stride + columns, mask=mask, other=0.0).to(tl.float32)
         _norm_row(y, second_weight_ptr, out_ptr + SIZE, columns, mask, eps, SIZE)
-
-
-@triton.jit
-def _head_norm(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, out_ptr, stride, eps, num_heads, num_normed,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    wait_for_inputs(PDL)
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    mask = (heads < num_normed) & (columns < SIZE)
-    x = tl.load(qkv_ptr + row * stride + heads * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
-    offsets = tl.broadcast_to(columns, (HEADS, BLOCK))  # weights in x's own layout: nothing to exchange
-    q_weight = tl.load(q_weight_ptr + offsets, mask=mask & (heads < num_heads), other=0.0)
-    k_weight = tl.load(k_weight_ptr + offsets, mask=mask & (heads >= num_heads), other=0.0)
-    scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / SIZE + eps)
-    out = (x * scale * (q_weight + k_weight).to(tl.float32)).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * num_normed * SIZE + heads * SIZE + columns, out, mask=mask)

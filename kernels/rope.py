@@ -1,5 +1,5 @@
-"""Rotary embedding (RoFormer, arXiv 2104.09864): of queries and keys together with the write of keys and values into
-the paged cache, in one launch; and alone, for training.
+"""Rotary embedding (RoFormer, arXiv 2104.09864): of queries and keys, behind their norms, together with the write of
+keys and values into the paged cache, in one launch; and alone, for training.
 
 Letters: T packed tokens, Q/G query and KV heads, D head dim, P positions of the tables.
 """
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
+from slipstream.kernels.norm import HeadNorms, norm_heads
 
 HEADS_PER_PROGRAM = 8  # two warps load 16 bytes per thread at D = 128; a token of 32 + 8 heads gets five programs
 
@@ -26,16 +27,17 @@ def rotate_and_store(
     slots: Tensor,
     keys: Tensor,
     values: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Rotates q and k by their positions, and stores k and v in their slots.
+    """Norms q and k if there are `norms`, rotates them by their positions, and stores k and v in their slots.
 
     q (T, Q, D), k and v (T, G, D), strided views with contiguous last dims; cos, sin (P, D) fp32 tables whose halves
     are equal ("half" convention: pairs are (i, i + D / 2)); positions, slots (T,) int64; keys, values (slots, G, D)
-    one layer of the cache, contiguous, written in place. fp32 inside, rounded once.
+    one layer of the cache, contiguous, written in place. fp32 inside, rounded once, and once after the norms.
     Returns the rotated q (T, Q, D), contiguous.
     """
     run = rotate_and_store_triton if use_triton(q) else rotate_and_store_reference
-    return run(q, k, v, cos, sin, positions, slots, keys, values)
+    return run(q, k, v, cos, sin, positions, slots, keys, values, norms)
 
 
 def store(
@@ -55,8 +57,10 @@ def rotate_and_store_reference(
     slots: Tensor,
     keys: Tensor,
     values: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Same signature as `rotate_and_store`, in plain torch."""
+    q, k = norm_heads(q, k, norms)
     cos, sin = cos[positions, None], sin[positions, None]  # (T, 1, D)
     keys.index_copy_(0, slots, _rotate(k, cos, sin))
     values.index_copy_(0, slots, v)
@@ -122,6 +126,7 @@ def rotate_and_store_triton(
     slots: Tensor,
     keys: Tensor,
     values: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Same signature as `rotate_and_store`, by the kernel."""
     (T, Q, D), G = q.shape, k.shape[1]
@@ -129,6 +134,7 @@ def rotate_and_store_triton(
     assert all(x.is_contiguous() for x in (cos, sin, positions, slots, keys, values))
     out = torch.empty(T, Q, D, dtype=q.dtype, device=q.device)
     programs = triton.cdiv(Q, HEADS_PER_PROGRAM) + triton.cdiv(G, HEADS_PER_PROGRAM)
+    q_norm, k_norm, eps = norms or (None, None, 0.0)
     _rotate_and_store[(T, programs)](
         q,
         k,
@@ -140,6 +146,9 @@ def rotate_and_store_triton(
         keys,
         values,
         out,
+        q_norm,
+        k_norm,
+        eps,
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
@@ -166,6 +175,9 @@ def _rotate_and_store(
     keys_ptr,
     values_ptr,
     out_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
     q_token_stride,
     q_head_stride,
     k_token_stride,
@@ -193,12 +205,12 @@ def _rotate_and_store(
     sin = tl.load(sin_ptr + angle, mask=dim < D // 2, other=0.0)
     if asks:
         q = q_ptr + token * q_token_stride + head * q_head_stride + dim
-        _rotate_heads(q, out_ptr + (token * Q + head) * D + dim, cos, sin, inside, D)
+        _rotate_heads(q, out_ptr + (token * Q + head) * D + dim, cos, sin, inside, q_norm_ptr, eps, dim, D)
     else:
         cell = (tl.load(slots_ptr + token) * G + head) * D + dim
         k = k_ptr + token * k_token_stride + head * k_head_stride + dim
         v = v_ptr + token * v_token_stride + head * v_head_stride + dim
-        _rotate_heads(k, keys_ptr + cell, cos, sin, inside, D)
+        _rotate_heads(k, keys_ptr + cell, cos, sin, inside, k_norm_ptr, eps, dim, D)
         tl.store(values_ptr + cell, tl.load(v, mask=inside, other=0.0), mask=inside)
         tl.store(values_ptr + cell + D // 2, tl.load(v + D // 2, mask=inside, other=0.0), mask=inside)
 
@@ -216,13 +228,25 @@ def _rotate_kernel(
     sin = tl.load(sin_ptr + angle, mask=dim < D // 2, other=0.0) * sign
     source = x_ptr + token * token_stride + head * head_stride + dim
     inside = (head < num_heads) & (dim < D // 2)
-    _rotate_heads(source, out_ptr + (token * num_heads + head) * D + dim, cos, sin, inside, D)
+    _rotate_heads(source, out_ptr + (token * num_heads + head) * D + dim, cos, sin, inside, None, 0.0, dim, D)
 
 
 @triton.jit
-def _rotate_heads(source, target, cos, sin, inside, D: tl.constexpr):
-    """source, target (HEADS, HALF): pointers to the first halves of heads."""
+def _rotate_heads(source, target, cos, sin, inside, norm_ptr, eps, dim, D: tl.constexpr):
+    """source, target (HEADS, HALF): pointers to the first halves of heads. norm_ptr (D,), or None."""
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + D // 2, mask=inside, other=0.0).to(tl.float32)
+    if norm_ptr is not None:
+        squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
+        scale = tl.rsqrt(squares / D + eps)
+        first = _scaled(first * scale, norm_ptr + dim, dim, source, D)
+        second = _scaled(second * scale, norm_ptr + D // 2 + dim, dim, source, D)
     tl.store(target, (first * cos - second * sin).to(target.dtype.element_ty), mask=inside)
     tl.store(target + D // 2, (second * cos + first * sin).to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scaled(half, weight, dim, source, D: tl.constexpr):
+    """Rounded as a norm of its own would round."""
+    weights = tl.load(weight, mask=dim < D // 2, other=0.0).to(tl.float32)
+    return (half * weights).to(source.dtype.element_ty).to(tl.float32)

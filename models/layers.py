@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.linear import few_on_gpu, gated_linear, linear
-from slipstream.kernels.norm import add_rms_norm, head_norm, rms_norm
+from slipstream.kernels.norm import HeadNorms, add_rms_norm, rms_norm
 from slipstream.models.config import ModelConfig, RopeConfig
 
 Mask = Literal["causal", "tree", "block"]
@@ -25,8 +25,18 @@ class Attention(Protocol):
         """Rotates k (..., G, D) by the batch's positions and stores k and v; for rows that ask nothing."""
         ...
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask, window: int | None = None) -> Tensor:
-        """Writes k and v, rotates q (..., Q, D) and returns the attention output (..., Q, D).
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        mask: Mask,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """Norms q and k if there are `norms`, writes k and v, rotates q (..., Q, D) and returns the attention output
+        (..., Q, D).
 
         `window`: a query sees the last `window` positions only, its own included (with mask "causal").
         """
@@ -94,12 +104,14 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
-        qkv = self.qkv_proj(x)
+        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)  # (..., heads, D)
+        return self.o_proj(attention.attend(q, k, v, self.layer, mask, self.window, self.norms).flatten(-2))
+
+    @property
+    def norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:
-            q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)  # (..., heads, D)
-        else:
-            q, k, v = head_norm(qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, *self.sizes[:2])
-        return self.o_proj(attention.attend(q, k, v, self.layer, mask, self.window).flatten(-2))
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     @property
     def kv_projection(self) -> tuple[Tensor, Tensor | None]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
+from slipstream.kernels.norm import HeadNorms, norm_heads
 from slipstream.kernels.rope import rotate
 from slipstream.models.layers import Mask, RotaryEmbedding
 from slipstream.train import flex
@@ -83,9 +84,19 @@ class BlockAttention(ABC):
         """k and v (C, G, D)."""
         self.context[layer] = rotate(k, self.rope.cos, self.rope.sin, self.positions, v.dtype), v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask, window: int | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        mask: Mask,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
         """q (N * S, Q, D), k and v (N * S, G, D) -> (N * S, Q, D). Keeps nothing."""
         assert (mask, window is None) in (("block", True), ("causal", False)), "the two kinds of layer that blocks have"
+        q, k = norm_heads(q, k, norms)
         q, k = (rotate(x, self.rope.cos, self.rope.sin, self.slot_positions, v.dtype) for x in (q, k))
         if window not in self.masks:
             self.masks[window] = self.make_mask(window)

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from slipstream.kernels.norm import HeadNorms, norm_heads
 from slipstream.kernels.packed_attention import KeyValue, Runs, packed_attention, takes
 from slipstream.kernels.rope import rotate
 from slipstream.models.layers import Mask, RotaryEmbedding
@@ -39,11 +40,21 @@ class TTTAttention(ABC):
         self.context = self.turn(k, self.rows.context_positions, v.dtype), v
 
     @torch.compiler.disable
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask, window: int | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        mask: Mask,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
         """q (N, Q, D), k and v (N, G, D) of the asking rows -> (N, Q, D)."""
         assert layer == 0
         assert mask == "causal"
         assert window is None
+        q, k = norm_heads(q, k, norms)
         q, k = (self.turn(x, self.rows.asking_positions + self.step, v.dtype) for x in (q, k))
         if self.step == 0:
             assert self.context is not None

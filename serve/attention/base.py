@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from slipstream.kernels.norm import HeadNorms
 from slipstream.models.layers import Attention, Mask, RotaryEmbedding
 from slipstream.serve.batch import Batch
 
@@ -73,8 +74,17 @@ class Hybrid:
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
         self.active.write(k, v, layer)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask, window: int | None = None) -> Tensor:
-        return self.active.attend(q, k, v, layer, mask, window)
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        mask: Mask,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        return self.active.attend(q, k, v, layer, mask, window, norms)
 
 
 def find_backends(option: str, formats: Mapping[str, KVFormat] | None = None) -> dict[str, type[PhaseBackend]]:

@@ -24,6 +24,7 @@ except ImportError as error:
         "pip install flashinfer-python, or choose another with attention"
     ) from error
 
+from slipstream.kernels.norm import HeadNorms
 from slipstream.kernels.rope import rotate_and_store, store
 from slipstream.kernels.tree_attention import tree_attention
 from slipstream.models.layers import Mask, RotaryEmbedding
@@ -86,9 +87,19 @@ class Backend:
         keys, values = self.flat[layer]
         store(k, v, self.rope.cos, self.rope.sin, self.batch.positions, self.batch.slots, keys, values)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask, window: int | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        mask: Mask,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
         batch, (keys, values) = self.batch, self.flat[layer]
-        q = rotate_and_store(q, k, v, self.rope.cos, self.rope.sin, batch.positions, batch.slots, keys, values)
+        where = self.rope.cos, self.rope.sin, batch.positions, batch.slots, keys, values
+        q = rotate_and_store(q, k, v, *where, norms)
         if max(batch.query_lens) == 1 and not batch.first_node:
             mask = "causal"  # what a node without others sees does not depend on the mask
         assert window is None or mask == "causal", "a window is one of positions, and a tree's slots are none"

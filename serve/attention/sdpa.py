@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from slipstream.kernels.norm import HeadNorms, norm_heads
+from slipstream.kernels.rope import rotate_and_store
 from slipstream.kernels.verify import unpack
 from slipstream.models.layers import Mask, RotaryEmbedding, rotate
 from slipstream.serve.attention.base import PHASES, KVFormat
@@ -57,9 +59,24 @@ class Backend:
         keys.index_copy_(0, self.batch.slots, rotate(k, self.cos, self.sin))
         values.index_copy_(0, self.batch.slots, v)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask, window: int | None = None) -> Tensor:
-        self.write(k, v, layer)
-        q = rotate(q, self.cos, self.sin)
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        mask: Mask,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        if q.is_cuda:  # one launch instead of a dozen
+            (keys, values), batch = self.flat[layer], self.batch
+            where = self.rope.cos, self.rope.sin, batch.positions, batch.slots, keys, values
+            q = rotate_and_store(q, k, v, *where, norms)
+        else:
+            q, k = norm_heads(q, k, norms)
+            self.write(k, v, layer)
+            q = rotate(q, self.cos, self.sin)
         parts = [self._attend(q[segment.queries], layer, mask, window, segment) for segment in self.segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from slipstream.kernels.norm import HeadNorms
 from slipstream.kernels.rope import rotate_and_store, store
 from slipstream.kernels.tree_attention import MAX_HEAD_DIM, tree_attention
 from slipstream.models.layers import Mask, RotaryEmbedding
@@ -33,14 +34,24 @@ class Backend:
         batch, (keys, values) = self.batch, self.flat[layer]
         store(k, v, self.rope.cos, self.rope.sin, batch.positions, batch.slots, keys, values)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: Mask, window: int | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        mask: Mask,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
         batch, (keys, values) = self.batch, self.flat[layer]
         N, D = batch.query_lens[0], q.shape[-1]
         assert set(batch.query_lens) == {N}, batch.query_lens
-        q = rotate_and_store(q, k, v, self.rope.cos, self.rope.sin, batch.positions, batch.slots, keys, values)
+        where = self.rope.cos, self.rope.sin, batch.positions, batch.slots, keys, values
+        q = rotate_and_store(q, k, v, *where, norms)
         keys, values = self.cache[layer]  # (num_pages, page_size, G, D)
-        where = (batch.state.pages, batch.rows, batch.lengths, batch.ancestors)
+        requests = batch.state.pages, batch.rows, batch.lengths, batch.ancestors
         nodes = q.unflatten(0, (-1, N))
-        out = tree_attention(nodes, keys, values, *where, mask, D**-0.5, first_node=batch.first_node, window=window)
+        out = tree_attention(nodes, keys, values, *requests, mask, D**-0.5, first_node=batch.first_node, window=window)
         assert isinstance(out, Tensor)
         return out.flatten(0, 1)

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from slipstream.bench.inflate import InflateConfig, inflate, load_draft
 from slipstream.bench.inflate_shapes import SHAPES
 from slipstream.bench.inflate_weights import CONSTANT, QUIET, SPREAD, Inflation
+from slipstream.kernels.norm import HeadNorms, norm_heads
 from slipstream.models.checkpoint import read_json, read_tensors
 from slipstream.models.dflash_checkpoint import load_dflash
 from slipstream.models.target import load_config
@@ -114,8 +115,18 @@ class Widened(OneBlock):
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
         super().write(k.float(), v.float(), layer)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: str, window: int | None = None) -> Tensor:
-        return super().attend(q.float(), k.float(), v.float(), layer, mask, window).to(q.dtype)
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        mask: str,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        q32, k32 = (x.float() for x in norm_heads(q, k, norms))
+        return super().attend(q32, k32, v.float(), layer, mask, window).to(q.dtype)
 
 
 @torch.no_grad()

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.norm import (
+    HeadNorms,
     add_rms_norm,
     add_rms_norm_reference,
     add_rms_norm_triton,
-    head_norm,
-    head_norm_reference,
-    head_norm_triton,
+    norm_heads,
     rms_norm,
     rms_norm_pair,
     rms_norm_pair_reference,
@@ -92,27 +91,9 @@ def test_rms_norm_pair(kernel: Callable[..., Tensor], shape: tuple[int, int], dt
     check(out, torch.cat((normed(first, weights[0]), normed(second, weights[1])), dim=-1), dtype)
 
 
-HEADS = [(1, 4, 2, 64), (3, 7, 1, 20), (2, 3, 3, 128), (2, 5, 2, 256)]
-REAL_HEADS = [(1, 32, 8, 128), (33, 40, 8, 128), (8192, 32, 8, 128), (5, 64, 8, 64), (4, 16, 2, 256)]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("case", [*HEADS, *(pytest.param(case, marks=pytest.mark.gpu) for case in REAL_HEADS)])
-@pytest.mark.parametrize("kernel", [head_norm_reference, head_norm_triton])
-def test_head_norm(kernel: Callable[..., Any], case: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    T, Q, G, D = case
-    qkv = random_rows((T, (Q + 2 * G) * D), dtype, device, 0)
-    before = qkv.clone()
-    q_weight, k_weight = random((D,), dtype, device, 1), random((D,), dtype, device, 2)
-    with poisoned():
-        q, k, v = kernel(qkv, q_weight, k_weight, EPS, Q, G)
-    heads = before.unflatten(1, (-1, D))
-    assert (q.shape, k.shape) == ((T, Q, D), (T, G, D))
-    assert torch.equal(v, heads[:, Q + G :])
-    check(q, normed(heads[:, :Q], q_weight), dtype)
-    check(k, normed(heads[:, Q : Q + G], k_weight), dtype)
-    assert torch.equal(qkv, before)
+def test_heads_without_norms_stay_as_they_are() -> None:
+    q, k = torch.ones(2, 3, 8), torch.ones(2, 1, 8)
+    assert norm_heads(q, k, None) == (q, k)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -162,7 +143,8 @@ def test_under_autograd_fp32_weights_leave_the_dtype_as_it_is(autocast: bool, de
     heads = [random((16,), torch.float32, device, seed).requires_grad_() for seed in (4, 5)]
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
         added, summed = add_rms_norm(x, y, weights[0], EPS)
-        q, k, v = head_norm(x, *heads, EPS, 2, 1)
+        q, k, _ = x.unflatten(1, (4, 16)).split((2, 1, 1), dim=1)
+        q, k = norm_heads(q, k, HeadNorms(*heads, EPS))
         results = [rms_norm(x, weights[0], EPS), added, rms_norm_pair(x, y, (weights[0], weights[1]), EPS), q, k]
     by_head = x.unflatten(1, (4, 16))
     expected = [
@@ -172,7 +154,6 @@ def test_under_autograd_fp32_weights_leave_the_dtype_as_it_is(autocast: bool, de
         normed(by_head[:, :2], heads[0]),
         normed(by_head[:, 2:3], heads[1]),
     ]
-    assert torch.equal(v, by_head[:, 3:])
     leaves = [x, y, *weights, *heads]
     for actual, exact in zip(results, expected, strict=True):
         check(actual, exact, torch.bfloat16)
@@ -187,12 +168,10 @@ def test_under_autograd_fp32_weights_leave_the_dtype_as_it_is(autocast: bool, de
 @pytest.mark.parametrize("rows", [1, 32, 2048])
 def test_a_graph_replays_the_norms(rows: int) -> None:
     x, delta, weight = (random(shape, torch.bfloat16, "cuda", 0) for shape in ((rows, 4096), (rows, 4096), (4096,)))
-    heads = random((128,), torch.bfloat16, "cuda", 1)
 
     def run() -> list[Tensor]:
         normed, summed = add_rms_norm_triton(x, delta, weight, EPS)
-        q, k, _ = head_norm_triton(normed, heads, heads, EPS, 16, 8)
-        return [rms_norm_triton(summed, weight, EPS), rms_norm_pair_triton(normed, summed, (weight, weight), EPS), q, k]
+        return [rms_norm_triton(summed, weight, EPS), rms_norm_pair_triton(normed, summed, (weight, weight), EPS)]
 
     for actual, expected in zip(replayed(run), run(), strict=True):
         assert torch.equal(actual, expected)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.norm import HeadNorms
 from slipstream.kernels.rope import (
     rotate_and_store,
     rotate_and_store_reference,
@@ -16,7 +17,7 @@ from slipstream.kernels.rope import (
 )
 from slipstream.tests.kernels.triton_runs import DEVICES, poisoned
 
-MAX_LEN, THETA = 300, 100.0
+MAX_LEN, THETA, EPS = 300, 100.0, 1e-6
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # one rounding
 CASES = [  # T, Q, G, D
     (1, 32, 8, 128),
@@ -47,6 +48,10 @@ class Scene:
 
     def arguments(self) -> tuple[Tensor, ...]:
         return (self.q, self.k, self.v, self.cos, self.sin, self.positions, self.slots, self.keys, self.values)
+
+    def norms(self) -> HeadNorms:
+        q, k = 1 + 0.3 * torch.randn(2, self.q.shape[-1], generator=torch.Generator().manual_seed(2)).to(self.q)
+        return HeadNorms(q, k, EPS)
 
     def turned(self, x: Tensor, sign: float = 1.0) -> Tensor:
         """x (T, heads, D) as complex numbers (x[i], x[i + D / 2]), each turned by its angle times `sign`, in fp64."""
@@ -81,6 +86,32 @@ def test_equals_complex_numbers(
     assert out.is_contiguous()
     check(out, scene.turned(scene.q))
     scene.check_cache()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("case", [*CASES, pytest.param((8192, 32, 8, 128), marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kernel", [rotate_and_store_reference, rotate_and_store_triton])
+def test_heads_are_normed_before_they_turn(
+    kernel: Callable[..., Tensor], case: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
+    """Against fp64, rounded once in between, as a norm of its own would round."""
+    scene = Scene(case, dtype, device)
+    norms = scene.norms()
+    before = scene.k.clone()
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        scale = (x.double().square().mean(dim=-1, keepdim=True) + EPS).rsqrt()
+        return (x.double() * scale * weight.double()).to(dtype)
+
+    out = kernel(*scene.arguments(), norms)
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]  # two roundings
+    turned = scene.turned(normed(scene.q, norms.q)), scene.turned(normed(before, norms.k))
+    for actual, expected in zip((out, scene.keys[scene.slots]), turned, strict=True):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double().cpu(), expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(scene.k, before), "the projection itself stays"
+    assert torch.equal(scene.values[scene.slots], scene.v)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slipstream.kernels.norm import HeadNorms
 from slipstream.models.eagle import Eagle, EagleConfig
 from slipstream.models.eagle_checkpoint import config_from_json, config_to_json, load_eagle, save_eagle
 from slipstream.models.layers import RotaryEmbedding, rotate
@@ -25,8 +26,17 @@ class CausalAttention:
     def __init__(self, rope: RotaryEmbedding, count: int) -> None:
         self.cos, self.sin = rope.cos_sin(torch.arange(count))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: str, window: int | None = None) -> Tensor:
-        assert (layer, mask, window) == (0, "causal", None)
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        mask: str,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        assert (layer, mask, window, norms) == (0, "causal", None, None)
         q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

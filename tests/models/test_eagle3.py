@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.norm import HeadNorms
 from slipstream.models.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.eagle3_checkpoint import save_eagle3
 from slipstream.models.layers import RotaryEmbedding, rotate
@@ -27,8 +28,17 @@ class RecordingAttention:
         assert layer == 0
         self.k, self.v = rotate(k, self.cos, self.sin), v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: str, window: int | None = None) -> Tensor:
-        assert mask == "causal"
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        mask: str,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        assert (mask, norms) == ("causal", None)
         self.write(k, v, layer)
         q, k, v = (x.transpose(-2, -3) for x in (rotate(q, self.cos, self.sin), self.k, self.v))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from slipstream.kernels.norm import HeadNorms, norm_heads
 from slipstream.models.config import ModelConfig, RopeConfig, check_feature_layers, default_feature_layers
 from slipstream.models.layers import RotaryEmbedding, rotate
 from slipstream.models.target import load_config, load_target
@@ -26,7 +27,17 @@ class FullAttention:
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
         raise AssertionError("a target attends with every row")
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: str, window: int | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        mask: str,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        q, k = norm_heads(q, k, norms)
         q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)

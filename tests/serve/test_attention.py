@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.norm import HeadNorms
 from slipstream.models.config import RopeConfig
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.serve.attention.base import Backend, Hybrid
@@ -263,8 +264,10 @@ class Recorder:
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
         self.calls.append(f"{self.name} write")
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: str, window: int | None = None) -> Tensor:
-        self.calls.append(f"{self.name} attend {window}")
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: str, window: int | None, norms: HeadNorms | None
+    ) -> Tensor:
+        self.calls.append(f"{self.name} attend {window} {norms is None}")
         return q
 
 
@@ -278,9 +281,9 @@ def test_hybrid_hands_each_phase_to_its_backend() -> None:
     for batch in (prefill, verify, prefill):
         hybrid.plan(batch)
         hybrid.write(scene.k, scene.v, 0)
-        hybrid.attend(scene.q, scene.k, scene.v, 0, "causal", 9)
+        hybrid.attend(scene.q, scene.k, scene.v, 0, "causal", 9, HeadNorms(scene.q, scene.k, 1e-6))
     passes = ("prefill", "verify", "prefill")
-    assert calls == [f"{phase} {call}" for phase in passes for call in ("plan", "write", "attend 9")]
+    assert calls == [f"{phase} {call}" for phase in passes for call in ("plan", "write", "attend 9 False")]
 
 
 def test_hybrid_needs_host_lengths_where_its_verify_backend_does() -> None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from slipstream.kernels.norm import HeadNorms, norm_heads
 from slipstream.models.dflash import DFlash
 from slipstream.tests.train.naive_draft import attended, target_features, turned
 
@@ -20,7 +21,17 @@ class OneBlock:
         assert len(k) == self.anchor
         self.context[layer] = [(i, turned(k[i], i, self.theta), v[i]) for i in range(self.anchor)]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: str, window: int | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        mask: str,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        q, k = norm_heads(q, k, norms)
         own = [(self.anchor + i, turned(k[i], self.anchor + i, self.theta), v[i]) for i in range(len(k))]
         rows = []
         for slot in range(len(q)):

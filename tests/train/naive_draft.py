@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from slipstream.kernels.norm import HeadNorms
 from slipstream.models.eagle3 import Eagle3
 
 
@@ -19,7 +20,10 @@ class ListAttention:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, _layer: int, _mask: str, _window: int | None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, _layer: int, _mask: str, _window: int | None, norms: HeadNorms | None
+    ) -> Tensor:
+        assert norms is None
         self.keys.append(self.turn(k))
         self.values.append(v)
         return attended(self.turn(q), self.keys, self.values)
