@@ -160,13 +160,12 @@ class AutoregressiveDrafter(base.Drafter):
     def _observe_prefill(self, batch: Batch, features: Tensor) -> None:
         """Writes every query's KV; only the last query of a request is asked for its hidden state."""
         assert batch.next_tokens is not None
+        assert batch.last is not None
         embeds, hidden = self.embed(batch.next_tokens), self.module.fuse(features)
         self.attention.plan(batch)
         self.module.write_context(embeds, hidden, self.attention)
-        query_lens = batch.state.upload(batch.query_lens)
-        last = query_lens.cumsum(0) - 1  # (B,)
-        self.attention.plan(batch.uniform(batch.lengths + query_lens - 1, 1))
-        self.hidden[batch.rows] = self.module(embeds[last], hidden[last], self.attention)
+        self.attention.plan(batch.uniform(batch.positions[batch.last], 1))
+        self.hidden[batch.rows] = self.module(embeds[batch.last], hidden[batch.last], self.attention)
 
     def _observe_round(self, batch: Batch, features: Tensor, verdict: Verdict) -> None:
         """Replaces the drafted KV of the accepted nodes by one made from the target's own features.

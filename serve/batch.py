@@ -144,7 +144,9 @@ class Batch:
     kv_bounds: tuple[int, ...]
     mode: SamplingMode = "greedy"
     roots: Tensor | None = None  # (B,) int64 last emitted tokens, where a round begins
-    next_tokens: Tensor | None = None  # (T,) int64 the token after each query; prefill only
+    next_tokens: Tensor | None = None  # (T,) int64 the token after each query; prefill only, as the next two
+    last: Tensor | None = None  # (B,) int64 which of the T is each request's last query
+    real: Tensor | None = None  # (T,) bool the queries that are tokens, where others fill the pass up
     ancestors: Tensor | None = None  # (B, N) int64 bit masks (kernels/verify.py); tree passes only
     first_node: int = 0  # tree passes: nodes of each request that lie before its queries
 
@@ -166,6 +168,8 @@ class Batch:
             query_lens=(count,) * len(self.query_lens),
             kv_bounds=tuple(bound + spare for bound in self.kv_bounds),
             next_tokens=None,
+            last=None,
+            real=None,
             ancestors=None,
             first_node=0,
         )

@@ -81,8 +81,11 @@ class DraftVocabulary:
             self.recent.add(verdict.tokens.flatten().long(), counts.flatten())
             return
         assert batch.next_tokens is not None
-        lens = batch.state.upload(batch.query_lens)
-        self.recent.add(batch.next_tokens, is_real.repeat_interleave(lens, output_size=len(batch.next_tokens)))
+        read = batch.real
+        if read is None:
+            lens = batch.state.upload(batch.query_lens)
+            read = is_real.repeat_interleave(lens, output_size=len(batch.next_tokens))
+        self.recent.add(batch.next_tokens, read)
 
 
 def target_vocabulary(target: Target, ids: Tensor | None, options: TokenMapOptions) -> DraftVocabulary:

@@ -24,6 +24,7 @@ from slipstream.serve.executor import Arrival, Executor, Planned, Recipients
 from slipstream.serve.graphs import RoundGraphs
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.pool import KVPool
+from slipstream.serve.prompt_graphs import PromptGraphs, capture_all
 from slipstream.serve.request import EngineInfo, Output, Request
 from slipstream.serve.round import Runner
 from slipstream.serve.round_times import time_rounds
@@ -43,7 +44,7 @@ class Pass:
 
     kind: Literal["prefill", "round"]
     sequences: list[Sequence | None]  # whose tokens arrive; None: a token that does not count
-    read: Callable[[], Arrival]  # waits
+    read: Callable[..., Arrival]  # waits: see Flight.read
     commit: Callable[[Arrival], list[Output]]  # hands them to the scheduler
 
 
@@ -77,8 +78,8 @@ class Engine:
         max_model_len = sizing.fit_to_cache(longest, num_pages)
         runner = self._build_runner(specs, dtype, num_pages, sizing.pages_for(max_model_len))
         self.state = runner.state
-        graphs = self._capture(runner) if self.captures else None
-        self.executor = Executor(runner, graphs, self.width)
+        graphs, prompts = self._capture(runner) if self.captures else (None, None)
+        self.executor = Executor(runner, graphs, self.width, prompts)
         self.policy = self._make_policy(runner, graphs)
         self.info = EngineInfo(
             target=target_name,
@@ -148,7 +149,8 @@ class Engine:
         planned = self._next_round()
         flights = [(flight, self.executor.recipients(flight.sequences)) for flight in self._flights]
         self._flights.clear()
-        arrived = [flight.read() for flight, _ in flights]
+        meanwhile = self.executor.meanwhile([row for _, to in flights for row in to.rows], self.policy)
+        arrived = [flight.read(meanwhile) for flight, _ in flights]
         landed = time.perf_counter()
         for (_, recipients), results in zip(flights, arrived, strict=True):
             self._draft_on_host(recipients, results, is_last=True)  # or what follows is stored over it
@@ -292,7 +294,5 @@ class Engine:
             return WidthPolicy(self.widths, time_rounds(runner, self.config.max_running, self.widths))
         return None
 
-    def _capture(self, runner: Runner) -> RoundGraphs:
-        graphs = RoundGraphs(runner, self.config.max_running)
-        logger.info("%s", graphs.capture_all(self.widths))
-        return graphs
+    def _capture(self, runner: Runner) -> tuple[RoundGraphs, PromptGraphs | None]:
+        return capture_all(runner, self.config, self.widths)

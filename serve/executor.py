@@ -3,7 +3,9 @@
 Nothing here waits for the device but `Flight.read`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -12,9 +14,11 @@ from torch import Tensor
 
 from slipstream.serve.batch import Batch, HostProposal, SamplingMode
 from slipstream.serve.graphs import RoundGraphs
+from slipstream.serve.prompt_graphs import PromptGraphs
+from slipstream.serve.rehearsal import Rehearsal, paced
 from slipstream.serve.round import Runner
 from slipstream.serve.sequence import Chunk, Sequence
-from slipstream.serve.widths import Offer
+from slipstream.serve.widths import Offer, WidthPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +59,13 @@ class Flight:
         landed.record()
         return cls(Arrival(host.numpy(), width), landed)
 
-    def read(self) -> Arrival:
-        if self.landed is not None:
+    def read(self, meanwhile: Callable[[], None] | None = None) -> Arrival:
+        """Waits. `meanwhile` is called again and again until the pass has landed."""
+        if self.landed is not None and meanwhile is None:
             self.landed.synchronize()  # sync
+        elif self.landed is not None and meanwhile is not None:
+            while not self.landed.query():  # sync
+                meanwhile()
         return self.arrival
 
 
@@ -84,11 +92,15 @@ class Recipients:
 
 
 class Executor:
-    """Launches passes. `graphs`: captured rounds, where there are any; `width`: nodes that a prefill's end proposes."""
+    """Launches passes. `graphs`, `prompts`: captured rounds and prefills, where there are any; `width`: nodes that a
+    prefill's end proposes."""
 
-    def __init__(self, runner: Runner, graphs: RoundGraphs | None, width: int) -> None:
-        self.runner, self.graphs, self.width = runner, graphs, width
+    def __init__(
+        self, runner: Runner, graphs: RoundGraphs | None, width: int, prompts: PromptGraphs | None = None
+    ) -> None:
+        self.runner, self.graphs, self.width, self.prompts = runner, graphs, width, prompts
         self.state = runner.state
+        self._rehearsal = Rehearsal(runner.drafter, runner.state, width)
         self._offers: dict[int, Offer] = {}  # each row's stored proposal
         self._num_uploaded = [0] * self.state.null  # pages of each row that the device knows
 
@@ -98,9 +110,14 @@ class Executor:
 
     def prefill(self, chunks: list[Chunk]) -> Flight:
         """Computes prompt chunks; the flight brings the token sampled behind each, which counts for last ones only."""
-        batch, tokens = self._pack(chunks)
-        self._expect_proposals([chunk.sequence.row for chunk in chunks], self.width)
-        sampled = self.runner.prefill(batch, tokens, tuple(chunk.is_last for chunk in chunks), self.width).int()
+        sequences = [chunk.sequence for chunk in chunks]
+        self._expect_proposals([sequence.row for sequence in sequences], self.width)
+        self.prepare(sequences)
+        if self.prompts is not None and self.prompts.takes(chunks):
+            sampled = self.prompts.prefill(chunks, sampling_mode(sequences))
+        else:
+            sampled = self._prefill(chunks)
+        sampled = sampled.int()
         return Flight.launch(torch.stack((torch.ones_like(sampled), sampled), dim=1), 1)
 
     def prepare(self, sequences: list[Sequence]) -> None:
@@ -120,7 +137,7 @@ class Executor:
         rows = [sequence.row for sequence in sequences]
         if self.graphs is not None and rows:
             self.graphs.expect(rows)
-        return Planned(sequences, rows, _sampling_mode(sequences))
+        return Planned(sequences, rows, sampling_mode(sequences))
 
     def round(self, planned: Planned, width: int) -> Flight:
         """Verifies and proposes `width` nodes each. Here a device waits for whatever comes before the launch."""
@@ -134,6 +151,10 @@ class Executor:
         places = [place for place, row in enumerate(rows) if row >= 0]
         rows = [rows[place] for place in places]
         return Recipients(places, rows, self.state.upload(rows))
+
+    def meanwhile(self, rows: list[int], policy: WidthPolicy | None) -> Callable[[], None]:
+        """What the host does until it can tell its drafter what `rows` (B,) have gained; see Flight.read."""
+        return paced(self._rehearsal.steps(rows, self.offers(rows), policy))
 
     def store(self, to: Recipients, proposal: HostProposal) -> None:
         """Takes proposals made on the host."""
@@ -156,7 +177,8 @@ class Executor:
         bounds = tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in planned.sequences)
         return self.runner.round(self.state.upload(planned.rows), bounds, planned.mode, width, width)
 
-    def _pack(self, chunks: list[Chunk]) -> tuple[Batch, Tensor]:
+    def _prefill(self, chunks: list[Chunk]) -> Tensor:
+        """The tokens (B,) sampled behind the chunks, one request's packed after the other's."""
         tokens: list[int] = []
         next_tokens: list[int] = []
         positions: list[int] = []
@@ -165,11 +187,10 @@ class Executor:
             tokens += known[chunk.start : chunk.end]
             next_tokens += (known + [0])[chunk.start + 1 : chunk.end + 1]  # 0: replaced by the sampled token
             positions += range(chunk.start, chunk.end)
-        sequences = [chunk.sequence for chunk in chunks]
-        self.prepare(sequences)
-        upload = self.state.upload
-        query_lens = tuple(chunk.end - chunk.start for chunk in chunks)
-        rows, lengths = upload([[chunk.sequence.row for chunk in chunks], [chunk.start for chunk in chunks]])
+        upload, query_lens = self.state.upload, tuple(chunk.end - chunk.start for chunk in chunks)
+        last = [end - 1 for end in accumulate(query_lens)]
+        each = [(chunk.sequence.row, chunk.start, chunk.end, chunk.is_last) for chunk in chunks]
+        rows, lengths, ends, is_last, last_queries = upload([*zip(*each, strict=True), last])
         repeated = [chunk.sequence.row for chunk in chunks for _ in range(chunk.end - chunk.start)]
         packed, successors, depth, row_of_each = upload([tokens, next_tokens, positions, repeated])
         batch = Batch(
@@ -180,13 +201,15 @@ class Executor:
             slots=self.state.slots(row_of_each, depth),
             query_lens=query_lens,
             kv_bounds=tuple(chunk.end for chunk in chunks),
-            mode=_sampling_mode(sequences),
+            mode=sampling_mode([chunk.sequence for chunk in chunks]),
             next_tokens=successors,
+            last=last_queries,
         )
-        return batch, packed
+        proposes = any(chunk.is_last for chunk in chunks)
+        return self.runner.prefill(batch, packed, ends, is_last.bool(), self.width, proposes=proposes)
 
 
-def _sampling_mode(sequences: list[Sequence]) -> SamplingMode:
+def sampling_mode(sequences: list[Sequence]) -> SamplingMode:
     params = [sequence.request.params for sequence in sequences]
     if all(p.temperature == 0 for p in params):
         return "greedy"

@@ -1,12 +1,12 @@
 """Rounds captured as CUDA graphs, one for each (batch bucket, width, sampling mode); a replay waits for nothing.
 
-All graphs share one memory pool and write into one result buffer, so a replay's result must be copied away before the
-next replay, in stream order.
+All graphs share one memory pool, and all rounds write into one result buffer, so a replay's result must be copied away
+before the next replay, in stream order.
 """
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -52,18 +52,44 @@ class CaptureReport:
         )
 
 
+class Capturer:
+    """Captures passes that share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def capture(self, run: Callable[[], None], what: str, remedy: str) -> torch.cuda.CUDAGraph:
+        """Raises ValueError, in words that name `what` and the `remedy`, where the graph does not fit into memory."""
+        try:
+            return self._capture(run)
+        except torch.cuda.OutOfMemoryError as error:
+            raise ValueError(
+                f"the CUDA graph of {what} does not fit into memory; {remedy}, or add --no-cuda-graph"
+            ) from error
+
+    def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        torch.cuda.synchronize()  # sync
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # compiles kernels, and gives libraries their workspaces on this stream
+            run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            run()
+        return graph
+
+
 class RoundGraphs:
     """Runs `runner.round` by replay."""
 
-    def __init__(self, runner: Runner, max_batch: int) -> None:
+    def __init__(self, runner: Runner, max_batch: int, capturer: Capturer) -> None:
         state = runner.state
-        self.runner = runner
+        self.runner, self.capturer = runner, capturer
         self.sizes = buckets(max_batch)
         self.rows = torch.full((max_batch,), state.null, dtype=torch.int64, device=state.device)
         self.results = torch.zeros(max_batch, 1 + 2 * state.tokens.shape[1], dtype=torch.int32, device=state.device)
         self._columns: dict[int, int] = {}  # of the results, by width
         self._graphs: dict[tuple[int, int, SamplingMode], torch.cuda.CUDAGraph] = {}
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._held: tuple[list[int], int] = ([], 0)  # what self.rows holds
 
     def capture_all(self, widths: Sequence[int]) -> CaptureReport:
@@ -114,28 +140,12 @@ class RoundGraphs:
         return min(start.elapsed_time(end) for start, end in zip(events[1:], events[2:], strict=False))
 
     def _capture(self, size: int, width: int, mode: SamplingMode) -> None:
-        """Raises ValueError where the graph does not fit into memory."""
-        try:
-            self._capture_on_null_rows(size, width, mode)
-        except torch.cuda.OutOfMemoryError as error:
-            raise ValueError(
-                f"the CUDA graph of a round with {size} requests and {width} nodes ({mode} sampling) does not fit into "
-                "memory; lower max_running or mem_fraction, or add --no-cuda-graph"
-            ) from error
-
-    def _capture_on_null_rows(self, size: int, width: int, mode: SamplingMode) -> None:
-        """Nothing but the dump page is written."""
-        torch.cuda.synchronize()  # sync
+        """On null rows: nothing but the dump page is written. Raises ValueError where it does not fit into memory."""
         self._held = ([], 0)
         self.rows.fill_(self.runner.state.null)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # compiles kernels, and gives libraries their workspaces on this stream
-            self._round(size, width, mode)
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            self._round(size, width, mode)
-        self._graphs[size, width, mode] = graph
+        what = f"a round with {size} requests and {width} nodes ({mode} sampling)"
+        remedy = "lower max_running or mem_fraction"
+        self._graphs[size, width, mode] = self.capturer.capture(lambda: self._round(size, width, mode), what, remedy)
 
     def _round(self, size: int, width: int, mode: SamplingMode) -> None:
         results = self.runner.round(self.rows[:size], (0,) * size, mode, width, width)

@@ -6,6 +6,8 @@ from typing import Any
 
 from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
 
+PREFILL_BLOCK = 32  # queries of which captured prefills are made; with 4 query heads to a KV head a tile of our kernel
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -38,6 +40,8 @@ class EngineConfig:
     """Most prompt tokens computed per step."""
     cuda_graph: bool = True
     """On a GPU, replay rounds captured at start-up; off: launch their kernels one by one."""
+    prefill_graph_tokens: int = 1024
+    """On a GPU, replay prefills of up to so many prompt tokens, too, with the attention of verify; 0: none."""
     overlap: bool = True
     """On a GPU, read a round's tokens while the next one runs."""
     kv_cache_tokens: int | None = None
@@ -65,6 +69,10 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if self.simulate_accept_length is not None and self.simulate_accept_length < 1:
             raise ValueError(f"simulate_accept_length is {self.simulate_accept_length}; a round emits at least 1 token")
+        if self.prefill_graph_tokens and self.prefill_graph_tokens < PREFILL_BLOCK:
+            raise ValueError(
+                f"prefill_graph_tokens is {self.prefill_graph_tokens}; it must be at least {PREFILL_BLOCK}, or 0 (none)"
+            )
         if not 0.05 <= self.mem_fraction <= 0.98:
             raise ValueError(f"mem_fraction is {self.mem_fraction}; it must be between 0.05 and 0.98")
 

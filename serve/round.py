@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from slipstream.kernels.kv import move_rows
 from slipstream.kernels.sampling import sample
@@ -32,35 +33,39 @@ class Runner:
     host_alone: bool = False  # every proposal comes from the host before it is verified: none is made here
 
     @torch.inference_mode()
-    def prefill(self, batch: Batch, tokens: Tensor, is_last: tuple[bool, ...], width: int) -> Tensor:
+    def prefill(
+        self,
+        batch: Batch,
+        tokens: Tensor,
+        ends: Tensor,
+        is_last: Tensor,
+        width: int,
+        *,
+        proposes: bool = True,
+        attended: Batch | None = None,
+    ) -> Tensor:
         """Computes packed prompt chunks and samples the token after each.
 
-        batch.next_tokens (T,) holds the known successors; where a chunk ends its prompt, the sampled token takes its
-        place and the drafter proposes for that row. Returns the sampled tokens (B,) int64; others' are meaningless.
+        tokens (T,); ends (B,) int64 tokens that are committed then; is_last (B,) bool which chunks end their prompts:
+        for those the drafter proposes if `proposes`. batch.next_tokens (T,) holds the known successors, and the sampled
+        token takes its place where a prompt ends. `attended`: the same queries as other requests, for the target's
+        attention. Returns the sampled tokens (B,) int64; others' are meaningless.
         """
-        hidden, features = self.target(tokens, self.attention_for(batch), self.drafter.feature_layers)
-        query_lens = self.state.upload(batch.query_lens)
-        ends = batch.lengths + query_lens
-        last = query_lens.cumsum(0) - 1
-        sampled = sample(self.target.logits(hidden[last]), ends, batch.sampling)
-        ending = [row for row, ends_here in enumerate(is_last) if ends_here]
-        done = self.state.upload(ending)
         assert batch.next_tokens is not None
-        batch.next_tokens[last[done]] = sampled[done]
+        assert batch.last is not None
+        hidden, features = self.target(tokens, self.attention_for(attended or batch), self.drafter.feature_layers)
+        sampled = sample(self.target.logits(hidden[batch.last]), ends, batch.sampling)
+        places = torch.where(is_last, batch.last, len(tokens))  # one more, for tokens that are known
+        successors = pad(batch.next_tokens, (0, 1)).index_copy_(0, places, sampled)[:-1]
+        batch = replace(batch, next_tokens=successors)
         self.state.lengths[batch.rows] = ends.int()
         self.drafter.observe(batch, features, None)
-        if ending and not self.host_alone:
-            bounds = tuple(batch.kv_bounds[row] for row in ending)
-            finished = replace(
-                batch,
-                rows=batch.rows[done],
-                lengths=ends[done],
-                roots=sampled[done],
-                query_lens=(1,) * len(bounds),
-                kv_bounds=bounds,
-                next_tokens=None,
-            )
-            self._propose(finished, width)
+        if proposes and not self.host_alone:
+            rows = torch.where(is_last, batch.rows, self.state.null)
+            lengths = torch.where(is_last, ends, 0)
+            ones = (1,) * len(batch.query_lens)
+            begun = replace(batch, rows=rows, lengths=lengths, roots=sampled, query_lens=ones, next_tokens=None)
+            self._propose(begun, width)
         return sampled
 
     @torch.inference_mode()

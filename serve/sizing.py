@@ -2,14 +2,15 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from slipstream.serve.batch import Batch, KVSpec
 from slipstream.serve.graphs import buckets
-from slipstream.serve.options import EngineConfig
+from slipstream.serve.options import PREFILL_BLOCK, EngineConfig
+from slipstream.serve.prompt_graphs import sizes as prefill_sizes
 from slipstream.serve.round import Runner
 
 logger = logging.getLogger(__name__)
@@ -78,24 +79,34 @@ def measure_workspace(runner: Runner, config: EngineConfig, width: int, num_widt
 
     Runs both on the null row, which reads and writes the dump page only.
     """
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    batch = _prefill_on_null_row(runner, config.prefill_budget)
-    runner.prefill(batch, torch.zeros_like(batch.positions), (True,) * len(batch.query_lens), width)
-    runner.state.lengths.zero_()
-    prefill = torch.cuda.max_memory_allocated() - before
-    if num_widths == 0:
-        return prefill
-    torch.cuda.reset_peak_memory_stats()
-    rows = torch.full((config.max_running,), runner.state.null, dtype=torch.int64, device=runner.state.device)
-    runner.round(rows, (0,) * config.max_running, "full", width, width)
+
+    def peak(run: Callable[[], object]) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
     torch.cuda.synchronize()
-    graphs = GRAPH_BYTES * len(buckets(config.max_running)) * num_widths
-    return prefill + torch.cuda.max_memory_allocated() - before + graphs
+    largest = peak(lambda: _prefill_null_row(runner, config.prefill_budget, width))
+    if num_widths == 0:
+        return largest
+    rows = torch.full((config.max_running,), runner.state.null, dtype=torch.int64, device=runner.state.device)
+    captured = peak(lambda: runner.round(rows, (0,) * config.max_running, "full", width, width))
+    prefills = prefill_sizes(min(config.prefill_graph_tokens, config.prefill_budget))
+    if prefills:
+        captured = max(captured, peak(lambda: _prefill_null_row(runner, prefills[-1] * PREFILL_BLOCK, width)))
+    return largest + captured + GRAPH_BYTES * (len(buckets(config.max_running)) * num_widths + len(prefills))
 
 
-def _prefill_on_null_row(runner: Runner, budget: int) -> Batch:
+def _prefill_null_row(runner: Runner, num_tokens: int, width: int) -> None:
+    batch = _null_batch(runner, num_tokens)
+    ends = batch.lengths + 1
+    runner.prefill(batch, torch.zeros_like(batch.positions), ends, ends > 0, width)
+    runner.state.lengths.zero_()
+
+
+def _null_batch(runner: Runner, budget: int) -> Batch:
     """`budget` tokens in requests as long as rows can be."""
     state = runner.state
     limit = state.pages.shape[1] * state.page_size - 2 * state.tokens.shape[1]
@@ -111,4 +122,5 @@ def _prefill_on_null_row(runner: Runner, budget: int) -> Batch:
         query_lens=lens,
         kv_bounds=lens,
         next_tokens=torch.zeros_like(positions),
+        last=torch.tensor(lens, device=state.device).cumsum(0) - 1,
     )

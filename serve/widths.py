@@ -39,12 +39,8 @@ class WidthPolicy:
     def choose(self, offers: Sequence[Offer], least: int = 1) -> int:
         """The width of the next round. The device drafts as many nodes as it is asked for, up to `least`; for more the
         round has to wait for the host."""
-        numbers = Counter(offers)  # a large batch has few different ones
-        if least > 1:
-            numbers = Counter((max(least, nodes), kind) for nodes, kind in offers)
-        most, _ = max(numbers)
-        offered = self.widths[: bisect_left(self.widths, most) + 1]  # wider ones would verify no more
-        rates = self.rates(numbers, offered, least)
+        rates = self.weigh(offers, least)
+        offered = list(rates)
         best = max(offered, key=rates.__getitem__)
         current = min(self.width, offered[-1])
         if rates[best] > HYSTERESIS * rates[current]:
@@ -52,15 +48,23 @@ class WidthPolicy:
         self.width = current
         return self._probe(len(offers), offered[offered.index(current) + 1 :], least)
 
+    def weigh(self, offers: Sequence[Offer], least: int) -> dict[int, float]:
+        """Expected tokens per millisecond by width, of those that the offers can fill. Changes nothing."""
+        numbers = Counter(offers)  # a large batch has few different ones
+        if least > 1:
+            numbers = Counter((max(least, nodes), kind) for nodes, kind in offers)
+        most, _ = max(numbers)
+        return self.rates(numbers, self.widths[: bisect_left(self.widths, most) + 1], least)
+
     def rates(self, offers: Counter[Offer], widths: Sequence[int], least: int) -> dict[int, float]:
         """Expected tokens per millisecond of the batch, by width."""
-        tokens = dict.fromkeys(widths, 0.0)
+        tokens = [0.0] * len(widths)
         for (nodes, kind), number in offers.items():
             expected = self._of(kind).expected
-            for width in widths:
-                tokens[width] += number * expected[min(width, nodes) - 1]
+            for index, width in enumerate(widths):
+                tokens[index] += number * expected[(width if width < nodes else nodes) - 1]  # min() takes longer
         batch = offers.total()
-        return {width: tokens[width] / self._time(batch, width, least) for width in widths}
+        return {width: sum_ / self._time(batch, width, least) for width, sum_ in zip(widths, tokens, strict=True)}
 
     def record(self, offers: Sequence[Offer], width: int, accepted: Sequence[Sequence[int]]) -> None:
         """A round verified the offers, cut to `width`, and accepted the nodes with ids accepted[i] behind the root of

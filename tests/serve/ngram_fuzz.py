@@ -124,6 +124,8 @@ class Fuzz:
             text = self.drafts[row] if self.rng.random() < 0.4 else self.text(most)
             gained[row] = text[: self.rng.randint(0, most)]
         width = self.rng.choice((1, 2, 8, 16, 64))
+        if self.rng.random() < 0.5:  # the model knows nothing of it
+            self.core.warm(self.rng.choices(rows, k=self.rng.randint(1, 6)), width)
         (self.advance if self.rng.random() < 0.5 else self.extend)(gained, most, width)
         self.num_operations += 2 * len(rows)
 

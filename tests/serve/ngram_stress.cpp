@@ -49,6 +49,7 @@ void serve(ngram::Ngram& core, int64_t first_row, uint32_t seed) {
     }
     for (int round = 0; round < ANSWER_ROUNDS; ++round) {
       const std::vector<int32_t> gained = text(random, BATCH * GAINED);
+      core.warm(rows.data(), BATCH, WIDTH);
       if (round % 2 == 0) {
         core.extend(rows.data(), BATCH, gained.data(), GAINED);
         core.propose(rows.data(), BATCH, WIDTH, tokens.data(), parents.data(), matches.data(), ancestors.data());

@@ -46,7 +46,8 @@ def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_gpu(target: Path, draft: Path | str = "none", **options: Any) -> Engine:
-    return build_engine(target, draft, **{"device": "cuda", "dtype": "float32", "attention": OURS} | options)
+    defaults = {"device": "cuda", "dtype": "float32", "attention": OURS, "prefill_graph_tokens": 128}
+    return build_engine(target, draft, **defaults | options)
 
 
 def on_cpu(target: Path, requests: list[Request]) -> dict[str, list[int]]:
@@ -76,9 +77,9 @@ def test_captured_rounds_give_the_cpus_tokens(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["none", "draft"])
 def test_replay_equals_eager_bit_for_bit(dtype: str, name: str, target: Path, draft: Path) -> None:
-    """Tokens, statistics and every number of the KV cache, which rounds of one size have written."""
+    """Tokens, statistics and every number of the KV cache, which rounds of one size have written behind the prompts."""
     requests = requests_of({"temperature": 1.0}, max_tokens=20, ignore_eos=True)
-    options = {"dtype": dtype, "overlap": False, "width": 4 if name == "draft" else None}
+    options = {"dtype": dtype, "overlap": False, "width": 4 if name == "draft" else None, "prefill_graph_tokens": 0}
     engines = [
         on_gpu(target, draft if name == "draft" else name, cuda_graph=graph, **options) for graph in (True, False)
     ]
@@ -125,11 +126,32 @@ def test_aborts_under_graphs(target: Path, draft: Path) -> None:
         assert answers[name].finish_reason == "abort" or answers[name].tokens == tokens
 
 
-def test_prompts_of_every_length(target: Path) -> None:
-    """Also those whose last block of queries has one: 65, 129 (serve/attention/sdpa.py)."""
+@pytest.mark.parametrize("captured", [0, 128])
+@pytest.mark.parametrize("name", ["none", "draft"])
+def test_prompts_of_every_length(name: str, captured: int, target: Path, draft: Path) -> None:
+    """Also those whose last block of queries has one: 65, 129 (serve/attention/sdpa.py), and longer than a capture."""
     lengths = [*range(1, 20), 33, *range(63, 67), *range(95, 99), *range(127, 131)]
     requests = [make_request(str(length), random_prompt(length, length), max_tokens=2) for length in lengths]
-    assert tokens_of(run(on_gpu(target, max_running=1), requests)) == on_cpu(target, requests)
+    options = {"max_running": 1, "prefill_graph_tokens": captured}
+    engine = on_gpu(target, draft if name == "draft" else name, **options)
+    assert tokens_of(run(engine, requests)) == on_cpu(target, requests)
+
+
+def test_captured_prefills_leave_what_packed_ones_leave(target: Path, draft: Path) -> None:
+    """KV of target and draft, of several prompts at once, cut by the budget."""
+    requests = requests_of({"temperature": 0.0}, max_tokens=1)
+    options = {"overlap": False, "prefill_budget": 96, "page_size": 1}
+    caches = []
+    for captured in (96, 0):
+        engine = on_gpu(target, draft, prefill_graph_tokens=captured, **options)
+        run(engine, requests)
+        assert (engine.executor.prompts is not None) == bool(captured)
+        caches.append(engine.executor.runner.caches)
+    for found, expected in zip(*caches, strict=True):
+        used = (expected != 0).flatten(3).any(-1).any(0).any(0)
+        used[0] = False  # the dump page
+        assert int(used.sum()) >= sum(len(request.prompt) for request in requests)
+        torch.testing.assert_close(found[:, :, used], expected[:, :, used], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -62,6 +62,7 @@ def test_threads_may_do_everything_at_once(tmp_path: Path) -> None:
                 core.admit(row, text[:20], str(row % 2))
             for end in range(20, 200, 6):
                 core.extend(rows, np.stack([text[end : end + 6]] * 2)[:, : len(text) - end])
+                core.warm(rows, 8)
                 core.propose(rows, tokens, parents, matches)
             for row in rows:
                 core.release(row)
@@ -137,6 +138,8 @@ def test_bad_arguments_change_nothing() -> None:
         ("release", (1,), "row 1 is not in use"),
         ("propose", ([1], *arrays), "row 1 is not in use"),
         ("advance", ([1], [[1, 3]], *arrays), "row 1 is not in use"),
+        ("warm", ([0, 1], 8), "row 1 is not in use"),
+        ("warm", ([0], 65), "width is 65; it must be between 1 and 64"),
         ("advance", ([0], [[2, 3]], *arrays), "a number of tokens is 2; it must be between 0 and 1"),
         ("advance", ([0], [[-1, 3]], *arrays), "a number of tokens is -1"),
         ("advance", ([0], [[1, -1]], *arrays), "a token is -1"),

@@ -138,6 +138,28 @@ def test_a_request_may_stand_in_a_batch_twice() -> None:
     assert matches.tolist() == [3, 3, 2, 3]
 
 
+def test_reading_ahead_changes_nothing() -> None:
+    """Neither what is drafted nor which branches are the next to go, while nodes are given up all the time."""
+    texts, cores = random_texts(3, 4, 200, vocab=9), [NgramCore(rows=4, capacity=150) for _ in range(2)]
+    for row, text in enumerate(texts):
+        for core in cores:
+            core.admit(row, text[:20])
+    for start in range(20, 198, 3):
+        arrays = []
+        for core in cores:
+            core.flush()
+            tokens, parents, matches = *np.zeros((2, 4, 8), np.int32), np.zeros(4, np.int32)
+            core.advance(range(4), [[3, *text[start : start + 3]] for text in texts], tokens, parents, matches)
+            arrays.append([tokens.tolist(), parents.tolist(), matches.tolist()])
+        assert arrays[0] == arrays[1]
+        cores[1].warm([2, 0, 3, 1, 2], 8)
+        assert cores[0].branches() == cores[1].branches()
+    kept = ("nodes", "inserted_tokens", "evicted_nodes", "drafted_tokens", "match_lengths")
+    assert [cores[0].stats()[name] for name in kept] == [cores[1].stats()[name] for name in kept]
+    assert cores[0].stats()["evicted_nodes"] > 100
+    cores[1].check()
+
+
 def test_repeating_text_is_drafted_beyond_its_end() -> None:
     core = NgramCore()
     core.admit(0, [5, 1, 2, 1, 2])

@@ -149,6 +149,8 @@ class Switched:
     def choose(self, offers: list[tuple[int, int]], least: int = 1) -> int:
         return min(self.width, max(nodes for nodes, _ in offers))
 
+    def weigh(self, *_: Any) -> None: ...
+
     def record(self, *_: Any) -> None: ...
 
 

@@ -1,80 +1,25 @@
-"""What captured rounds add to eager ones, without a GPU: static buffers, batches filled up with null rows, widths that
-change by load, passes in flight. A capture is played by calling the round anew."""
+"""What captured passes add to eager ones, without a GPU: static buffers, batches filled up with null rows, widths that
+change by load, passes in flight."""
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from slipstream.serve.batch import SamplingMode
-from slipstream.serve.engine import Engine
-from slipstream.serve.graphs import RoundGraphs, buckets
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
-from slipstream.serve.round import Runner
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import Answer, build_engine, collect, make_request, random_prompt, tokens_of
 from slipstream.tests.serve.engine_runs import run as run_all
+from slipstream.tests.serve.played_graphs import PlayedGraphs, PlayedPrompts, PlayingEngine
 
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
 ]
-
-
-class Replay:
-    """Stands for a captured graph."""
-
-    def __init__(self, replay: Callable[[], None]) -> None:
-        self.replay = replay
-
-
-class PlayedGraphs(RoundGraphs):
-    def __init__(self, runner: Runner, max_batch: int) -> None:
-        state = runner.state
-        self.runner, self.sizes = runner, buckets(max_batch)
-        self.rows = torch.full((max_batch,), state.null)
-        self.results = torch.zeros(max_batch, 1 + 2 * state.tokens.shape[1], dtype=torch.int32)
-        self._graphs, self._columns, self._held = {}, {}, ([], 0)
-        self.num_rounds: dict[tuple[int, int, str], int] = {}
-
-    def round(self, rows: list[int], mode: SamplingMode, width: int) -> Tensor:
-        return super().round(rows, mode, width).clone()  # a GPU copies them away before the next replay
-
-    def _capture(self, size: int, width: int, mode: SamplingMode) -> None:
-        state = self.runner.state
-        bound = state.pages.shape[1] * state.page_size - width  # SDPA sizes its gathers by it
-
-        def play() -> None:
-            key = size, width, mode
-            self.num_rounds[key] = self.num_rounds.get(key, 0) + 1
-            results = self.runner.round(self.rows[:size], (bound,) * size, mode, width, width)
-            self._columns[width] = results.shape[1]
-            self.results[:size, : results.shape[1]] = results
-
-        self._held = ([], 0)
-        self.rows.fill_(state.null)
-        play()
-        self._graphs[size, width, mode] = Replay(play)  # type: ignore[assignment]
-
-    def time_all(self) -> dict[tuple[int, int], float]:
-        """As if passes of more than 16 rows cost by the row: widths then change with the load."""
-        return {(size, width): max(1.0, size * width / 16) for size in self.sizes for width in self.runner_widths}
-
-
-class PlayingEngine(Engine):
-    def _pick_modes(self, phases: Iterable[str]) -> tuple[bool, bool]:
-        return True, not self.drafter.on_host
-
-    def _capture(self, runner: Runner) -> RoundGraphs:
-        graphs = PlayedGraphs(runner, self.config.max_running)
-        graphs.runner_widths = self.widths  # type: ignore[attr-defined]
-        return graphs
 
 
 @pytest.fixture(scope="module")
@@ -141,4 +86,6 @@ def test_mixed_traffic_with_aborts_and_preemption(
     assert isinstance(engine.executor.graphs, PlayedGraphs)
     used = engine.executor.graphs.num_rounds
     assert {mode for _, _, mode in used} == {"plain", "full"}
+    assert isinstance(engine.executor.prompts, PlayedPrompts)
+    assert {1, 2} <= {num_chunks for _, num_chunks in engine.executor.prompts.passes}
     assert drafter == "none" or len({width for _, width, _ in used}) > 1

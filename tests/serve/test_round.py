@@ -59,8 +59,8 @@ class VaryingWidths:
         self.runner, self.widths, self.rng = runner, widths, random.Random(3)
         self.drafter = runner.drafter
 
-    def prefill(self, *arguments: Any) -> Tensor:
-        return self.runner.prefill(*arguments)
+    def prefill(self, *arguments: Any, **options: Any) -> Tensor:
+        return self.runner.prefill(*arguments, **options)
 
     def round(self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int, next_width: int) -> Tensor:
         return self.runner.round(rows, bounds, mode, self.rng.choice(self.widths), self.rng.choice(self.widths))

@@ -51,7 +51,8 @@ class TreeDrafter(base.Drafter):
         assert batch.roots is not None
         trees = []
         for row, length, root in zip(batch.rows.tolist(), batch.lengths.tolist(), batch.roots.tolist(), strict=True):
-            truth = self.texts[self.known[row]][length:] or [root]  # behind the end nothing is known
+            known = self.texts[self.known[row]] if row in self.known else []  # null: a prompt that goes on
+            truth = known[length:] or [root]  # behind the end nothing is known
             assert truth[0] == root
             trees.append(self._grow(truth, width))
             slots = self.state.slots(torch.tensor(row), torch.arange(length, length + width))

@@ -94,6 +94,12 @@ std::vector<uint32_t> advance(Ngram& self, const Longs& rows, const Ints& emitte
                       static_cast<size_t>(width), tokens_out, parents_out, matches_out);
 }
 
+void warm(Ngram& self, const Longs& rows, size_t width) {
+  expect_shape("rows", rows, {rows.size()});
+  py::gil_scoped_release release;
+  self.warm(rows.data(), static_cast<size_t>(rows.size()), width);
+}
+
 void release(Ngram& self, int64_t row, std::optional<size_t> num_tokens) {
   py::gil_scoped_release release;
   self.release(row, num_tokens.value_or(SIZE_MAX));
@@ -180,6 +186,7 @@ PYBIND11_MODULE(ngram_core, module) {
            py::arg("matches").noconvert(), py::arg("ancestors").noconvert() = py::none())
       .def("advance", &advance, py::arg("rows"), py::arg("emitted"), py::arg("tokens").noconvert(),
            py::arg("parents").noconvert(), py::arg("matches").noconvert())
+      .def("warm", &warm, py::arg("rows"), py::arg("width"))
       .def("release", &release, py::arg("row"), py::arg("num_tokens") = py::none())
       .def("insert", &insert, py::arg("tokens"), py::arg("namespace") = "")
       .def("flush", &Ngram::flush, unlocked())

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "memory.h"
-
 namespace ngram {
 
 namespace {
@@ -15,9 +13,12 @@ constexpr size_t MIN_SLOTS = 1024;
 
 }  // namespace
 
-void GramIndex::add(const std::vector<int32_t>& text) {
-  const uint32_t index = static_cast<uint32_t>(text.size()) - 1;
-  if (text.size() < gram_) return previous_.push_back(NOWHERE);
+void GramIndex::extend(const std::vector<int32_t>& text) {
+  while (previous_.size() < text.size()) add(text, static_cast<uint32_t>(previous_.size()));
+}
+
+void GramIndex::add(const std::vector<int32_t>& text, uint32_t index) {
+  if (index + 1 < gram_) return previous_.push_back(NOWHERE);
   if ((num_used_ + 1) * uint64_t{4} > slots_.size() * uint64_t{3}) grow(text);
   uint32_t* last = slot(text, index);
   num_used_ += *last == NOWHERE;
@@ -31,16 +32,42 @@ void GramIndex::clear() {
   num_used_ = 0;
 }
 
-// The slot of the gram that ends at `index`, or the empty one where it belongs.
-uint32_t* GramIndex::slot(const std::vector<int32_t>& text, uint32_t index) {
+void GramIndex::prefetch_slots(const std::vector<int32_t>& text) const {
+  prefetch(previous_.data() + previous_.size());
+  if (slots_.empty()) return;
+  for (uint32_t index = next(); index < text.size(); ++index) prefetch(&slots_[home(text, index)]);
+}
+
+void GramIndex::prefetch_grams(const std::vector<int32_t>& text) const {
+  if (slots_.empty()) return;
+  for (uint32_t index = next(); index < text.size(); ++index) {
+    const uint32_t last = slots_[home(text, index)];
+    if (last != NOWHERE) prefetch(&text[last]);
+  }
+}
+
+void GramIndex::prefetch_occurrence(const std::vector<int32_t>& text, uint32_t newer) const {
+  uint32_t index = latest();
+  for (; newer > 0 && index != NOWHERE; --newer) index = before(index);
+  if (index == NOWHERE) return;
+  prefetch(&text[index]);
+  prefetch(&previous_[index]);
+}
+
+size_t GramIndex::home(const std::vector<int32_t>& text, uint32_t index) const {
   const int32_t* end = text.data() + index + 1;
   uint64_t hash = HASH_SECRET;
   for (const int32_t* token = end - gram_; token != end; ++token) {
     hash = (hash ^ static_cast<uint32_t>(*token)) * 0x9E3779B97F4A7C15u;
     hash ^= hash >> 32;
   }
-  const size_t mask = slots_.size() - 1;
-  for (size_t probe = hash & mask;; probe = (probe + 1) & mask) {
+  return hash & (slots_.size() - 1);
+}
+
+// The slot of the gram that ends at `index`, or the empty one where it belongs.
+uint32_t* GramIndex::slot(const std::vector<int32_t>& text, uint32_t index) {
+  const int32_t* end = text.data() + index + 1;
+  for (size_t probe = home(text, index);; probe = (probe + 1) & (slots_.size() - 1)) {
     if (slots_[probe] == NOWHERE) return &slots_[probe];
     const int32_t* other = text.data() + slots_[probe];
     uint32_t back = 0;  // compared here and not by a library's function: grams are two or three tokens long
@@ -63,10 +90,24 @@ Context::Context(uint32_t min_match, uint32_t max_match)
       rare_(std::max(min_match, std::min(LONG_GRAM, max_match))),
       common_(min_match) {}
 
-void Context::add(int32_t token) {
-  text_.push_back(token);
-  rare_.add(text_);
-  common_.add(text_);
+void Context::index() {
+  rare_.extend(text_);
+  common_.extend(text_);
+}
+
+void Context::prefetch_slots() const {
+  rare_.prefetch_slots(text_);
+  common_.prefetch_slots(text_);
+}
+
+void Context::prefetch_grams() const {
+  rare_.prefetch_grams(text_);
+  common_.prefetch_grams(text_);
+}
+
+void Context::prefetch_search(uint32_t newer) const {
+  rare_.prefetch_occurrence(text_, newer);
+  common_.prefetch_occurrence(text_, newer);
 }
 
 void Context::clear() {

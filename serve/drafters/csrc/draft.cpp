@@ -98,6 +98,8 @@ void Draft::follow_node(const Cursor& cursor, uint32_t parent, uint32_t length, 
   uint32_t left = limit(parent);
   for (uint32_t id = above.down; id != NONE && left > 0; id = nodes[id].next, --left) {
     const Node& node = nodes[id];
+    // Looked at when this child's turn comes.
+    prefetch(node.is_leaf() ? static_cast<const void*>(&trie_.log().at(node.down)) : &nodes[node.down]);
     const Cursor below{Cursor::NODE, node.frequency, id, 0}, tail{Cursor::LOG, node.frequency, node.down, node.offset};
     push(node.token, parent, length, weight * node.frequency, node.is_leaf() ? tail : below);
   }

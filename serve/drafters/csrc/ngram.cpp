@@ -17,12 +17,6 @@ const Options& validated(const Options& options) {
   return options;
 }
 
-void check_tokens(const int32_t* tokens, size_t num_tokens, bool is_padded = false) {
-  for (size_t index = 0; index < num_tokens; ++index) {
-    if (!is_padded || tokens[index] != NO_TOKEN) within("a token", tokens[index], 0, MAX_TOKEN);
-  }
-}
-
 struct LastTurn {
   explicit LastTurn(Turns& turns) : turns_(turns) { turns.lock_last(); }
   ~LastTurn() { turns_.unlock(); }
@@ -68,74 +62,13 @@ void Ngram::admit(int64_t row, const int32_t* tokens, size_t num_tokens, const s
   request.is_running = true;
   request.is_lost = false;
   request.context.clear();
-  for (size_t index = 0; index < num_tokens; ++index) request.context.add(tokens[index]);
+  request.context.append(tokens, tokens + num_tokens);
+  request.context.index();
   request.num_shared = num_tokens;
   const int64_t most = options_.insert_prompts ? options_.queue_tokens / 2 : options_.branch_length;
   const size_t count = std::min(num_tokens, static_cast<size_t>(most));
   queue_.set_busy(++num_running_ > 0);
   queue(row, JobKind::BEGIN, tokens + num_tokens - count, count);
-}
-
-void Ngram::extend(const int64_t* rows, size_t batch, const int32_t* tokens, size_t width) {
-  std::lock_guard front(front_);
-  check_rows(rows, batch);
-  check_tokens(tokens, batch * width, /*is_padded=*/true);
-  for (size_t index = 0; index < batch; ++index) {
-    const int32_t* gained = tokens + index * width;
-    add(rows[index], gained, std::find(gained, gained + width, NO_TOKEN));
-    share(rows[index], running(rows[index]).context.text().size());
-  }
-}
-
-std::vector<uint32_t> Ngram::propose(const int64_t* rows, size_t batch, size_t width, int32_t* tokens,
-                                     int32_t* parents, int32_t* matches, int64_t* ancestors) {
-  std::lock_guard front(front_);
-  check_rows(rows, batch);
-  within("width", static_cast<int64_t>(width), 1, MAX_WIDTH);
-  return draft(rows, batch, width, tokens, parents, matches, ancestors);
-}
-
-std::vector<uint32_t> Ngram::advance(const int64_t* rows, size_t batch, const int32_t* emitted, size_t num_columns,
-                                     size_t width, int32_t* tokens, int32_t* parents, int32_t* matches) {
-  std::lock_guard front(front_);
-  check_rows(rows, batch);
-  within("width", static_cast<int64_t>(width), 1, MAX_WIDTH);
-  for (size_t index = 0; index < batch; ++index) {
-    const int32_t* row = emitted + index * num_columns;
-    within("a number of tokens", row[0], 0, static_cast<int64_t>(num_columns) - 1);
-    check_tokens(row + 1, static_cast<size_t>(row[0]));
-  }
-  for (size_t index = 0; index < batch; ++index) {
-    const int32_t* row = emitted + index * num_columns;
-    add(rows[index], row + 1, row + 1 + row[0]);
-  }
-  std::vector<uint32_t> sizes = draft(rows, batch, width, tokens, parents, matches, nullptr);
-  for (size_t index = 0; index < batch; ++index) {
-    const size_t count = static_cast<size_t>(emitted[index * num_columns]);
-    share(rows[index], running(rows[index]).context.text().size() - count);
-  }
-  return sizes;
-}
-
-std::vector<uint32_t> Ngram::draft(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents,
-                                   int32_t* matches, int64_t* ancestors) {
-  std::vector<uint32_t> sizes(batch);
-  {
-    std::lock_guard turn(turns_);
-    follow(rows, batch);
-    for (size_t index = 0; index < batch; ++index) {
-      const Request& request = running(rows[index]);
-      const size_t start = index * width;
-      int64_t* masks = ancestors == nullptr ? nullptr : ancestors + start;
-      const Row row{static_cast<uint32_t>(width), tokens + start, parents + start, masks};
-      const uint32_t match = draft_.propose(request.context, request.history, row);
-      matches[index] = static_cast<int32_t>(match);
-      if (width > 1) ++match_lengths_[match];
-      sizes[index] = draft_.size();
-      drafted_tokens_ += draft_.size() - 1;
-    }
-  }
-  return sizes;
 }
 
 void Ngram::release(int64_t row, size_t num_tokens) {
@@ -148,24 +81,6 @@ void Ngram::release(int64_t row, size_t num_tokens) {
   queue_.set_busy(--num_running_ > 0);
 }
 
-// Moves the requests' histories to the ends of their texts.
-void Ngram::follow(const int64_t* rows, size_t batch) {
-  num_steps_.clear();
-  warm_up_.clear();
-  for (size_t index = 0; index < batch; ++index) {
-    const Request& request = running(rows[index]);
-    num_steps_.push_back(warm_up_.add(request.history, request.context.text()));
-  }
-  const uint32_t* firsts = warm_up_.steps().data();
-  for (size_t index = 0; index < batch; ++index) {
-    Request& request = running(rows[index]);
-    request.history.advance(trie_, request.context.text(), static_cast<uint32_t>(options_.max_match), firsts);
-    firsts += num_steps_[index];
-    warm_up_.add_match(request.history);
-  }
-  warm_up_.drafts();
-}
-
 Ngram::Request& Ngram::running(int64_t row) {
   if (row < 0 || row >= options_.rows || !requests_[static_cast<size_t>(row)].is_running) {
     throw std::invalid_argument("row " + std::to_string(row) + " is not in use; admit a request first");
@@ -175,11 +90,6 @@ Ngram::Request& Ngram::running(int64_t row) {
 
 void Ngram::check_rows(const int64_t* rows, size_t batch) {
   for (size_t index = 0; index < batch; ++index) running(rows[index]);
-}
-
-void Ngram::add(int64_t row, const int32_t* tokens, const int32_t* end) {
-  Context& context = running(row).context;
-  for (; tokens != end; ++tokens) context.add(*tokens);
 }
 
 void Ngram::share(int64_t row, size_t num_tokens) {

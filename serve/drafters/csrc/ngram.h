@@ -45,6 +45,9 @@ class Ngram {
   // this one has gained more or has ended, and then no more of them than `release` says.
   std::vector<uint32_t> advance(const int64_t* rows, size_t batch, const int32_t* emitted, size_t num_columns,
                                 size_t width, int32_t* tokens, int32_t* parents, int32_t* matches);
+  // Requests will gain tokens soon: brings what `advance` will read then into the cache. Changes nothing that can be
+  // seen; does nothing while the trie is in use.
+  void warm(const int64_t* rows, size_t batch, size_t width);
   // The request in `row` ended with `num_tokens`, prompt included.
   void release(int64_t row, size_t num_tokens);
 
@@ -74,12 +77,13 @@ class Ngram {
 
   Request& running(int64_t row);
   void check_rows(const int64_t* rows, size_t batch);
-  void add(int64_t row, const int32_t* tokens, const int32_t* end);
+  void index_texts(const int64_t* rows, size_t batch);
   // Queues what its text has gained, up to its first `num_tokens`.
   void share(int64_t row, size_t num_tokens);
   std::vector<uint32_t> draft(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents,
                               int32_t* matches, int64_t* ancestors);
   void follow(const int64_t* rows, size_t batch);
+  void rehearse(const int64_t* rows, size_t batch, uint32_t width);
   void queue(int64_t row, JobKind kind, const int32_t* tokens, size_t num_tokens);
   void work();
   void append_in_slices(Writer& writer, const int32_t* tokens, size_t num_tokens);
@@ -89,6 +93,8 @@ class Ngram {
   std::vector<Request> requests_;
   int64_t num_running_ = 0;
   std::vector<size_t> num_steps_;  // of a batch: tokens to follow for each request
+  std::vector<History> kept_;      // of a batch that is rehearsed, as all below
+  std::vector<size_t> num_guessed_;
   uint64_t drafted_tokens_ = 0, dropped_tokens_ = 0;
   std::vector<uint64_t> match_lengths_;
 

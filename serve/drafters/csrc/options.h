@@ -17,6 +17,12 @@ inline void within(const char* name, int64_t value, int64_t least, int64_t most,
                               std::to_string(least) + " and " + std::to_string(most) + why);
 }
 
+inline void check_tokens(const int32_t* tokens, size_t num_tokens, bool is_padded = false) {
+  for (size_t index = 0; index < num_tokens; ++index) {
+    if (!is_padded || tokens[index] != NO_TOKEN) within("a token", tokens[index], 0, MAX_TOKEN);
+  }
+}
+
 struct Options {
   int64_t rows;           // requests at the same time
   int64_t capacity;       // nodes

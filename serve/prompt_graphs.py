@@ -1,0 +1,201 @@
+"""Prefills captured as CUDA graphs: launched one by one, the kernels of a short prompt cost the host several times what
+they cost the device.
+
+A captured pass holds blocks of BLOCK queries. A chunk of a prompt fills whole blocks, the last one up with queries that
+nobody reads, whose KV goes to the dump page; for the target's attention every block is a request of its own that asks
+BLOCK nodes behind those before. So shapes depend on the number of blocks alone, and the device itself reads rows,
+lengths and tokens.
+Letters: S blocks, T = S * BLOCK queries, B requests.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from slipstream.serve.batch import Batch, SamplingMode
+from slipstream.serve.graphs import Capturer, RoundGraphs
+from slipstream.serve.options import PREFILL_BLOCK as BLOCK
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.round import Runner
+from slipstream.serve.sequence import Chunk
+
+logger = logging.getLogger(__name__)
+
+MOST_REQUESTS = 16  # of a captured pass
+MOST_PAIRS = (
+    2  # of a query and a key that it sees, in squares of the most tokens: beyond, attention is worth its kernels
+)
+
+
+ArrayT = TypeVar("ArrayT")  # Tensor on the device, numpy's array on the host
+
+
+class Fields(NamedTuple, Generic[ArrayT]):
+    """What a pass reads, int64: views of one buffer."""
+
+    tokens: ArrayT  # (T,)
+    next_tokens: ArrayT  # (T,)
+    block_rows: ArrayT  # (S,) engine rows
+    block_starts: ArrayT  # (S,) position of the first query
+    block_counts: ArrayT  # (S,) queries that are tokens
+    rows: ArrayT  # (B,) engine rows
+    starts: ArrayT  # (B,) tokens committed before
+    ends: ArrayT  # (B,) tokens committed after
+    last: ArrayT  # (B,) which of the T is the last query
+    is_last: ArrayT  # (B,) whether the prompt ends
+
+
+def field_sizes(num_blocks: int, num_requests: int) -> list[int]:
+    return [num_blocks * BLOCK] * 2 + [num_blocks] * 3 + [num_requests] * 5
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReport:
+    """What start-up prints."""
+
+    sizes: list[int]
+    seconds: float
+    bytes: int
+
+    def __str__(self) -> str:
+        tokens = ", ".join(str(size * BLOCK) for size in self.sizes)
+        return (
+            f"captured {len(self.sizes)} prefills (tokens {tokens}) in {self.seconds:.1f} s, {self.bytes / 1e9:.2f} GB"
+        )
+
+
+def sizes(most_tokens: int) -> list[int]:
+    """Numbers of blocks to capture, up to `most_tokens`: from the fourth on, steps that waste at most a fifth."""
+    most = most_tokens // BLOCK
+    steps = [1, 2, 3, 4, 5, 6, *(base * 2**power for power in range(1, 16) for base in (4, 5, 6, 7))]
+    return [size for size in steps if size < most] + [most] * (most > 0)
+
+
+class PromptGraphs:
+    """Runs `runner.prefill` by replay. `width`: nodes proposed behind a prompt."""
+
+    def __init__(self, runner: Runner, most_tokens: int, width: int, capturer: Capturer) -> None:
+        state = runner.state
+        self.runner, self.width, self.capturer = runner, width, capturer
+        self.sizes, self.num_requests = sizes(most_tokens), min(MOST_REQUESTS, state.null)
+        self.most_pairs = MOST_PAIRS * most_tokens**2
+        length = sum(field_sizes(self.sizes[-1], self.num_requests))
+        self.inputs = torch.zeros(length, dtype=torch.int64, device=state.device)
+        self.sampled = torch.zeros(self.num_requests, dtype=torch.int64, device=state.device)
+        self._graphs: dict[tuple[int, SamplingMode], torch.cuda.CUDAGraph] = {}
+
+    def capture_all(self) -> PromptReport:
+        """Captures every size, largest first, without top-k and the like: those follow at first need."""
+        gc.collect()
+        start, before = time.monotonic(), torch.cuda.mem_get_info()[0]
+        for size in reversed(self.sizes):
+            self._capture(size, "plain")
+        return PromptReport(self.sizes, time.monotonic() - start, before - torch.cuda.mem_get_info()[0])
+
+    def takes(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether a captured pass holds these chunks, and pays: long contexts want kernels made for prompts."""
+        pairs = sum((chunk.end - chunk.start) * (chunk.start + chunk.end) // 2 for chunk in chunks)
+        fits = len(chunks) <= self.num_requests and num_blocks(chunks) <= self.sizes[-1]
+        return fits and pairs <= self.most_pairs
+
+    def prefill(self, chunks: Sequence[Chunk], mode: SamplingMode) -> Tensor:
+        """The tokens (B,) int64 sampled behind the chunks, on the device."""
+        size = next(size for size in self.sizes if size >= num_blocks(chunks))
+        mode = "full" if mode == "full" else "plain"
+        if (size, mode) not in self._graphs:
+            self._capture(size, mode)
+        self._hold(chunks, size)
+        self._graphs[size, mode].replay()
+        return self.sampled[: len(chunks)]
+
+    def _hold(self, chunks: Sequence[Chunk], size: int) -> None:
+        """Uploads what a pass of `size` blocks reads."""
+        lengths = field_sizes(size, self.num_requests)
+        packed = torch.zeros(sum(lengths), dtype=torch.int64, pin_memory=self.inputs.is_cuda)
+        pack(chunks, Fields(*(field.numpy() for field in packed.split(lengths))), self.runner.state.null)
+        self.inputs[: len(packed)].copy_(packed, non_blocking=True)
+
+    def _capture(self, size: int, mode: SamplingMode) -> None:
+        """Raises ValueError where the graph does not fit into memory."""
+        self._hold([], size)
+        what = f"a prefill of {size * BLOCK} tokens ({mode} sampling)"
+        remedy = "lower prefill_graph_tokens or mem_fraction"
+        self._graphs[size, mode] = self.capturer.capture(lambda: self._prefill(size, mode), what, remedy)
+
+    def _prefill(self, size: int, mode: SamplingMode) -> None:
+        state, lengths = self.runner.state, field_sizes(size, self.num_requests)
+        fields = Fields(*self.inputs[: sum(lengths)].split(lengths))
+        offsets = torch.arange(BLOCK, device=state.device)
+        inside = offsets < fields.block_counts[:, None]  # (S, BLOCK)
+        positions = torch.where(inside, fields.block_starts[:, None] + offsets, 0)
+        slots = state.slots(torch.where(inside, fields.block_rows[:, None], state.null), positions)
+        capacity = state.pages.shape[1] * state.page_size
+        blocks = Batch(
+            state=state,
+            rows=fields.block_rows,
+            lengths=fields.block_starts,
+            positions=positions.flatten(),
+            slots=slots.flatten(),
+            query_lens=(BLOCK,) * size,
+            kv_bounds=(capacity,) * size,
+            mode=mode,
+        )
+        batch = Batch(
+            state=state,
+            rows=fields.rows,
+            lengths=fields.starts,
+            positions=blocks.positions,
+            slots=blocks.slots,
+            query_lens=(1,) * self.num_requests,  # how many is known on the device only
+            kv_bounds=(capacity,) * self.num_requests,
+            mode=mode,
+            next_tokens=fields.next_tokens,
+            last=fields.last,
+            real=inside.flatten(),
+        )
+        is_last = fields.is_last.bool()
+        sampled = self.runner.prefill(batch, fields.tokens, fields.ends, is_last, self.width, attended=blocks)
+        self.sampled.copy_(sampled)
+
+
+def capture_all(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> tuple[RoundGraphs, PromptGraphs | None]:
+    """Rounds and, if any are asked for, prefills."""
+    capturer, prompts = Capturer(), None
+    most_tokens = min(config.prefill_graph_tokens, config.prefill_budget)
+    if most_tokens >= BLOCK:  # first: the largest passes of all
+        prompts = PromptGraphs(runner, most_tokens, max(widths), capturer)
+        logger.info("%s", prompts.capture_all())
+    graphs = RoundGraphs(runner, config.max_running, capturer)
+    logger.info("%s", graphs.capture_all(widths))
+    return graphs, prompts
+
+
+def num_blocks(chunks: Sequence[Chunk]) -> int:
+    return sum(-(-(chunk.end - chunk.start) // BLOCK) for chunk in chunks)
+
+
+def pack(chunks: Sequence[Chunk], to: Fields[Any], null: int) -> None:
+    """Enters the chunks into `to`, on the host and zero; blocks and requests that are left over get the null row."""
+    to.block_rows[:], to.rows[:] = null, null
+    block = 0
+    for index, chunk in enumerate(chunks):
+        sequence, start, end = chunk.sequence, chunk.start, chunk.end
+        first, count, known = block * BLOCK, end - start, sequence.tokens
+        to.tokens[first : first + count] = known[start:end]
+        following = known[start + 1 : end + 1]  # one less where the prompt ends
+        to.next_tokens[first : first + len(following)] = following
+        number = -(-count // BLOCK)
+        own = slice(block, block + number)
+        to.block_rows[own] = sequence.row
+        to.block_starts[own] = range(start, end, BLOCK)
+        to.block_counts[own] = BLOCK
+        to.block_counts[block + number - 1] = count - (number - 1) * BLOCK
+        to.rows[index], to.starts[index], to.ends[index] = sequence.row, start, end
+        to.last[index], to.is_last[index] = first + count - 1, chunk.is_last
+        block += number

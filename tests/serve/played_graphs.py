@@ -1,0 +1,79 @@
+"""Captured passes without a GPU: a capture is played by calling the pass anew."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.serve.batch import SamplingMode
+from slipstream.serve.engine import Engine
+from slipstream.serve.graphs import Capturer, RoundGraphs, buckets
+from slipstream.serve.options import PREFILL_BLOCK
+from slipstream.serve.prompt_graphs import PromptGraphs, num_blocks
+from slipstream.serve.round import Runner
+from slipstream.serve.sequence import Chunk
+
+
+class Replay:
+    """Stands for a captured graph."""
+
+    def __init__(self, replay: Callable[[], None]) -> None:
+        self.replay = replay
+
+
+class PlayedGraphs(RoundGraphs):
+    def __init__(self, runner: Runner, max_batch: int) -> None:
+        state = runner.state
+        self.runner, self.sizes = runner, buckets(max_batch)
+        self.rows = torch.full((max_batch,), state.null)
+        self.results = torch.zeros(max_batch, 1 + 2 * state.tokens.shape[1], dtype=torch.int32)
+        self._graphs, self._columns, self._held = {}, {}, ([], 0)
+        self.num_rounds: dict[tuple[int, int, str], int] = {}
+
+    def round(self, rows: list[int], mode: SamplingMode, width: int) -> Tensor:
+        return super().round(rows, mode, width).clone()  # a GPU copies them away before the next replay
+
+    def _capture(self, size: int, width: int, mode: SamplingMode) -> None:
+        state = self.runner.state
+        bound = state.pages.shape[1] * state.page_size - width  # SDPA sizes its gathers by it
+
+        def play() -> None:
+            key = size, width, mode
+            self.num_rounds[key] = self.num_rounds.get(key, 0) + 1
+            results = self.runner.round(self.rows[:size], (bound,) * size, mode, width, width)
+            self._columns[width] = results.shape[1]
+            self.results[:size, : results.shape[1]] = results
+
+        self._held = ([], 0)
+        self.rows.fill_(state.null)
+        play()
+        self._graphs[size, width, mode] = Replay(play)  # type: ignore[assignment]
+
+    def time_all(self) -> dict[tuple[int, int], float]:
+        """As if passes of more than 16 rows cost by the row: widths then change with the load."""
+        return {(size, width): max(1.0, size * width / 16) for size in self.sizes for width in self.runner_widths}
+
+
+class PlayedPrompts(PromptGraphs):
+    def __init__(self, runner: Runner, most_tokens: int, width: int) -> None:
+        super().__init__(runner, most_tokens, width, Capturer.__new__(Capturer))
+        self.passes: list[tuple[int, int]] = []  # blocks and chunks of each
+
+    def prefill(self, chunks: Sequence[Chunk], mode: SamplingMode) -> Tensor:
+        sampled = super().prefill(chunks, mode).clone()
+        self.passes.append((num_blocks(chunks), len(chunks)))
+        return sampled
+
+    def _capture(self, size: int, mode: SamplingMode) -> None:
+        self._graphs[size, mode] = Replay(lambda: self._prefill(size, mode))  # type: ignore[assignment]
+
+
+class PlayingEngine(Engine):
+    def _pick_modes(self, phases: Iterable[str]) -> tuple[bool, bool]:
+        return True, not self.drafter.on_host
+
+    def _capture(self, runner: Runner) -> tuple[RoundGraphs, PromptGraphs | None]:
+        graphs = PlayedGraphs(runner, self.config.max_running)
+        graphs.runner_widths = self.widths  # type: ignore[attr-defined]
+        most_tokens = min(self.config.prefill_graph_tokens, self.config.prefill_budget)
+        return graphs, PlayedPrompts(runner, most_tokens, self.width) if most_tokens >= PREFILL_BLOCK else None

@@ -1,0 +1,135 @@
+"""Prompts computed in blocks, as captured prefills hold them, against prompts packed one after the other."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.serve.options import PREFILL_BLOCK, EngineConfig
+from slipstream.serve.prompt_graphs import MOST_REQUESTS, sizes
+from slipstream.serve.request import Request
+from slipstream.serve.sequence import Chunk, Sequence
+from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
+from slipstream.tests.serve.engine_runs import make_request, random_prompt, run, tokens_of
+from slipstream.tests.serve.played_graphs import PlayedPrompts, PlayingEngine
+
+LENGTHS = (1, 5, 31, 32, 33, 64, 70, 95, 130)  # around whole blocks, and beyond the largest pass
+SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 30, "top_p": 0.9}]
+
+
+@pytest.fixture(scope="module")
+def target(make_target: Callable[[str], Path]) -> Path:
+    return make_target("qwen3")
+
+
+@pytest.fixture(scope="module")
+def drafts(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("drafts")
+    save_random_draft(target, folder / "eagle3", draft_vocab_size=80)
+    save_random_dflash(target, folder / "dflash")
+    return {"none": "none", "eagle3": str(folder / "eagle3"), "dflash": str(folder / "dflash")}
+
+
+def playing(target: Path, draft: str, prefill_graph_tokens: int, **options: Any) -> PlayingEngine:
+    values = {"max_running": 6, "kv_cache_tokens": 4096, "prefill_budget": 96} | options
+    return PlayingEngine(
+        EngineConfig(target=str(target), draft=draft, prefill_graph_tokens=prefill_graph_tokens, **values)
+    )
+
+
+def requests_of(sampling: dict[str, Any]) -> list[Request]:
+    return [
+        make_request(str(length), random_prompt(length, length), seed=length, max_tokens=12, **sampling)
+        for length in LENGTHS
+    ]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "full"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [("none", {}), ("eagle3", {}), ("eagle3", {"depth": 3, "topk": 2, "nodes": 6}), ("dflash", {})],
+    ids=["none", "eagle3", "eagle3 tree", "dflash"],
+)
+def test_blocks_equal_packed_prompts(
+    drafter: str,
+    options: dict[str, Any],
+    page_size: int,
+    sampling: dict[str, Any],
+    target: Path,
+    drafts: dict[str, str],
+) -> None:
+    """Answers, what of the drafts was accepted, and the KV of target and draft; again with a filled cache."""
+    requests, found = requests_of(sampling), []
+    engines = [playing(target, drafts[drafter], tokens, page_size=page_size, drafter=options) for tokens in (0, 96)]
+    for engine in engines:
+        found.append([run(engine, requests) for _ in range(2)])
+    assert isinstance(engines[1].executor.prompts, PlayedPrompts)
+    assert engines[1].executor.prompts.passes
+    packed, blocks = found
+    for one, other in zip(blocks, packed, strict=True):
+        assert tokens_of(one) == tokens_of(other)
+        assert {name: answer.stats for name, answer in one.items()} == {
+            name: answer.stats for name, answer in other.items()
+        }
+    for one_cache, other_cache in zip(*(engine.executor.runner.caches for engine in engines), strict=True):
+        torch.testing.assert_close(one_cache[:, :, page_size:], other_cache[:, :, page_size:], rtol=1e-4, atol=1e-4)
+    assert any(answer.counts.cached_tokens for answer in blocks[1].values())
+
+
+@pytest.mark.parametrize("most", [32, 100, 1024, 4096])
+def test_sizes_waste_little(most: int) -> None:
+    found = sizes(most)
+    assert found == sorted(set(found))
+    assert found[-1] == most // PREFILL_BLOCK
+    for smaller, larger in zip(found, found[1:], strict=False):
+        assert larger - smaller == 1 or (larger - smaller - 1) / larger <= 0.2
+
+
+def test_no_size_fits_into_less_than_a_block() -> None:
+    assert sizes(31) == []
+
+
+def chunk_of(start: int, end: int) -> Chunk:
+    sequence = Sequence.of(make_request("0", random_prompt(end, 0)), frozenset(), lookahead=0)
+    return Chunk(sequence, start, end, is_last=True)
+
+
+def test_what_a_captured_prefill_takes(target: Path) -> None:
+    prompts = playing(target, "none", 96, max_running=MOST_REQUESTS + 4).executor.prompts
+    assert isinstance(prompts, PlayedPrompts)
+    assert prompts.takes([chunk_of(0, 96)])
+    assert prompts.takes([chunk_of(0, 33), chunk_of(7, 39)])
+    assert not prompts.takes([chunk_of(0, 97)]), "four blocks"
+    assert not prompts.takes([chunk_of(0, 33), chunk_of(7, 40)]), "four blocks"
+    assert prompts.takes([chunk_of(100, 196)])
+    assert not prompts.takes([chunk_of(2000, 2096)]), "most of the work is attention"
+    roomy = playing(target, "none", 1024, prefill_budget=1024, max_running=MOST_REQUESTS + 4).executor.prompts
+    assert isinstance(roomy, PlayedPrompts)
+    assert roomy.takes([chunk_of(0, 3)] * MOST_REQUESTS)
+    assert not roomy.takes([chunk_of(0, 3)] * (MOST_REQUESTS + 1))
+
+
+def test_a_budget_below_a_block_captures_nothing(target: Path) -> None:
+    engine = playing(target, "none", 1024, prefill_budget=PREFILL_BLOCK - 1)
+    assert engine.executor.prompts is None
+    assert run(engine, requests_of({"temperature": 0.0}))
+
+
+def test_too_small_a_pass_is_refused() -> None:
+    with pytest.raises(ValueError, match="prefill_graph_tokens is 20; it must be at least 32, or 0"):
+        EngineConfig(prefill_graph_tokens=20)
+
+
+def test_padding_is_written_to_the_dump_page_only(target: Path) -> None:
+    """Whatever of the cache has no owner stays as it was."""
+    engine = playing(target, "none", 96, page_size=1)
+    (cache,) = engine.executor.runner.caches
+    cache.fill_(7)
+    request = make_request("0", random_prompt(33, 1), max_tokens=1)
+    run(engine, [request])
+    written = (cache != 7).flatten(3).any(-1).any(0).any(0)
+    assert int(written[1:].sum()) == len(request.prompt)
+    assert torch.isfinite(cache).all()
