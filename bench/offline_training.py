@@ -6,14 +6,20 @@
 Writes a capture of random states into a new folder under --folder (which it removes at the end), and trains on it by
 the training loop's own reader: the first epoch reads from the disk and compares checksums, the second finds the pages
 in the host's memory. A step waits for the device at its end, as the loop does, so the time that it waits for its batch
-is the device's. Beside it the same step with one batch again and again. Prints a line per epoch and per dtype and ends
-in JSON lines.
+is the device's. Beside it the same step with one batch again and again. The first batches of an epoch are trained on
+and not counted: the reader's queue fills with them, and memory for the copies to the device is taken.
+
+A reader that is waited for is slower than the step, and two rates say why. `read_gb_per_second` is the reader's own,
+while it makes batches and not while it waits for room in its queue. `disk_gb_per_second` is that of the same files read
+from end to end by a few threads in large pieces just before, also without any page in memory: where the first is close
+to the second, the disk is the limit. Prints a line per epoch and per dtype and ends in JSON lines.
 """
 
 import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -34,7 +40,7 @@ from slipstream.models.feature_format import FeatureFormat, encode
 from slipstream.models.feature_shard import ShardRange, new_shard, write_shard
 from slipstream.models.feature_store import FeatureIndex, FeatureStore
 from slipstream.train.batches import Batch, PackedRows
-from slipstream.train.feature_source import read_ahead, read_features
+from slipstream.train.feature_source import BATCHES_AHEAD, read_ahead, read_features
 from slipstream.train.loop import start
 from slipstream.train.optimizers import build_optimizers
 from slipstream.train.options import DataOptions, OptimOptions, RunOptions
@@ -42,11 +48,14 @@ from slipstream.train.training import DraftTraining
 
 StoredDtype = Literal["bf16", "fp8", "fp32"]
 WARM_UP = 3  # steps on a batch that is there
+UNCOUNTED = BATCHES_AHEAD + 2  # batches of an epoch until the queue is full, one is trained on and one is let go
+DISK_THREADS = 4  # one alone leaves a disk idle between its requests
+DISK_PIECE = 8 * 2**20  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineConfig(StepConfig):
-    """Options of this benchmark; steps are those of an epoch."""
+    """Options of this benchmark; steps are those counted in an epoch."""
 
     folder: str | None = None
     """Disk to capture to. Default: that of temporary files."""
@@ -64,20 +73,21 @@ def main(argv: list[str] | None = None) -> None:
     accelerator = start(RunOptions(output="", data=DataOptions(path="")))
     training = build(config, accelerator.device)
     step = make_step(training, accelerator)
-    tokens, mask = (part.tolist() * (config.steps + 1) for part in documents(config))
+    tokens, mask = (part.tolist() * num_shards(config) for part in documents(config))
     rows = PackedRows(Dataset.from_dict({"input_ids": tokens, "loss_mask": mask}), config.sequence)
     shared = describe(config, accelerator)
     lines = []
     for dtype in config.dtypes:
         with TemporaryDirectory(dir=config.folder) as folder:
             store = capture(config, training, dtype, Path(folder))
-            layers = training.target.feature_layers
+            layers, rate = training.target.feature_layers, disk_rate(Path(folder))
             read_features(store, DataOptions(path=""), training, {"train": rows}, layers, accelerator.device)
             for found in measure(config, step, rows, store.index.num_bytes(0)):
-                lines.append({**shared, "dtype": dtype, **found})
+                lines.append({**shared, "dtype": dtype, **found, "disk_gb_per_second": round(rate, 3)})
                 print(
                     f"{dtype} from the {found['from']}: step {found['step_ms']} ms, {found['alone_ms']} with its batch "
-                    f"there; {100 * found['share_waited']:.2f} % waited for batches of {found['batch_gb']} GB",
+                    f"there; {100 * found['share_waited']:.2f} % waited for batches of {found['batch_gb']} GB, read at "
+                    f"{found['read_gb_per_second']:.2f} GB/s, {found['read_gb_per_second'] / rate:.0%} of the disk's",
                     flush=True,
                 )
     for line in lines:
@@ -116,7 +126,7 @@ def describe(config: OfflineConfig, accelerator: Accelerator) -> dict[str, Any]:
 
 
 def capture(config: OfflineConfig, training: DraftTraining, dtype: StoredDtype, folder: Path) -> FeatureStore:
-    """A shard for each step of an epoch and one more, of documents as long as make_batch's."""
+    """A shard for each batch of an epoch and one more, of documents as long as make_batch's."""
     tokens, mask = documents(config)
     form = FeatureFormat(
         layers=training.target.feature_layers,
@@ -126,7 +136,7 @@ def capture(config: OfflineConfig, training: DraftTraining, dtype: StoredDtype, 
         last_hidden=training.reads_final_state,
     )
     count, span = len(tokens), (len(tokens), tokens.numel(), int(mask.sum()))
-    shards = tuple(ShardRange("train", number * count, *span) for number in range(config.steps + 1))
+    shards = tuple(ShardRange("train", number * count, *span) for number in range(num_shards(config)))
     names = dict.fromkeys(("target_fingerprint", "tokenizer_hash", "data_hash", "command"), "bench/offline_training.py")
     index = FeatureIndex(**names, max_length=config.sequence, form=form, shards=shards)
     index.write(folder)
@@ -141,6 +151,10 @@ def capture(config: OfflineConfig, training: DraftTraining, dtype: StoredDtype, 
     for path in folder.iterdir():
         forget(path)
     return FeatureStore(folder)
+
+
+def num_shards(config: OfflineConfig) -> int:
+    return UNCOUNTED + config.steps + 1
 
 
 def documents(config: OfflineConfig) -> tuple[Tensor, Tensor]:
@@ -164,19 +178,40 @@ def forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def disk_rate(folder: Path) -> float:
+    """GB/s of the shards read from end to end; leaves no page of them in memory."""
+    paths = sorted(folder.glob("shard-*"))
+    began = time.perf_counter()
+    with ThreadPoolExecutor(DISK_THREADS) as threads:
+        size = sum(threads.map(read_through, paths))
+    seconds = time.perf_counter() - began
+    for path in paths:
+        forget(path)
+    return size / 1e9 / seconds
+
+
+def read_through(path: Path) -> int:
+    """Returns its bytes."""
+    size, piece = 0, bytearray(DISK_PIECE)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            size += count
+    return size
+
+
 def measure(
     config: OfflineConfig, step: Callable[[Batch], float], rows: PackedRows, size: float
 ) -> Iterator[dict[str, Any]]:
     """`step` returns its seconds, `size` is what a batch takes on the disk."""
-    last = config.steps * config.rows
+    last = (UNCOUNTED + config.steps) * config.rows
     there = rows.batch(list(range(last, last + config.rows)))
     alone = median([step(there) for _ in range(WARM_UP + config.steps)][WARM_UP:])
     for source in ("disk", "memory"):
-        waits, steps = list[float](), list[float]()
-        batches = read_ahead(epoch(config, rows), rows)
-        next(batches)  # what begins a run has to be waited for
+        reads, waits, steps = list[float](), list[float](), list[float]()
+        batches = read_ahead(epoch(config, rows, reads), rows)
         for batch in follow(batches, waits):
             steps.append(step(batch))
+        reads, waits, steps = (part[UNCOUNTED:] for part in (reads, waits, steps))
         total = sum(waits) + sum(steps)
         yield {
             "from": source,
@@ -185,15 +220,20 @@ def measure(
             "alone_ms": round(1000 * alone, 1),
             "wait_ms": round(1000 * sum(waits) / len(steps), 2),
             "share_waited": round(sum(waits) / total, 4),
+            "read_gb_per_second": round(size * len(reads) / 1e9 / sum(reads), 3),
             "tokens_per_second": round(config.rows * config.sequence * len(steps) / total),
         }
 
 
-def epoch(config: OfflineConfig, rows: PackedRows) -> Iterator[Batch]:
-    """As training does, each batch takes rows from anywhere."""
-    order = torch.randperm(config.steps * config.rows, generator=torch.Generator().manual_seed(0))
-    for chosen in order.view(config.steps, config.rows).tolist():
-        yield rows.batch(chosen)
+def epoch(config: OfflineConfig, rows: PackedRows, reads: list[float]) -> Iterator[Batch]:
+    """As training does, each batch takes rows from anywhere. `reads` gets the seconds that each batch takes to make."""
+    number = UNCOUNTED + config.steps
+    order = torch.randperm(number * config.rows, generator=torch.Generator().manual_seed(0))
+    for chosen in order.view(number, config.rows).tolist():
+        began = time.perf_counter()
+        batch = rows.batch(chosen)
+        reads.append(time.perf_counter() - began)
+        yield batch
 
 
 def follow(batches: Iterator[Batch], waits: list[float]) -> Iterator[Batch]:

@@ -1,13 +1,19 @@
 """One file of captured states: safetensors, read through a memory map, with a checksum of every document's bytes.
 
 Invariant: a shard that bears its name is complete; it is written under a temporary one. What is read is compared with
-its checksum the first time, so a document costs one pass over its bytes and no file is ever read whole.
+its checksum the first time, so a document costs one pass over its bytes and no file is ever read whole. The kernel is
+asked for a document's bytes before they are touched: page faults alone read far around each, two to three times what
+is needed, and wait for every piece.
 """
 
 import json
+import os
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +27,9 @@ from slipstream.models.feature_format import FeatureFormat
 TABLES = ("documents", "lengths", "checksums")
 BY_TOKEN = ("tokens", "supervised", "features", "features_scales")
 BY_SUPERVISED = ("last_hidden", "last_hidden_scales")
+TYPES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "F32": torch.float32}  # safetensors' names
+TYPES |= {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}
+READ_AHEAD_BYTES = 128 * 1024  # Linux cuts longer requests at a device's readahead, which this is unless it was changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,26 @@ class ShardTensors:
 
     def checksum(self, slot: int) -> int:
         return checksum(self.document(slot))
+
+
+class MappedShard(ShardTensors):
+    """Tensors that are read from a file through its memory map."""
+
+    def __init__(self, tensors: dict[str, Tensor], path: Path, start: int) -> None:
+        """`start`: the address of the file's first byte."""
+        super().__init__(tensors)
+        self.path = path
+        self.start = start
+
+    def byte_ranges(self, slot: int) -> list[tuple[int, int]]:
+        """Where in the file one document's part of each tensor lies: first byte, number of bytes."""
+        parts = self.document(slot).values()
+        return [(part.data_ptr() - self.start, part.nbytes) for part in parts if part.nbytes]
+
+    def ask_for(self, slot: int) -> None:
+        """Has the kernel read a document's bytes ahead; does not wait for them."""
+        with suppress(FileNotFoundError):  # a map can be read when its file's name is gone
+            will_need(self.path, self.byte_ranges(slot))
 
 
 def checksum(tensors: dict[str, Tensor]) -> int:
@@ -98,13 +127,14 @@ def write_shard(folder: Path, number: int, shard: ShardTensors, capture: str) ->
         ) from error
 
 
-def open_shard(folder: Path, number: int, span: ShardRange, form: FeatureFormat, capture: str) -> ShardTensors:
+def open_shard(folder: Path, number: int, span: ShardRange, form: FeatureFormat, capture: str) -> MappedShard:
     """Raises ValueError that says what is wrong with the file."""
     path = shard_path(folder, number)
     try:
-        with safe_open(path, "pt") as file:
-            label = json.loads((file.metadata() or {}).get("shard", "[]"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        will_need(path, [(0, READ_AHEAD_BYTES)])
+        with safe_open(path, "pt"):  # whose get_tensor would read megabytes of every tensor, asked or not
+            header, start = read_header(path)
+        label = json.loads(header.pop("__metadata__", {}).get("shard", "[]"))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except (SafetensorError, OSError, ValueError) as error:
@@ -112,11 +142,34 @@ def open_shard(folder: Path, number: int, span: ShardRange, form: FeatureFormat,
     if label[:2] != [capture, number]:
         raise ValueError(f"{path} belongs to another capture (other target, data, layers or dtype)")
     expected = form.shapes(span.count, span.num_tokens, span.num_supervised)
-    if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()} != expected:
+    if {name: (tuple(entry["shape"]), TYPES.get(entry["dtype"])) for name, entry in header.items()} != expected:
         raise ValueError(f"{path} is damaged (its tensors are not those that it was written with)")
+    content = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    bounds = {name: [start + end for end in entry["data_offsets"]] for name, entry in header.items()}
+    tensors = {name: content[slice(*bounds[name])].view(dtype).view(shape) for name, (shape, dtype) in expected.items()}
+    will_need(path, [(bounds[name][0], tensors[name].nbytes) for name in (*TABLES, "supervised")])
     if label[2:] != [table_checksum(tensors)]:
         raise ValueError(f"{path} is damaged (its list of documents has another checksum)")
-    return ShardTensors(tensors)
+    return MappedShard(tensors, path, content.data_ptr())
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Of a safetensors file that is whole: dtype, shape and place of each tensor, and where places count from."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return json.loads(file.read(length)), 8 + length
+
+
+def will_need(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
+    """Has the kernel read these ranges (first byte, number of bytes) of a file into memory; does not wait for them.
+    Where the system takes no such advice (macOS), page faults read them."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with path.open("rb", buffering=0) as file:
+        for start, size in ranges:
+            for first in range(start, start + size, READ_AHEAD_BYTES):
+                count = min(READ_AHEAD_BYTES, start + size - first)
+                os.posix_fadvise(file.fileno(), first, count, os.POSIX_FADV_WILLNEED)
 
 
 def table_checksum(tensors: dict[str, Tensor]) -> int:

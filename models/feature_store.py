@@ -19,7 +19,7 @@ import numpy as np
 
 from slipstream.models.checkpoint import atomic_file, read_json
 from slipstream.models.feature_format import FeatureFormat
-from slipstream.models.feature_shard import ShardRange, ShardTensors, open_shard, shard_path
+from slipstream.models.feature_shard import MappedShard, ShardRange, open_shard, shard_path
 
 INDEX = "index.json"
 VERSION = 1
@@ -100,7 +100,7 @@ class FeatureStore:
         self.folder = folder
         self.index = FeatureIndex.read(folder)
         self.capture = self.index.digest
-        self._opened: dict[int, ShardTensors] = {}
+        self._opened: dict[int, MappedShard] = {}
         self._verified = [np.zeros(shard.count, bool) for shard in self.index.shards]
         self._numbers: dict[str, list[int]] = {}  # split -> its shards, ascending by first document
         for number, shard in enumerate(self.index.shards):
@@ -148,13 +148,14 @@ class FeatureStore:
     def read(self, number: int, slot: int) -> dict[str, Any]:
         """A document's tensors as views of the map. Raises ValueError for damage, with the command that repairs it."""
         shard = self.open(number)
+        shard.ask_for(slot)
         if not self._verified[number][slot]:
             if shard.checksum(slot) != int(shard.tensors["checksums"][slot]):
                 self.fail(number, f"is damaged (document {slot} of it has another checksum)")
             self._verified[number][slot] = True
         return shard.document(slot)
 
-    def open(self, number: int) -> ShardTensors:
+    def open(self, number: int) -> MappedShard:
         if number not in self._opened:
             span = self.index.shards[number]
             try:

@@ -54,6 +54,7 @@ def test_training_from_a_capture_reads_every_batch_and_leaves_no_file(
         (dtype, source) for dtype in ("bf16", "fp8") for source in ("disk", "memory")
     ]
     assert all(0 < line["wait_ms"] < line["step_ms"] for line in lines)
+    assert all(line[f"{source}_gb_per_second"] > 0 for line in lines for source in ("read", "disk"))
     assert not list(tmp_path.iterdir())
 
 

@@ -1,5 +1,6 @@
 """Captured states on disk: what comes back, what it takes, and what is noticed when files are damaged."""
 
+import json
 import os
 import resource
 import shutil
@@ -13,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.models import feature_shard
 from slipstream.models.feature_format import DTYPES, FeatureFormat, decode, encode, needed_tokens
-from slipstream.models.feature_shard import ShardRange, ShardTensors, new_shard, shard_path, write_shard
+from slipstream.models.feature_shard import ShardRange, ShardTensors, new_shard, open_shard, shard_path, write_shard
 from slipstream.models.feature_store import FeatureIndex, FeatureStore
 
 SHARDS = (ShardRange("train", 0, 3, 9, 3), ShardRange("train", 3, 2, 4, 2), ShardRange("heldout", 0, 2, 5, 1))
@@ -130,6 +132,66 @@ def test_a_shard_is_mapped_and_not_loaded(tmp_path: Path) -> None:
     raise AssertionError("no mapping holds the tensor")
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Requests to read ahead (first byte, number of bytes), which are cut to 48 bytes."""
+    requests: list[tuple[int, int]] = []
+    monkeypatch.setattr(feature_shard, "READ_AHEAD_BYTES", 48)
+
+    def record(_file: int, first: int, count: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        requests.append((first, count))
+
+    monkeypatch.setattr(os, "posix_fadvise", record)
+    return requests
+
+
+def test_the_kernel_is_asked_for_a_documents_bytes_and_no_others(
+    tmp_path: Path, form: FeatureFormat, asked: list[tuple[int, int]]
+) -> None:
+    write_store(tmp_path, form)
+    store = FeatureStore(tmp_path)
+    for number, span in enumerate(SHARDS):
+        content = shard_path(tmp_path, number).read_bytes()
+        start = 8 + int.from_bytes(content[:8], "little")
+        entries = json.loads(content[8:start])
+        del entries["__metadata__"]
+        place = {name: [start + end for end in entry["data_offsets"]] for name, entry in entries.items()}
+        store.open(number)
+        opening = {byte for first, count in asked for byte in range(first, first + count)}
+        tables = "documents", "lengths", "checksums", "supervised"
+        assert opening == set(range(48)) | {byte for name in tables for byte in range(*place[name])}
+        row = supervised = 0
+        for slot, length in enumerate(LENGTHS[number]):
+            asked.clear()
+            store.read(number, slot)
+            count = sum(row <= token < row + length for token in SUPERVISED[number])
+            expected = []
+            for name in place.keys() - {"documents", "lengths", "checksums"}:
+                final = name.startswith("last_hidden")
+                size = (place[name][1] - place[name][0]) // (span.num_supervised if final else span.num_tokens)
+                first, rows = (supervised, count) if final else (row, length)
+                expected += range(place[name][0] + first * size, place[name][0] + (first + rows) * size)
+            assert max((size for _, size in asked), default=0) <= 48
+            assert sorted(byte for first, size in asked for byte in range(first, first + size)) == sorted(expected)
+            row, supervised = row + length, supervised + count
+        asked.clear()
+
+
+@pytest.mark.parametrize("change", ["no such advice", "the file's name is gone"])
+def test_documents_come_back_where_the_kernel_cannot_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    write_store(tmp_path, make_form())
+    store = FeatureStore(tmp_path)
+    if change == "no such advice":
+        monkeypatch.delattr(os, "posix_fadvise")
+    else:
+        store.open(0)
+        shard_path(tmp_path, 0).unlink()
+    assert raw(store.read(0, 2)["features"]) == raw(fill(0, make_form()).document(2)["features"])
+
+
 def test_a_flipped_bit_is_found_in_its_document_alone(tmp_path: Path, form: FeatureFormat) -> None:
     write_store(tmp_path, form)
     content = bytearray(shard_path(tmp_path, 0).read_bytes())
@@ -178,6 +240,12 @@ def test_files_that_are_no_shard_of_this_capture_are_named(tmp_path: Path) -> No
     write_shard(tmp_path, 1, fill(1, form), store.capture)
     with pytest.raises(ValueError, match="shard-00001.safetensors belongs to another capture"):
         FeatureStore(tmp_path).read(1, 0)
+
+
+def test_tensors_of_another_dtype_are_refused(tmp_path: Path) -> None:
+    index = write_store(tmp_path, make_form(dtype="bf16"))
+    with pytest.raises(ValueError, match="shard-00000.safetensors is damaged .its tensors are not those"):
+        open_shard(tmp_path, 0, SHARDS[0], make_form(dtype="fp32"), index.digest)
 
 
 @contextmanager
