@@ -5,7 +5,7 @@ device will wait for that. Milliseconds later code and data would have left the 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, cycle
+from itertools import cycle, islice
 
 import torch
 
@@ -14,7 +14,10 @@ from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.widths import Offer, WidthPolicy
 
 ROWS = 4  # the drafter goes through at a time: 10 to 20 microseconds, by which an arrival may be noticed late
-PAUSE_S = 50e-6  # between two steps: whoever works beside needs the drafter's memory, too
+PAUSE_S = 20e-6  # between two steps: whoever works beside needs the drafter's memory, too
+STEPS_PER_STORE = (
+    24  # about a millisecond; the device stores behind the pass that is waited for, so it must not be often
+)
 
 
 class Rehearsal:
@@ -29,14 +32,18 @@ class Rehearsal:
     def steps(
         self, rows: Sequence[int], offers: Sequence[Offer], policy: WidthPolicy | None
     ) -> Iterator[Callable[[], object]]:
-        """Without end, each of some microseconds, for the tokens of `rows` (B,) whose stored proposals are `offers`.
-        Storing comes once, since the device does it behind the pass that is waited for."""
+        """Without end, each of some microseconds, for the tokens of `rows` (B,) whose stored proposals are `offers`."""
+        if not rows:
+            return
         repeated: list[Callable[[], object]] = [
             partial(self.drafter.warm, rows[start : start + ROWS], self.width) for start in range(0, len(rows), ROWS)
         ]
-        if policy is not None and rows:
+        if policy is not None:
             repeated.append(partial(policy.weigh, offers, self.drafter.device_width))
-        return chain([partial(self.state.store, self._null, self._blank)] if rows else (), cycle(repeated))
+        turns = cycle(repeated)
+        while True:
+            yield partial(self.state.store, self._null, self._blank)
+            yield from islice(turns, STEPS_PER_STORE - 1)
 
 
 def paced(steps: Iterator[Callable[[], object]]) -> Callable[[], None]:
