@@ -9,10 +9,10 @@ in the host's memory. A step waits for the device at its end, as the loop does, 
 is the device's. Beside it the same step with one batch again and again. The first batches of an epoch are trained on
 and not counted: the reader's queue fills with them, and memory for the copies to the device is taken.
 
-A reader that is waited for is slower than the step, and two rates say why. `read_gb_per_second` is the reader's own,
-while it makes batches and not while it waits for room in its queue. `disk_gb_per_second` is that of the same files read
-from end to end by a few threads in large pieces just before, also without any page in memory: where the first is close
-to the second, the disk is the limit. Prints a line per epoch and per dtype and ends in JSON lines.
+A reader that is waited for is slower than the step, and two rates say why. `read_gb_per_second` is the reader's own in
+an epoch without steps (and without checksums, which the epoch before has compared). `disk_gb_per_second` is that of the
+same files read from end to end by a few threads in large pieces, both without any page in memory: where the first is
+close to the second, the disk is the limit. Prints a line per epoch and per dtype and ends in JSON lines.
 """
 
 import json
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
             store = capture(config, training, dtype, Path(folder))
             layers, rate = training.target.feature_layers, disk_rate(Path(folder))
             read_features(store, DataOptions(path=""), training, {"train": rows}, layers, accelerator.device)
-            for found in measure(config, step, rows, store.index.num_bytes(0)):
+            for found in measure(config, step, rows, store.index.num_bytes(0), Path(folder)):
                 lines.append({**shared, "dtype": dtype, **found, "disk_gb_per_second": round(rate, 3)})
                 print(
                     f"{dtype} from the {found['from']}: step {found['step_ms']} ms, {found['alone_ms']} with its batch "
@@ -148,8 +148,7 @@ def capture(config: OfflineConfig, training: DraftTraining, dtype: StoredDtype, 
             if name in shard.tensors:
                 fill(shard.tensors, name, dtype)
         write_shard(folder, number, shard, index.digest)
-    for path in folder.iterdir():
-        forget(path)
+    forget_all(folder)
     return FeatureStore(folder)
 
 
@@ -178,6 +177,11 @@ def forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def forget_all(folder: Path) -> None:
+    for path in folder.iterdir():
+        forget(path)
+
+
 def disk_rate(folder: Path) -> float:
     """GB/s of the shards read from end to end; leaves no page of them in memory."""
     paths = sorted(folder.glob("shard-*"))
@@ -185,8 +189,7 @@ def disk_rate(folder: Path) -> float:
     with ThreadPoolExecutor(DISK_THREADS) as threads:
         size = sum(threads.map(read_through, paths))
     seconds = time.perf_counter() - began
-    for path in paths:
-        forget(path)
+    forget_all(folder)
     return size / 1e9 / seconds
 
 
@@ -200,18 +203,22 @@ def read_through(path: Path) -> int:
 
 
 def measure(
-    config: OfflineConfig, step: Callable[[Batch], float], rows: PackedRows, size: float
+    config: OfflineConfig, step: Callable[[Batch], float], rows: PackedRows, size: float, folder: Path
 ) -> Iterator[dict[str, Any]]:
     """`step` returns its seconds, `size` is what a batch takes on the disk."""
     last = (UNCOUNTED + config.steps) * config.rows
     there = rows.batch(list(range(last, last + config.rows)))
     alone = median([step(there) for _ in range(WARM_UP + config.steps)][WARM_UP:])
     for source in ("disk", "memory"):
-        reads, waits, steps = list[float](), list[float](), list[float]()
-        batches = read_ahead(epoch(config, rows, reads), rows)
-        for batch in follow(batches, waits):
+        waits, steps = list[float](), list[float]()
+        for batch in follow(read_ahead(epoch(config, rows), rows), waits):
             steps.append(step(batch))
-        reads, waits, steps = (part[UNCOUNTED:] for part in (reads, waits, steps))
+        waits, steps = waits[UNCOUNTED:], steps[UNCOUNTED:]
+        if source == "disk":
+            forget_all(folder)
+        began = time.perf_counter()
+        num_read = sum(1 for _ in follow(read_ahead(epoch(config, rows), rows), []))
+        rate = size * num_read / 1e9 / (time.perf_counter() - began)
         total = sum(waits) + sum(steps)
         yield {
             "from": source,
@@ -220,20 +227,17 @@ def measure(
             "alone_ms": round(1000 * alone, 1),
             "wait_ms": round(1000 * sum(waits) / len(steps), 2),
             "share_waited": round(sum(waits) / total, 4),
-            "read_gb_per_second": round(size * len(reads) / 1e9 / sum(reads), 3),
+            "read_gb_per_second": round(rate, 3),
             "tokens_per_second": round(config.rows * config.sequence * len(steps) / total),
         }
 
 
-def epoch(config: OfflineConfig, rows: PackedRows, reads: list[float]) -> Iterator[Batch]:
-    """As training does, each batch takes rows from anywhere. `reads` gets the seconds that each batch takes to make."""
+def epoch(config: OfflineConfig, rows: PackedRows) -> Iterator[Batch]:
+    """As training does, each batch takes rows from anywhere."""
     number = UNCOUNTED + config.steps
     order = torch.randperm(number * config.rows, generator=torch.Generator().manual_seed(0))
     for chosen in order.view(number, config.rows).tolist():
-        began = time.perf_counter()
-        batch = rows.batch(chosen)
-        reads.append(time.perf_counter() - began)
-        yield batch
+        yield rows.batch(chosen)
 
 
 def follow(batches: Iterator[Batch], waits: list[float]) -> Iterator[Batch]:
@@ -242,6 +246,8 @@ def follow(batches: Iterator[Batch], waits: list[float]) -> Iterator[Batch]:
         batch = next(batches, None)
         if batch is None:
             return
+        assert batch.cached is not None
+        batch.cached.wait()
         waits.append(time.perf_counter() - began)
         yield batch
 

@@ -4,6 +4,7 @@ Letters: B rows of S tokens, R tokens with cached states, M supervised ones amon
 layers, Ht the target's hidden size. Rows are indices into the flattened batch.
 """
 
+from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -25,14 +26,22 @@ class CachedStates:
     final: Tensor  # (M, Ht) after the target's final norm; not read where that is one of the K
     final_scales: Tensor | None  # (M,) fp32
     online_rows: Tensor  # (L,) int64, of whole documents' beginnings, in reading order
+    copies: tuple[Future[None], ...] = ()  # that fill these tensors
+
+    def wait(self) -> None:
+        """Until every copy is there. Raises ValueError for a damaged shard, and where its tokens are not the data's."""
+        for copy in self.copies:
+            copy.result()
 
     def to(self, device: torch.device) -> "CachedStates":
+        """Waits for the copies; raises as `wait` does."""
+        self.wait()
         moved: dict[str, Any] = {
-            name: tensor.to(device, non_blocking=True)
+            name: value.to(device, non_blocking=True)
             for name in (field.name for field in fields(self))
-            if (tensor := getattr(self, name)) is not None
+            if isinstance(value := getattr(self, name), Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, copies=(), **moved)
 
     def spread(self, target: FrozenTarget, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """What `target.features` gives for `tokens` and `positions` (B, S): (B, S, K * Ht) and (B, S, Ht).

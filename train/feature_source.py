@@ -70,8 +70,9 @@ class FeatureSource:
         self.threads = ThreadPoolExecutor(COPYING_THREADS, "features")
 
     def add(self, batch: Batch, documents: list[int]) -> Batch:
-        """`documents`: the numbers in the split of the batch's documents, in reading order. Raises ValueError for one
-        that has no states, unless they may be computed, and for a damaged shard."""
+        """`documents`: the numbers in the split of the batch's documents, in reading order. It returns while states are
+        still copied, so that the disk gets the next batch before it has done with this one. Raises ValueError for a
+        document that has no states, unless they may be computed, and for a shard that cannot be opened."""
         starts, needed = document_rows(batch)
         found = [self.find(document, length) for document, length in zip(documents, needed.tolist(), strict=True)]
         cached = np.array([place is not None for place in found], dtype=bool)
@@ -87,9 +88,7 @@ class FeatureSource:
             part = slice(row, row + length), slice(final_row, final_row + count)
             jobs.append(self.threads.submit(self.copy, place, tokens, supervised, states, *part))
             row, final_row = row + length, final_row + count
-        for job in jobs:
-            job.result()
-        return replace(batch, cached=states)
+        return replace(batch, cached=replace(states, copies=tuple(jobs)))
 
     def find(self, document: int, length: int) -> tuple[int, int] | None:
         """Shard and slot of a document's states, None where they are to be computed."""

@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from slipstream.tests.train.conftest import random_dataset
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import PackedRows
 from slipstream.train.draft_setup import TargetFiles
-from slipstream.train.feature_source import open_features, read_features, target_states
+from slipstream.train.feature_source import FeatureSource, open_features, read_features, target_states
 from slipstream.train.loop import Loop
 from slipstream.train.options import DataOptions
 from slipstream.train.trackers import read_metrics
@@ -188,7 +189,31 @@ def test_documents_without_states_stop_a_run(target_path: Path, data_path: Path,
         options = DataOptions(path=str(data_path), max_length=MAX_LENGTH, features=str(folder))
         _, rows = start("dflash", target_path, options)
         with pytest.raises(ValueError, match=f"document .* of train {fault}.*or set data.features_missing to online"):
-            [rows["train"].batch([row]) for row in range(len(rows["train"]))]
+            read_all(rows["train"])
+
+
+def read_all(rows: PackedRows) -> None:
+    for row in range(len(rows)):
+        rows.batch([row]).cached.wait()  # type: ignore[union-attr]
+
+
+def test_a_batch_is_made_while_the_last_one_is_copied(
+    target_path: Path, data_path: Path, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = DataOptions(path=str(data_path), max_length=MAX_LENGTH, features=str(stores["all"]))
+    _, rows = start("dflash", target_path, options)
+    expected = [rows["train"].batch([row]).cached.to(CPU) for row in (0, 1)]  # type: ignore[union-attr]
+    copy, may_copy = FeatureSource.copy, Event()
+
+    def slow(*arguments: Any) -> None:
+        assert may_copy.wait(60)
+        copy(*arguments)
+
+    monkeypatch.setattr(FeatureSource, "copy", slow)
+    batches = [rows["train"].batch([row]) for row in (0, 1)]
+    may_copy.set()
+    for batch, whole in zip(batches, expected, strict=True):
+        assert torch.equal(batch.cached.to(CPU).features, whole.features)  # type: ignore[union-attr]
 
 
 def test_damage_stops_a_run_even_where_states_may_be_computed(
@@ -201,7 +226,7 @@ def test_damage_stops_a_run_even_where_states_may_be_computed(
     options = DataOptions(path=str(data_path), max_length=MAX_LENGTH, features=str(tmp_path), features_missing="online")
     _, rows = start("dflash", target_path, options)
     with pytest.raises(ValueError, match=r"shard-00001.safetensors is damaged .*; rebuild it: .* --shards 1 --yes"):
-        [rows["train"].batch([row]) for row in range(len(rows["train"]))]
+        read_all(rows["train"])
 
 
 def test_other_tokens_than_the_data_are_noticed(
@@ -212,7 +237,7 @@ def test_other_tokens_than_the_data_are_noticed(
     options = DataOptions(path=str(data), max_length=MAX_LENGTH, features=str(stores["all"]), features_missing="online")
     _, rows = start("dflash", target_path, options)
     with pytest.raises(ValueError, match="holds other tokens than the data; rebuild it"):
-        [rows["train"].batch([row]) for row in range(len(rows["train"]))]
+        read_all(rows["train"])
 
 
 def records(output: Path) -> list[dict[str, float]]:
@@ -257,28 +282,19 @@ def test_a_whole_run_is_the_same_and_continues_bit_for_bit(
         ({"target_fingerprint": "d" * 64}, "target_fingerprint is dddddddddddd, the run's is"),
         ({"tokenizer_hash": "d" * 64}, "tokenizer_hash is dddddddddddd, the run's is"),
         ({"data_hash": "d" * 64}, "data_hash is dddddddddddd, the run's is 0123; train on the data"),
-        ({}, "hold the states [0, 2, 3, 4], the draft reads [1, 0, 4]"),
+        ({"layers": "[1, 0, 4]"}, "hold the states [0, 2, 3, 4], the draft reads [1, 0, 4]"),
+        (None, "is missing; rebuild it: slipstream capture-features"),
     ],
 )
-def test_features_of_something_else_end_in_a_sentence(
-    tmp_path: Path, arguments: Arguments, stores: dict[str, Path], changes: dict[str, str], message: str
+def test_features_of_something_else_and_missing_shards_end_in_a_sentence(
+    tmp_path: Path, arguments: Arguments, stores: dict[str, Path], changes: dict[str, str] | None, message: str
 ) -> None:
-    folder = tmp_path / "features"
+    folder, layers = tmp_path / "features", (changes or {}).get("layers", "[2, 0, 4]")
     shutil.copytree(stores["all"], folder)
-    index = json.loads((folder / "index.json").read_text())
-    (folder / "index.json").write_text(json.dumps(index | changes))
-    with pytest.raises(SystemExit) as stop:
-        eagle3.main(arguments(tmp_path / "run", data__features=folder, draft__feature_layers="[1, 0, 4]"))
-    assert message in str(stop.value.code)
-
-
-def test_a_missing_shard_ends_a_run_in_a_sentence(
-    tmp_path: Path, arguments: Arguments, stores: dict[str, Path]
-) -> None:
-    folder = tmp_path / "features"
-    shutil.copytree(stores["all"], folder)
-    for path in folder.glob("shard-*"):
+    for path in () if changes is not None else folder.glob("shard-*"):
         path.unlink()
+    index = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps(index | (changes or {})))
     with pytest.raises(SystemExit) as stop:
-        eagle3.main(arguments(tmp_path / "run", data__features=folder))
-    assert "is missing; rebuild it: slipstream capture-features" in str(stop.value.code)
+        eagle3.main(arguments(tmp_path / "run", data__features=folder, draft__feature_layers=layers))
+    assert message in str(stop.value.code)
