@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from slipstream.kernels.norm import HeadNorms
 from slipstream.kernels.verify import ancestor_masks
 from slipstream.models.config import RopeConfig
 from slipstream.models.layers import Mask, RotaryEmbedding
@@ -75,6 +76,8 @@ class Scene:
         cache.flatten(2, 3)[:, :, committed.cpu()] = kv
         self.cache = cache.to(self.device, dtype)
         self.rope = RotaryEmbedding(RopeConfig(10000.0), head_dim, max(self.ends)).to(self.device)
+        weights = 1 + 0.3 * torch.randn(2, head_dim, generator=generator)
+        self.norms = HeadNorms(*weights.to(self.device, dtype), 1e-6)
 
     def batch(self) -> Batch:
         case, ancestors = self.case, self._ancestors()
@@ -98,11 +101,12 @@ class Scene:
             ancestors=ancestors,
         )
 
-    def attend(self, backend: type[PhaseBackend]) -> tuple[Tensor, Tensor]:
+    def attend(self, backend: type[PhaseBackend], with_norms: bool = True) -> tuple[Tensor, Tensor]:
         """Output (T, Q, D) and the slots' new KV (2, T, G, D)."""
         attention, batch = backend(self.cache, self.rope), self.batch()
         attention.plan(batch)
-        out = attention.attend(*self.qkv, LAYER, self.case.mask, self.case.window)
+        norms = self.norms if with_norms else None
+        out = attention.attend(*self.qkv, LAYER, self.case.mask, self.case.window, norms)
         return out, self.cache[LAYER].flatten(1, 2)[:, batch.slots]
 
     def _slots(self, request: int, start: int, end: int) -> Tensor:
