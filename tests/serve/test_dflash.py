@@ -26,8 +26,8 @@ from slipstream.tests.serve.engine_runs import (
     run,
     tokens_of,
 )
+from slipstream.tests.serve.played_graphs import PlayingEngine
 from slipstream.tests.serve.test_drafters import partial_rounds, run_checked
-from slipstream.tests.serve.test_padded_rounds import PlayingEngine
 
 OURS = "prefill=sdpa,verify=triton,draft=triton"  # on the CPU their kernels' references
 

@@ -1,6 +1,7 @@
 """Token maps in serving: which tokens are drafted, that no answer changes, and which maps are refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from slipstream.tests.serve.engine_runs import (
     texts_of,
     tokens_of,
 )
+from slipstream.tests.serve.played_graphs import PlayingEngine
 from slipstream.tests.serve.test_eagle import Oracle, run_checked
-from slipstream.tests.serve.test_padded_rounds import PlayingEngine
 
 EOS = 2  # of the tiny targets
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -160,10 +161,13 @@ def test_prompts_and_answers_count_but_not_rows_that_fill_up(watched: tuple[Draf
     vocabulary, ids, state = watched
     vocabulary.observe(batch_of(state, [1, state.null], (3, 2), [7, 21, 22, 30, 31]), None)
     assert sorted(ids[10:].tolist()) == [-1, -1, 21, 22]
+    blocks = batch_of(state, [2, state.null], (2, 1), [36, 37, 38])  # as captured prefills are filled up
+    vocabulary.observe(replace(blocks, real=torch.tensor([True, False, False])), None)
+    assert sorted(ids[10:].tolist()) == [-1, 21, 22, 36]
     tokens = torch.tensor([[25, -1], [33, 34]])
     verdict = Verdict(torch.tensor([[0, -1], [0, 1]]), tokens, torch.tensor([1, 2]))
     vocabulary.observe(batch_of(state, [2, state.null], (2, 2), None), verdict)
-    assert sorted(ids[10:].tolist()) == [-1, 21, 22, 25]
+    assert sorted(ids[10:].tolist()) == [21, 22, 25, 36]
     assert ids[:10].tolist() == list(range(10))
 
 
