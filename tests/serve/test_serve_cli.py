@@ -35,6 +35,7 @@ OPTIONS = [  # frozen: a new one is a decision, and there are never more than 25
     "page_size",
     "port",
     "prefill_budget",
+    "prefill_graph_tokens",
     "revision",
     "served_model_name",
     "simulate_accept_length",
