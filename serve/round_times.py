@@ -1,14 +1,14 @@
 """Times of rounds that are not captured: what the choice of the width (serve/widths.py) needs to know of them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from slipstream.serve.round import Runner
 
 SECONDS = 1.0  # of rounds that are timed: half as much again goes into making them ready
-REPEATS = 2  # the best of them counts
+REPEATS = 4  # the best of them counts
 CONTEXT = 256  # committed tokens of each request
 
 
@@ -27,7 +27,15 @@ def time_rounds(runner: Runner, max_batch: int, widths: Sequence[int]) -> dict[t
             times = [_time(runner, size, width) for _ in range(REPEATS)]
             per_row, spent = min(times) / (size * width), spent + sum(times)
         ms[size, width] = per_row * size * width
-    return ms
+    return {key: cheapest_from(key, ms) for key in ms}
+
+
+def cheapest_from(key: tuple[int, int], ms: Mapping[tuple[int, int], float]) -> float:
+    """The least time of a round of that size and width or more. What disturbs a measurement adds to it, so a round took
+    no longer than a larger one; else one late measurement of a narrow round would have wide ones verified for nothing.
+    """
+    size, width = key
+    return min(time for (other, wider), time in ms.items() if other >= size and wider >= width)
 
 
 def _time(runner: Runner, size: int, width: int) -> float:

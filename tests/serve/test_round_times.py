@@ -27,12 +27,22 @@ def test_what_there_is_no_time_for_costs_by_the_row(engine: Engine, monkeypatch:
 
     def fake(_: object, size: int, width: int) -> float:
         seen.append((size, width))
-        return 300.0
+        return 100.0
 
     monkeypatch.setattr(round_times, "_time", fake)
     ms = time_rounds(engine.executor.runner, 4, (1, 2, 8))
-    assert seen == [(1, 1)] * 3 + [(1, 2)] * 3, "one of each makes ready; after a second there is no next one"
-    assert (ms[1, 1], ms[1, 2], ms[2, 1], ms[4, 8]) == (300.0, 300.0, 300.0, 32 * 150.0)
+    timed = [(1, 1), (1, 2), (2, 1)]
+    assert seen == [key for key in timed for _ in range(5)], "one of each makes ready; after a second there is no more"
+    assert [ms[key] for key in timed] == [100.0] * 3
+    assert (ms[2, 2], ms[4, 8]) == (4 * 50.0, 32 * 50.0)
+
+
+def test_a_round_costs_no_more_than_a_larger_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request alone seems slow: something else ran while it was timed."""
+    measured = {(1, 1): 9.0, (1, 2): 5.0, (1, 4): 6.0, (2, 1): 5.5, (2, 2): 8.0, (2, 4): 7.0}
+    monkeypatch.setattr(round_times, "_time", lambda _, size, width: measured[size, width])
+    ms = time_rounds(engine.executor.runner, 2, (1, 2, 4))
+    assert ms == {(1, 1): 5.0, (1, 2): 5.0, (1, 4): 6.0, (2, 1): 5.5, (2, 2): 7.0, (2, 4): 7.0}
 
 
 def test_nothing_is_left_behind(engine: Engine) -> None:
