@@ -76,6 +76,11 @@ class EngineConfig:
         if not 0.05 <= self.mem_fraction <= 0.98:
             raise ValueError(f"mem_fraction is {self.mem_fraction}; it must be between 0.05 and 0.98")
 
+    @property
+    def captured_tokens(self) -> int:
+        """Most tokens of a captured prefill; below PREFILL_BLOCK there is none."""
+        return min(self.prefill_graph_tokens, self.prefill_budget)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig(EngineConfig):

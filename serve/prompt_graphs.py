@@ -28,10 +28,8 @@ from slipstream.serve.sequence import Chunk
 logger = logging.getLogger(__name__)
 
 MOST_REQUESTS = 16  # of a captured pass
-MOST_PAIRS = (
-    2  # of a query and a key that it sees, in squares of the most tokens: beyond, attention is worth its kernels
-)
-
+# Pairs of a query and a key that it sees, in squares of the most tokens: beyond, attention wants kernels of its own.
+MOST_PAIRS = 2
 
 ArrayT = TypeVar("ArrayT")  # Tensor on the device, numpy's array on the host
 
@@ -167,9 +165,8 @@ class PromptGraphs:
 def capture_all(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> tuple[RoundGraphs, PromptGraphs | None]:
     """Rounds and, if any are asked for, prefills."""
     capturer, prompts = Capturer(), None
-    most_tokens = min(config.prefill_graph_tokens, config.prefill_budget)
-    if most_tokens >= BLOCK:  # first: the largest passes of all
-        prompts = PromptGraphs(runner, most_tokens, max(widths), capturer)
+    if config.captured_tokens >= BLOCK:  # first: the largest passes of all
+        prompts = PromptGraphs(runner, config.captured_tokens, max(widths), capturer)
         logger.info("%s", prompts.capture_all())
     graphs = RoundGraphs(runner, config.max_running, capturer)
     logger.info("%s", graphs.capture_all(widths))

@@ -55,5 +55,7 @@ def paced(steps: Iterator[Callable[[], object]]) -> Callable[[], None]:
         if time.perf_counter() >= due:
             next(steps, int)()
             due = time.perf_counter() + PAUSE_S
+        else:
+            time.sleep(0)  # lets go of the interpreter, which the thread that takes in requests may want
 
     return step

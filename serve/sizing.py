@@ -93,7 +93,7 @@ def measure_workspace(runner: Runner, config: EngineConfig, width: int, num_widt
         return largest
     rows = torch.full((config.max_running,), runner.state.null, dtype=torch.int64, device=runner.state.device)
     captured = peak(lambda: runner.round(rows, (0,) * config.max_running, "full", width, width))
-    prefills = prefill_sizes(min(config.prefill_graph_tokens, config.prefill_budget))
+    prefills = prefill_sizes(config.captured_tokens)
     if prefills:
         captured = max(captured, peak(lambda: _prefill_null_row(runner, prefills[-1] * PREFILL_BLOCK, width)))
     return largest + captured + GRAPH_BYTES * (len(buckets(config.max_running)) * num_widths + len(prefills))

@@ -75,5 +75,5 @@ class PlayingEngine(Engine):
     def _capture(self, runner: Runner) -> tuple[RoundGraphs, PromptGraphs | None]:
         graphs = PlayedGraphs(runner, self.config.max_running)
         graphs.runner_widths = self.widths  # type: ignore[attr-defined]
-        most_tokens = min(self.config.prefill_graph_tokens, self.config.prefill_budget)
+        most_tokens = self.config.captured_tokens
         return graphs, PlayedPrompts(runner, most_tokens, self.width) if most_tokens >= PREFILL_BLOCK else None
