@@ -66,7 +66,7 @@ class Scene:
         heads = options.query_heads // G
         self.blocks = choose_blocks(B, N * heads, D, dtype.itemsize)
         tiles = G * -(-N * heads // self.blocks.rows)
-        self.parts = choose_parts(B, tiles, self.blocks.rows, capacity * work.page_size)
+        self.parts = choose_parts(B, tiles, self.blocks.rows, capacity * work.page_size, D)
 
     def attend(self, layer: int, blocks: Blocks, parts: Parts) -> Tensor:
         keys, values = self.cache[layer]

@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
             store = capture(config, training, dtype, Path(folder))
             layers, rate = training.target.feature_layers, disk_rate(Path(folder))
             read_features(store, DataOptions(path=""), training, {"train": rows}, layers, accelerator.device)
-            for found in measure(config, step, rows, store.index.num_bytes(0), Path(folder)):
+            for found in measure(config, step, rows, store):
                 lines.append({**shared, "dtype": dtype, **found, "disk_gb_per_second": round(rate, 3)})
                 print(
                     f"{dtype} from the {found['from']}: step {found['step_ms']} ms, {found['alone_ms']} with its batch "
@@ -203,10 +203,10 @@ def read_through(path: Path) -> int:
 
 
 def measure(
-    config: OfflineConfig, step: Callable[[Batch], float], rows: PackedRows, size: float, folder: Path
+    config: OfflineConfig, step: Callable[[Batch], float], rows: PackedRows, store: FeatureStore
 ) -> Iterator[dict[str, Any]]:
-    """`step` returns its seconds, `size` is what a batch takes on the disk."""
-    last = (UNCOUNTED + config.steps) * config.rows
+    """`step` returns its seconds."""
+    size, last = store.index.num_bytes(0), (UNCOUNTED + config.steps) * config.rows
     there = rows.batch(list(range(last, last + config.rows)))
     alone = median([step(there) for _ in range(WARM_UP + config.steps)][WARM_UP:])
     for source in ("disk", "memory"):
@@ -215,7 +215,8 @@ def measure(
             steps.append(step(batch))
         waits, steps = waits[UNCOUNTED:], steps[UNCOUNTED:]
         if source == "disk":
-            forget_all(folder)
+            store.close()
+            forget_all(store.folder)
         began = time.perf_counter()
         num_read = sum(1 for _ in follow(read_ahead(epoch(config, rows), rows), []))
         rate = size * num_read / 1e9 / (time.perf_counter() - began)

@@ -56,8 +56,8 @@ class Measure(Protocol):
     def __call__(self, tasks: Sequence[Task], concurrency: int, namespace: str = "") -> Run: ...
 
 
-def measure(config: ServingConfig) -> list[dict[str, Any]]:
-    """One line of results per draft and level, the baseline's first."""
+def measure(config: ServingConfig) -> Iterator[dict[str, Any]]:
+    """One line of results per draft and level, the baseline's first, as soon as it is measured."""
     _, path = find_target(EngineConfig(target=config.target, draft=config.draft))
     tokenizer = AutoTokenizer.from_pretrained(path)
     work = Workload(
@@ -67,19 +67,18 @@ def measure(config: ServingConfig) -> list[dict[str, Any]]:
         output_len=config.output_len,
         range_ratio=config.range_ratio,
     )
-    runs: dict[tuple[str, int], Run] = {}
+    baselines: dict[int, Run] = {}
+    floors: Iterator[Any] = iter(config.floor_ms or [None] * config.num_lines)
     for draft in config.drafts:
         with measuring(config, draft) as run:
             for level in config.levels:
                 run(work.tasks(min(level, WARMUP_TASKS), f"{config.seed}/{level}/warmup"), level)
                 count = config.requests or max(8, 4 * level)
-                runs[draft, level] = run(work.tasks(count, f"{config.seed}/{level}"), level)
-    floors: list[Any] = [*config.floor_ms] or [None] * config.num_lines
-    return [
-        {**origin(config, draft, level, run), **run.figures(), **against(runs.get(("none", level)), draft, run, config)}
-        | {"floor_ms": floor}
-        for ((draft, level), run), floor in zip(runs.items(), floors, strict=True)
-    ]
+                result = run(work.tasks(count, f"{config.seed}/{level}"), level)
+                if draft == "none":
+                    baselines[level] = result
+                compared = against(baselines.get(level), draft, result, config)
+                yield {**origin(config, draft, level, result), **result.figures(), **compared, "floor_ms": next(floors)}
 
 
 @contextmanager
@@ -149,16 +148,18 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(ServingConfig, argv, prog="bench/serving.py", description="Serving, with a draft and without.")
+    lines = []
     try:
-        lines = measure(config)
+        for line in measure(config):
+            lines.append(line)
+            if config.output is not None:
+                with Path(config.output).open("a") as file:
+                    file.write(json.dumps(line) + "\n")
     except (ValueError, OSError) as error:
         raise SystemExit(f"bench/serving.py: error: {error}") from error
     print(table(lines))
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    if config.output is not None:
-        with Path(config.output).open("a") as file:
-            file.write(text)
-    print(text, end="")
+    for line in lines:
+        print(json.dumps(line))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Programs of one launch that share a row: the last to arrive goes on with what all of them have stored."""
+"""Programs of one launch that share a row: the last to arrive goes on with what all of them have stored, or all do."""
 
 import functools
 
@@ -12,12 +12,28 @@ MAX_ROWS = 1 << 16
 
 @functools.cache
 def arrival_counters(device: torch.device) -> Tensor:
-    """(MAX_ROWS,) int32, zero between launches, which follow each other on one stream.
+    """(MAX_ROWS,) int32 for `arrives_last`, zero between launches, which follow each other on one stream.
 
     A graph must not be the first to ask: its memory is zeroed in replays only.
     """
     assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capture"
     return torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def meeting_points(device: torch.device) -> Tensor:
+    """(MAX_ROWS,) int32 for `wait_for_all`, on the conditions of `arrival_counters`; only the highest bit stays."""
+    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capture"
+    return torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def all_run(device: torch.device, programs: int) -> bool:
+    """Whether so many programs next to each other in a grid, which start in order, run at the same time.
+
+    Each of the device's multiprocessors runs one at least. The interpreter runs one after another.
+    """
+    return device.type == "cuda" and programs <= torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -31,3 +47,18 @@ def arrives_last(counter_ptr, arrivals):
     if is_last:
         tl.store(counter_ptr, 0)
     return is_last
+
+
+@triton.jit
+def wait_for_all(point_ptr, is_first, programs, waits):
+    """Returns when `programs` > 1 programs, for which `all_run` holds, have come here, or at once unless it waits.
+
+    What they stored before must then be read past the L1 cache (".cg"). is_first, true of one of them: it adds
+    2**31 - (programs - 1), each other one 1. Together they turn over the highest bit and leave the others 0, as the
+    next launch wants them.
+    """
+    tl.debug_barrier()
+    before = tl.atomic_add(point_ptr, tl.where(is_first, 0x7FFFFFFF - (programs - 2), 1), sem="acq_rel", scope="gpu")
+    now = before
+    while waits & ((before ^ now) >= 0):
+        now = tl.atomic_add(point_ptr, 0, sem="acquire", scope="gpu")

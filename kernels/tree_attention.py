@@ -1,8 +1,8 @@
 """Attention of a proposal's nodes over a paged KV cache: flash-decoding for grouped queries, one launch a layer.
 
 A request's N nodes times the query heads of one KV head are the rows of a tile. Long contexts are split over programs;
-of the programs that share a tile, the last to arrive merges their partial results, in split order, so the result does
-not depend on who that is. Lengths and page tables are read on the device and the grid depends on shapes only: nothing
+the programs that share a tile wait for each other and merge a part of its rows each, in an order that does not depend
+on who comes first. Lengths and page tables are read on the device and the grid depends on shapes only: nothing
 is planned on the host.
 
 Letters: B requests, N nodes per request (root included), Q/G query and KV heads, D head dim, R rows and P pages of the
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.arrivals import MAX_ROWS, arrival_counters
+from slipstream.kernels.arrivals import MAX_ROWS, all_run, arrival_counters, meeting_points
 from slipstream.kernels.launch import pdl_options, use_triton
 from slipstream.kernels.tree_attention_kernel import attend_kernel
 from slipstream.kernels.tree_attention_reference import Mask, tree_attention_reference
@@ -25,12 +25,12 @@ from slipstream.kernels.tree_attention_reference import Mask, tree_attention_ref
 MAX_NODES = 64  # bits of an ancestor mask
 MAX_HEAD_DIM = 256  # wider tiles do not fit in registers and shared memory
 PROGRAMS = 264  # two at a time on each of the 132 multiprocessors of an H100 or H200
-SMALL_PROGRAMS = 396  # of 16 rows, three; programs beyond these wait in a queue
+SMALL_PROGRAMS = 396  # of 16 rows and heads of up to 128, three; programs beyond these wait in a queue
 FEW_REQUESTS = 4  # below a full device, longer tiles have fewer latencies in a row
-MIN_PART_TOKENS = 128  # below it, starting a part outweighs reading it,
+MIN_PART_TOKENS = 64  # below it, starting a part outweighs reading it,
 MIN_EVEN_PART_TOKENS = 2048  # and below this, merging parts outweighs a last wave that leaves the device half empty
 MAX_SPLITS = 32  # parts of a context, and
-MAX_MERGED_ROWS = 1024  # rows of partial results: one program merges them, 0.5 MB at D = 128
+MAX_MERGED_ROWS = 1024  # rows of its partial results, beyond which storing and merging them outweighs reading less
 
 
 class Blocks(NamedTuple):
@@ -118,16 +118,17 @@ def tree_attention_triton(
     capacity = pages.shape[1] * page_size if prefix else end
     if window is not None:
         capacity = min(capacity, window + N + blocks.tokens)
-    parts = parts or choose_parts(B, tiles, blocks.rows, capacity)
+    parts = parts or choose_parts(B, tiles, blocks.rows, capacity, D)
     block_dim = max(16, triton.next_power_of_2(D))
     out = torch.empty_like(q)
     lse = torch.empty(B, N, Q, dtype=torch.float32, device=q.device) if return_lse else None
-    attend_kernel[(tiles, parts.most, B)](
+    wait = all_run(q.device, parts.most)
+    attend_kernel[(parts.most, tiles, B)](
         q, keys, values, pages, rows, lengths, ancestors if mask == "tree" else None, out, lse,
-        *_scratch(q.device, B * tiles, parts.most, blocks.rows, block_dim), scale / math.log(2), N, first_node,
+        *_scratch(q.device, B * tiles, parts.most, blocks.rows, block_dim, wait), scale / math.log(2), N, first_node,
         pages.shape[1], parts.tokens,
         G=G, D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
-        MERGED=merged_at_once(blocks, block_dim), MASK=mask, WINDOW=window, PREFIX=prefix, SPLIT=parts.most > 1,
+        **choose_shares(blocks, parts, block_dim), WAIT=wait, MASK=mask, WINDOW=window, PREFIX=prefix,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # 16-bit operands do not ask
         WORD=tl.int32 if end <= 32 else tl.int64, OFFSET=tl.int32 if keys.numel() < 2**31 else tl.int64,
         num_warps=blocks.warps, num_stages=blocks.stages, **pdl_options(q.device),
@@ -153,7 +154,7 @@ def choose_blocks(B: int, num_rows: int, D: int, element_size: int) -> Blocks:
     return Blocks(rows, 64, 8 if rows == 128 else 4, 3)
 
 
-def choose_parts(B: int, tiles: int, rows: int, capacity: int) -> Parts:
+def choose_parts(B: int, tiles: int, rows: int, capacity: int, D: int) -> Parts:
     """How contexts of up to `capacity` tokens are split, where a request has `tiles` of `rows` rows.
 
     As many parts as run at once; where even whole contexts are more, as many as leave least of a last wave empty. The
@@ -161,11 +162,12 @@ def choose_parts(B: int, tiles: int, rows: int, capacity: int) -> Parts:
     only; of the batch size on the next power of two, so that rows which pad a batch change nothing.
     """
     programs = triton.next_power_of_2(B) * tiles
-    if programs > PROGRAMS and rows == 16:
+    small = rows == 16 and D <= 128
+    if programs > PROGRAMS and small:
         numbers = range(1, min(3, triton.cdiv(capacity, MIN_EVEN_PART_TOKENS)) + 1)
         return Parts(max(numbers, key=lambda number: _fullness(programs * number)), MIN_EVEN_PART_TOKENS)
-    most = min(PROGRAMS // programs, MAX_SPLITS, MAX_MERGED_ROWS // rows, triton.cdiv(capacity, MIN_PART_TOKENS))
-    return Parts(max(1, most))
+    most = (SMALL_PROGRAMS if small else PROGRAMS) // programs
+    return Parts(max(1, min(most, MAX_SPLITS, MAX_MERGED_ROWS // rows, triton.cdiv(capacity, MIN_PART_TOKENS))))
 
 
 def _fullness(programs: int) -> float:
@@ -174,15 +176,19 @@ def _fullness(programs: int) -> float:
     return waves / math.ceil(waves)
 
 
-def merged_at_once(blocks: Blocks, block_dim: int) -> int:
-    """Partial results that the merge loads at a time: as many as fit in 64 registers of every thread."""
-    return max(1, 64 * 32 * blocks.warps // (blocks.rows * block_dim))
+def choose_shares(blocks: Blocks, parts: Parts, block_dim: int) -> dict[str, int]:
+    """Rows that a program merges, and of how many parts it loads them at once: into 64 registers of every thread."""
+    share = max(1, blocks.rows >> (parts.most.bit_length() - 1))
+    fitting = 64 * 32 * blocks.warps // (share * block_dim)
+    return {"SHARE": share, "AT_ONCE": max(1, min(fitting, parts.most, 16))}
 
 
-def _scratch(device: torch.device, tiles: int, splits: int, rows: int, block_dim: int) -> tuple[Tensor | None, ...]:
-    """Partial results (tiles, splits, rows, D) fp32, their log2-sum-exp2 (tiles, splits, rows), arrival counters."""
+def _scratch(
+    device: torch.device, tiles: int, splits: int, rows: int, block_dim: int, wait: bool
+) -> tuple[Tensor | None, ...]:
+    """Partial results (tiles, splits, rows, D) fp32, their log2-sum-exp2 (tiles, splits, rows), and who has come."""
     if splits == 1:
         return None, None, None
     assert tiles <= MAX_ROWS
     partial = torch.empty(tiles, splits, rows, block_dim, dtype=torch.float32, device=device)
-    return partial, partial.new_empty(tiles, splits, rows), arrival_counters(device)
+    return partial, partial.new_empty(tiles, splits, rows), (meeting_points if wait else arrival_counters)(device)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from slipstream.kernels.arrivals import arrives_last
+from slipstream.kernels.arrivals import arrives_last, wait_for_all
 
 
 @triton.jit(do_not_specialize=["N", "first_node", "table_width", "min_part"])
@@ -11,16 +11,19 @@ def attend_kernel(
     q_ptr, keys_ptr, values_ptr, pages_ptr, rows_ptr, lengths_ptr, ancestors_ptr, out_ptr, lse_ptr,
     partial_ptr, partial_lse_ptr, counters_ptr, scale, N, first_node, table_width, min_part,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, MERGED: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
-    PREFIX: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr, WAIT: tl.constexpr,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr,
+    OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one KV head and request (axes 0 and 2) over one part of its context (axis 1); scale is for exp2."""
+    """Rows of one KV head and request (axes 1 and 2) over one part of its context (axis 0); scale is for exp2.
+
+    SHARE, AT_ONCE, WAIT: how programs that share rows merge, see _merge; SHARE is ROWS where axis 0 has one program.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
     request = tl.program_id(2)
-    row_tiles = tl.num_programs(0) // G
-    head = tl.program_id(0) // row_tiles
+    row_tiles = tl.num_programs(1) // G
+    head = tl.program_id(1) // row_tiles
     length = tl.load(lengths_ptr + request).to(tl.int32)
     table = pages_ptr + tl.load(rows_ptr + request) * table_width
     end = length + first_node + N
@@ -30,18 +33,18 @@ def attend_kernel(
     elif WINDOW is not None:  # the tile in which the first query's window begins
         begin = tl.maximum(length + first_node + 1 - WINDOW, 0) // TOKENS * TOKENS
     tiles = tl.cdiv(end - begin, TOKENS)
-    tiles_each = tl.cdiv(tiles, tl.minimum(tl.num_programs(1), tl.cdiv(end - begin, min_part)))
-    first = tl.program_id(1) * tiles_each
-    if first >= tiles:
-        return
+    tiles_each = tl.cdiv(tiles, tl.minimum(tl.num_programs(0), tl.cdiv(end - begin, min_part)))
+    parts = tl.cdiv(tiles, tiles_each)
+    first = tl.program_id(0) * tiles_each
+    first_row = tl.program_id(1) % row_tiles * ROWS
+    num_rows = tl.minimum(N * GROUP - first_row, ROWS)
+    if (first >= tiles) & ((parts == 1) | (not WAIT) | (tl.program_id(0) * SHARE >= num_rows)):
+        return  # others without a part help to merge
 
-    # Row = query * GROUP + head within the group. Rows beyond the last query repeat it and are not stored.
-    row = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
-    valid = row < N * GROUP
-    query = tl.minimum(row // GROUP, N - 1)
-    out_row = (request * N + query) * (G * GROUP) + head * GROUP + row % GROUP
-    dims = tl.arange(0, BLOCK_D)
-    cells = out_row.to(tl.int64)[:, None] * D + dims[None, :]
+    row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    clipped = first_row + tl.minimum(row, num_rows - 1)  # rows beyond the last repeat it and are not stored
+    query = clipped // GROUP
+    cells = _row_of(request, N, head, clipped, G, GROUP).to(tl.int64)[:, None] * D + dims[None, :]
     q = tl.load(q_ptr + cells, mask=(dims < D)[None, :], other=0.0)
     seen = _seen_nodes(ancestors_ptr, request * N + query, first_node + query, MASK, WORD)
     acc, log_sum = _attend_tokens(
@@ -52,18 +55,17 @@ def attend_kernel(
     )  # fmt: skip
     if PDL:  # not before: programs of the next kernel would hold places that this one's still wait for
         tl.extra.cuda.gdc_launch_dependents()
-    if SPLIT:
-        parts = tl.cdiv(tiles, tiles_each)
+    if SHARE < ROWS:
+        tile = request * tl.num_programs(1) + tl.program_id(1)
         if parts > 1:
-            tile = request * tl.num_programs(0) + tl.program_id(0)
-            partial = tile.to(tl.int64) * tl.num_programs(1) * ROWS
-            acc, log_sum, valid = _merge(
-                acc, log_sum, valid, partial_ptr + partial * BLOCK_D, partial_lse_ptr + partial, counters_ptr + tile,
-                parts, ROWS, BLOCK_D, MERGED,
+            partial = tile.to(tl.int64) * tl.num_programs(0) * ROWS
+            _merge(
+                acc, log_sum, partial_ptr + partial * BLOCK_D, partial_lse_ptr + partial, counters_ptr + tile, parts,
+                out_ptr, lse_ptr, request, N, head, first_row, num_rows,
+                G, D, BLOCK_D, GROUP, ROWS, SHARE, AT_ONCE, WAIT,
             )  # fmt: skip
-    tl.store(out_ptr + cells, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (dims < D)[None, :])
-    if lse_ptr is not None:
-        tl.store(lse_ptr + out_row, log_sum * 0.6931471805599453, mask=valid)
+            num_rows = 0
+    _store(out_ptr, lse_ptr, acc, log_sum, request, N, head, first_row, row, num_rows, G, D, BLOCK_D, GROUP)
 
 
 @triton.jit
@@ -142,30 +144,66 @@ def _node_bit(position, length, end, PREFIX: tl.constexpr, WORD: tl.constexpr):
 
 @triton.jit
 def _merge(
-    acc, log_sum, valid, partial_ptr, partial_lse_ptr, counter_ptr, parts,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, MERGED: tl.constexpr,
+    acc, log_sum, partial_ptr, partial_lse_ptr, counter_ptr, parts, out_ptr, lse_ptr,
+    request, N, head, first_row, num_rows,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    SHARE: tl.constexpr, AT_ONCE: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Stores a part's result; the last of `parts` programs gets all of them merged in order, others no valid row."""
+    """Stores the merged rows of the first `parts` programs along axis 0, those that have a part.
+
+    WAIT: each of the first programs merges SHARE rows as soon as all parts have come; it may be one without a part.
+    They are next to each other in the grid, so that all of them run. Else the last one to come merges all rows.
+    AT_ONCE: parts whose loads do not wait for each other.
+    """
     row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    cells = row[:, None] * BLOCK_D + dims[None, :]
-    tl.store(partial_ptr + tl.program_id(1) * ROWS * BLOCK_D + cells, acc, mask=valid[:, None])
-    tl.store(partial_lse_ptr + tl.program_id(1) * ROWS + row, log_sum, mask=valid)
-    is_last = arrives_last(counter_ptr, parts)
-    valid = valid & (row < tl.where(is_last, ROWS, 0))
-    top = tl.full((ROWS,), -1e30, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    for start in range(0, tl.where(is_last, parts, 0), MERGED):
-        for index in tl.static_range(MERGED):  # unrolled: the loads do not wait for each other
-            part = start + index
-            ready = valid & (row < tl.where(part < parts, ROWS, 0))
-            lse = tl.load(partial_lse_ptr + part * ROWS + row, mask=ready, other=float("-inf"), cache_modifier=".cg")
-            source = partial_ptr + part * ROWS * BLOCK_D + cells
-            result = tl.load(source, mask=ready[:, None], other=0.0, cache_modifier=".cg")
-            new_top = tl.maximum(top, lse)
-            weight, rescale = tl.exp2(lse - new_top), tl.exp2(top - new_top)
-            total = total * rescale + weight
-            acc = acc * rescale[:, None] + result * weight[:, None]
-            top = new_top
-    total = tl.where(total > 0, total, 1.0)  # rows that are not merged here
-    return acc / total[:, None], top + tl.log2(total), valid
+    own = tl.program_id(0) * ROWS + row
+    kept = row < tl.where(tl.program_id(0) < parts, num_rows, 0)
+    tl.store(partial_ptr + own[:, None] * BLOCK_D + dims[None, :], acc, mask=kept[:, None])
+    tl.store(partial_lse_ptr + own, log_sum, mask=kept)
+    if WAIT:
+        start, step = tl.program_id(0) * SHARE, ROWS
+        comers = tl.maximum(parts, tl.cdiv(num_rows, SHARE))
+        wait_for_all(counter_ptr, tl.program_id(0) == 0, comers, start < num_rows)
+    else:
+        start, step = tl.where(arrives_last(counter_ptr, parts), 0, ROWS), SHARE
+    for first in range(start, num_rows, step):
+        shared = first + tl.arange(0, SHARE)
+        top = tl.full((SHARE,), -1e30, tl.float32)
+        total = tl.zeros((SHARE,), tl.float32)
+        merged = tl.zeros((SHARE, BLOCK_D), tl.float32)
+        for begin in range(0, parts, AT_ONCE):
+            for index in tl.static_range(AT_ONCE):
+                there = shared < tl.where(begin + index < parts, num_rows, 0)
+                cells = (begin + index) * ROWS + shared
+                lse = tl.load(partial_lse_ptr + cells, mask=there, other=-1e30, cache_modifier=".cg")
+                cells = cells[:, None] * BLOCK_D + dims[None, :]
+                result = tl.load(partial_ptr + cells, mask=there[:, None], other=0.0, cache_modifier=".cg")
+                new_top = tl.maximum(top, lse)
+                weight, rescale = tl.exp2(lse - new_top), tl.exp2(top - new_top)
+                total = total * rescale + weight
+                merged = merged * rescale[:, None] + result * weight[:, None]
+                top = new_top
+        merged = merged / total[:, None]
+        lse = top + tl.log2(total)
+        _store(out_ptr, lse_ptr, merged, lse, request, N, head, first_row, shared, num_rows, G, D, BLOCK_D, GROUP)
+
+
+@triton.jit
+def _store(
+    out_ptr, lse_ptr, result, log_sum, request, N, head, first_row, row, num_rows,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """result (R, BLOCK_D) and log_sum (R,) are those of the tile's rows `row` (R,); the first num_rows are stored."""
+    dims = tl.arange(0, BLOCK_D)
+    out_row = _row_of(request, N, head, first_row + row, G, GROUP)
+    kept = row < num_rows
+    cells = out_row.to(tl.int64)[:, None] * D + dims[None, :]
+    tl.store(out_ptr + cells, result.to(out_ptr.dtype.element_ty), mask=kept[:, None] & (dims < D)[None, :])
+    if lse_ptr is not None:
+        tl.store(lse_ptr + out_row, log_sum * 0.6931471805599453, mask=kept)
+
+
+@triton.jit
+def _row_of(request, N, head, row, G: tl.constexpr, GROUP: tl.constexpr):
+    """Of q and the result: queries by request, node, head. Row = node * GROUP + head within the group."""
+    return (request * N + row // GROUP) * (G * GROUP) + head * GROUP + row % GROUP

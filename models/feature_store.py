@@ -164,6 +164,10 @@ class FeatureStore:
                 raise ValueError(f"{error}; rebuild it: {self.index.rebuild_command(number)}") from error
         return self._opened[number]
 
+    def close(self) -> None:
+        """Lets go of the maps; the next read makes them again. What a map shows stays in the host's memory."""
+        self._opened.clear()
+
     def fail(self, number: int, fault: str) -> None:
         command = self.index.rebuild_command(number)
         raise ValueError(f"{shard_path(self.folder, number)} {fault}; rebuild it: {command}")

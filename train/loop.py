@@ -66,10 +66,10 @@ def start(options: RunOptions) -> Accelerator:
 
 
 def dtype_of_weights(accelerator: Accelerator) -> torch.dtype | None:
-    """What a draft's layers take: its weights' dtype, or anything under autocast (None)."""
+    """What a draft's layers take: anything under autocast (None), else, as where weights are sharded, their dtype."""
     if accelerator.mixed_precision == "no":
         return torch.float32
-    return torch.bfloat16 if accelerator.distributed_type == DistributedType.DEEPSPEED else None
+    return torch.bfloat16 if accelerator.distributed_type in SHARDING else None
 
 
 def fit(

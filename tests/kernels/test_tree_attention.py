@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.arrivals import arrival_counters
+from slipstream.kernels import tree_attention as module
+from slipstream.kernels.arrivals import arrival_counters, meeting_points
 from slipstream.kernels.tree_attention import (
     Blocks,
     Parts,
     choose_parts,
+    choose_shares,
     tree_attention,
     tree_attention_reference,
     tree_attention_triton,
@@ -76,16 +78,26 @@ def test_any_cut_gives_the_same(blocks: Blocks, splits: int, device: str) -> Non
 
 
 def test_parts_shrink_as_the_batch_grows() -> None:
-    assert [choose_parts(batch, 8, 16, 32768).most for batch in (1, 2, 8, 32)] == [32, 16, 4, 1]
-    assert [choose_parts(1, 8, 16, capacity).most for capacity in (1, 128, 129, 1024)] == [1, 1, 2, 8]
-    assert [choose_parts(1, 8, rows, 32768).most for rows in (32, 64, 128)] == [32, 16, 8]
-    assert {choose_parts(batch, 8, 16, 32768).most for batch in range(5, 9)} == {4}
+    assert [choose_parts(batch, 8, 16, 32768, 128).most for batch in (1, 2, 8, 32)] == [32, 24, 6, 1]
+    assert [choose_parts(1, 8, 16, capacity, 128).most for capacity in (1, 64, 65, 1024)] == [1, 1, 2, 16]
+    assert [choose_parts(1, 8, rows, 32768, 128).most for rows in (32, 64, 128)] == [32, 16, 8]
+    assert {choose_parts(batch, 8, 16, 32768, 128).most for batch in range(5, 9)} == {6}
+    assert choose_parts(8, 8, 16, 32768, 256).most == 4, "of wider heads two programs run at a time, not three"
 
 
 def test_programs_that_queue_fill_their_last_wave() -> None:
     """396 programs of 16 rows run at once: 512 are 1.3 waves, three times as many 3.9."""
-    assert [choose_parts(64, 8, 16, capacity).most for capacity in (2048, 4096, 8192)] == [1, 2, 3]
-    assert [choose_parts(64, 8, rows, 8192).most for rows in (32, 64)] == [1, 1]
+    assert [choose_parts(64, 8, 16, capacity, 128).most for capacity in (2048, 4096, 8192)] == [1, 2, 3]
+    assert [choose_parts(64, 8, rows, 8192, 128).most for rows in (32, 64)] == [1, 1]
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_shares_cover_the_rows(rows: int) -> None:
+    for most in range(1, 33):
+        share = choose_shares(Blocks(rows, 64, 4, 3), Parts(most), 128)["SHARE"]
+        assert most * share >= rows, "each program merges one share"
+        assert rows % share == 0
+        assert most == 1 or share < rows, "a share as large as the tile says that there is nothing to merge"
 
 
 def test_without_gradients_on_a_gpu_only_does_the_kernel_run() -> None:
@@ -125,11 +137,23 @@ def test_a_cache_with_more_cells_than_32_bits_count() -> None:
 @pytest.mark.parametrize("name", ["batch 1, 700 tokens", "batch 1, 16 nodes", "batch 8", "32k tokens"])
 @torch.inference_mode()
 def test_repeats_are_bit_identical(name: str) -> None:
-    """Whichever program comes last merges; the result must not show which."""
+    """Whichever program comes last; the result must not show which."""
     scene = Scene(GPU_CASES[name], torch.bfloat16, "cuda")
     expected = scene.run(tree_attention)
     for _ in range(100):
         assert all(map(torch.equal, scene.run(tree_attention), expected))
+    assert not (meeting_points(torch.device("cuda", 0)) & 0x7FFFFFFF).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["batch 1, 700 tokens", "batch 1, 16 nodes", "batch 8", "32k tokens"])
+@torch.inference_mode()
+def test_the_last_program_merges_what_all_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of programs that may have to run one after another."""
+    scene = Scene(GPU_CASES[name], torch.bfloat16, "cuda")
+    expected = scene.run(tree_attention)
+    monkeypatch.setattr(module, "all_run", lambda *_: False)
+    assert all(map(torch.equal, scene.run(tree_attention), expected))
     assert not arrival_counters(torch.device("cuda", 0)).any()
 
 

@@ -44,7 +44,7 @@ def test_losses_are_those_of_a_target_in_fp32_but_for_rounding(
         ("no", DistributedType.NO, torch.float32),
         ("no", DistributedType.DEEPSPEED, torch.float32),
         ("bf16", DistributedType.MULTI_GPU, None),
-        ("bf16", DistributedType.FSDP, None),
+        ("bf16", DistributedType.FSDP, torch.bfloat16),
         ("bf16", DistributedType.DEEPSPEED, torch.bfloat16),
     ],
 )
