@@ -122,12 +122,11 @@ def test_sizes_are_those_of_the_tensors(tmp_path: Path, form: FeatureFormat) -> 
 
 def test_a_shard_is_mapped_and_not_loaded(tmp_path: Path) -> None:
     write_store(tmp_path, make_form())
-    store = FeatureStore(tmp_path)
+    store, path = FeatureStore(tmp_path), str(shard_path(tmp_path, 0))
 
     def mapped() -> list[range]:
-        lines = (line.split() for line in Path("/proc/self/maps").read_text().splitlines())
-        spans = [words[0].split("-") for words in lines if words[-1] == str(shard_path(tmp_path, 0))]
-        return [range(*(int(bound, 16) for bound in span)) for span in spans]
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return [range(*(int(x, 16) for x in line.split()[0].split("-"))) for line in lines if line.endswith(path)]
 
     pointer = store.open(0).tensors["features"].data_ptr()
     assert any(pointer in span for span in mapped())
