@@ -11,7 +11,6 @@ one JSON line per result.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from slipstream.bench.gpu import copy_bandwidth, revision
+from slipstream.bench.lines import Lines
 from slipstream.kernels.tree_attention import Blocks, Parts, choose_blocks, choose_parts, tree_attention_triton
 
 COLD_BYTES = 256 * 2**20  # KV of all layers at least: four times an H200's L2
@@ -158,7 +158,8 @@ def parse() -> argparse.Namespace:
 
 @torch.inference_mode()
 def main() -> None:
-    options, results = parse(), []
+    options = parse()
+    lines = Lines(options.output)
     torch.manual_seed(0)
     copy = copy_bandwidth()
     head = describe(options, copy)
@@ -172,12 +173,8 @@ def main() -> None:
             shape = f"{work.batch:5} {work.context:7} {work.nodes:5} {work.page_size:4}"
             cut = f"{rows:4} {tokens:6} {warps:5} {stages:6} {most:5} {part:6}"
             print(f"{shape} | {cut} | {result['us']:8.2f} {result['gb_s']:6} {result['share']:6.3f}", flush=True)
-            results.append(result)
-    lines = [json.dumps(result) for result in results]
-    if options.output is not None:
-        with options.output.open("a") as file:
-            file.writelines(line + "\n" for line in lines)
-    print("\n".join(lines))
+            lines.add(result)
+    lines.print()
 
 
 if __name__ == "__main__":

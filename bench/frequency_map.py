@@ -7,7 +7,6 @@ Both read the same files, by then in memory, in the same run and must give the s
 one JSON line.
 """
 
-import json
 import os
 import platform
 import tempfile
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from datasets import load_from_disk
 
+from slipstream.bench.lines import Lines
 from slipstream.config import parse
 from slipstream.data_tools.dataset import Tokens, read_report, write_dataset
 from slipstream.data_tools.frequency_map import Counted, build_map, count_tokens
@@ -57,11 +57,9 @@ def main() -> None:
     for side in ("counter", "ours"):
         print(f"{side:10}{result[f'{side}_s']:10.3f}{result[f'{side}_tokens_per_s']:16,}")
     print(f"{result['tokens']:,} tokens, {result['speed_up']} times as fast on {result['cores']} cores")
-    line = json.dumps({"bench": "frequency_map", **result})
-    if config.output is not None:
-        with Path(config.output).open("a") as file:
-            file.write(line + "\n")
-    print(line)
+    lines = Lines(config.output)
+    lines.add({"bench": "frequency_map", **result})
+    lines.print()
 
 
 def make_dataset(path: Path, config: BenchConfig) -> Path:

@@ -8,12 +8,10 @@ rows are copied or read through an index in random order; then the sample, or th
 index instead (kernels/gathered_head.py, choose_tiling). Prints tables and ends in one JSON line per row.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from slipstream.bench.gpu import copy_bandwidth, revision
 from slipstream.bench.kernel_times import graph_us
+from slipstream.bench.lines import Lines
 from slipstream.config import parse
 from slipstream.kernels.gathered_head import (
     DraftHead,
@@ -85,16 +84,13 @@ def main() -> None:
     limit = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: a large copy moves {limit / 1e9:,.0f} GB/s")
     heads = make_heads(config)
-    results = []
-    for rows in config.rows:
-        results += (tune if config.tune else measure)(config, heads, ask(config, rows), limit)
     shared: dict[str, Any] = {"bench": "head", "device": torch.cuda.get_device_name(), "date": str(date.today())}
     shared |= {"vocab": config.vocab, "draft_vocab": config.draft_vocab, "hidden": config.hidden, "k": config.k}
-    lines = [json.dumps({**shared, "revision": revision(), **result}) for result in results]
-    if config.output is not None:
-        with Path(config.output).open("a") as file:
-            file.writelines(line + "\n" for line in lines)
-    print("\n".join(lines))
+    lines = Lines(config.output, shared | {"revision": revision()})
+    for rows in config.rows:
+        for result in (tune if config.tune else measure)(config, heads, ask(config, rows), limit):
+            lines.add(result)
+    lines.print()
 
 
 def make_heads(config: HeadConfig) -> dict[str, list[DraftHead]]:

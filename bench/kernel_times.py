@@ -10,11 +10,9 @@ From 33 rows on they take turns over buffers larger than the L2 cache. Prints a 
 """
 
 import gc
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,6 +20,7 @@ import torch
 
 from slipstream.bench.gpu import copy_bandwidth, revision
 from slipstream.bench.kernel_cases import LAYERS, LINEARS, Calls, Case, all_cases
+from slipstream.bench.lines import Lines
 from slipstream.config import parse
 
 LAUNCHES = 48
@@ -48,20 +47,15 @@ def main() -> None:
     limit = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: a large copy moves {limit / 1e9:,.0f} GB/s")
     print(f"{'kernel':20}{'rows':>6}{'MB':>10}{'us':>9}{'GB/s':>8}{'share':>7}{'flashinfer us':>15}{'torch us':>10}")
-    results = []
+    shared = {"bench": "kernels", "device": torch.cuda.get_device_name(), "date": str(date.today())}
+    lines = Lines(config.output, shared | {"revision": revision()})
     for case in all_cases(config.rows, config.kernels):
-        results.append(measure(case, limit, config.flashinfer))
-        print_row(results[-1], case.bytes)
+        print_row(lines.add(measure(case, limit, config.flashinfer)), case.bytes)
         del case
         gc.collect()
         torch.cuda.empty_cache()
-    print_passes(results)
-    shared = {"bench": "kernels", "device": torch.cuda.get_device_name(), "date": str(date.today())}
-    lines = [json.dumps({**shared, "revision": revision(), **result}) for result in results]
-    if config.output is not None:
-        with Path(config.output).open("a") as file:
-            file.writelines(line + "\n" for line in lines)
-    print("\n".join(lines))
+    print_passes(lines.all)
+    lines.print()
 
 
 def measure(case: Case, limit: float, with_flashinfer: bool) -> dict[str, Any]:

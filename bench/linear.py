@@ -8,11 +8,9 @@ alone, and the layers of an 8B target one behind another with the small kernels 
 one JSON line per row.
 """
 
-import json
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch.nn import functional as F
 from slipstream.bench.gpu import copy_bandwidth, revision
 from slipstream.bench.kernel_times import graph_us
 from slipstream.bench.linear_chain import time_chains
+from slipstream.bench.lines import Lines
 from slipstream.config import parse
 from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.skinny import (
@@ -73,19 +72,16 @@ def main() -> None:
     config = parse(LinearConfig, prog="bench/linear.py", description="Linear layers of few rows against the memory.")
     limit = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: a large copy moves {limit / 1e9:,.0f} GB/s")
-    names = config.shapes or list(SHAPES)
-    if config.tune:
-        results = [result for name in names for result in tune(name, config.rows[-1], limit)]
-    else:
-        print(f"{'shape':16}{'rows':>5}{'us':>9}{'GB/s':>8}{'share':>7}{'torch us':>10}")
-        results = [result for name in names for result in measure(name, config.rows, limit)]
-        results += time_chains([1, 4, 8], config.context) if config.chain else []
     shared = {"bench": "linear", "device": torch.cuda.get_device_name(), "date": str(date.today())}
-    lines = [json.dumps({**shared, "revision": revision(), **result}) for result in results]
-    if config.output is not None:
-        with Path(config.output).open("a") as file:
-            file.writelines(line + "\n" for line in lines)
-    print("\n".join(lines))
+    lines = Lines(config.output, shared | {"revision": revision()})
+    if not config.tune:
+        print(f"{'shape':16}{'rows':>5}{'us':>9}{'GB/s':>8}{'share':>7}{'torch us':>10}")
+    for name in config.shapes or list(SHAPES):
+        for result in tune(name, config.rows[-1], limit) if config.tune else measure(name, config.rows, limit):
+            lines.add(result)
+    for result in time_chains([1, 4, 8], config.context) if config.chain and not config.tune else []:
+        lines.add(result)
+    lines.print()
 
 
 def measure(name: str, row_counts: list[int], limit: float) -> list[dict[str, Any]]:

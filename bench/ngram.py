@@ -4,7 +4,6 @@ python bench/ngram.py                         # with the bundled questions, in a
 python bench/ngram.py --data my_chats.jsonl   # rows with "messages"
 """
 
-import json
 import os
 import platform
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from slipstream.bench.lines import Lines
 from slipstream.bench.ngram_replay import edits, questions, replay
 from slipstream.config import parse
 from slipstream.serve.drafters.ngram_core import NgramCore
@@ -63,11 +63,9 @@ def main() -> None:
         "machine": platform.machine(),
         "date": time.strftime("%Y-%m-%d"),
     }
-    line = json.dumps(result)
-    if config.output is not None:
-        with Path(config.output).open("a") as file:
-            file.write(line + "\n")
-    print(line)
+    lines = Lines(config.output)
+    lines.add(result)
+    lines.print()
 
 
 def measure_cost(config: BenchConfig) -> dict[str, Any]:

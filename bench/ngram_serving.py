@@ -11,7 +11,6 @@ one round's tokens to the launch of the next, `drafter` the part that goes into 
 JSON line per level.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from transformers import AutoTokenizer
 
 from slipstream.bench.gpu import revision
 from slipstream.bench.host_clock import HostClock
+from slipstream.bench.lines import Lines
 from slipstream.bench.serving_run import Run, device_name, run_offline
 from slipstream.bench.workload import KINDS, Task, Workload, read_chats
 from slipstream.config import parse
@@ -174,18 +174,14 @@ COLUMNS = (  # heading, key of a line, format
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(BenchConfig, argv, prog="bench/ngram_serving.py", description="n-gram lookahead against no draft.")
     tokenizer = AutoTokenizer.from_pretrained(config.target)
-    lines: list[dict[str, Any]] = []
+    lines = Lines(config.output)
     print("  ".join(heading for heading, _, _ in COLUMNS))
     for level in config.levels:
-        lines.append(measure(config, tokenizer, level))
-        cells = ["-" if lines[-1][key] is None else format(lines[-1][key], form) for _, key, form in COLUMNS]
+        line = lines.add(measure(config, tokenizer, level))
+        cells = ["-" if line[key] is None else format(line[key], form) for _, key, form in COLUMNS]
         row = (cell.rjust(len(heading)) for cell, (heading, _, _) in zip(cells, COLUMNS, strict=True))
         print("  ".join(row), flush=True)
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    if config.output is not None:
-        with Path(config.output).open("a") as file:
-            file.write(text)
-    print(text, end="")
+    lines.print()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ same files read from end to end by a few threads in large pieces, both without a
 close to the second, the disk is the limit. Prints a line per epoch and per dtype and ends in JSON lines.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from slipstream.bench.gpu import revision
+from slipstream.bench.lines import Lines
 from slipstream.bench.training import clock, median
 from slipstream.bench.training_case import StepConfig, build, make_batch
 from slipstream.config import parse
@@ -75,26 +75,21 @@ def main(argv: list[str] | None = None) -> None:
     step = make_step(training, accelerator)
     tokens, mask = (part.tolist() * num_shards(config) for part in documents(config))
     rows = PackedRows(Dataset.from_dict({"input_ids": tokens, "loss_mask": mask}), config.sequence)
-    shared = describe(config, accelerator)
-    lines = []
+    lines = Lines(config.output, describe(config, accelerator))
     for dtype in config.dtypes:
         with TemporaryDirectory(dir=config.folder) as folder:
             store = capture(config, training, dtype, Path(folder))
             layers, rate = training.target.feature_layers, disk_rate(Path(folder))
             read_features(store, DataOptions(path=""), training, {"train": rows}, layers, accelerator.device)
             for found in measure(config, step, rows, store):
-                lines.append({**shared, "dtype": dtype, **found, "disk_gb_per_second": round(rate, 3)})
+                lines.add({"dtype": dtype, **found, "disk_gb_per_second": round(rate, 3)})
                 print(
                     f"{dtype} from the {found['from']}: step {found['step_ms']} ms, {found['alone_ms']} with its batch "
                     f"there; {100 * found['share_waited']:.2f} % waited for batches of {found['batch_gb']} GB, read at "
                     f"{found['read_gb_per_second']:.2f} GB/s, {found['read_gb_per_second'] / rate:.0%} of the disk's",
                     flush=True,
                 )
-    for line in lines:
-        print(json.dumps(line))
-    if config.output is not None:
-        with open(config.output, "a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+    lines.print()
 
 
 def make_step(training: DraftTraining, accelerator: Accelerator) -> Callable[[Batch], float]:

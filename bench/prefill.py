@@ -7,19 +7,18 @@ many rows, `attention_ms` FlashInfer's kernel on the same pages for all layers; 
 line.
 """
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from slipstream.bench.gpu import kernel_table, revision
+from slipstream.bench.lines import Lines
 from slipstream.config import parse
 from slipstream.models.layers import Linear
 from slipstream.serve.engine import Engine
@@ -64,25 +63,24 @@ def main() -> None:
     if config.profile:
         print(kernel_table(lambda: prompt_ms(engine, length, 99), repeats=1))
     linears, attention = linears_ms(engine, length), attention_ms(engine, length)
-    line: dict[str, Any] = {
-        "bench": "prefill",
-        "device": torch.cuda.get_device_name(),
-        "date": date.today().isoformat(),
-        "revision": revision(),
-        "target": config.target,
-        "draft": "none",
-        "prompt_len": length,
-        "ms": round(median(times), 2),
-        "linears_ms": round(linears, 2),
-        "attention_ms": round(attention, 2),
-        "ratio": round(median(times) / (linears + attention), 3),
-        "tok_s": round(1000 * length / median(times)),
-    }
-    text = json.dumps(line)
-    print(text)
-    if config.output is not None:
-        with open(config.output, "a") as file:
-            file.write(text + "\n")
+    lines = Lines(config.output)
+    lines.add(
+        {
+            "bench": "prefill",
+            "device": torch.cuda.get_device_name(),
+            "date": date.today().isoformat(),
+            "revision": revision(),
+            "target": config.target,
+            "draft": "none",
+            "prompt_len": length,
+            "ms": round(median(times), 2),
+            "linears_ms": round(linears, 2),
+            "attention_ms": round(attention, 2),
+            "ratio": round(median(times) / (linears + attention), 3),
+            "tok_s": round(1000 * length / median(times)),
+        }
+    )
+    lines.print()
 
 
 def prompt_ms(engine: Engine, length: int, seed: int) -> float:

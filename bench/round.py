@@ -9,7 +9,6 @@ the kernels of a round. Prints a table and ends in one JSON line per row.
 """
 
 import gc
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.bench.gpu import copy_bandwidth, gaps_between_replays, kernel_table, milliseconds, revision
+from slipstream.bench.lines import Lines
 from slipstream.config import parse
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig
@@ -93,21 +93,18 @@ def main() -> None:
     config = parse(RoundConfig, prog="bench/round.py", description="Time of a round by batch size.")
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
-    lines: list[Measured] = []
+    lines = Lines(config.output)
     drafted = [(config.draft, width) for width in config.width if config.draft != "none"]
     for draft, width in [("none", 1), *drafted]:
         engine = build(config, draft, width)
         for batch in config.batch:
-            lines.append(measure(engine, config, batch, bandwidth))
-            print_row(lines[-1], first=len(lines) == 1)
+            measured = measure(engine, config, batch, bandwidth)
+            lines.add(asdict(measured))
+            print_row(measured, first=len(lines.all) == 1)
         del engine
         gc.collect()
         torch.cuda.empty_cache()
-    text = "\n".join(json.dumps(asdict(line)) for line in lines)
-    print(text)
-    if config.output is not None:
-        with open(config.output, "a") as file:
-            file.write(text + "\n")
+    lines.print()
 
 
 def build(config: RoundConfig, draft: str, width: int) -> Engine:

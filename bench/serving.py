@@ -12,7 +12,6 @@ of a request), TTFT and ITL are between outputs, which hold several tokens where
 """
 
 import gc
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ import torch
 from transformers import AutoTokenizer
 
 from slipstream.bench.gpu import revision
+from slipstream.bench.lines import Lines
 from slipstream.bench.serving_options import ServingConfig, flags
 from slipstream.bench.serving_run import Run, device_name, run_offline
 from slipstream.bench.workload import Task, Workload
@@ -148,18 +148,14 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(ServingConfig, argv, prog="bench/serving.py", description="Serving, with a draft and without.")
-    lines = []
+    lines = Lines(config.output)
     try:
         for line in measure(config):
-            lines.append(line)
-            if config.output is not None:
-                with Path(config.output).open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+            lines.add(line)
     except (ValueError, OSError) as error:
         raise SystemExit(f"bench/serving.py: error: {error}") from error
-    print(table(lines))
-    for line in lines:
-        print(json.dumps(line))
+    print(table(lines.all))
+    lines.print()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ lists the kernels by group and by name. Of several processes each has rows of it
 a second of all, the rest of one. Prints tables and ends in one JSON line.
 """
 
-import json
 import re
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from slipstream.bench.gpu import revision
+from slipstream.bench.lines import Lines
 from slipstream.bench.training_case import StepConfig, build, make_batch
 from slipstream.bench.training_flops import step_flops
 from slipstream.config import parse
@@ -65,10 +65,9 @@ def main(argv: list[str] | None = None) -> None:
     print_table(line, flops)
     if config.profile:
         line["groups_ms"] = print_profile(by_name)
-    print(json.dumps(line))
-    if config.output is not None:
-        with open(config.output, "a") as file:
-            file.write(json.dumps(line) + "\n")
+    lines = Lines(config.output)
+    lines.add(line)
+    lines.print()
 
 
 def plain_product(device: torch.device) -> float:
