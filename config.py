@@ -40,7 +40,7 @@ def parse(config_class: type[ConfigT], argv: Sequence[str] | None = None, *, pro
     Exits with status 2 and one message on a bad value or an unknown key; the message then lists the valid keys.
     """
     parser = build_parser(config_class, prog=prog, description=description)
-    words = expand(config_class, sys.argv[1:] if argv is None else argv)
+    words = expand(config_class, files_first(sys.argv[1:] if argv is None else argv))
     return instantiate(parser, config_class, parse_or_exit(parser, words))
 
 
@@ -50,7 +50,7 @@ def parse_or_exit(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     except Exception as error:  # jsonargparse and argparse raise several unrelated types; the process ends here
         message = str(error).strip()
         print(f"{parser.prog}: error: {message}", file=sys.stderr)
-        if "unrecognized" in message or "does not accept" in message:
+        if any(words in message for words in ("unrecognized", "does not accept", "is not accepted")):
             print(f"valid options: {', '.join(option_names(parser))}", file=sys.stderr)
         raise SystemExit(2) from error
 
@@ -63,6 +63,19 @@ def instantiate(parser: ArgumentParser, config_class: type[ConfigT], namespace: 
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+def files_first(argv: Sequence[str]) -> list[str]:
+    """`argv` with its --config words moved to the front: the parser lets later words win, and flags must."""
+    words, files, flags = list(argv), list[str](), list[str]()
+    while words:
+        word = words.pop(0)
+        if word == "--config":
+            files += [word, *words[:1]]
+            del words[:1]
+        else:
+            (files if word.startswith("--config=") else flags).append(word)
+    return files + flags
 
 
 def expand(config_class: type, argv: Sequence[str]) -> list[str]:

@@ -174,7 +174,7 @@ class AutoregressiveDrafter(base.Drafter):
         """
         B, N = verdict.nodes.shape
         features = features.view(B, N, -1)
-        if self.branches:  # a chain's accepted nodes are its first
+        if batch.ancestors is not None:  # a tree, maybe n-gram lookahead's; a chain's accepted nodes are its first
             nodes = verdict.nodes.clamp(min=0).long()
             features = features.gather(1, nodes[:, :, None].expand(B, N, features.shape[-1]))
         self.attention.plan(batch.uniform(batch.lengths, N))

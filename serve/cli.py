@@ -66,8 +66,20 @@ def find_draft(argv: Sequence[str]) -> str:
     known, _ = parser.parse_known_args(argv)
     draft = ServeConfig().draft
     for name in known.config:
-        draft = (yaml.safe_load(Path(name).read_text()) or {}).get("draft", draft)
+        draft = read_options(name).get("draft", draft)
+        if not isinstance(draft, str):
+            raise ValueError(f"draft in {name} is {draft!r}; it must be a checkpoint or the name of a drafter")
     return known.draft or draft
+
+
+def read_options(file: str) -> dict[str, Any]:
+    try:
+        options = yaml.safe_load(Path(file).read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"config {file} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"config {file} holds {options!r}; it must hold options, one `name: value` per line")
+    return options
 
 
 if __name__ == "__main__":

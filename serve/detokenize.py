@@ -127,7 +127,10 @@ class TextStream:
         return text[: len(text) - held]
 
     def cut(self, stats: RequestStats) -> RequestStats:
-        """Exact for accepted tokens and rounds; drafted tokens are taken in proportion to the rounds."""
+        """Exact for accepted tokens and rounds; drafted tokens are taken in proportion to the rounds.
+
+        Where rounds draft differently many, the share can miss what was accepted, which was drafted for certain.
+        """
         if self.num_tokens == stats.completion_tokens:
             return stats
         accepted = [0] * len(stats.accepted_by_position)
@@ -145,7 +148,7 @@ class TextStream:
             stats,
             completion_tokens=self.num_tokens,
             rounds=rounds,
-            drafted_tokens=stats.drafted_tokens * rounds // max(stats.rounds, 1),
+            drafted_tokens=max(stats.drafted_tokens * rounds // max(stats.rounds, 1), sum(accepted)),
             accepted_by_position=accepted,
         )
 

@@ -153,7 +153,8 @@ class Executor:
         return Recipients(places, rows, self.state.upload(rows))
 
     def meanwhile(self, rows: list[int], policy: WidthPolicy | None) -> Callable[[], None]:
-        """What the host does until it can tell its drafter what `rows` (B,) have gained; see Flight.read."""
+        """What the host does until it can tell its drafter what `rows` have gained; see Flight.read."""
+        rows = list(dict.fromkeys(rows))  # one comes twice if its request has ended and the next one's prompt runs
         return paced(self._rehearsal.steps(rows, self.offers(rows), policy))
 
     def store(self, to: Recipients, proposal: HostProposal) -> None:

@@ -11,14 +11,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from slipstream.models.checkpoint import read_json
 from slipstream.serve.detokenize import Decoder
 from slipstream.serve.options import ServeConfig, find_target
-from slipstream.serve.protocol import DEFAULT_COMPLETION_TOKENS, ApiError, Body, ChatBody, CompletionBody
+from slipstream.serve.protocol import DEFAULT_COMPLETION_TOKENS, ApiError, Body, ChatBody, CompletionBody, check_text
 from slipstream.serve.request import Request, SamplingParams
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
+# What transformers passes to a template itself, beside the parameters of apply_chat_template.
+RESERVED_IN_TEMPLATES = ("self", "messages", "conversations")
 
 
 class Frontend:
-    """Tokenizer and rules of one target; holds nothing of a request."""
+    """Tokenizer and rules of one target; holds nothing of a request. `requests` may run on several threads at once."""
 
     def __init__(self, config: ServeConfig, info: Any) -> None:
         """`info`: the running engine's EngineInfo. Raises ValueError for a target that can not be read."""
@@ -28,6 +30,7 @@ class Frontend:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, trust_remote_code=config.trust_remote_code
         )
+        self.tokenizer("")  # its first call may change its settings, which fails while another thread uses it
         self.decoder = Decoder(self.tokenizer)
         self.max_model_len, self.vocab_size = info.max_model_len, info.vocab_size
 
@@ -39,7 +42,7 @@ class Frontend:
     def chat_prompt(self, body: ChatBody) -> list[int]:
         if not self.tokenizer.chat_template:
             raise ApiError(400, f"{self.model_name} has no chat template; use /v1/completions", "messages")
-        reserved = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        reserved = {*RESERVED_IN_TEMPLATES, *inspect.signature(self.tokenizer.apply_chat_template).parameters}
         for name in body.chat_template_kwargs:
             if name in reserved:
                 raise ApiError(400, f"chat_template_kwargs must not hold {name}", "chat_template_kwargs")
@@ -50,8 +53,9 @@ class Frontend:
                 add_generation_prompt=body.add_generation_prompt,
                 **body.chat_template_kwargs,
             )
-        except TemplateError as error:
-            raise ApiError(400, f"the chat template refuses these messages: {error}", "messages") from error
+        except (TemplateError, TypeError, ValueError) as error:  # the latter two: of arguments it can not work with
+            field = "chat_template_kwargs" if body.chat_template_kwargs else "messages"
+            raise ApiError(400, f"the chat template refuses this request: {error}", field) from error
         return self.encode(str(text), "messages", add_special_tokens=False)
 
     def completion_prompts(self, body: CompletionBody) -> list[list[int]]:
@@ -68,11 +72,7 @@ class Frontend:
         return prompts
 
     def encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()  # JSON can carry halves of characters, which no tokenizer takes
-        except UnicodeEncodeError as error:
-            raise ApiError(400, f"{field} is not valid text: {error}", field) from error
-        return self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+        return self.tokenizer(check_text(text, field), add_special_tokens=add_special_tokens).input_ids
 
     def requests(self, body: ChatBody | CompletionBody, response_id: str) -> list[Request]:
         """One per choice: all choices of the first prompt, then of the next. Choices share the seed."""

@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from tqdm import tqdm
 from transformers import AutoTokenizer
@@ -39,13 +39,18 @@ class LLM:
         prompts: Sequence[str | list[int]],
         params: SamplingParams | Sequence[SamplingParams],
         *,
-        stop: tuple[str, ...] = (),
+        stop: str | Sequence[str] = (),
         progress: bool = False,
     ) -> list[Generation]:
         """Answers in the order of the prompts: texts, tokenised as they stand, or token ids.
 
         Raises ValueError for a prompt that cannot be served, before anything is generated.
         """
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in stop:
+            raise ValueError("stop has an empty string, which would end every answer at once; leave it out")
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts is the text {prompts[:20]!r}; give a list of prompts")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"params has {len(each)} entries for {len(prompts)} prompts; give one, or one per prompt")
@@ -72,6 +77,16 @@ class LLM:
                     done[index] = _generation(answers[index], pieces[index], texts[index], ended)
                     bar.update()
         return [done[index] for index in range(len(requests))]
+
+    def close(self) -> None:
+        """Ends the engine: a drafter that keeps what it has learned writes it. Not to be used after."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,14 @@ class Answer:
     accepted_by_position: list[int] = field(default_factory=list)
     error: str | None = None
 
-    def add(self, event: dict[str, Any]) -> None:
+    def add(self, event: Any) -> None:
         """Takes over a response body or one streamed event, of either endpoint."""
-        if "error" in event:
-            self.error = str(event["error"].get("message") if isinstance(event["error"], dict) else event["error"])
+        error = event.get("error") if isinstance(event, dict) else None
+        if error is not None:
+            self.error = str(error.get("message") if isinstance(error, dict) else error)
+            return
+        if not isinstance(event, dict) or not isinstance(event.get("choices"), list):
+            self.error = f"an answer without choices: {json.dumps(event)[:200]}"
             return
         for choice in event["choices"]:
             content = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
@@ -203,10 +207,20 @@ class Load:
             if response.status_code != 200:
                 answer.add(json.loads(await response.aread()))
                 return
-            async for line in response.aiter_lines():
-                if not line.startswith("data:") or line.endswith("[DONE]"):
+            async for line in read_lines(response):
+                if not line.startswith("data:") or line.rstrip().endswith("[DONE]"):
                     continue
                 length = len(answer.text)
                 answer.add(json.loads(line[5:]))
                 if len(answer.text) > length:
                     answer.arrivals_s.append(time.perf_counter())
+
+
+async def read_lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Lines of a stream of events. httpx' own also end at U+2028 and its like, which may stand inside JSON."""
+    rest = ""
+    async for text in response.aiter_text():
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            yield line
+    yield rest

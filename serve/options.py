@@ -1,5 +1,6 @@
 """Options of the engine and of the server, and the rule that finds the target. Imports no HTTP package."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        if self.simulate_accept_length is not None and self.simulate_accept_length < 1:
-            raise ValueError(f"simulate_accept_length is {self.simulate_accept_length}; a round emits at least 1 token")
+        if self.simulate_accept_length is not None and not 1 <= self.simulate_accept_length < math.inf:
+            raise ValueError(
+                f"simulate_accept_length is {self.simulate_accept_length}; it must be a number of tokens, at least 1"
+            )
         if self.prefill_graph_tokens and self.prefill_graph_tokens < PREFILL_BLOCK:
             raise ValueError(
                 f"prefill_graph_tokens is {self.prefill_graph_tokens}; it must be at least {PREFILL_BLOCK}, or 0 (none)"
@@ -99,6 +102,10 @@ class ServeConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port is {self.port}; it must be between 0 (any free port) and 65535")
+        if self.max_waiting < 0:
+            raise ValueError(f"max_waiting is {self.max_waiting}; it must be at least 0")
         if self.simulate_accept_length is not None and not self.unsafe_simulate:
             raise ValueError(
                 f"simulate_accept_length is {self.simulate_accept_length}: every answer would be wrong; if a benchmark "

@@ -6,7 +6,7 @@ A field is understood, or known and without effect at the value sent, or refused
 import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions; a chat answer may fill the context
 ROLES = ("system", "developer", "user", "assistant")
@@ -143,6 +143,19 @@ def read_stop(value: Any) -> list[str]:
     return strings
 
 
+def check_text(text: str, field: str) -> str:
+    """JSON can carry halves of characters, which neither tokenizers nor the engine take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ApiError(400, f"{field} is not valid text: {error}", field) from error
+    return text
+
+
+def check_salt(value: str) -> str:
+    return check_text(value, "cache_salt")
+
+
 class Body(BaseModel):
     """Fields that both endpoints share. The ranges of sampling values are SamplingParams' business."""
 
@@ -161,7 +174,8 @@ class Body(BaseModel):
     stop: Annotated[list[str], BeforeValidator(read_stop)] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
-    cache_salt: str = ""  # requests share cached prompt prefixes only with requests of the same salt
+    # Requests share cached prompt prefixes only with requests of the same salt.
+    cache_salt: Annotated[str, AfterValidator(check_salt)] = ""
 
     @model_validator(mode="before")
     @classmethod

@@ -28,7 +28,7 @@ class SamplingParams:
         for name, valid, remedy in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
-            ("top_k", self.top_k >= 0, "0 (off) or a positive number"),
+            ("top_k", 0 <= self.top_k < 2**31, "0 (off) or a positive number below 2**31"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
         ):

@@ -66,5 +66,5 @@ class Shape(NamedTuple):
 
 
 def sse(event: Mapping[str, Any]) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """One server-sent event. ASCII: many readers would take U+2028, U+2029 or U+0085 for the end of the line."""
+    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"

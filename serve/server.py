@@ -58,10 +58,13 @@ class Api:
 
     async def _answer(self, body: ChatBody | CompletionBody, request: Request) -> Response:
         self.frontend.check_model(body.model)
-        self._check_room(body)
+        self._check_room(body)  # before the work of tokenising
         shape = Shape.of(body, self.frontend.model_name)
         completion = Completion(self.engine, self.frontend.decoder, self.metrics, watched=body.stream)
-        completion.submit(self.frontend.requests(body, shape.id), body.stop)
+        # A long prompt takes seconds, in which streams and /health must go on.
+        requests = await asyncio.to_thread(self.frontend.requests, body, shape.id)
+        self._check_room(body)  # others may have come meanwhile
+        completion.submit(requests, body.stop)
         self._watch(request, completion)
         if body.stream:
             return StreamingResponse(self._events(body, shape, completion), media_type="text/event-stream")

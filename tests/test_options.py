@@ -38,7 +38,8 @@ def test_bad_engine_options_are_sentences(config: type[EngineConfig], field: str
         ("temperature", -0.1, "between 0 and 100"),
         ("temperature", 101.0, "between 0 and 100"),
         ("temperature", float("nan"), "between 0 and 100"),
-        ("top_k", -1, r"0 \(off\) or a positive number"),
+        ("top_k", -1, r"0 \(off\) or a positive number below 2\*\*31"),
+        ("top_k", 2**31, r"0 \(off\) or a positive number below 2\*\*31"),
         ("top_p", 0.0, "above 0 and at most 1"),
         ("top_p", 1.1, "above 0 and at most 1"),
         ("min_p", -0.1, "between 0 and 1"),
@@ -61,8 +62,9 @@ def test_simulated_acceptance_is_not_served_by_accident() -> None:
     with pytest.raises(ValueError, match="every answer would be wrong; .* add --unsafe-simulate"):
         ServeConfig(simulate_accept_length=2.5)
     ServeConfig(simulate_accept_length=2.5, unsafe_simulate=True)
-    with pytest.raises(ValueError, match="simulate_accept_length is 0.5; a round emits at least 1 token"):
-        EngineConfig(simulate_accept_length=0.5)
+    for length in (0.5, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"simulate_accept_length is {length}; it must be a number of tokens, at"):
+            EngineConfig(simulate_accept_length=length)
 
 
 def test_the_target_is_the_one_asked_for_or_the_drafts(tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ class NgramOptions:
         if not 2 <= self.nodes <= MAX_NODES:
             raise ValueError(f"drafter.nodes is {self.nodes}; it must be between 2 and {MAX_NODES}")
         if self.load and not Path(self.load).is_file():
-            raise ValueError(f"drafter.load {self.load} does not exist; name a file that drafter.save has written")
+            raise ValueError(f"drafter.load {self.load} is no file; name one that drafter.save has written")
+        if self.save and not Path(self.save).absolute().parent.is_dir():
+            raise ValueError(f"drafter.save {self.save} lies in a folder that does not exist; make it first")
         if self.corpus and not Path(self.corpus).exists():
             raise ValueError(f"drafter.corpus {self.corpus} does not exist; name a prepared dataset or a .jsonl file")
         self.core(1)
@@ -94,7 +96,7 @@ class Drafter(base.Drafter):
         memory = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self.arrays = cycle([cache(partial(_arrays_in, own)) for own in memory])
         if self.options.load:
-            self.core.load(self.options.load)
+            self.core.load(self.options.load, self.vocab_size)
         for tokens in read_corpus(self.options.corpus, self.vocab_size) if self.options.corpus else ():
             self.core.insert(tokens)
 
@@ -162,5 +164,11 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
 def _read_dataset(path: str) -> Iterator[tuple[str, Any]]:
     from datasets import load_from_disk  # here: nothing else in serving needs it
 
-    for number, row in enumerate(load_from_disk(path)["train"]):
+    try:
+        rows = load_from_disk(path)["train"].select_columns("input_ids")
+    except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"drafter.corpus {path} is no prepared dataset ({error}); make one by slipstream prepare"
+        ) from error
+    for number, row in enumerate(rows):
         yield f"{path} row {number}", row["input_ids"]

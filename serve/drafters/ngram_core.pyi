@@ -101,10 +101,11 @@ class NgramCore:
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the trie; the file appears whole or not at all. Rounds wait while it is copied. Raises OSError."""
 
-    def load(self, path: str | PathLike[str]) -> None:
+    def load(self, path: str | PathLike[str], vocab_size: int = ...) -> None:
         """Replaces the trie; its capacity and branch_length must be large enough. No request may be running.
 
-        Raises OSError, and ValueError naming the file if it is damaged, does not fit or comes too late.
+        Raises OSError, and ValueError naming the file if it is damaged, does not fit, has tokens that a target of
+        vocab_size does not have (default: any), or comes too late.
         """
 
     def stats(self) -> Stats: ...

@@ -2,6 +2,10 @@
 
 import gzip
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -40,6 +44,55 @@ def test_failures_are_counted_not_hidden(server: Server, stream: bool) -> None:
     assert [answer.error is None for answer in result.answers] == [True, False]
     assert "300" in result.errors[0]
     assert result.completion_tokens == 4
+
+
+@contextmanager
+def foreign_server(status: int, content: str) -> Iterator[str]:
+    """The URL of some other server, which gives this answer to every request."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content.encode())))
+            self.end_headers()
+            self.wfile.write(content.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", [{"detail": "overloaded"}, ["overloaded"], {"choices": None, "why": "overloaded"}])
+def test_answers_without_choices_are_failures(body: object, stream: bool) -> None:
+    with foreign_server(503, json.dumps(body)) as url:
+        result = run_load(url, ["a", "b"], model="m", stream=stream)
+    assert len(result.errors) == 2
+    assert all("overloaded" in error for error in result.errors)
+
+
+def test_an_error_of_null_is_none() -> None:
+    body = {"error": None, "choices": [{"text": "a", "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}
+    with foreign_server(200, json.dumps(body)) as url:
+        [answer] = run_load(url, ["x"], model="m").answers
+    assert (answer.error, answer.text, answer.completion_tokens) == (None, "a", 1)
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_only_line_feeds_end_the_lines_of_a_stream(line_end: str) -> None:
+    text = "a\u2028b\u2029c\x85d"
+    event = json.dumps({"choices": [{"text": text, "finish_reason": "stop"}]}, ensure_ascii=False)
+    lines = ["event: piece", f"data: {event}", "", "data: [DONE]", "", ""]
+    with foreign_server(200, line_end.join(lines)) as url:
+        [answer] = run_load(url, ["x"], model="m", stream=True).answers
+    assert (answer.error, answer.text) == (None, text)
 
 
 def test_requests_may_differ_in_more_than_the_prompt(server: Server) -> None:

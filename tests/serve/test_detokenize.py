@@ -178,3 +178,16 @@ def test_counts_are_untouched_without_a_stop_string() -> None:
     stream = TextStream(Decoder(byte_level()), ["."])
     stream.push([4], "length")
     assert stream.cut(stats) is stats
+
+
+def test_no_fewer_drafts_than_were_accepted() -> None:
+    """N-gram drafts differ in length: here all of them stand in the round that the stop string ends."""
+    tokenizer = byte_level()
+    a, dot = tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids(".")
+    stream = TextStream(Decoder(tokenizer), ["."])
+    stream.push([a])
+    stream.push([a, a, a, dot, a])
+    stream.push([a])  # a round too late, without a draft
+    stats = RequestStats(completion_tokens=7, rounds=2, drafted_tokens=4, accepted_by_position=[1, 1, 1, 1])
+    cut = stream.cut(stats)
+    assert (cut.rounds, cut.accepted_tokens, cut.drafted_tokens) == (1, 4, 4)

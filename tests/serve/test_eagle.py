@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slipstream.kernels.draft_tree import TreeShape
 from slipstream.kernels.sampling import noise_key
 from slipstream.serve.autoregressive import TreeOptions
+from slipstream.serve.batch import Batch, Proposal, Verdict
 from slipstream.serve.drafters.base import build_options, drafter_name, find_drafter
 from slipstream.serve.drafters.eagle import Drafter
 from slipstream.serve.engine import Engine
@@ -217,3 +219,37 @@ def test_a_target_is_no_draft(tmp_path: Path) -> None:
 
 def test_checkpoints_name_their_drafter(make_draft: MakeDraft) -> None:
     assert find_drafter(str(make_draft("llama", "eagle"))) is Drafter
+
+
+def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
+    """What it proposes behind such a tree is the oracle's, whose features are those of the accepted nodes."""
+    target, draft = make_target("qwen3"), make_draft("qwen3", "eagle3")
+    oracle, options = Oracle(target, draft), TreeOptions(depth=3)
+    engine = build_engine(target, draft, drafter={"depth": 3, "ngram_first": 1, "ngram_nodes": 16})
+    network, branched, proposed = engine.drafter.network, set[int](), dict[int, list[int]]()
+    observe, propose = network.observe, network.propose
+
+    def recorded(batch: Batch, features: Tensor, verdict: Verdict | None) -> None:
+        if verdict is not None:
+            each = zip(batch.rows.tolist(), verdict.nodes.tolist(), verdict.lengths.tolist(), strict=True)
+            branched.update(row for row, nodes, length in each if nodes[:length] != list(range(length)))
+        observe(batch, features, verdict)
+
+    def noted(batch: Batch, width: int) -> Proposal:
+        proposal = propose(batch, width)
+        proposed.update(zip(batch.rows.tolist(), proposal.tokens.tolist(), strict=True))
+        return proposal
+
+    network.observe, network.propose = recorded, noted
+    for index in range(24):
+        engine.add(make_request(str(index), random_prompt(20, index), max_tokens=60, temperature=0.3 * (index % 2)))
+    num_checked = 0
+    while engine.has_work:
+        branched.clear()
+        engine.step()
+        for sequence in engine.scheduler._running:
+            if sequence.row in branched:
+                tokens, _ = oracle.propose(sequence.tokens, sequence.request, options)
+                assert proposed[sequence.row] == tokens
+                num_checked += 1
+    assert num_checked > 50

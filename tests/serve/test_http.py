@@ -1,5 +1,6 @@
 """Answers of the HTTP server over a fake engine process, which repeats the prompt's own tokens again and again."""
 
+import json
 from itertools import cycle, islice
 from typing import Any
 
@@ -180,3 +181,13 @@ def test_openai_client_works_unchanged(server: Server) -> None:
         api.completions.create(model=MODEL, prompt="x" * 300)
     with pytest.raises(openai.NotFoundError):
         api.completions.create(model="other", prompt="x")
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_events_are_whole_for_readers_that_know_more_line_ends(client: httpx.Client, separator: str) -> None:
+    body = {"prompt": f"a{separator}b", "max_tokens": 12, "stream": True}
+    with client.stream("POST", COMPLETIONS, json=body) as response:
+        lines = [line for line in response.iter_lines() if line]  # splits as str.splitlines does
+    assert lines.pop() == "data: [DONE]"
+    pieces = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines]
+    assert "".join(pieces) == repeated(f"a{separator}b", 12)

@@ -5,7 +5,9 @@ import json
 import os
 import resource
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -101,3 +103,43 @@ def test_the_end_of_the_engine_ends_every_request(byte_target: str, cause: str) 
         assert reason in refused.json()["error"]["message"]
         assert gauge(client, "engine_up") == 0
         wait_until(lambda: not psutil.pid_exists(server.api.engine.pid or 0), "the dead process was reaped")
+
+
+def test_a_prompt_that_takes_long_to_tokenise_holds_up_nobody_else(
+    client: httpx.Client, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frontend, started, go_on = server.api.frontend, threading.Event(), threading.Event()
+    encode = frontend.encode
+
+    def slow_encode(text: str, field: str, add_special_tokens: bool) -> list[int]:
+        if text == "long":
+            started.set()
+            assert go_on.wait(20)
+        return encode(text, field, add_special_tokens)
+
+    monkeypatch.setattr(frontend, "encode", slow_encode)
+    with ThreadPoolExecutor() as pool:
+        long = pool.submit(httpx.post, server.url + COMPLETIONS, json={"prompt": "long", "max_tokens": 4}, timeout=30)
+        try:
+            assert started.wait(20)
+            assert client.get("/health", timeout=10).status_code == 200
+            assert client.post(COMPLETIONS, json={"prompt": "x", "stream": True}, timeout=10).status_code == 200
+            assert not long.done()
+        finally:
+            go_on.set()
+        assert long.result().json()["choices"][0]["text"] == "long"
+
+
+def test_room_is_looked_for_again_after_tokenising(byte_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ServeConfig(target=byte_target, port=0, max_running=1, max_waiting=0)
+    with serving(config) as server, ThreadPoolExecutor() as pool:
+        encode, both_are_here = server.api.frontend.encode, threading.Barrier(2, timeout=20)
+
+        def encode_together(text: str, field: str, add_special_tokens: bool) -> list[int]:
+            both_are_here.wait()
+            return encode(text, field, add_special_tokens)
+
+        monkeypatch.setattr(server.api.frontend, "encode", encode_together)
+        body = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow"}
+        asked = [pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=30) for _ in range(2)]
+        assert sorted(call.result().status_code for call in asked) == [200, 429]

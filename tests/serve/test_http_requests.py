@@ -30,6 +30,7 @@ def test_fields_without_effect_are_accepted(client: httpx.Client, extra: dict[st
     assert response.json()["usage"]["completion_tokens"] == 3
 
 
+REFUSE_ME = [{"role": "user", "content": "refuse me"}]
 REFUSED = [
     # (path, fields, status, param, what the message must hold)
     (COMPLETIONS, {"prompt": "x" * 300}, 400, "prompt", ["300", str(CONTEXT)]),
@@ -58,6 +59,7 @@ REFUSED = [
     (COMPLETIONS, {"prompt": "x", "stop": [1]}, 400, "stop", ["strings"]),
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": ["a"]}, 400, "stop_token_ids.0", ["integer"]),
     (COMPLETIONS, {"prompt": "x", "cache_salt": 5}, 400, "cache_salt", ["string"]),
+    (COMPLETIONS, {"prompt": "x", "cache_salt": "\ud800"}, 400, "cache_salt", ["text"]),
     (COMPLETIONS, {"prompt": ""}, 400, "prompt", ["empty"]),
     (COMPLETIONS, {"prompt": []}, 400, "prompt", ["empty"]),
     (COMPLETIONS, {"prompt": ["a", 3]}, 400, "prompt", ["prompt.1"]),
@@ -85,8 +87,19 @@ REFUSED = [
     (CHAT, {"messages": [*HELLO, {"role": "user", "content": 5}]}, 400, "messages.1.content", ["string"]),
     (CHAT, {"messages": [{"role": "user", "content": "x", "mood": 1}]}, 400, "messages.0.mood", ["unknown"]),
     (CHAT, {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, 400, "messages.0.tool_calls", []),
-    (CHAT, {"messages": [{"role": "user", "content": "refuse me"}]}, 400, "messages", ["that is refused"]),
+    (CHAT, {"messages": REFUSE_ME}, 400, "messages", ["that is refused"]),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs", ["tokenize"]),
+    *(
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {name: []}}, 400, "chat_template_kwargs", [name])
+        for name in ("self", "messages", "conversations", "conversation", "tools")
+    ),
+    (
+        CHAT,
+        {"messages": REFUSE_ME, "chat_template_kwargs": {"raise_exception": 5}},
+        400,
+        "chat_template_kwargs",
+        ["int"],
+    ),
     (COMPLETIONS, {"prompt": "x", "cache_salt": "refuse"}, 400, None, ["refused"]),
     (COMPLETIONS, {"prompt": "x", "cache_salt": "full"}, 429, None, ["waiting"]),
     (COMPLETIONS, {"prompt": "x", "cache_salt": "error"}, 500, None, ["broke"]),
@@ -97,7 +110,8 @@ REFUSED = [
 def test_refused(
     client: httpx.Client, path: str, fields: dict[str, Any], status: int, param: str | None, words: list[str]
 ) -> None:
-    response = client.post(path, json=fields)
+    # httpx would send what has no UTF-8 form as it is; json.dumps escapes it, as clients can.
+    response = client.post(path, content=json.dumps(fields), headers={"Content-Type": "application/json"})
     assert response.status_code == status, response.text
     assert response.json().keys() == {"error"}
     error = response.json()["error"]

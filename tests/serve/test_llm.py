@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from slipstream.serve.drafters.ngram_core import NgramCore
 from slipstream.serve.llm import LLM, Generation
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.tests.random_drafts import save_random_draft
@@ -156,3 +157,23 @@ def test_progress_counts_answers(plain: LLM, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == ""
     plain.generate(PROMPTS, PARAMS, progress=True)
     assert "5/5" in capsys.readouterr().err
+
+
+def test_one_stop_string_is_no_sequence_of_letters(plain: LLM) -> None:
+    answers = [plain.generate(PROMPTS[:2], PARAMS[:2], stop=stop) for stop in ("w1 w", ("w1 w",))]
+    assert tokens_of(answers[0]) == tokens_of(answers[1])
+    with pytest.raises(ValueError, match="stop has an empty string"):
+        plain.generate(PROMPTS[:1], PARAMS[0], stop=("a", ""))
+    with pytest.raises(ValueError, match="prompts is the text 'w3 w4'; give a list"):
+        plain.generate("w3 w4", PARAMS[0])
+
+
+def test_what_ngrams_have_learned_is_written_at_the_end(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "trie"
+    options = {"max_running": 4, "kv_cache_tokens": 1024}
+    with LLM(str(folders[0]), "ngram", drafter={"save": str(path)}, **options) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        assert not path.exists()
+    assert NgramCore().load(path) is None
+    with pytest.raises(ValueError, match=r"drafter.save .*nowhere/trie lies in a folder that does not exist"):
+        LLM(str(folders[0]), "ngram", drafter={"save": str(tmp_path / "nowhere" / "trie")}, **options)

@@ -136,8 +136,9 @@ def test_a_broken_corpus_is_named(line: str, message: str, target: Path, tmp_pat
         ({"breadth": 0}, "drafter.breadth is 0"),
         ({"min_match": 5, "max_match": 4}, "drafter.*m.._match"),
         ({"capacity": 3}, "drafter.capacity is 3"),
-        ({"load": "/no/such/file"}, "drafter.load /no/such/file does not exist"),
+        ({"load": "/no/such/file"}, "drafter.load /no/such/file is no file"),
         ({"corpus": "/no/such/file"}, "drafter.corpus /no/such/file does not exist"),
+        ({"corpus": "/"}, "drafter.corpus / is no prepared dataset"),
         ({"depth": 3}, "drafter option 'depth' does not exist; valid: nodes, min_match"),
     ],
 )

@@ -60,6 +60,15 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         core.save(tmp_path / "no folder" / "trie")
 
 
+def test_tokens_that_a_target_does_not_have_are_refused(tmp_path: Path) -> None:
+    core = NgramCore()
+    core.insert([5, 6, 7, 300])
+    core.save(tmp_path / "trie")
+    NgramCore().load(tmp_path / "trie", 301)
+    with pytest.raises(ValueError, match=r"trie has token 300, and the target's end at 299; name one"):
+        NgramCore().load(tmp_path / "trie", 300)
+
+
 def checksum(data: bytes) -> int:
     """The one of csrc/snapshot.cpp."""
     mask, total = (1 << 64) - 1, len(data)

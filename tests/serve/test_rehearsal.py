@@ -1,5 +1,6 @@
 """While tokens are awaited the host goes through what comes after them, then and only then; no answer changes."""
 
+import time
 from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
@@ -145,6 +146,20 @@ def test_answers_stay_the_same(mixed: bool, temperature: float, target: Path, tm
     warmed = [index for index, (event, _) in enumerate(log) if event == "warm"]
     assert len(warmed) > 100
     assert all(log[index - 1][0] == "flies" for index in warmed)
+
+
+def test_a_row_whose_request_was_followed_by_another_counts_once(target: Path) -> None:
+    """A round of the one and the prompt of the other are in flight together, in a full engine."""
+    engine = build_overlapping(target, "ngram", kv_cache_tokens=4096)
+    most = engine.config.max_running
+    for index in range(most):
+        engine.add(make_request(str(index), random_prompt(9, index), max_tokens=40))
+    while sum(sequence.decoding for sequence in engine.scheduler._running) < most:
+        engine.step()
+    step = engine.executor.meanwhile([*range(most), 0], engine.policy)
+    start = time.monotonic()
+    while time.monotonic() - start < 0.2:
+        step()
 
 
 def test_a_drafter_on_the_device_is_left_alone(target: Path, tmp_path: Path, log: list[Any]) -> None:

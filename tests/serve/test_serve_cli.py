@@ -92,6 +92,48 @@ def test_options_from_a_file_and_flags_over_them(tmp_path: Path) -> None:
     assert (config.drafter["depth"], config.port) == (7, 4321)
 
 
+@pytest.mark.parametrize("form", [["--config", "{}"], ["--config={}"]])
+def test_flags_win_over_a_file_that_comes_later(tmp_path: Path, form: list[str]) -> None:
+    draft, file = draft_folder(tmp_path / "draft"), tmp_path / "serve.yaml"
+    file.write_text("draft: none\nport: 9001\nmax_running: 3\n")
+    config = read_config(["--draft", draft, "--port", "9000", *(word.format(file) for word in form)])
+    assert (config.draft, config.port, config.max_running) == (draft, 9000, 3)
+    assert "depth" in config.drafter
+
+
+def test_of_two_files_the_later_wins(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("port: 1\nmax_running: 3\n")
+    (tmp_path / "b.yaml").write_text("port: 2\n")
+    config = read_config(["--config", str(tmp_path / "a.yaml"), "--no-overlap", f"--config={tmp_path / 'b.yaml'}"])
+    assert (config.port, config.max_running, config.overlap) == (2, 3, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("draft: [", ["not valid YAML", "line 1"]),
+        ("- port", ["['port']", "name: value"]),
+        ("hello", ["'hello'", "name: value"]),
+        ("# nothing", ["None", "name: value"]),
+        ("draft: 5", ["draft", "5", "must be"]),
+        ("draft: null", ["draft", "None", "must be"]),
+        ("max-model-len: 64", ["max-model-len", "valid options"]),
+    ],
+)
+def test_bad_files_end_with_a_sentence(
+    tmp_path: Path, text: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        read_config(["--config", str(file)])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("serve: error: ")
+    for word in words:
+        assert word in error
+
+
 def test_print_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         read_config(["--draft", draft_folder(tmp_path / "draft"), "--print_config"])
@@ -104,6 +146,9 @@ def test_print_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["--prot", "1"], ["prot", "valid options", "port"]),
         (["--port", "many"], ["port", "many"]),
+        (["--port", "70000"], ["port", "70000", "65535"]),
+        (["--port", "-5"], ["port", "-5", "65535"]),
+        (["--max-waiting", "-1"], ["max_waiting", "-1", "at least 0"]),
         (["--page-size", "17"], ["page_size", "17", "16"]),
         (["--draft", "nonsense"], ["nonsense", "eagle3", "none"]),
         (["--draft", "/no/such/folder"], ["/no/such/folder", "does not exist"]),

@@ -117,9 +117,9 @@ void save(Ngram& self, const std::filesystem::path& path) {
   self.save(path.string());
 }
 
-void load(Ngram& self, const std::filesystem::path& path) {
+void load(Ngram& self, const std::filesystem::path& path, int32_t vocab_size) {
   py::gil_scoped_release release;
-  self.load(path.string());
+  self.load(path.string(), vocab_size);
 }
 
 py::dict stats(Ngram& self) {
@@ -191,7 +191,7 @@ PYBIND11_MODULE(ngram_core, module) {
       .def("insert", &insert, py::arg("tokens"), py::arg("namespace") = "")
       .def("flush", &Ngram::flush, unlocked())
       .def("save", &save, py::arg("path"))
-      .def("load", &load, py::arg("path"))
+      .def("load", &load, py::arg("path"), py::arg("vocab_size") = ngram::MAX_TOKEN + 1)
       .def("check", &Ngram::check, unlocked())
       .def("stats", &stats)
       .def("branches", &branches);

@@ -160,7 +160,7 @@ void Ngram::save(const std::string& path) {
   Snapshot::store(bytes, path);
 }
 
-void Ngram::load(const std::string& path) {
+void Ngram::load(const std::string& path, int32_t vocab_size) {
   std::lock_guard inserting(inserting_);
   std::lock_guard front(front_);
   if (num_running_ > 0) {
@@ -168,7 +168,7 @@ void Ngram::load(const std::string& path) {
   }
   flush();
   Trie loaded = Snapshot::read(path, static_cast<uint32_t>(options_.capacity),
-                               static_cast<uint32_t>(options_.branch_length));
+                               static_cast<uint32_t>(options_.branch_length), vocab_size);
   std::lock_guard turn(turns_);
   trie_ = std::move(loaded);
 }

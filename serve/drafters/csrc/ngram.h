@@ -57,7 +57,7 @@ class Ngram {
   void flush() { queue_.flush(); }
   // See snapshot.h. `load` replaces the trie; no request may be running.
   void save(const std::string& path);
-  void load(const std::string& path);
+  void load(const std::string& path, int32_t vocab_size);
 
   Stats stats();
   // Every branch, the one used longest ago first.

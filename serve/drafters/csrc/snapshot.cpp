@@ -117,8 +117,8 @@ void Snapshot::store(const std::string& bytes, const std::string& path) {
 // Reads untrusted bytes: every number is checked before it is used.
 class Snapshot::Reader {
  public:
-  Reader(const std::string& path, uint32_t capacity, uint32_t branch_length)
-      : path_(path), trie_(capacity, branch_length) {
+  Reader(const std::string& path, uint32_t capacity, uint32_t branch_length, int32_t vocab_size)
+      : path_(path), trie_(capacity, branch_length), vocab_size_(vocab_size) {
     std::FILE* file = std::fopen(path.c_str(), "rb");
     if (file == nullptr) throw FileError(path, errno);
     char block[1 << 16];
@@ -204,6 +204,7 @@ class Snapshot::Reader {
       require(nodes[parent].depth < trie_.branch_length_, "has a branch that is too long");
       require(record.frequency <= nodes[parent].frequency, "has a node used more often than its parent");
     }
+    require_known(record.token);
     require(nodes.find(parent, record.token) == NONE, "has equal siblings");
     ids_[index] = nodes.create(parent, record.token, record.frequency);
   }
@@ -229,6 +230,7 @@ class Snapshot::Reader {
       const Chunk chunk = take<Chunk>();
       const auto is_token = [](int32_t token) { return NO_TOKEN <= token && token <= MAX_TOKEN; };
       require(std::all_of(std::begin(chunk.tokens), std::end(chunk.tokens), is_token), "has a token that cannot be");
+      for (const int32_t token : chunk.tokens) require_known(token);
       require(chunk.next == 0 || (number < chunk.next && chunk.next <= header_.num_chunks), "has a broken text");
       if (number <= skipped_) continue;
       Chunk& kept = log.at(log.open());
@@ -248,8 +250,15 @@ class Snapshot::Reader {
 
   uint32_t serial(uint32_t chunk) const { return chunk > skipped_ ? chunk - skipped_ : 0; }
 
+  void require_known(int32_t token) const {
+    if (token < vocab_size_) return;
+    require(false, "has token " + std::to_string(token) + ", and the target's end at " + std::to_string(vocab_size_ - 1) +
+                       "; name one that was saved with this target's tokenizer");
+  }
+
   const std::string& path_;
   Trie trie_;
+  int32_t vocab_size_;
   std::string bytes_;
   size_t position_ = 0;
   Header header_{};
@@ -258,8 +267,8 @@ class Snapshot::Reader {
   std::vector<uint32_t> ids_;
 };
 
-Trie Snapshot::read(const std::string& path, uint32_t capacity, uint32_t branch_length) {
-  return Reader(path, capacity, branch_length).read();
+Trie Snapshot::read(const std::string& path, uint32_t capacity, uint32_t branch_length, int32_t vocab_size) {
+  return Reader(path, capacity, branch_length, vocab_size).read();
 }
 
 }  // namespace ngram

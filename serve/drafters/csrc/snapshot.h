@@ -23,7 +23,7 @@ class Snapshot {
   // The file appears whole or not at all. Throws FileError.
   static void store(const std::string& bytes, const std::string& path);
   // Throws FileError, and std::invalid_argument naming the file if it is damaged or does not fit.
-  static Trie read(const std::string& path, uint32_t capacity, uint32_t branch_length);
+  static Trie read(const std::string& path, uint32_t capacity, uint32_t branch_length, int32_t vocab_size);
 
  private:
   class Reader;
