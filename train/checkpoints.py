@@ -1,12 +1,13 @@
 """The output folder of a run: step-N (servable, with the state to resume from) and best (servable).
 
 Invariant: a folder is written under a temporary name and renamed, so whatever bears its name is complete, and a run
-killed at any moment continues from the newest step-N as if it had not been.
+killed at any moment continues from the newest step-N as if it had not been, or begins anew where there is none yet.
 """
 
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,8 @@ FREE_OPTIONS = (
     *("output", "resume", "dry_run", "target_sharding", "target_compile", "data.batch_size"),
     *("optim.accumulation", "tracker.", "checkpoint.", "evaluation.every", "evaluation.samples"),
 )
+# For values that nobody gives by hand; for others it is to give the same one.
+REMEDIES = {"vocabulary_hash": "put back the token map that the run began with at draft.vocabulary"}
 SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
@@ -45,16 +48,24 @@ class Progress:
 
 def provenance(data_hash: str) -> dict[str, Any]:
     """What produced a checkpoint, for its run.json."""
-    root = Path(__file__).parent
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
     packages = ("slipstream", "torch", "transformers", "accelerate")
     return {
         "argv": sys.argv,
-        "git_revision": git.stdout.strip() or None,
+        "git_revision": git_revision(),
         "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
         "system": system(),
         "data_hash": data_hash,
     }
+
+
+def git_revision() -> str | None:
+    """Of this code; None outside a repository, or where git is not installed."""
+    root = Path(__file__).parent
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return git.stdout.strip() or None
 
 
 def system() -> dict[str, Any]:
@@ -104,18 +115,16 @@ class Checkpoints:
 
     def resume(self, resume: str) -> Progress:
         """Loads the newest checkpoint, if there is one, into what the accelerator prepared. Raises ValueError if
-        `resume` is "never" or if the run that wrote it differs from this one."""
+        `resume` is "never" and the output holds anything of a run, or if that run differs from this one."""
         if self.accelerator.is_main_process:
             self.output.mkdir(parents=True, exist_ok=True)
             clean(self.output)
         self.accelerator.wait_for_everyone()
         found = step_folders(self.output)
+        if resume == "never":
+            self.check_empty(found)
         if not found:
             return Progress()
-        if resume == "never":
-            raise ValueError(
-                f"output {self.output} holds a run ({found[-1].name}); name another one or use resume auto"
-            )
         saved = json.loads((found[-1] / "state" / "progress.json").read_text())
         if "form" not in saved:
             raise ValueError(
@@ -130,13 +139,28 @@ class Checkpoints:
         self.drop_old()  # which a kill just after the newest one was written has left
         return Progress(**saved["progress"])
 
+    def check_empty(self, found: list[Path]) -> None:
+        """Raises ValueError for an output that a run has left anything in; `found` are its step-N."""
+        best, metrics = self.output / "best", self.output / "metrics.jsonl"
+        if found:
+            left, remedy = found[-1], "use resume auto"
+        elif best.exists():
+            left, remedy = best, "delete it"
+        elif metrics.exists() and metrics.stat().st_size > 0:
+            left, remedy = metrics, "delete it"
+        else:
+            return
+        raise ValueError(f"output {self.output} holds a run ({left.name}); name another one or {remedy}")
+
     def check_identity(self, saved: Mapping[str, Any], folder: Path) -> None:
         for name in sorted(self.identity.keys() | saved.keys()):
+            if name == "vocabulary_hash" and name not in saved:
+                continue  # earlier versions did not note it
             here, there = self.identity.get(name), saved.get(name)
             if here != there and not name.startswith(FREE_OPTIONS):
                 raise ValueError(
-                    f"{name} is {here!r}, but the run in {folder} has {there!r}; give the same value to continue "
-                    "it, or another output to start afresh"
+                    f"{name} is {here!r}, but the run in {folder} has {there!r}; "
+                    f"{REMEDIES.get(name, 'give the same value')} to continue it, or another output to start afresh"
                 )
 
     def check_form(self, saved: Mapping[str, Any], folder: Path) -> None:
@@ -204,8 +228,9 @@ def state_form(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def step_folders(output: Path) -> list[Path]:
-    """step-N folders, oldest first."""
-    return sorted(output.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    """step-N folders, oldest first. Others, such as a copy named step-N-good, are their owner's."""
+    found = (path for path in output.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def clean(output: Path) -> None:
@@ -213,8 +238,16 @@ def clean(output: Path) -> None:
     for path in output.glob(".*.old"):
         original = output / path.name.split(".")[1]
         if original.exists():
-            shutil.rmtree(path)
+            remove(path)
         else:
             path.rename(original)
     for path in output.glob(".*.tmp"):
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """A folder, or the file that a killed report was writing."""
+    if path.is_dir():
         shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from slipstream.train.batches import Batch
 from slipstream.train.block_attention import BlockAttention, block_attention
 from slipstream.train.block_loss import best_rows, decay_weights, default_gamma, dpace_weights, head_losses
 from slipstream.train.blocks import Blocks, draw_anchors, find_blocks, possible_anchors
-from slipstream.train.draft_setup import DraftRunOptions, TargetFiles, run_program
+from slipstream.train.draft_setup import DraftRunOptions, TargetFiles, check_draft_options, run_program
 from slipstream.train.feature_source import target_states
 from slipstream.train.options import EvaluationOptions
 from slipstream.train.training import DraftTraining, Metrics
@@ -61,6 +61,7 @@ class DraftOptions:
     """slots over which `decay` falls to 1/e; default by block size: 4, 5 and 7 for 8, 10 and 16"""
 
     def __post_init__(self) -> None:
+        check_draft_options(self.intermediate_size, self.feature_layers)
         if self.anchors < 1 or self.num_layers < 1:
             raise ValueError(f"draft.anchors is {self.anchors} and draft.num_layers {self.num_layers}; give at least 1")
         if self.gamma is not None and self.gamma <= 0:
@@ -176,16 +177,18 @@ def build(options: DFlashOptions, files: TargetFiles, accelerator: Accelerator) 
 
 def build_draft(options: DraftOptions, files: TargetFiles, mask_token: int) -> DFlash:
     config = files.config
-    ids = files.read_vocabulary(options.vocabulary)
-    layers = default_block_feature_layers(config.num_layers, options.num_layers)
+    ids, width = files.read_vocabulary(options.vocabulary), options.intermediate_size
+    layers = options.feature_layers
+    if layers is None:
+        layers = default_block_feature_layers(config.num_layers, options.num_layers)
     windowed = tuple(range(options.num_layers)) if options.sliding_window is not None else ()
     module = DFlash(
         DFlashConfig.from_target(
             config,
             num_layers=options.num_layers,
-            intermediate_size=options.intermediate_size or config.intermediate_size,
+            intermediate_size=config.intermediate_size if width is None else width,
             block_size=options.block_size,
-            feature_layers=options.feature_layers or layers,
+            feature_layers=layers,
             sliding_window=options.sliding_window,
             windowed_layers=windowed if options.windowed_layers is None else options.windowed_layers,
             mask_token_id=mask_token,

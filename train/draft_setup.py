@@ -1,5 +1,6 @@
 """What the training programs share around their drafts: the target's options and files, the data, the run."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,16 @@ class TargetFiles:
         return token_map.ids
 
 
+def check_draft_options(intermediate_size: int | None, feature_layers: tuple[int, ...] | None = None) -> None:
+    """Raises ValueError for what no draft can have; None is the default."""
+    if intermediate_size is not None and intermediate_size < 1:
+        raise ValueError(
+            f"draft.intermediate_size is {intermediate_size}; give at least 1, or leave it out for the target's"
+        )
+    if feature_layers is not None and not feature_layers:
+        raise ValueError("draft.feature_layers is []; name at least one state, or leave it out for the default")
+
+
 OptionsT = TypeVar("OptionsT", bound=DraftRunOptions)
 Build = Callable[[OptionsT, TargetFiles, Accelerator], tuple[DraftTraining, Any]]
 
@@ -111,7 +122,7 @@ def run_program(
     options = parse(options_class, argv, prog=prog, description=description)
     try:
         train(options, build)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(f"{prog}: error: {error}") from error
 
 
@@ -139,11 +150,20 @@ def train(options: OptionsT, build: Build[OptionsT]) -> None:
     describe(accelerator, train_rows, heldout_rows, draft)
     if accelerator.is_main_process:
         training.samples = SampleAnswers(target.tokenizer, options.evaluation.samples)
-    identity = {"target_fingerprint": draft.config.target_fingerprint, "data_hash": data_hash}
+    identity = {
+        "target_fingerprint": draft.config.target_fingerprint,
+        "data_hash": data_hash,
+        "vocabulary_hash": vocabulary_hash(draft.target_ids),
+    }
     progress = fit(accelerator, training, train_rows, heldout_rows, options, identity, provenance(data_hash))
     accelerator.print(
         f"best accept length {progress.best_accept_length:.3f} at step {progress.best_step}: {options.output}/best"
     )
+
+
+def vocabulary_hash(target_ids: Tensor | None) -> str | None:
+    """sha256 of the target's ids that a draft can propose; the file at draft.vocabulary may be replaced."""
+    return None if target_ids is None else hashlib.sha256(target_ids.cpu().numpy().tobytes()).hexdigest()
 
 
 def describe(accelerator: Accelerator, train_rows: PackedRows, heldout_rows: PackedRows, draft: nn.Module) -> None:

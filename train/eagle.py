@@ -22,7 +22,7 @@ from slipstream.models.layers import RotaryEmbedding
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch
 from slipstream.train.block_loss import best_rows
-from slipstream.train.draft_setup import DraftRunOptions, TargetFiles, run_program
+from slipstream.train.draft_setup import DraftRunOptions, TargetFiles, check_draft_options, run_program
 from slipstream.train.eagle3 import token_at
 from slipstream.train.feature_loss import distillation_loss, regression_losses
 from slipstream.train.feature_source import target_states
@@ -53,6 +53,7 @@ class DraftOptions:
     """weight of a step's loss relative to the step before"""
 
     def __post_init__(self) -> None:
+        check_draft_options(self.intermediate_size)
         if self.ttt_steps < 1 or self.ttt_decay <= 0:
             steps, decay = self.ttt_steps, self.ttt_decay
             raise ValueError(f"draft.ttt_steps is {steps} and draft.ttt_decay {decay}; give at least 1 and above 0")
@@ -182,11 +183,11 @@ def build(options: EagleOptions, files: TargetFiles, accelerator: Accelerator) -
 
 def build_draft(options: DraftOptions, files: TargetFiles) -> Eagle:
     config = files.config
-    ids = files.read_vocabulary(options.vocabulary)
+    ids, width = files.read_vocabulary(options.vocabulary), options.intermediate_size
     module = Eagle(
         EagleConfig.from_target(
             config,
-            intermediate_size=options.intermediate_size or config.intermediate_size,
+            intermediate_size=config.intermediate_size if width is None else width,
             fc_bias=options.bias,
             draft_vocab_size=None if ids is None or len(ids) == config.vocab_size else len(ids),
             **files.origin(),

@@ -22,7 +22,7 @@ from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch
-from slipstream.train.draft_setup import DraftRunOptions, TargetFiles, run_program
+from slipstream.train.draft_setup import DraftRunOptions, TargetFiles, check_draft_options, run_program
 from slipstream.train.feature_source import target_states
 from slipstream.train.training import DraftTraining, Metrics
 from slipstream.train.ttt import Rows, find_rows
@@ -49,6 +49,7 @@ class DraftOptions:
     """what a step's distribution is held to: soft_ce, forward_kl, reverse_kl, tv or lk (docs/eagle3.md)"""
 
     def __post_init__(self) -> None:
+        check_draft_options(self.intermediate_size, self.feature_layers)
         steps, weights = self.ttt_steps, self.step_weights
         if steps < 1 or self.ttt_decay <= 0:
             raise ValueError(
@@ -160,16 +161,16 @@ def build(options: Eagle3Options, files: TargetFiles, accelerator: Accelerator) 
 
 
 def build_draft(options: DraftOptions, files: TargetFiles) -> Eagle3:
-    config = files.config
-    ids = files.read_vocabulary(options.vocabulary)
+    config, layers = files.config, options.feature_layers
+    ids, width = files.read_vocabulary(options.vocabulary), options.intermediate_size
     if ids is None:
         ids = torch.arange(config.vocab_size)
     module = Eagle3(
         Eagle3Config.from_target(
             config,
             draft_vocab_size=len(ids),
-            feature_layers=options.feature_layers or default_feature_layers(config.num_layers),
-            intermediate_size=options.intermediate_size or config.intermediate_size,
+            feature_layers=default_feature_layers(config.num_layers) if layers is None else layers,
+            intermediate_size=config.intermediate_size if width is None else width,
             **files.origin(),
         )
     )

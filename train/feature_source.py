@@ -5,9 +5,10 @@ disk nor the checksums are waited for.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,7 +102,23 @@ class FeatureSource:
             fault = "was not captured"
         if self.online:
             return None
-        raise ValueError(
+        raise self.lacks(document, fault)
+
+    def check(self, documents: Iterable[int]) -> None:
+        """Raises ValueError for one that was not captured and for a shard that is not there, before a run comes to it.
+        Whether a document was captured long enough shows when it is read."""
+        shards = set()
+        for document in documents:
+            place = self.store.find(self.split, document)
+            if place is None:
+                raise self.lacks(document, "was not captured")
+            shards.add(place[0])
+        for number in sorted(shards):
+            if not self.store.is_complete(number):
+                self.store.fail(number, "is missing")
+
+    def lacks(self, document: int, fault: str) -> ValueError:
+        return ValueError(
             f"document {document} of {self.split} {fault} in data.features {self.store.folder}; capture more, lower "
             "data.max_length or evaluation.documents, or set data.features_missing to online"
         )
@@ -182,6 +199,8 @@ def read_features(
     for split, packed in rows.items():
         pinned = device.type == "cuda"
         source = FeatureSource(store, split, layers, final_state=final_state, online=online, pinned=pinned)
+        if not online:
+            source.check(chain.from_iterable(packed.rows))
         packed.add_states = source.add
     if not online:
         training.target.drop_layers()

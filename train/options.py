@@ -90,7 +90,7 @@ class RunOptions:
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     tracker: TrackerOptions = field(default_factory=TrackerOptions)
     resume: Literal["auto", "never"] = "auto"
-    """auto continues from the newest checkpoint in `output`; never refuses an output that holds one"""
+    """auto continues from the newest checkpoint in `output`; never refuses an output that holds anything of a run"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto is bf16 autocast on a GPU and fp32 on the CPU; weights and optimizer stay fp32"""
     seed: int = 0

@@ -12,6 +12,7 @@ from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from slipstream.data_tools.capture_features import main as capture
 from slipstream.models.checkpoint import tokenizer_hash
 from slipstream.models.config import ModelConfig
 from slipstream.models.eagle3 import Eagle3, Eagle3Config
@@ -23,7 +24,9 @@ from slipstream.train.eagle3 import DraftOptions, Eagle3Training
 
 DRAFT_VOCAB_SIZE = 40
 FEATURE_LAYERS = (2, 0, 4)  # neither ascending nor the default: a swap shows
+MAX_LENGTH = 40
 SaveData = Callable[..., Path]
+CaptureTo = Callable[..., Path]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -106,6 +109,26 @@ def data_path(save_data: SaveData) -> Path:
 
 
 @pytest.fixture(scope="session")
+def capture_to(target_path: Path, data_path: Path, tmp_path_factory: pytest.TempPathFactory) -> CaptureTo:
+    """Captures to a new folder, in fp32 unless told; `changes` replace or add options."""
+
+    def run(*words: str, **changes: Any) -> Path:
+        output = tmp_path_factory.mktemp("features")
+        options = {"target": target_path, "data": data_path, "max_length": MAX_LENGTH, "dtype": "fp32"}
+        options |= {"batch_tokens": 100, "shard_gb": 6e-5, "output": output} | changes
+        capture([f"--{name}={value}" for name, value in options.items()] + ["--yes", *words])
+        return output
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def stores(capture_to: CaptureTo) -> dict[str, Path]:
+    """With the state after the final norm of supervised tokens, and of all."""
+    return {"supervised": capture_to("--layers", "3", "2", "0"), "all": capture_to("--layers", "0", "2", "3", "4")}
+
+
+@pytest.fixture(scope="session")
 def vocabulary_path(token_map: TokenMap, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("vocabulary") / "map.safetensors"
     token_map.write(path)
@@ -118,7 +141,7 @@ def run_flags(target_path: Path, data_path: Path, vocabulary_path: Path) -> Call
     standard = {
         "target": target_path,
         "data.path": data_path,
-        "data.max_length": 40,
+        "data.max_length": MAX_LENGTH,
         "data.batch_size": 2,
         "draft.vocabulary": vocabulary_path,
         "optim.steps": 6,

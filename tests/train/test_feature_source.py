@@ -1,6 +1,5 @@
 """Training from captured states: the same losses as from the target, and clear ends where that cannot be."""
 
-import json
 import os
 import shutil
 import signal
@@ -16,9 +15,8 @@ from datasets import load_from_disk
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slipstream.data_tools.capture_features import main as capture
 from slipstream.models.feature_shard import shard_path
-from slipstream.tests.train.conftest import random_dataset
+from slipstream.tests.train.conftest import MAX_LENGTH, CaptureTo, random_dataset
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import PackedRows
 from slipstream.train.draft_setup import TargetFiles
@@ -28,7 +26,6 @@ from slipstream.train.options import DataOptions
 from slipstream.train.trackers import read_metrics
 from slipstream.train.training import DraftTraining
 
-MAX_LENGTH = 40
 CPU = torch.device("cpu")
 BLOCKS = dflash.DraftOptions(num_layers=2, block_size=5, mask_token_id=7, anchors=6, feature_layers=(2, 0, 3))
 DRAFTERS: dict[str, tuple[Any, type[Any], Any]] = {  # program, its options, those of its draft
@@ -41,28 +38,7 @@ DRAFTERS: dict[str, tuple[Any, type[Any], Any]] = {  # program, its options, tho
     ),
     "dflash": (dflash, dflash.DFlashOptions, BLOCKS),
 }
-CaptureTo = Callable[..., Path]
 Arguments = Callable[..., list[str]]
-
-
-@pytest.fixture(scope="module")
-def capture_to(target_path: Path, data_path: Path, tmp_path_factory: pytest.TempPathFactory) -> CaptureTo:
-    """Captures to a new folder, in fp32 unless told; `changes` replace or add options."""
-
-    def run(*words: str, **changes: Any) -> Path:
-        output = tmp_path_factory.mktemp("features")
-        options = {"target": target_path, "data": data_path, "max_length": MAX_LENGTH, "dtype": "fp32"}
-        options |= {"batch_tokens": 100, "shard_gb": 6e-5, "output": output} | changes
-        capture([f"--{name}={value}" for name, value in options.items()] + ["--yes", *words])
-        return output
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def stores(capture_to: CaptureTo) -> dict[str, Path]:
-    """With the state after the final norm of supervised tokens, and of all."""
-    return {"supervised": capture_to("--layers", "3", "2", "0"), "all": capture_to("--layers", "0", "2", "3", "4")}
 
 
 def start(name: str, target: Path, data: DataOptions) -> tuple[DraftTraining, dict[str, PackedRows]]:
@@ -184,12 +160,12 @@ def test_states_are_those_of_the_target_up_to_rounding(
 
 def test_documents_without_states_stop_a_run(target_path: Path, data_path: Path, capture_to: CaptureTo) -> None:
     words = "--layers", "3", "2", "0"
-    few, short = capture_to(*words, train_documents=20), capture_to(*words, max_length=20)
-    for folder, fault in ((few, "was not captured"), (short, "was captured up to max_length 20 and is longer")):
-        options = DataOptions(path=str(data_path), max_length=MAX_LENGTH, features=str(folder))
-        _, rows = start("dflash", target_path, options)
-        with pytest.raises(ValueError, match=f"document .* of train {fault}.*or set data.features_missing to online"):
-            read_all(rows["train"])
+    short = capture_to(*words, max_length=20)
+    options = DataOptions(path=str(data_path), max_length=MAX_LENGTH, features=str(short))
+    _, rows = start("dflash", target_path, options)
+    fault = "document .* of train was captured up to max_length 20 and is longer"
+    with pytest.raises(ValueError, match=f"{fault}.*or set data.features_missing to online"):
+        read_all(rows["train"])
 
 
 def read_all(rows: PackedRows) -> None:
@@ -274,27 +250,3 @@ def test_a_whole_run_is_the_same_and_continues_bit_for_bit(
     assert records(tmp_path / "stopped") == records(tmp_path / "cached")
     for name, tensor in weights(tmp_path / "cached").items():
         assert torch.equal(weights(tmp_path / "stopped")[name], tensor), name
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"target_fingerprint": "d" * 64}, "target_fingerprint is dddddddddddd, the run's is"),
-        ({"tokenizer_hash": "d" * 64}, "tokenizer_hash is dddddddddddd, the run's is"),
-        ({"data_hash": "d" * 64}, "data_hash is dddddddddddd, the run's is 0123; train on the data"),
-        ({"layers": "[1, 0, 4]"}, "hold the states [0, 2, 3, 4], the draft reads [1, 0, 4]"),
-        (None, "is missing; rebuild it: slipstream capture-features"),
-    ],
-)
-def test_features_of_something_else_and_missing_shards_end_in_a_sentence(
-    tmp_path: Path, arguments: Arguments, stores: dict[str, Path], changes: dict[str, str] | None, message: str
-) -> None:
-    folder, layers = tmp_path / "features", (changes or {}).get("layers", "[2, 0, 4]")
-    shutil.copytree(stores["all"], folder)
-    for path in () if changes is not None else folder.glob("shard-*"):
-        path.unlink()
-    index = json.loads((folder / "index.json").read_text())
-    (folder / "index.json").write_text(json.dumps(index | (changes or {})))
-    with pytest.raises(SystemExit) as stop:
-        eagle3.main(arguments(tmp_path / "run", data__features=folder, draft__feature_layers=layers))
-    assert message in str(stop.value.code)

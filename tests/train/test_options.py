@@ -82,6 +82,7 @@ def test_there_is_an_accelerate_config_for_each_kind_of_run() -> None:
         ("--optim.accumulation=0", "optim.accumulation is 0; give at least 1"),
         ("--optim.warmup_ratio=1.5", "optim.warmup_ratio is 1.5"),
         ("--draft.ttt_steps=0", "draft.ttt_steps is 0"),
+        ("--draft.feature_layers=[]", "draft.feature_layers is []; name at least one state"),
         ("--evaluation.depth=0", "evaluation.depth is 0; give at least 1"),
         ("--draft.steps=3", "valid options"),
         ("--resume=yes", "resume"),
@@ -117,6 +118,7 @@ def test_captured_states_and_a_shared_target_exclude_each_other(
         ("--draft.anchors=0", "draft.anchors is 0 and draft.num_layers 5; give at least 1"),
         ("--draft.gamma=0", "draft.gamma is 0.0; give a positive number"),
         ("--draft.loss=other", "draft.loss"),
+        ("--draft.feature_layers=[]", "draft.feature_layers is []; name at least one state"),
     ],
 )
 def test_bad_values_of_dflash_are_named(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,6 +126,16 @@ def test_bad_values_of_dflash_are_named(argument: str, message: str, capsys: pyt
         parse(DFlashOptions, ["--target=t", "--output=o", "--data.path=d", argument], prog="", description="")
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [0, -5])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_draft_without_width_is_refused(program: str, width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--target=t", "--output=o", "--data.path=d", f"--draft.intermediate_size={width}"]
+    with pytest.raises(SystemExit) as stop:
+        parse(PROGRAMS[program][0], words, prog="", description="")
+    assert stop.value.code == 2
+    assert f"draft.intermediate_size is {width}; give at least 1" in capsys.readouterr().err
 
 
 def test_a_block_draft_is_evaluated_on_whole_blocks() -> None:

@@ -1,0 +1,151 @@
+"""What an output folder may hold when a run begins: what is continued, what is refused, what is left alone."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import DatasetDict, load_from_disk
+
+from slipstream.models.token_map import TokenMap
+from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
+from slipstream.train import checkpoints, dflash, eagle, eagle3
+from slipstream.train.checkpoints import clean, provenance, step_folders
+from slipstream.train.trackers import read_metrics
+
+Arguments = Callable[..., list[str]]
+PROGRAMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "eagle3": (eagle3, {}),
+    "eagle": (eagle, {}),
+    "dflash": (dflash, {"draft__num_layers": 2, "draft__mask_token_id": 7}),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, arguments: Arguments) -> Path:
+    output = tmp_path_factory.mktemp("finished")
+    eagle3.main(arguments(output))
+    return output
+
+
+@pytest.fixture
+def run(tmp_path: Path, finished: Path) -> Path:
+    """A copy that may be changed."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def refusal(arguments: list[str]) -> str:
+    with pytest.raises(SystemExit) as stop:
+        eagle3.main(arguments)
+    return str(stop.value.code)
+
+
+def remove_steps(run: Path) -> None:
+    for folder in step_folders(run):
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_another_token_map_at_the_same_place_is_refused(
+    tmp_path: Path, run_flags: Arguments, vocabulary_path: Path, program: str
+) -> None:
+    path, output = tmp_path / "map.safetensors", tmp_path / "run"
+    shutil.copy(vocabulary_path, path)
+    module, changes = PROGRAMS[program]
+    words = run_flags(output, draft__vocabulary=path, optim__steps=1, **changes)
+    module.main(words)
+    module.main(words)
+    before = (output / "step-1" / "state" / "progress.json").read_text()
+    counts = torch.zeros(120, dtype=torch.int64)
+    counts[6 : 6 + 2 * DRAFT_VOCAB_SIZE : 2] = 3
+    TokenMap.build(counts, DRAFT_VOCAB_SIZE, [], {}).write(path)
+    with pytest.raises(SystemExit) as stop:
+        module.main(words)
+    message = str(stop.value.code)
+    assert "vocabulary_hash is " in message
+    assert "put back the token map that the run began with at draft.vocabulary to continue it, or another" in message
+    assert (output / "step-1" / "state" / "progress.json").read_text() == before
+
+
+def test_a_run_that_did_not_note_its_token_map_continues(run: Path, finished: Path, arguments: Arguments) -> None:
+    shutil.rmtree(run / "step-6")
+    path = run / "step-4" / "state" / "progress.json"
+    saved = json.loads(path.read_text())
+    del saved["identity"]["vocabulary_hash"]
+    path.write_text(json.dumps(saved))
+    eagle3.main(arguments(run))
+    weights = "model.safetensors"
+    assert (run / "step-6" / weights).read_bytes() == (finished / "step-6" / weights).read_bytes()
+    assert "vocabulary_hash" in json.loads((run / "step-6" / "state" / "progress.json").read_text())["identity"]
+
+
+def test_never_does_not_replace_a_best_alone(run: Path, arguments: Arguments) -> None:
+    remove_steps(run)
+    before = (run / "best" / "run.json").read_bytes()
+    message = refusal(arguments(run, resume="never"))
+    assert str(run) in message
+    assert "name another" in message
+    assert "delete it" in message
+    assert (run / "best" / "run.json").read_bytes() == before
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_never_refuses_records_and_auto_begins_anew_over_them(run: Path, arguments: Arguments) -> None:
+    """As a kill before the first checkpoint leaves them."""
+    remove_steps(run)
+    shutil.rmtree(run / "best", ignore_errors=True)
+    assert "holds a run (metrics.jsonl); name another one or delete it" in refusal(arguments(run, resume="never"))
+    (run / "metrics.jsonl").write_text('{"step": 9}\n')
+    eagle3.main(arguments(run, optim__steps=1))
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1]
+
+
+def test_never_takes_a_folder_that_holds_no_run(tmp_path: Path, arguments: Arguments) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "notes.txt").write_text("mine")
+    eagle3.main(arguments(tmp_path, resume="never", optim__steps=1))
+    assert (tmp_path / "best").exists()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_named_like_a_step_is_left_alone(run: Path, arguments: Arguments) -> None:
+    (run / "step-6").rename(run / "step-6-good")
+    (run / "step-").mkdir()
+    assert [path.name for path in step_folders(run)] == ["step-4"]
+    eagle3.main(arguments(run, checkpoint__keep=1))
+    assert {path.name for path in run.glob("step-*")} == {"step-", "step-6", "step-6-good"}
+
+
+def test_files_that_a_kill_left_are_cleaned_up(tmp_path: Path) -> None:
+    (tmp_path / ".report.html.17.tmp").touch()
+    (tmp_path / "report.html").touch()
+    clean(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_machine_without_git_has_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert provenance("0123")["git_revision"] == checkpoints.git_revision()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert provenance("0123")["git_revision"] is None
+
+
+def test_an_output_below_a_file_ends_in_a_sentence(tmp_path: Path, arguments: Arguments) -> None:
+    (tmp_path / "file").touch()
+    message = refusal(arguments(tmp_path / "file" / "run"))
+    assert message.startswith("train/eagle3.py: error: ")
+    assert str(tmp_path / "file") in message
+
+
+def test_prepared_data_without_a_split_ends_in_a_sentence(
+    tmp_path: Path, arguments: Arguments, data_path: Path
+) -> None:
+    splits = load_from_disk(data_path)
+    assert isinstance(splits, DatasetDict)
+    shutil.copytree(data_path, tmp_path / "data")
+    shutil.rmtree(tmp_path / "data" / "heldout")
+    message = refusal(arguments(tmp_path / "run", data__path=tmp_path / "data"))
+    assert message.startswith("train/eagle3.py: error: ")
+    assert "heldout" in message
