@@ -45,6 +45,11 @@ def capture_features(config: CaptureConfig) -> None:
     splits = load_splits(config)
     index = build_index(config, splits)
     check_output(output, index)
+    if not any(shard.num_tokens for shard in index.shards):
+        raise ValueError(
+            f"data {config.data} has nothing to capture: no document has a supervised token behind its first within "
+            f"max_length {config.max_length}; raise --max-length or prepare other data"
+        )
     if config.verify:
         verify_all(FeatureStore(output))
         return
@@ -112,7 +117,9 @@ def estimate_time(
     splits: dict[str, Dataset],
     num_processes: int,
 ) -> None:
-    span = index.shards[pending[0]]
+    span = next((index.shards[number] for number in pending if index.shards[number].num_tokens), None)
+    if span is None:  # the shards that are missing hold documents that nothing reads
+        return
     documents = read_documents(splits[span.split], span, config.max_length)
     rate = capturer.measure_rate(span, documents, config.batch_tokens, TIMED_PASSES) * num_processes
     tokens = sum(index.shards[number].num_tokens for number in pending)

@@ -7,7 +7,7 @@ from/value); `prompt` + `completion`; `text`. A malformed row raises RowError wi
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.data_tools.rows import Row, RowError
@@ -37,28 +37,52 @@ class Example:
     tools: list[Any] | None = None
     text: str | None = None
     prompt: str = ""  # what precedes `text` and is not supervised
+    is_cut: bool = False  # the last answer was ended by max_tokens: no end token stood behind it
 
 
 def to_example(row: Row, columns: Mapping[str, Any], *, has_template: bool = True) -> Example:
     """The example that `columns` hold. A `prompt` and `completion` of plain text are a user and an assistant turn, or,
     for a target without a chat template, two texts that follow each other."""
     identity = None if columns.get("id") is None else str(columns["id"])
+    is_cut = columns.get("finish_reason") == "length"
     present = {name for name, value in columns.items() if value is not None}
     try:
+        check_text("id", identity)
         if {"input_ids", "loss_mask"} <= present:
             tokens = _tokens(columns["input_ids"], columns["loss_mask"])
             return Example(id=identity, tokenizer_hash=columns.get("tokenizer_hash"), **tokens)
         tools = _tools(columns.get("tools"))
         if "messages" in present or "conversations" in present:
             listed = columns["messages"] if "messages" in present else columns["conversations"]
-            return Example(id=identity, messages=_system(columns) + _messages(listed), tools=tools)
+            messages = _system(columns) + _messages(listed)
+            return Example(id=identity, messages=messages, tools=tools, is_cut=is_cut)
         if {"prompt", "completion"} <= present:
-            return _completion(identity, columns["prompt"], columns["completion"], tools, has_template)
+            example = _completion(identity, columns["prompt"], columns["completion"], tools, has_template)
+            return replace(example, is_cut=is_cut)
         if "text" in present:
             return Example(id=identity, text=_string("text", columns["text"]))
     except ValueError as error:
         raise RowError(f"{row.place}: {error}") from error
+    except RecursionError as error:
+        raise RowError(f"{row.place}: is nested too deep") from error
     raise RowError(f"{row.place}: has {', '.join(sorted(present)) or 'no column'}; expected {FORMATS}")
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raises ValueError where a string in `value`, however deep, holds half of a surrogate pair: it has no bytes."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(value[error.start]):04x}"
+            raise ValueError(f"{name} holds {half} at character {error.start}, half of a surrogate pair") from error
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            check_text(name, key)
+            check_text(name, inner)
+    elif isinstance(value, list):
+        for inner in value:
+            check_text(name, inner)
 
 
 def content_hash(messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
@@ -100,6 +124,7 @@ def _messages(listed: Any) -> list[Message]:
 def _message(number: int, entry: Any) -> Message:
     if not isinstance(entry, dict):
         raise ValueError(f"message {number} is a {type(entry).__name__}, not an object")
+    check_text(f"message {number}", entry)
     message = {key: value for key, value in entry.items() if value is not None and key not in ("from", "value")}
     role = message.get("role", entry.get("from"))
     if not isinstance(role, str):
@@ -120,6 +145,7 @@ def _content(number: int, content: Any) -> str:
 def _string(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name} holds a {type(value).__name__}, not text")
+    check_text(name, value)
     return value
 
 
@@ -139,4 +165,8 @@ def _tools(tools: Any) -> list[Any] | None:
         return None
     if not isinstance(tools, list):
         raise ValueError(f"tools holds a {type(tools).__name__}, not a list")
+    wrong = next((tool for tool in tools if not isinstance(tool, dict)), None)
+    if wrong is not None:
+        raise ValueError(f"tools lists a {type(wrong).__name__}, not an object")
+    check_text("tools", tools)
     return tools

@@ -28,6 +28,8 @@ class ConvertConfig:
     """Draft checkpoint to read: a folder or a hub id."""
     output: str = ""
     """Folder to write."""
+    overwrite: bool = False
+    """Replace `output` if it exists."""
     layout: Literal["sglang", "speculators"] = "sglang"
     """sglang: the public layout, ours too (SGLang, SpecForge, vLLM). speculators: what vLLM and that library load"""
     target: str = ""
@@ -51,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def convert(config: ConvertConfig) -> None:
     """Writes `config.output` and prints what changed."""
+    if Path(config.output).exists() and not config.overwrite:
+        raise ValueError(f"output {config.output} exists; name another folder or add --overwrite")
     path = resolve(config.input)
     values = read_json(path / "config.json")
     form = form_of(values, config.input)

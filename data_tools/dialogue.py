@@ -91,7 +91,7 @@ class DialogueReader:
 
     def _dialogue(self, example: Example) -> Dialogue | None:
         assert example.messages is not None
-        if any("tool_calls" in message for message in example.messages):
+        if any(message.get("tool_calls") for message in example.messages):
             self.dropped["tool_calls"] += 1
             return None
         questions = split_questions(example.messages)
@@ -130,29 +130,32 @@ def converse(dialogue: Dialogue, chat: ChatTemplate | None, *, keep_cut: bool) -
     """Yields the prompts of `dialogue`, takes their answers and returns the row.
 
     Without `chat` the endpoint renders the messages, and nothing can be checked. `keep_cut` keeps answers that
-    max_tokens ended.
+    max_tokens ended; such an answer is the last of its dialogue, since nobody goes on behind half a sentence.
     """
     assert dialogue.questions
     messages: list[Message] = []
     history: list[int] = []  # tokens up to and including the last answer
-    is_single = len(dialogue.questions) == 1
     try:
-        for question in dialogue.questions:
+        for number, question in enumerate(dialogue.questions, 1):
             messages = messages + question
             prompt_ids = _continue(chat, messages, dialogue.tools, history, prompt=True)
             answer = yield Prompt(messages, dialogue.tools, prompt_ids)
-            if answer.finish_reason == "length" and not keep_cut:
+            is_cut = answer.finish_reason == "length"
+            if is_cut and not keep_cut:
                 return Result(id=dialogue.id, dropped="cut_by_max_tokens")
             messages = [*messages, _assistant(answer)]
-            if is_single and answer.token_ids is not None:
-                break  # the row holds the exact tokens, nobody will render it again
-            history = _continue(chat, messages, dialogue.tools, prompt_ids, prompt=False)
+            is_last = is_cut or number == len(dialogue.questions)
+            is_exact = is_last and number == 1 and answer.token_ids is not None
+            if not is_exact:  # of an exact row the tokens are written, nobody will render it again
+                history = _continue(chat, messages, dialogue.tools, prompt_ids, prompt=False)
+            if is_last:
+                break
     except RowDropped as error:
         return Result(id=dialogue.id, dropped=error.reason)
     row: dict[str, Any] = {"id": dialogue.id, "messages": messages, "finish_reason": answer.finish_reason}
     if dialogue.tools is not None:
         row["tools"] = dialogue.tools
-    if chat is not None and is_single and answer.token_ids is not None:
+    if chat is not None and is_exact and answer.token_ids is not None:
         row |= _exact_tokens(chat, prompt_ids, answer.token_ids)
     return Result(id=dialogue.id, row=row)
 

@@ -21,8 +21,10 @@ def mask_conversation(
     *,
     turns: Literal["all", "last"],
     end_ids: frozenset[int],
+    is_cut: bool = False,
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of `messages` up to the last answer, and the mask of the answers.
+    """Token ids of `messages` up to the last answer, and the mask of the answers; `is_cut` says that max_tokens ended
+    the last one, whose end token is then the template's alone.
 
     The spans are the template's own `{% generation %}` tags, else those found by rendering turn by turn. Raises
     RowDropped.
@@ -38,6 +40,9 @@ def mask_conversation(
         text, spans = rendered_spans(chat, used, tools, answers if turns == "all" else answers[-1:])
         ids, ranges = token_ranges(text, spans, chat.encode)
         ranges = [(start, end_of_answer(ids, start, end, end_ids)) for start, end in ranges]
+    if is_cut:
+        start, end = ranges[-1]
+        ranges[-1] = (start, end_of_cut_answer(ids, start, end, end_ids))
     return ids, to_mask(len(ids), ranges)
 
 
@@ -77,6 +82,11 @@ def token_ranges(
 def end_of_answer(ids: Sequence[int], start: int, end: int, end_ids: frozenset[int]) -> int:
     """`end` moved behind the last end token of the range: what a template writes after it was never generated."""
     return next((index + 1 for index in range(end - 1, start - 1, -1) if ids[index] in end_ids), end)
+
+
+def end_of_cut_answer(ids: Sequence[int], start: int, end: int, end_ids: frozenset[int]) -> int:
+    """`end` moved before the first end token of the range: generation would have stopped at one of its own."""
+    return next((index for index in range(start, end) if ids[index] in end_ids), end)
 
 
 def to_mask(length: int, ranges: Sequence[tuple[int, int]]) -> list[bool]:

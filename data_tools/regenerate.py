@@ -20,7 +20,7 @@ from tqdm import tqdm
 from slipstream.data_tools.chat_template import ChatTemplate
 from slipstream.data_tools.command_line import run, show_table
 from slipstream.data_tools.dialogue import Dialogue, DialogueReader, Result
-from slipstream.data_tools.endpoint_answers import EndpointAnswers, EndpointOptions, served_model
+from slipstream.data_tools.endpoint_answers import EndpointAnswers, EndpointOptions, served_models
 from slipstream.data_tools.engine_answers import EngineAnswers
 from slipstream.data_tools.journal import Journal, sort_rows
 from slipstream.data_tools.regenerate_options import RegenerateConfig
@@ -75,7 +75,7 @@ def regenerate(config: RegenerateConfig) -> None:
     """Writes, or continues, the file that `config` asks for. Raises ValueError at the end if rows failed."""
     output = Path(config.output)
     dropped_path, report_path = (output.with_name(output.name + ending) for ending in (".dropped", ".report"))
-    if config.overwrite:
+    if config.overwrite or not output.exists():  # what lies beside a file that is gone tells of another run
         for path in (output, dropped_path, report_path):
             path.unlink(missing_ok=True)
     check_options(config, output, report_path)
@@ -96,14 +96,15 @@ def regenerate(config: RegenerateConfig) -> None:
 
 def answer_all(config: RegenerateConfig, dialogues: Iterator[Dialogue], progress: Progress) -> None:
     """Answers `dialogues` with the engine in this process or with the endpoints, whichever `config` names."""
-    chat = None
+    chat = context = None
     if config.target:
         target = load_target_tokenizer(config)
+        context = target.context
         chat = ChatTemplate(target.tokenizer, date=config.date, variables=config.template, tokenizer_hash=target.hash)
     progress.say(rendering_rule(config, chat))
     keep_cut = config.cut == "keep"
     if config.endpoint:
-        answers = EndpointAnswers(endpoint_options(config), chat, config.sampling(), keep_cut=keep_cut)
+        answers = EndpointAnswers(endpoint_options(config, context), chat, config.sampling(), keep_cut=keep_cut)
         answers.run(dialogues, progress.write, progress.count)
         return
     assert chat is not None
@@ -122,11 +123,20 @@ def rendering_rule(config: RegenerateConfig, chat: ChatTemplate | None) -> str:
     return f"Prompts are rendered here with the chat template of {config.target}{date}."
 
 
-def endpoint_options(config: RegenerateConfig) -> EndpointOptions:
+def endpoint_options(config: RegenerateConfig, context: int | None) -> EndpointOptions:
+    """`context` is the target's own: an endpoint may hold fewer tokens, or more."""
     api_key = None if config.api_key_file is None else Path(config.api_key_file).read_text().strip()
+    try:
+        models = served_models(config.urls[0], api_key)
+    except ValueError:
+        if config.model is None:
+            raise
+        models = {}  # a gateway may list nothing; the context of a model that is named is then the target's
+    model = config.model or next(iter(models))
     return EndpointOptions(
         urls=config.urls,
-        model=config.model or served_model(config.urls[0], api_key),
+        model=model,
+        context=models.get(model) or context,
         api_key=api_key,
         concurrency=config.concurrency,
         retries=config.retries,

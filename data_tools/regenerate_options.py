@@ -4,6 +4,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import httpx
+
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import SamplingParams
@@ -61,6 +63,7 @@ class RegenerateConfig(ConversationOptions):
             raise ValueError("target and endpoint are empty; name a model to run here, or endpoints that serve it")
         if self.endpoint and (self.draft != "none" or self.engine):
             raise ValueError("draft and engine are for a target in this process; leave them out, or endpoint")
+        self._check_urls()
         if self.retries < 0 or self.retry_pause < 0:
             raise ValueError(f"retries is {self.retries} and retry_pause {self.retry_pause}; neither may be negative")
         unknown = self.engine.keys() - {option.name for option in dataclasses.fields(EngineConfig)}
@@ -70,6 +73,17 @@ class RegenerateConfig(ConversationOptions):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         self.sampling()
+
+    def _check_urls(self) -> None:
+        if self.endpoint and not self.urls:
+            raise ValueError(f"endpoint is {self.endpoint[0]!r}; name a URL such as http://localhost:8000/v1")
+        for url in self.urls:
+            try:
+                parts = httpx.URL(url)
+            except httpx.InvalidURL as error:
+                raise ValueError(f"endpoint {url!r} is no URL: {error}") from error
+            if parts.scheme not in ("http", "https") or not parts.host:
+                raise ValueError(f"endpoint is {url!r}; name a URL such as http://localhost:8000/v1")
 
     @property
     def answer_options(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Invariant: order is that of the arguments, then of file names, then of the file.
 called, so that worker processes parse them and one malformed line harms no other.
 """
 
+import codecs
 import gzip
 import json
 import zlib
@@ -18,6 +19,7 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
 from slipstream.data_tools.options import ConversationOptions
 
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)  # of a .gz file
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow")
 
 
@@ -40,6 +42,10 @@ class Row:
             raise RowError(f"{self.place}: not valid UTF-8 (byte {error.start})") from error
         except json.JSONDecodeError as error:
             raise RowError(f"{self.place}: not valid JSON: {error.msg} at column {error.colno}") from error
+        except ValueError as error:  # a number of more digits than Python reads
+            raise RowError(f"{self.place}: not readable JSON: {error}") from error
+        except RecursionError as error:
+            raise RowError(f"{self.place}: is nested too deep") from error
         if not isinstance(row, dict):
             raise RowError(f"{self.place}: holds a {type(row).__name__}, not a JSON object")
         return row
@@ -124,22 +130,22 @@ def _read_lines(path: Path) -> Iterator[Row]:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield Row(f"{path}, line {number}", line)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        except DAMAGE as error:
             raise ValueError(f"{path} is damaged or cut short after line {number}: {error}") from error
 
 
 def _read_json(path: Path) -> Iterator[Row]:
     """A JSON array of objects, or lines of JSON."""
-    with _open(path) as file:
-        first = file.read(64).lstrip()[:1]
-    if first != b"[":
+    try:
+        with _open(path) as file:
+            is_array = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+        with _open(path) as file:
+            items = json.load(file) if is_array else None
+    except (ValueError, RecursionError, *DAMAGE) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if items is None:
         yield from _read_lines(path)
         return
-    with _open(path) as file:
-        try:
-            items = json.load(file)
-        except (json.JSONDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from error
     for number, item in enumerate(items, 1):
         yield Row(f"{path}, item {number}", item if isinstance(item, dict) else json.dumps(item).encode())
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.data_tools.conversations import Message, to_example
+from slipstream.data_tools.conversations import Message, check_text, to_example
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import Row, RowError, matches
 from slipstream.data_tools.target_tokenizer import TargetTokenizer
@@ -126,7 +126,7 @@ def _choice(row: Row, choice: Any, target: TargetTokenizer) -> ServedAnswer:
 def _example(row: Row, columns: Mapping[str, Any], target: TargetTokenizer) -> list[ServedAnswer]:
     """Answers of a row in one of the formats that conversations come in."""
     example = to_example(row, columns, has_template=False)
-    ended = columns.get("finish_reason") != "length"
+    ended = not example.is_cut
     if example.input_ids is not None:
         if example.tokenizer_hash not in (None, target.hash):
             raise RowError(f"{row.place}: its input_ids come from another tokenizer than that of the target")
@@ -151,6 +151,10 @@ def _message_texts(row: Row, message: Any) -> tuple[str, ...]:
     for name, text in parts.items():
         if text is not None and not isinstance(text, str):
             raise RowError(f"{row.place}: {name} holds a {type(text).__name__}, not text")
+        try:
+            check_text(name, text)
+        except ValueError as error:
+            raise RowError(f"{row.place}: {error}") from error
     return tuple(text for text in parts.values() if text)
 
 

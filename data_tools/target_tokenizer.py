@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.models.checkpoint import tokenizer_hash
@@ -20,6 +20,7 @@ class TargetTokenizer:
     vocab_size: int  # V: the model's, which may exceed the tokenizer's; the tokenizer's where there is no model config
     end_ids: frozenset[int]  # end of text or turn, of the tokenizer and of the generation config
     kept_ids: tuple[int, ...]  # special, added and end tokens, ascending: every token map holds them
+    context: int | None  # most tokens of a prompt and its answer; None where there is no model config
 
 
 def load_target_tokenizer(options: ConversationOptions) -> TargetTokenizer:
@@ -35,7 +36,8 @@ def load_target_tokenizer(options: ConversationOptions) -> TargetTokenizer:
         tokenizer.chat_template = Path(options.chat_template).read_text(encoding="utf-8")
     end_ids = _end_ids(folder, tokenizer)
     kept = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), *end_ids}
-    vocab_size = _vocab_size(folder, tokenizer, options.trust_remote_code)
+    text = _text_config(folder, options.trust_remote_code)
+    vocab_size = len(tokenizer) if text is None else int(text.vocab_size)
     highest = max(len(tokenizer) - 1, *kept, 0)
     if highest >= vocab_size:
         raise ValueError(
@@ -48,6 +50,7 @@ def load_target_tokenizer(options: ConversationOptions) -> TargetTokenizer:
         vocab_size=vocab_size,
         end_ids=end_ids,
         kept_ids=tuple(sorted(kept)),
+        context=getattr(text, "max_position_embeddings", None),
     )
 
 
@@ -64,11 +67,10 @@ def _folder(options: ConversationOptions) -> Path:
         raise ValueError(f"target {options.target} is neither a folder nor reachable on the hub: {error}") from error
 
 
-def _vocab_size(folder: Path, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> int:
+def _text_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig | None:
     if not (folder / "config.json").exists():
-        return len(tokenizer)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    return int(config.get_text_config().vocab_size)
+        return None
+    return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
 
 
 def _end_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

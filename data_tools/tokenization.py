@@ -65,12 +65,18 @@ class RowTokenizer:
             self._check_ids(example.input_ids, example.tokenizer_hash, place)
             return list(example.input_ids), [bool(value) for value in example.loss_mask]
         if example.text is not None:
-            return self._plain(example.prompt, example.text)
+            return self._plain(example)
         if self.chat is None:
             raise ValueError("the target's tokenizer has no chat template; give one with --chat-template FILE")
         assert example.messages is not None
-        turns, end_ids = self.options.turns, self.target.end_ids
-        return mask_conversation(self.chat, example.messages, example.tools, turns=turns, end_ids=end_ids)
+        return mask_conversation(
+            self.chat,
+            example.messages,
+            example.tools,
+            turns=self.options.turns,
+            end_ids=self.target.end_ids,
+            is_cut=example.is_cut,
+        )
 
     def _check_ids(self, ids: Sequence[int], tokenizer_hash: str | None, place: str) -> None:
         if tokenizer_hash not in (None, self.target.hash):
@@ -79,13 +85,15 @@ class RowTokenizer:
         if wrong is not None:
             raise RowError(f"{place}: token id {wrong} is outside the vocabulary of {self.target.vocab_size}")
 
-    def _plain(self, prompt: str, text: str) -> tuple[list[int], list[bool]]:
-        """Text as it is, all of it supervised; or, behind a prompt, a completion that the end token closes."""
-        tokenizer = self.target.tokenizer
+    def _plain(self, example: Example) -> tuple[list[int], list[bool]]:
+        """Text as it is, all of it supervised; or, behind a prompt, a completion, which the end token closes unless
+        it was cut."""
+        tokenizer, prompt, text = self.target.tokenizer, example.prompt, example.text
+        assert text is not None
         if not prompt:
             ids = tokenizer(text, verbose=False)["input_ids"]
             return ids, [True] * len(ids)
-        joined = prompt + text + (tokenizer.eos_token or "")
+        joined = prompt + text + ("" if example.is_cut else tokenizer.eos_token or "")
         span = (len(prompt), len(joined))
         ids, ranges = token_ranges(joined, [span], lambda texts: tokenizer(texts, verbose=False)["input_ids"])
         return ids, to_mask(len(ids), ranges)

@@ -10,7 +10,7 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,24 @@ def resolve(name: str, revision: str | None = None) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        values = json.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; is {path.parent} a complete checkpoint?") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}, not a JSON object")
+    return values
+
+
+def check_numbers(values: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raises ValueError for fields of a draft's config.json that are absent, null or no numbers."""
+    missing = [name for name in names if values.get(name) is None]
+    if missing:
+        raise ValueError(f"draft config lacks {', '.join(missing)}")
+    for name in names:
+        if not isinstance(values[name], int | float):
+            raise ValueError(f"draft config: {name} is {values[name]!r}; it must be a number")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

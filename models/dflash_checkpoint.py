@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.checkpoint import (
+    check_numbers,
     drop_copies,
     fuse,
     load_strict,
@@ -87,9 +88,7 @@ def config_from_json(values: Mapping[str, Any], target: ModelConfig) -> DFlashCo
 
     Raises ValueError for what the network here cannot run and for a draft that does not fit `target`.
     """
-    missing = [name for name in REQUIRED_FIELDS if name not in values]
-    if missing:
-        raise ValueError(f"draft config lacks {', '.join(missing)}")
+    check_numbers(values, REQUIRED_FIELDS)
     own = {**values, **(values.get("dflash_config") or {})}  # where a field may stand, trainers disagree
     _refuse_unsupported(own)
     _check_target(values, target)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.checkpoint import (
+    check_numbers,
     drop_copies,
     fuse,
     load_strict,
@@ -97,9 +98,7 @@ def config_from_json(values: Mapping[str, Any], target: ModelConfig) -> Eagle3Co
 
     Raises ValueError for what the network here cannot run and for a draft that does not fit `target`.
     """
-    missing = [name for name in REQUIRED_FIELDS if name not in values]
-    if missing:
-        raise ValueError(f"draft config lacks {', '.join(missing)}")
+    check_numbers(values, REQUIRED_FIELDS)
     eagle = values.get("eagle_config") or {}
     for flag in UNSUPPORTED_FLAGS:
         if values.get(flag) or eagle.get(flag):

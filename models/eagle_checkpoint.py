@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.checkpoint import fuse, load_strict, read_json, read_tensors, unfuse, write_checkpoint
+from slipstream.models.checkpoint import (
+    check_numbers,
+    fuse,
+    load_strict,
+    read_json,
+    read_tensors,
+    unfuse,
+    write_checkpoint,
+)
 from slipstream.models.config import ModelConfig, RopeConfig
 from slipstream.models.eagle import Eagle, EagleConfig
 from slipstream.models.vocabulary import complete_vocabulary
@@ -60,9 +68,7 @@ def config_from_json(values: Mapping[str, Any], target: ModelConfig) -> EagleCon
 
     Raises ValueError for what the network here cannot run and for a draft that does not fit `target`.
     """
-    missing = [name for name in REQUIRED_FIELDS if name not in values]
-    if missing:
-        raise ValueError(f"draft config lacks {', '.join(missing)}")
+    check_numbers(values, REQUIRED_FIELDS)
     if values.get("num_hidden_layers", 1) != 1 or values.get("hidden_act", "silu") != "silu":
         raise ValueError("draft config: num_hidden_layers must be 1 and hidden_act 'silu'")
     if values.get("sliding_window") and values.get("use_sliding_window", True):

@@ -104,6 +104,8 @@ def from_speculators(values: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         raise ValueError(f"draft config lacks {', '.join(missing)}")
     inside = values["transformer_layer_config"]
+    if not isinstance(inside, dict):
+        raise ValueError(f"transformer_layer_config is a {type(inside).__name__}; it must be an object")
     public = {**inside, **values, "architectures": [PUBLIC_ARCHITECTURES[kind]]}
     if kind == "dflash":
         public["dflash_config"] = {
@@ -117,7 +119,7 @@ def from_speculators(values: Mapping[str, Any]) -> dict[str, Any]:
         )
     verifier = (values.get("speculators_config") or {}).get("verifier") or {}
     public.setdefault("target", verifier.get("name_or_path") or "")
-    if public.get("draft_vocab_size") == inside["vocab_size"]:
+    if public.get("draft_vocab_size") == inside.get("vocab_size"):
         del public["draft_vocab_size"]
     moved = ("transformer_layer_config", "aux_hidden_state_layer_ids", "mask_token_id")
     return {name: value for name, value in public.items() if name not in moved and "speculators" not in name}

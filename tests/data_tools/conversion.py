@@ -24,7 +24,7 @@ class Runs:
     def convert(self, source: Path, layout: str, *options: str) -> tuple[Path, str]:
         """The folder written and what was printed; raises SystemExit where the program ends with a message."""
         output = self.root / f"{source.name}-{layout}"
-        main(["--input", str(source), "--output", str(output), "--layout", layout, *options])
+        main(["--input", str(source), "--output", str(output), "--layout", layout, "--overwrite", *options])
         return output, self.capsys.readouterr().out
 
     def refused(self, source: Path, layout: str, *options: str) -> str:

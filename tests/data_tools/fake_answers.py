@@ -61,11 +61,12 @@ class FakeEndpoint:
     """Serves /v1/models, /v1/chat/completions and /v1/completions on a free port. A context manager.
 
     Questions that hold "flaky" get 500, then 429, then a closed connection before their answer; "refused" gets 400,
-    "broken" always 503, "odd" a body that is no completion; answers to "long" are cut.
+    "broken" always 503, "odd" a body that is no completion; answers to "long" are cut. With `context` a prompt (in
+    words, or token ids) and its max_tokens, or one token, must fit.
     """
 
-    def __init__(self, delay_s: float = 0.0) -> None:
-        self.delay_s = delay_s
+    def __init__(self, delay_s: float = 0.0, context: int | None = None) -> None:
+        self.delay_s, self.context = delay_s, context
         self.bodies: list[dict[str, Any]] = []
         self.paths: Counter[str] = Counter()
         self.headers: list[str | None] = []
@@ -79,7 +80,7 @@ class FakeEndpoint:
             wbufsize = -1  # head and body in one packet
 
             def do_GET(self) -> None:
-                self.send(200, {"data": [{"id": "fake-model"}]})
+                self.send(200, {"data": [{"id": "fake-model", "max_model_len": endpoint.context}]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -131,6 +132,9 @@ class FakeEndpoint:
         for word, status in (("refused", 400), ("broken", 503), ("odd", 200)):
             if word in question:
                 return status, {"error": f"{word} it is"}
+        length = len(question.split()) if "messages" in body else len(body["prompt"])
+        if self.context is not None and length + body.get("max_tokens", 1) > self.context:
+            return 400, {"message": f"This model's maximum context length is {self.context} tokens."}
         reason = "length" if "long" in question else "stop"
         text = reply(question, body["seed"])
         content = {"message": {"role": "assistant", "content": text}} if "messages" in body else {"text": text}

@@ -17,6 +17,7 @@ from slipstream.config import parse
 from slipstream.data_tools import capture_features
 from slipstream.data_tools.capture_features import main
 from slipstream.data_tools.capture_options import CaptureConfig
+from slipstream.data_tools.dataset import write_dataset
 from slipstream.data_tools.feature_plan import measure, plan_shards
 from slipstream.models.feature_format import FeatureFormat, needed_tokens
 from slipstream.models.feature_store import FeatureStore
@@ -203,3 +204,16 @@ def test_another_tokenizer_or_target_is_refused(
     with pytest.raises(SystemExit):
         main(flags(captured, target=tuned))
     assert "another target_fingerprint; give the options" in capsys.readouterr().err
+
+
+def test_data_with_nothing_to_capture_are_refused(
+    flags: Flags, capture_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, first = tmp_path / "features", np.arange(9) == 0  # nothing predicts the first token
+    described = {"tokenizer_hash": json.loads((capture_data / "report.json").read_text())["tokenizer_hash"]}
+    rows = [(np.arange(9, dtype=np.int32), first)] * 4
+    write_dataset(rows, tmp_path / "data", heldout=0.5, seed=0, describe=lambda: described)
+    with pytest.raises(SystemExit):
+        main(flags(output, data=tmp_path / "data"))
+    assert "has nothing to capture: no document has a supervised token" in capsys.readouterr().err
+    assert not output.exists()

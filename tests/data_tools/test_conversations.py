@@ -1,5 +1,6 @@
 """Every input format, from every kind of file, and the sentences that malformed rows get."""
 
+import codecs
 import gzip
 import json
 from collections.abc import Callable
@@ -70,6 +71,13 @@ def test_other_formats() -> None:
         ({"messages": [{"role": "user", "content": 5}]}, "message 1 holds a int, not text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "message 1 holds a list, not text"),
         ({"messages": TURNS, "tools": "{"}, "tools is not valid JSON"),
+        ({"messages": TURNS, "tools": ["search"]}, "tools lists a str, not an object"),
+        ({"messages": TURNS, "tools": [{"name": "\udc00"}]}, "tools holds \\udc00 at character 0, half of a surrogate"),
+        ({"messages": TURNS, "tools": f"[{'1' * 5000}]"}, "4300 digits"),
+        ({"messages": TURNS, "tools": "[" * 100_000}, "is nested too deep"),
+        ({"messages": [{**TURNS[0], "name": "a\ud83d"}]}, "message 1 holds \\ud83d at character 1"),
+        ({"text": "a\ud83d"}, "text holds \\ud83d at character 1"),
+        ({"text": "a", "id": "\ud83d"}, "id holds \\ud83d"),
         ({"prompt": "a", "completion": 3}, "completion holds a int, not text"),
         ({"text": 3}, "text holds a int, not text"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "input_ids has 2 entries, loss_mask 1"),
@@ -90,6 +98,8 @@ def test_malformed_rows_name_place_and_fault(columns: dict[str, Any], fault: str
         (b'{"a": }', "not valid JSON: Expecting value at column 7"),
         (b"[1]", "holds a list, not a JSON object"),
         (b'{"a": "\xff"}', "not valid UTF-8"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "not readable JSON: Exceeds the limit"),
+        (b"[" * 100_000, "is nested too deep"),
     ],
 )
 def test_malformed_lines_name_place_and_fault(line: bytes, fault: str) -> None:
@@ -105,6 +115,8 @@ def save(folder: Path, kind: str) -> Path:
         path.write_bytes(b"\n" + lines)
     elif kind == "json":
         path.write_bytes(b"\n " + json.dumps(ROWS, indent=1).encode())
+    elif kind == "bom.json":
+        path.write_bytes(codecs.BOM_UTF8 + json.dumps(ROWS, indent=1).encode())
     elif kind == "lines.json":
         path.write_bytes(lines)
     elif kind == "jsonl.gz":
@@ -129,7 +141,7 @@ def save(folder: Path, kind: str) -> Path:
     return path
 
 
-KINDS = "jsonl json lines.json jsonl.gz parquet arrow stream.arrow saved splits folder"
+KINDS = "jsonl json bom.json lines.json jsonl.gz parquet arrow stream.arrow saved splits folder"
 
 
 @pytest.mark.parametrize("kind", KINDS.split())
@@ -144,6 +156,11 @@ def test_several_sources_follow_each_other(tmp_path: Path) -> None:
     assert [row.columns() for row in rows] == ROWS + ROWS
     assert rows[4].place.endswith("rows.parquet, row 5")
     assert rows[5].place.endswith("rows.jsonl, line 2")  # line 1 is empty
+
+
+def cut_gzip(path: Path) -> Path:
+    path.write_bytes(gzip.compress(json.dumps(ROWS).encode())[:18])
+    return path
 
 
 def damaged_gzip(path: Path) -> Path:
@@ -161,6 +178,7 @@ def damaged_gzip(path: Path) -> Path:
         (lambda folder: write_jsonl(folder / "a.parquet", [1]), "a.parquet is not a readable parquet file"),
         (lambda folder: write_jsonl(folder / "a.arrow", [1]), "a.arrow is not a readable arrow file"),
         (lambda folder: write_jsonl(folder / "a.json", [[1, 2], [3]]), "a.json is not valid JSON: Extra data: line 2"),
+        (lambda folder: cut_gzip(folder / "a.json.gz"), "a.json.gz is not valid JSON: Compressed file ended"),
         (lambda folder: damaged_gzip(folder / "a.jsonl.gz"), r"a.jsonl.gz is damaged or cut short after line \d+"),
         (lambda folder: save(folder, "splits"), "split is 'dev'; .* has test, train"),
     ],

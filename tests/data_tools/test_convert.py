@@ -123,3 +123,33 @@ def test_what_cannot_be_converted_is_refused(runs: Runs, tmp_path: Path) -> None
         main(["--input", str(draft), "--output", str(tmp_path / "x"), "--layout", "gguf"])
     with pytest.raises(SystemExit):
         main(["--input", str(draft)])
+
+
+def test_an_existing_output_is_kept(runs: Runs, tmp_path: Path) -> None:
+    draft, output = save(runs), tmp_path / "kept"
+    output.mkdir()
+    (output / "notes.txt").write_text("mine")
+    arguments = ["--input", str(draft), "--output", str(output)]
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert f"output {output} exists; name another folder or add --overwrite" in runs.capsys.readouterr().err
+    assert [path.name for path in output.iterdir()] == ["notes.txt"]
+    main([*arguments, "--overwrite"])
+    assert sorted(path.name for path in output.iterdir()) == ["config.json", "model.safetensors", "run.json"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": None}, "draft config lacks hidden_size"),
+        ({"hidden_size": "64"}, "hidden_size is '64'; it must be a number"),
+        ({"vocab_size": [120]}, "vocab_size is [120]; it must be a number"),
+    ],
+)
+def test_a_broken_config_is_refused_by_field(fields: dict[str, Any], message: str, runs: Runs) -> None:
+    draft = save(runs)
+    values = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(values | fields))
+    assert message in runs.refused(draft, "sglang")
+    (draft / "config.json").write_text(json.dumps([values]))
+    assert "config.json holds a list, not a JSON object" in runs.refused(draft, "sglang")

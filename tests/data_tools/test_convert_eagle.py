@@ -179,6 +179,8 @@ def test_biases_are_refused_there(runs: Runs) -> None:
             {"transformer_layer_config": {"model_type": "qwen3", "vocab_size": 120}},
             "model_type is 'qwen3', whose norms",
         ),
+        ({"transformer_layer_config": ["llama"]}, "transformer_layer_config is a list; it must be an object"),
+        ({"transformer_layer_config": {"model_type": "llama"}}, "draft config lacks hidden_size, intermediate_size"),
     ],
 )
 def test_other_networks_of_speculators_are_refused_by_name(values: dict[str, Any], message: str, runs: Runs) -> None:

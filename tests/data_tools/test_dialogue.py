@@ -66,8 +66,9 @@ def test_ids_are_unique_and_stable(tmp_path: Path) -> None:
 def test_what_cannot_be_answered_is_counted(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
     rows = [{"messages": turns("sa")}, {"messages": [*chat("a"), call]}, {"text": "no chat"}, {"messages": chat("b")}]
+    rows.append({"messages": [*chat("c"), {"role": "assistant", "content": "d", "tool_calls": []}]})
     dialogues, reader = read(tmp_path, rows, skip_bad=True)
-    assert len(dialogues) == 1
+    assert len(dialogues) == 2
     assert reader.dropped == {"no_user_turn": 1, "tool_calls": 1, "malformed": 1}
     with pytest.raises(RowError, match="line 3: is no conversation"):
         read(tmp_path, rows)
@@ -142,6 +143,17 @@ def test_cut_answers_are_kept_or_dropped() -> None:
     cut = say("fine", finish_reason="length")
     assert drive(CHATML, ["Hello"], [cut])[1].row["finish_reason"] == "length"
     assert drive(CHATML, ["Hello", "What?"], [cut], keep_cut=False)[1] == Result(id="x", dropped="cut_by_max_tokens")
+
+
+def test_a_cut_answer_ends_its_dialogue() -> None:
+    cut = say("fi", finish_reason="length")
+    prompts, result = drive(CHATML, ["Hello", "What?"], [cut])
+    assert len(prompts) == 1
+    assert result.row == {"id": "x", "messages": chat("Hello", "fi"), "finish_reason": "length"}
+    prompts, result = drive(CHATML, ["Hello", "What?", "Are you?"], [say("fine", token_ids=[50]), cut])
+    assert result.row == {"id": "x", "messages": chat("Hello", "fine", "What?", "fi"), "finish_reason": "length"}
+    (prompt,), result = drive(CHATML, ["Hello", "What?"], [say("fi", finish_reason="length", token_ids=[50])])
+    assert result.row["input_ids"] == [*prompt.token_ids, 50], "the only answer, whose tokens are known"
 
 
 def test_reasoning_returned_apart_is_kept_apart() -> None:

@@ -40,10 +40,13 @@ LLAMA_PIECES = [
 ]
 
 
-def mask(template: str, messages: list[Any], *, turns: Any = "all", end: str = "<|im_end|>") -> Any:
+def mask(
+    template: str, messages: list[Any], *, turns: Any = "all", end: str = "<|im_end|>", is_cut: bool = False
+) -> Any:
     tokenizer = build_tokenizer(template, end)
     wrapped = ChatTemplate(tokenizer, date="2023-03-05", variables={})
-    return mask_conversation(wrapped, messages, None, turns=turns, end_ids=frozenset([tokenizer.eos_token_id]))
+    end_ids = frozenset([tokenizer.eos_token_id])
+    return mask_conversation(wrapped, messages, None, turns=turns, end_ids=end_ids, is_cut=is_cut)
 
 
 @pytest.mark.parametrize(
@@ -157,3 +160,16 @@ def test_a_frozen_date_changes_nothing_else() -> None:
     assert rendered == "05 Mar 2023, Sunday" + unfrozen[unfrozen.index(" end") :]
     assert unfrozen[0].isdigit()
     assert freeze_date("no date", datetime.date(2023, 3, 5)) == "no date"
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_TAGGED])
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_the_end_token_behind_a_cut_answer_is_not_supervised(template: str, turns: Any) -> None:
+    tokenizer = build_tokenizer(template)
+    ids, supervised = mask(template, CONVERSATION, turns=turns, is_cut=True)
+    whole_ids, whole = mask(template, CONVERSATION, turns=turns)
+    last = max(index for index, value in enumerate(whole) if value)
+    assert whole_ids == ids
+    assert ids[last] == tokenizer.eos_token_id
+    assert supervised == [value and index != last for index, value in enumerate(whole)]
+    assert supervised[last - 1]

@@ -128,6 +128,29 @@ def test_target_without_template_takes_plain_completions(tmp_path: Path, make_fo
     assert report["vocab_size"] == 315  # no model config: the tokenizer's
 
 
+def test_cut_answers_have_no_supervised_end(tmp_path: Path, target: Path, make_folder: Callable[..., Path]) -> None:
+    ids, mask = expected(target, 1)
+    mask[max(index for index, value in enumerate(mask) if value)] = False
+    columns = {"prompt": "What is 1?", "completion": "It is 1."}
+    for row in (ROWS[1], columns):
+        dataset, _ = prepare(tmp_path, target, [{**row, "finish_reason": "length"}], "--heldout", "0")
+        assert as_set(dataset, "train") == {(tuple(ids), tuple(mask))}
+        dataset, _ = prepare(tmp_path, target, [{**row, "finish_reason": "stop"}], "--heldout", "0")
+        assert as_set(dataset, "train") == {tuple(map(tuple, expected(target, 1)))}
+    plain = make_folder(None)
+    dataset, _ = prepare(tmp_path, plain, [{**columns, "finish_reason": "length"}], "--heldout", "0")
+    assert AutoTokenizer.from_pretrained(plain).decode(dataset["train"][0]["input_ids"]) == "What is 1?It is 1."
+
+
+def test_text_without_bytes_is_a_bad_row(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [ROWS[0], {"messages": chat("hi \ud83d", "fine")}]
+    with pytest.raises(SystemExit):
+        prepare(tmp_path, target, rows)
+    assert "rows.jsonl, line 2: message 1 holds \\ud83d at character 3, half of a" in capsys.readouterr().err
+    _, report = prepare(tmp_path, target, rows, "--skip-bad", "--heldout", "0")
+    assert (report["rows_kept"], report["rows_dropped"]) == (1, {"malformed": 1})
+
+
 def test_dropped_rows_are_counted_by_reason(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     thinking = chat("Hello", "<think>hm</think>fine", "What?", "four")
     rows = [ROWS[0], {"messages": thinking}, {"messages": chat("What?")}, {"messages": chat("a", "b")[1:]}]

@@ -1,5 +1,6 @@
 """`slipstream regenerate` with OpenAI-compatible endpoints: bodies, retries, failures, and a kill in the middle."""
 
+import json
 import os
 import signal
 import subprocess
@@ -92,6 +93,39 @@ def test_too_many_failures_end_the_run(tmp_path: Path, endpoint: FakeEndpoint, c
     assert "5 rows failed, the last: " in message
     assert "answered 400: " in message
     assert len(endpoint.bodies) <= 7
+
+
+SHORT = [*ROWS[:2], {"id": "big", "messages": chat("What is it? " * 30)}]
+
+
+def test_a_short_context_bounds_answers_and_drops_prompts(tmp_path: Path) -> None:
+    with FakeEndpoint(context=60) as endpoint:
+        rows = run(tmp_path, "--endpoint", endpoint.url, "--max-failures", 1, rows=SHORT)
+    assert [row["id"] for row in rows] == ["row0", "row1"]
+    assert report(tmp_path)["rows_dropped"] == {"prompt_too_long": 1}
+    assert [body.get("max_tokens") for body in endpoint.bodies].count(2048) == 3, "asked for first"
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "fake-model")])
+def test_the_room_is_known_where_the_target_is(
+    tmp_path: Path, make_folder: Callable[..., Path], model: tuple[str, ...]
+) -> None:
+    target = make_folder(CHATML, 512)
+    with FakeEndpoint(context=60) as endpoint:
+        run(tmp_path, "--endpoint", endpoint.url, "--target", target, "--max-failures", 1, *model, rows=SHORT)
+    assert report(tmp_path)["rows_dropped"] == {"prompt_too_long": 1}
+    assert [len(body["prompt"]) + body["max_tokens"] for body in endpoint.bodies] == [60, 60]
+
+
+def test_the_targets_context_counts_where_none_is_listed(
+    tmp_path: Path, make_folder: Callable[..., Path], endpoint: FakeEndpoint
+) -> None:
+    target = make_folder(CHATML, 512)
+    values = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 70}))
+    run(tmp_path, "--endpoint", endpoint.url, "--target", target, rows=SHORT)
+    assert report(tmp_path)["rows_dropped"] == {"prompt_too_long": 1}
+    assert [len(body["prompt"]) + body["max_tokens"] for body in endpoint.bodies] == [70, 70]
 
 
 def test_an_endpoint_that_is_down_is_named(tmp_path: Path, capsys: Any) -> None:

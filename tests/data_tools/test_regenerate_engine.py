@@ -135,6 +135,10 @@ def test_a_file_has_one_recipe(tmp_path: Path, target: Path, capsys: Any) -> Non
     assert "seed is 1, but" in error(capsys, tmp_path, "--target", target, "--seed", 1)
     assert "was begun with 0" in error(capsys, tmp_path, "--target", target, "--seed", 1)
     assert len(run(tmp_path, "--target", target, rows=ROWS[:3])) == 3  # more data is no other recipe
+    (tmp_path / "out.jsonl").unlink()  # with the file goes its recipe, and what it dropped
+    (tmp_path / "out.jsonl.dropped").write_text('{"id": "row0", "reason": "cut_by_max_tokens"}\n')
+    assert len(run(tmp_path, "--target", target, "--seed", 1, rows=ROWS[:2])) == 2
+    assert report(tmp_path)["rows_dropped"] == {}
     (tmp_path / "out.jsonl.report").unlink()
     assert "name another or add --overwrite" in error(capsys, tmp_path, "--target", target)
 
@@ -152,6 +156,9 @@ def test_the_date_in_prompts_is_frozen(
     [
         ((), "target and endpoint are empty"),
         (("--endpoint", "x", "--draft", "d"), "draft and engine are for a target in this process"),
+        (("--endpoint", ""), "endpoint is ''; name a URL such as http://localhost:8000/v1"),
+        (("--endpoint", "localhost:8000/v1"), "endpoint is 'localhost:8000/v1'; name a URL such as http"),
+        (("--endpoint", "http://a:port/v1"), "endpoint 'http://a:port/v1' is no URL"),
         (("--target", "x", "--engine.speed", "9"), "engine has no option speed"),
         (("--target", "x", "--temperature", "-1"), "temperature is -1.0"),
         (("--target", "x", "--concurrency", "0"), "concurrency is 0"),

@@ -103,6 +103,7 @@ def test_failed_requests_and_tool_calls_are_dropped(loaded: TargetTokenizer) -> 
         ({"choices": [{"delta": {"content": "He"}}]}, "holds a piece of a stream; log whole answers"),
         ({"choices": {"text": "a"}}, "choices holds a dict, not a list"),
         ({"choices": [choice(7)]}, "content holds a int, not text"),
+        ({"choices": [choice("a\ud83d")]}, "content holds \\\\ud83d at character 1, half of a surrogate pair"),
         ({"token_ids": [512]}, "token_ids holds 512, no token id of the target's vocabulary of 512"),
         ({"output_ids": ["5"]}, "output_ids holds '5'"),
         ({"input_ids": [5], "loss_mask": [1], "tokenizer_hash": "x"}, "come from another tokenizer"),
