@@ -16,13 +16,16 @@ def arrival_counters(device: torch.device) -> Tensor:
 
     A graph must not be the first to ask: its memory is zeroed in replays only.
     """
-    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capture"
-    return torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+    return _new_words(device)
 
 
 @functools.cache
 def meeting_points(device: torch.device) -> Tensor:
     """(MAX_ROWS,) int32 for `wait_for_all`, on the conditions of `arrival_counters`; only the highest bit stays."""
+    return _new_words(device)
+
+
+def _new_words(device: torch.device) -> Tensor:
     assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capture"
     return torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
 

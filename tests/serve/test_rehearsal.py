@@ -1,6 +1,5 @@
 """While tokens are awaited the host goes through what comes after them, then and only then; no answer changes."""
 
-import time
 from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
@@ -148,7 +147,7 @@ def test_answers_stay_the_same(mixed: bool, temperature: float, target: Path, tm
     assert all(log[index - 1][0] == "flies" for index in warmed)
 
 
-def test_a_row_whose_request_was_followed_by_another_counts_once(target: Path) -> None:
+def test_a_row_whose_request_was_followed_by_another_counts_once(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round of the one and the prompt of the other are in flight together, in a full engine."""
     engine = build_overlapping(target, "ngram", kv_cache_tokens=4096)
     most = engine.config.max_running
@@ -156,10 +155,17 @@ def test_a_row_whose_request_was_followed_by_another_counts_once(target: Path) -
         engine.add(make_request(str(index), random_prompt(9, index), max_tokens=40))
     while sum(sequence.decoding for sequence in engine.scheduler._running) < most:
         engine.step()
-    step = engine.executor.meanwhile([*range(most), 0], engine.policy)
-    start = time.monotonic()
-    while time.monotonic() - start < 0.2:
+    policy, weighed, warmed = engine.policy, list[int](), list[int]()
+    assert policy is not None
+    weigh = policy.weigh
+    monkeypatch.setattr(rehearsal, "PAUSE_S", 0.0)
+    monkeypatch.setattr(policy, "weigh", lambda offers, least: (weighed.append(len(offers)), weigh(offers, least)))
+    monkeypatch.setattr(engine.drafter, "warm", lambda rows, _: warmed.extend(rows))
+    step = engine.executor.meanwhile([*range(most), 0], policy)
+    for _ in range(rehearsal.STEPS_PER_STORE):
         step()
+    assert set(weighed) == {most}
+    assert set(warmed) == set(range(most))
 
 
 def test_a_drafter_on_the_device_is_left_alone(target: Path, tmp_path: Path, log: list[Any]) -> None:
