@@ -9,9 +9,10 @@ BIN := .venv/bin
 demo: .venv/.installed
 	$(BIN)/python bench/demo.py --drafter $(DRAFT)
 
-# One thread: on small models two threads mostly wait for each other, and tests start processes of their own.
+# On the CPU, where there is a GPU, too. One thread: two mostly wait for each other on small models, and tests start
+# processes of their own.
 test: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 gpu-test: .venv/.installed
 	$(BIN)/python -m pytest -m gpu

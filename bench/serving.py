@@ -12,6 +12,7 @@ of a request), TTFT and ITL are between outputs, which hold several tokens where
 """
 
 import gc
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -74,7 +75,10 @@ def measure(config: ServingConfig) -> Iterator[dict[str, Any]]:
             for level in config.levels:
                 run(work.tasks(min(level, WARMUP_TASKS), f"{config.seed}/{level}/warmup"), level)
                 count = config.requests or max(8, 4 * level)
-                result = run(work.tasks(count, f"{config.seed}/{level}"), level)
+                tasks = work.tasks(count, f"{config.seed}/{level}")
+                result = run(tasks, level)
+                if config.answers is not None:
+                    write_answers(config.answers, tasks, result, draft, level, config.temperature)
                 if draft == "none":
                     baselines[level] = result
                 compared = against(baselines.get(level), draft, result, config)
@@ -100,6 +104,14 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
     engines.clear()  # the caller still holds the function: free the memory before the next engine looks for it
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def write_answers(path: str, tasks: Sequence[Task], run: Run, draft: str, level: int, temperature: float) -> None:
+    """Answers as token ids, or as text over HTTP."""
+    with open(path, "a") as file:
+        for task, answer in zip(tasks, run.answers, strict=True):
+            row = {"draft": draft, "concurrency": level, "temperature": temperature}
+            file.write(json.dumps({**row, "prompt": task.prompt, "answer": answer}) + "\n")
 
 
 def origin(config: ServingConfig, draft: str, level: int, run: Run) -> dict[str, Any]:

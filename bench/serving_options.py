@@ -49,6 +49,8 @@ class ServingConfig:
     """The least a round can take, one value per line of the table, in its order."""
     output: str | None = None
     """File to append the JSON lines to."""
+    answers: str | None = None
+    """File to append prompts and answers to, which bench/regret.py reads."""
 
     def __post_init__(self) -> None:
         if not all(level.strip().isdigit() and int(level) > 0 for level in self.concurrency.split(",")):

@@ -77,7 +77,7 @@ def reference(build: BuildDrafted) -> Callable[[str, list[Request]], dict[str, l
     def tokens(family: str, requests: list[Request]) -> dict[str, list[int]]:
         for request in requests:
             if (family, repr(request)) not in known:
-                engine = engines.setdefault(family, build(family, "none", max_running=1))
+                engine = engines.setdefault(family, build(family, "none", device="cpu", max_running=1))
                 known[family, repr(request)] = run(engine, [request])[request.id].tokens
         return {request.id: known[family, repr(request)] for request in requests}
 
@@ -110,6 +110,22 @@ def test_a_drafter_changes_no_token(
         assert tokens_of(answers) == reference(family, requests)
     if drafter != "none":
         assert 0.1 < acceptance(answers) < 0.95, "the test needs drafts that are right now and then"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"overlap": False, "page_size": 1}], ids=["overlap", "one by one"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_captured_rounds_change_no_token(
+    drafter: str, sampling: str, options: dict[str, Any], build: BuildDrafted, reference: Reference
+) -> None:
+    requests, attention = uneven_requests(SAMPLINGS[sampling]), "prefill=sdpa,verify=triton,draft=triton"
+    engine = build("qwen3", drafter, device="cuda", dtype="float32", attention=attention, **options)
+    for _ in range(2 if drafter in LEARNING else 1):
+        answers = run(engine, requests)
+        assert tokens_of(answers) == reference("qwen3", requests)
+    if drafter != "none":
+        assert 0.1 < acceptance(answers) < 0.95
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,134 @@
+"""How far below the best the tokens of greedy answers lie, in logits, as transformers sees it in fp32.
+
+    python bench/serving.py --draft CKPT --prompts gsm8k --answers answers.jsonl
+    python bench/regret.py --answers answers.jsonl --target TARGET
+
+Two answers to one prompt may differ although both are right: where two tokens are nearly as good, the last bit of a sum
+in bf16 decides, and with it how many requests share a pass. A fault shows in tokens that are far from the best. The
+scale stands beside it: the tokens that transformers' own model in the target's type takes at the same places. Prints
+one JSON line per draft and concurrency.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slipstream.bench.gpu import revision
+from slipstream.bench.lines import Lines
+from slipstream.bench.serving_run import device_name
+from slipstream.config import parse
+from slipstream.models.checkpoint import resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegretConfig:
+    """Options of this benchmark."""
+
+    answers: str
+    """File that bench/serving.py wrote with --answers."""
+    target: str
+    """Target checkpoint, that of the answers or one that computes the same."""
+    dtype: str = "auto"
+    """Type in which transformers chooses tokens for the scale; auto: the checkpoint's."""
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    """Where transformers runs."""
+    output: str | None = None
+    """File to append the JSON lines to."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """A prompt and its answer, as token ids, and what transformers made of it."""
+
+    draft: str
+    concurrency: int
+    prompt: list[int]
+    tokens: list[int]
+    reference: Tensor = field(default_factory=lambda: torch.empty(0))  # [tokens] transformers' choices
+    regret: Tensor = field(default_factory=lambda: torch.empty(0))  # [tokens] of the answer's tokens
+    reference_regret: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def read_answers(path: str, tokenizer: Any) -> list[Answer]:
+    """Raises ValueError for answers that were not greedy."""
+    answers = []
+    with open(path) as lines:
+        for number, line in enumerate(lines, 1):
+            row = json.loads(line)
+            if row["temperature"] != 0:
+                raise ValueError(
+                    f"{path}:{number}: temperature is {row['temperature']}; only greedy answers have a best"
+                )
+            tokens = row["answer"]
+            if isinstance(tokens, str):  # over HTTP
+                tokens = tokenizer(tokens, add_special_tokens=False)["input_ids"]
+            answers.append(Answer(row["draft"], row["concurrency"], row["prompt"], tokens))
+    return answers
+
+
+@torch.inference_mode()
+def read_with(path: str, dtype: str, device: str, answers: Sequence[Answer]) -> Iterator[tuple[Answer, Tensor]]:
+    """Each answer with the logits [tokens, vocabulary], in fp32, from which its tokens should have been taken."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    for answer in tqdm(answers, desc=str(model.dtype).removeprefix("torch."), unit="answer"):
+        if answer.tokens:
+            ids = torch.tensor([answer.prompt + answer.tokens], device=device)
+            yield answer, model(ids, logits_to_keep=len(answer.tokens) + 1).logits[0, :-1].float()
+
+
+def measure(answers: Sequence[Answer], config: RegretConfig) -> None:
+    """Fills in what transformers makes of the answers. One model at a time is in memory."""
+    path = str(resolve(config.target))
+    for answer, logits in read_with(path, config.dtype, config.device, answers):
+        answer.reference = logits.argmax(-1)
+    for answer, logits in read_with(path, "float32", config.device, answers):
+        best = logits.amax(-1)
+        answer.regret = (best - taken(logits, torch.tensor(answer.tokens, device=best.device))).cpu()
+        answer.reference_regret = (best - taken(logits, answer.reference)).cpu()
+
+
+def taken(logits: Tensor, tokens: Tensor) -> Tensor:
+    return logits.gather(-1, tokens[:, None])[:, 0]
+
+
+def figures(answers: Iterable[Answer]) -> Iterator[dict[str, Any]]:
+    """One line per draft and concurrency, in the file's order."""
+    for (draft, concurrency), group in groupby(answers, key=lambda answer: (answer.draft, answer.concurrency)):
+        members = list(group)
+        regret, reference = (torch.cat([getattr(one, n) for one in members]) for n in ("regret", "reference_regret"))
+        yield {
+            "draft": draft,
+            "concurrency": concurrency,
+            "answers": len(members),
+            "tokens": len(regret),
+            "not_best": int((regret > 0).sum()),
+            "largest_regret": round(float(regret.max()), 4),
+            "reference_not_best": int((reference > 0).sum()),
+            "reference_largest_regret": round(float(reference.max()), 4),
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(RegretConfig, argv, prog="bench/regret.py", description="How far answers lie below the best.")
+    try:
+        answers = read_answers(config.answers, AutoTokenizer.from_pretrained(resolve(config.target)))
+        measure(answers, config)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"bench/regret.py: error: {error}") from error
+    shared = {"bench": "regret", "device": device_name(torch.device(config.device).type), "target": config.target}
+    lines = Lines(config.output, {**shared, "date": date.today().isoformat(), "revision": revision()})
+    for line in figures(answers):
+        lines.add(line)
+    lines.print()
+
+
+if __name__ == "__main__":
+    main()
