@@ -10,6 +10,7 @@ one JSON line per draft and concurrency.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -52,9 +53,8 @@ class Answer:
     concurrency: int
     prompt: list[int]
     tokens: list[int]
-    reference: Tensor = field(default_factory=lambda: torch.empty(0))  # [tokens] transformers' choices
     regret: Tensor = field(default_factory=lambda: torch.empty(0))  # [tokens] of the answer's tokens
-    reference_regret: Tensor = field(default_factory=lambda: torch.empty(0))
+    reference_regret: Tensor = field(default_factory=lambda: torch.empty(0))  # [tokens] of transformers' own choices
 
 
 def read_answers(path: str, tokenizer: Any) -> list[Answer]:
@@ -75,24 +75,30 @@ def read_answers(path: str, tokenizer: Any) -> list[Answer]:
 
 
 @torch.inference_mode()
-def read_with(path: str, dtype: str, device: str, answers: Sequence[Answer]) -> Iterator[tuple[Answer, Tensor]]:
-    """Each answer with the logits [tokens, vocabulary], in fp32, from which its tokens should have been taken."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
-    for answer in tqdm(answers, desc=str(model.dtype).removeprefix("torch."), unit="answer"):
-        if answer.tokens:
-            ids = torch.tensor([answer.prompt + answer.tokens], device=device)
-            yield answer, model(ids, logits_to_keep=len(answer.tokens) + 1).logits[0, :-1].float()
+def read_with(path: str, config: RegretConfig, dtype: str, texts: Sequence[list[Answer]]) -> Iterator[Tensor]:
+    """For each of `texts`, equal answers to one prompt, the logits [tokens, vocabulary] in fp32 from which its tokens
+    should have been taken."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(config.device).eval()
+    for answer, *_ in tqdm(texts, desc=str(model.dtype).removeprefix("torch."), unit="answer"):
+        ids = torch.tensor([answer.prompt + answer.tokens], device=config.device)
+        yield model(ids, logits_to_keep=len(answer.tokens) + 1).logits[0, :-1].float()
 
 
 def measure(answers: Sequence[Answer], config: RegretConfig) -> None:
     """Fills in what transformers makes of the answers. One model at a time is in memory."""
-    path = str(resolve(config.target))
-    for answer, logits in read_with(path, config.dtype, config.device, answers):
-        answer.reference = logits.argmax(-1)
-    for answer, logits in read_with(path, "float32", config.device, answers):
+    path, same = str(resolve(config.target)), defaultdict[tuple[tuple[int, ...], ...], list[Answer]](list)
+    for answer in answers:
+        if answer.tokens:
+            same[tuple(answer.prompt), tuple(answer.tokens)].append(answer)
+    texts = list(same.values())
+    references = [logits.argmax(-1) for logits in read_with(path, config, config.dtype, texts)]
+    exact = read_with(path, config, "float32", texts)
+    for text, reference, logits in zip(texts, references, exact, strict=True):
         best = logits.amax(-1)
-        answer.regret = (best - taken(logits, torch.tensor(answer.tokens, device=best.device))).cpu()
-        answer.reference_regret = (best - taken(logits, answer.reference)).cpu()
+        regret = (best - taken(logits, torch.tensor(text[0].tokens, device=best.device))).cpu()
+        reference_regret = (best - taken(logits, reference)).cpu()
+        for answer in text:
+            answer.regret, answer.reference_regret = regret, reference_regret
 
 
 def taken(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Kernels of kernels/filters.py that turn a bracket into the row's threshold (words: kernels/filter_search.py).
+"""Kernels of kernels/filters.py that find the row's threshold in the answer's bin (words: kernels/filter_search.py).
 
-The x within the bracket are gathered in any order. Each is compared with all others, so ranks and masses need no sort;
+The x of the bin, or for a small top-k those from `low` up, are gathered in any order. Each is compared with all others, so ranks and masses need no sort;
 masses are summed as integers, so no result depends on the order. Where there are too many x, or a large top-k goes with
 a top-p, one program finds the threshold over the whole row, four bits of it at a time: slower, and rare.
 """
@@ -10,24 +10,26 @@ import triton.language as tl
 
 from slipstream.kernels.filter_search import (
     ABOVE,
+    BIN,
     FLOOR,
     GOAL,
-    HIGH,
     KIND,
     LOW,
     MASS,
+    MASS_UNIT,
     NONE,
     PEAK,
     RANK,
+    SCALE,
     SEARCH,
     WIDE_RANK,
+    bin_of,
     load_scaled,
     parameter_entry,
 )
 
 CANDIDATES = tl.constexpr(1024)
 COMPARED = tl.constexpr(16)  # candidates that all others are compared with at a time
-MASS_UNIT = tl.constexpr(2.0**40)  # integer units of the mass of the row's maximum
 SCANNED = tl.constexpr(1024)  # columns that a descent reads at a time
 
 
@@ -36,14 +38,17 @@ def collect(
     logits_ptr, temperature_ptr, rows_ptr, repeats, searches_ptr, candidates_ptr, counters_ptr, stride, V,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Appends the x within the bracket to the row's candidates and counts them, also those beyond the last place."""
+    """Appends the x in question to the row's candidates and counts them, also those beyond the last place."""
     row, tile = tl.program_id(0), tl.program_id(1)
     search = searches_ptr + row * SEARCH
-    if tl.load(search + KIND) != NONE:
+    kind = tl.load(search + KIND).to(tl.int32)
+    if kind != NONE:
         temperature = tl.load(temperature_ptr + parameter_entry(row, rows_ptr, repeats))
         columns = tile * TILE + tl.arange(0, TILE)
         x = load_scaled(logits_ptr + row.to(tl.int64) * stride, columns, V, temperature)
-        inside = ((x >= tl.load(search + LOW)) & (x < tl.load(search + HIGH))).to(tl.int32)
+        bins = bin_of(x, tl.load(search + PEAK), tl.load(search + SCALE))
+        in_bin = (kind == RANK) | (bins == tl.load(search + BIN).to(tl.int32))
+        inside = ((x >= tl.load(search + LOW)) & in_bin).to(tl.int32)
         found = tl.sum(inside, axis=0)
         if found > 0:
             place = tl.atomic_add(counters_ptr + row, found, sem="relaxed") + tl.cumsum(inside, axis=0) - 1

@@ -1,8 +1,9 @@
 """Kernels of kernels/filters.py that bracket a row's threshold.
 
 A search asks for the largest of a row's scaled logits x with weight(x and all above it) >= goal. Top-k: every weight is
-1, the goal k. Top-p: weights exp(x - peak), the goal top_p of their sum. The bracket is low <= x < high, with `above`
-the weight from `high` up, below the goal; the weight from `low` up reaches it.
+1, the goal k. Top-p: weights exp(x - peak), the goal top_p of their sum. The weight from `low` up reaches it. Between
+`low` and the peak x falls into one of BINS equal bins; weights are summed as integers, so no sum depends on the order.
+The answer lies in the first bin from above with which the sum reaches the goal; `above` is what the bins before it hold.
 """
 
 import triton
@@ -12,22 +13,24 @@ from slipstream.kernels.arrivals import arrives_last
 
 NONE = tl.constexpr(0)  # kinds of search: the threshold is known
 RANK = tl.constexpr(1)  # top-k among the few x >= low, then top-p among those
-WIDE_RANK = tl.constexpr(2)  # top-k by narrowing
-MASS = tl.constexpr(3)  # top-p by narrowing
+WIDE_RANK = tl.constexpr(2)  # top-k by bins
+MASS = tl.constexpr(3)  # top-p by bins
 
 # Floats of a row's search record.
 SEARCH = tl.constexpr(8)
 KIND = tl.constexpr(0)
 PEAK = tl.constexpr(1)
 LOW = tl.constexpr(2)
-HIGH = tl.constexpr(3)
+SCALE = tl.constexpr(3)  # bins for each unit of x
 ABOVE = tl.constexpr(4)
 GOAL = tl.constexpr(5)
 FLOOR = tl.constexpr(6)  # what min-p keeps begins here
+BIN = tl.constexpr(7)  # where the answer lies
 
-PIVOTS = tl.constexpr(32)  # also the floats that a program leaves for the last one
+PARTIAL = tl.constexpr(32)  # floats that a program leaves for the last one
 FEW = tl.constexpr(768)  # candidates: three quarters of the room for them
-COLUMNS = tl.constexpr(256)  # compared with all pivots at a time
+BINS = tl.constexpr(1024)  # from the peak downwards
+MASS_UNIT = tl.constexpr(2.0**40)  # integer units of the mass of the row's maximum
 
 
 @triton.jit
@@ -50,10 +53,12 @@ def load_scaled(row_ptr, columns, V, temperature):
 
 @triton.jit(do_not_specialize=["repeats"])
 def summarise(
-    logits_ptr, temperature_ptr, rows_ptr, repeats, searches_ptr, partials_ptr, counters_ptr, stride, V, tiles,
-    top_k_ptr, top_p_ptr, min_p_ptr, thresholds_ptr, TILE: tl.constexpr, TILES: tl.constexpr, CHUNKS: tl.constexpr,
+    logits_ptr, temperature_ptr, rows_ptr, repeats, searches_ptr, bins_ptr, counters_ptr, stride, V, tiles,
+    partials_ptr, top_k_ptr, top_p_ptr, min_p_ptr, thresholds_ptr,
+    TILE: tl.constexpr, TILES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """A tile leaves its chunks' maxima, then its own maximum, sum of exponentials, smallest and number of finite x."""
+    """A tile leaves its chunks' maxima, then its own maximum, sum of exponentials, smallest and number of finite x.
+    The first tile empties the row's bins."""
     row, tile = tl.program_id(0), tl.program_id(1)
     entry = parameter_entry(row, rows_ptr, repeats)
     temperature, top_k = tl.load(temperature_ptr + entry), tl.load(top_k_ptr + entry).to(tl.int32)
@@ -69,13 +74,15 @@ def summarise(
         total = tl.sum(tl.sum(tl.exp(x - tl.maximum(peak, -1e30)), axis=1), axis=0)
         lowest = tl.min(tl.min(tl.where(is_finite, x, float("inf")), axis=1), axis=0)
         count = tl.sum(tl.sum(is_finite.to(tl.int32), axis=1), axis=0)
-        partials_ptr += row.to(tl.int64) * tiles * PIVOTS
-        partial = partials_ptr + tile * PIVOTS
+        partials_ptr += row.to(tl.int64) * tiles * PARTIAL
+        partial = partials_ptr + tile * PARTIAL
         tl.store(partial + chunk, maxima)
         tl.store(partial + CHUNKS, peak)
         tl.store(partial + CHUNKS + 1, total)
         tl.store(partial + CHUNKS + 2, lowest)
         tl.store(partial + CHUNKS + 3, count.to(tl.float32))
+        if tile == 0:
+            tl.store(bins_ptr + row.to(tl.int64) * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int64))
         if arrives_last(counters_ptr + row, tiles):
             _begin_search(search, thresholds_ptr + row, partials_ptr, tiles, top_k, top_p, min_p, TILES, CHUNKS)
     else:
@@ -89,7 +96,7 @@ def _begin_search(
     search, threshold_ptr, partials, tiles, top_k, top_p, min_p, TILES: tl.constexpr, CHUNKS: tl.constexpr
 ):
     tile = tl.arange(0, TILES)
-    address, mask = partials + tile * PIVOTS + CHUNKS, tile < tiles
+    address, mask = partials + tile * PARTIAL + CHUNKS, tile < tiles
     peaks = tl.load(address, mask=mask, other=float("-inf"), cache_modifier=".cg")
     totals = tl.load(address + 1, mask=mask, other=0.0, cache_modifier=".cg")
     lowest = tl.min(tl.load(address + 2, mask=mask, other=float("inf"), cache_modifier=".cg"), axis=0)
@@ -113,10 +120,11 @@ def _begin_search(
     tl.store(search + KIND, kind.to(tl.float32))
     tl.store(search + PEAK, peak)
     tl.store(search + LOW, low)
-    tl.store(search + HIGH, float("inf"))
+    tl.store(search + SCALE, 1.0 / tl.maximum(peak - low, 1e-30) * BINS)
     tl.store(search + ABOVE, 0.0)
     tl.store(search + GOAL, goal)
     tl.store(search + FLOOR, floor)
+    tl.store(search + BIN, 0.0)
 
 
 @triton.jit
@@ -130,54 +138,51 @@ def _expected(top_k, num_maxima):
 def _kth_largest_maximum(partials, tiles, top_k, TILES: tl.constexpr, CHUNKS: tl.constexpr):
     """At least top_k of the row's x are not below it, if there are as many maxima; -inf if they are not finite."""
     chunk = tl.arange(0, TILES * CHUNKS)
-    address = partials + chunk // CHUNKS * PIVOTS + chunk % CHUNKS
+    address = partials + chunk // CHUNKS * PARTIAL + chunk % CHUNKS
     maxima = tl.load(address, mask=chunk < tiles * CHUNKS, other=float("-inf"), cache_modifier=".cg")
     rank = tl.zeros((TILES * CHUNKS,), tl.int32)
     for start in range(0, tiles * CHUNKS, 64):
         other = start + tl.arange(0, 64)
-        other_address = partials + other // CHUNKS * PIVOTS + other % CHUNKS
+        other_address = partials + other // CHUNKS * PARTIAL + other % CHUNKS
         others = tl.load(other_address, mask=other < tiles * CHUNKS, other=float("-inf"), cache_modifier=".cg")
         rank += tl.sum((others[:, None] > maxima[None, :]).to(tl.int32), axis=0)
     return tl.min(tl.where(rank < top_k, maxima, float("inf")), axis=0)
 
 
+@triton.jit
+def bin_of(x, peak, scale):
+    """The bins of x, from the peak downwards; the last holds all that is further down."""
+    return tl.minimum((peak - x) * scale, BINS - 1.0).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["repeats"])
-def narrow(
-    logits_ptr, temperature_ptr, rows_ptr, repeats, searches_ptr, partials_ptr, counters_ptr, stride, V, tiles,
-    TILE: tl.constexpr, TILES: tl.constexpr,
+def fill_bins(
+    logits_ptr, temperature_ptr, rows_ptr, repeats, searches_ptr, bins_ptr, counters_ptr, stride, V, tiles,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Divides the bracket by PIVOTS. A tile leaves the weights within the bracket from each pivot up."""
+    """Sums the weights of each bin; the last program finds the answer's."""
     row, tile = tl.program_id(0), tl.program_id(1)
-    search = searches_ptr + row * SEARCH
+    search, bins_ptr = searches_ptr + row * SEARCH, bins_ptr + row.to(tl.int64) * BINS
     kind = tl.load(search + KIND).to(tl.int32)
     if kind >= WIDE_RANK:
         temperature = tl.load(temperature_ptr + parameter_entry(row, rows_ptr, repeats))
-        peak, low, high = tl.load(search + PEAK), tl.load(search + LOW), tl.load(search + HIGH)
-        above, goal = tl.load(search + ABOVE), tl.load(search + GOAL)  # before any thread overwrites them
-        pivot = tl.arange(0, PIVOTS)
-        pivots = low + (tl.minimum(high, peak) - low) * (pivot.to(tl.float32) / PIVOTS)
-        logits_ptr += row.to(tl.int64) * stride
-        x = load_scaled(logits_ptr, tile * TILE + tl.arange(0, TILE), V, temperature)
-        weights = tl.zeros((PIVOTS, COLUMNS), tl.float32)
-        if tl.max(((x >= low) & (x < high)).to(tl.int32), axis=0) > 0:
-            for start in range(tile * TILE, tile * TILE + TILE, COLUMNS):
-                part = load_scaled(logits_ptr, start + tl.arange(0, COLUMNS), V, temperature)
-                weight = tl.where(kind == MASS, tl.exp(part - peak), 1.0)
-                weight = tl.where((part >= low) & (part < high), weight, 0.0)
-                weights += tl.where(part[None, :] >= pivots[:, None], weight[None, :], 0.0)
-        partials_ptr += row.to(tl.int64) * tiles * PIVOTS
-        tl.store(partials_ptr + tile * PIVOTS + pivot, tl.sum(weights, axis=1))
+        peak, low, scale = tl.load(search + PEAK), tl.load(search + LOW), tl.load(search + SCALE)
+        unit = tl.where(kind == MASS, MASS_UNIT, 1.0)
+        x = load_scaled(logits_ptr + row.to(tl.int64) * stride, tile * TILE + tl.arange(0, TILE), V, temperature)
+        weights = tl.where(kind == MASS, tl.exp(x - peak), 1.0) * unit
+        tl.atomic_add(bins_ptr + bin_of(x, peak, scale), weights.to(tl.int64), mask=x >= low, sem="relaxed")
         if arrives_last(counters_ptr + row, tiles):
-            _shrink(search, partials_ptr, tiles, pivot, pivots, above, goal, TILES)
+            _choose_bin(search, bins_ptr, unit)
 
 
 @triton.jit
-def _shrink(search, partials, tiles, pivot, pivots, above, goal, TILES: tl.constexpr):
-    tile = tl.arange(0, TILES)[:, None]
-    weights = tl.load(partials + tile * PIVOTS + pivot[None, :], mask=tile < tiles, other=0.0, cache_modifier=".cg")
-    weights = above + tl.sum(weights, axis=0)  # (PIVOTS,) falling
-    best = tl.maximum(tl.sum((weights >= goal).to(tl.int32), axis=0) - 1, 0)
-    tl.store(search + LOW, tl.sum(tl.where(pivot == best, pivots, 0.0), axis=0))
-    if best < PIVOTS - 1:
-        tl.store(search + HIGH, tl.sum(tl.where(pivot == best + 1, pivots, 0.0), axis=0))
-        tl.store(search + ABOVE, tl.sum(tl.where(pivot == best + 1, weights, 0.0), axis=0))
+def _choose_bin(search, bins_ptr, unit):
+    index = tl.arange(0, BINS)
+    weights = tl.load(bins_ptr + index, cache_modifier=".cg")
+    sums = tl.cumsum(weights, axis=0)
+    reached = sums.to(tl.float32) / unit >= tl.load(search + GOAL)
+    last = tl.max(tl.where(weights > 0, index, 0), axis=0)  # where rounding keeps the sum below the goal
+    chosen = tl.min(tl.where(reached, index, last), axis=0)
+    above = tl.sum(tl.where(index == chosen, sums - weights, 0), axis=0)
+    tl.store(search + BIN, chosen.to(tl.float32))
+    tl.store(search + ABOVE, above.to(tl.float32) / unit)

@@ -1,15 +1,16 @@
 """Top-k, then top-p, then min-p as one number per row: the smallest scaled logit that is kept, found without a sort.
 
 On the GPU the vocabulary is cut into tiles of constant size, one program each; of the programs that share a row, the
-last to arrive merges what all of them found, in tile order. Five launches:
+last to arrive merges what all of them found. Four launches:
 
-  1. summarise  maximum, sum of exponentials, the maxima of parts of tiles: what is searched, and between which bounds
-  2. narrow     sums of the weights above 32 pivots; the bracket shrinks to one gap between two. For top-p the weights
-  3. narrow     are exp(x - maximum) and the goal a share of their sum; for a top-k too large for step 5, ones and k
-  4. collect    the few scaled logits within the bracket
-  5. finish     the exact answer from these
+  1. summarise  maximum, sum of exponentials, the maxima of parts of tiles: what is searched, and from where up
+  2. fill_bins  sums of the weights in 1,024 bins between there and the maximum, and the bin where the sum from above
+                reaches the goal. For top-p the weights are exp(x - maximum) and the goal a share of their sum; for a
+                top-k too large for step 4, ones and k
+  3. collect    the few scaled logits of that bin
+  4. finish     the exact answer from these
 
-A small top-k skips 2 and 3: the k-th largest of the maxima bounds the k-th largest logit from below. A row without
+A small top-k skips 2: the k-th largest of the maxima bounds the k-th largest logit from below. A row without
 filters, or greedy, does nothing. No row's threshold depends on the other rows.
 Letters: R rows of logits, V their vocabulary, S tiles of a row, E entries of parameters.
 """
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from slipstream.kernels.arrivals import MAX_ROWS, arrival_counters
 from slipstream.kernels.filter_finish import CANDIDATES, collect, finish
-from slipstream.kernels.filter_search import PIVOTS, SEARCH, narrow, summarise
+from slipstream.kernels.filter_search import BINS, PARTIAL, SEARCH, fill_bins, summarise
 
 TILE = 4096  # columns of one program
 CHUNKS = 16  # parts of a tile whose maxima are kept, half as many where there are more than 32 tiles
@@ -71,17 +72,17 @@ def filter_thresholds_triton(
     tiles, device = triton.cdiv(V, TILE), logits.device
     thresholds = torch.empty(R, dtype=torch.float32, device=device)
     searches = torch.empty(R, SEARCH.value, dtype=torch.float32, device=device)
-    partials = torch.empty(R, tiles, PIVOTS.value, dtype=torch.float32, device=device)
+    partials = torch.empty(R, tiles, PARTIAL.value, dtype=torch.float32, device=device)
+    bins = torch.empty(R, BINS.value, dtype=torch.int64, device=device)
     candidates = torch.empty(R, CANDIDATES.value, dtype=torch.float32, device=device)
     row, counters = (logits, temperature, rows, repeats, searches), arrival_counters(device)
     shape, k, p = (logits.stride(0), V), filters.top_k, filters.top_p
     if R:
-        blocks = {"TILE": TILE, "TILES": triton.next_power_of_2(tiles), "num_warps": 8}
         chunks = CHUNKS if tiles <= 32 else CHUNKS // 2
-        tile = partials, counters, *shape, tiles
-        summarise[(R, tiles)](*row, *tile, k, p, filters.min_p, thresholds, CHUNKS=chunks, **blocks)
-        for _ in range(2):
-            narrow[(R, tiles)](*row, *tile, **blocks)
+        tile, blocks = (bins, counters, *shape, tiles), {"TILE": TILE, "num_warps": 8}
+        split = {"TILES": triton.next_power_of_2(tiles), "CHUNKS": chunks}
+        summarise[(R, tiles)](*row, *tile, partials, k, p, filters.min_p, thresholds, **split, **blocks)
+        fill_bins[(R, tiles)](*row, *tile, **blocks)
         collect[(R, tiles)](*row, candidates, counters, *shape, TILE=TILE, num_warps=16)
         finish[(R,)](*row, candidates, counters, *shape, k, p, thresholds, num_warps=8)
     return thresholds

@@ -125,7 +125,7 @@ def test_captured_rounds_change_no_token(
         answers = run(engine, requests)
         assert tokens_of(answers) == reference("qwen3", requests)
     if drafter != "none":
-        assert 0.1 < acceptance(answers) < 0.95
+        assert acceptance(answers) > 0.1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
