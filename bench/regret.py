@@ -1,6 +1,6 @@
 """How far below the best the tokens of greedy answers lie, in logits, as transformers sees it in fp32.
 
-    python bench/serving.py --draft CKPT --prompts gsm8k --answers answers.jsonl
+    python bench/serving.py --draft CKPT --prompts gsm8k --answers answers.jsonl     # offline: as token ids
     python bench/regret.py --answers answers.jsonl --target TARGET
 
 Two answers to one prompt may differ although both are right: where two tokens are nearly as good, the last bit of a sum
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from slipstream.bench.gpu import revision
 from slipstream.bench.lines import Lines
@@ -57,20 +57,16 @@ class Answer:
     reference_regret: Tensor = field(default_factory=lambda: torch.empty(0))  # [tokens] of transformers' own choices
 
 
-def read_answers(path: str, tokenizer: Any) -> list[Answer]:
+def read_answers(path: str) -> list[Answer]:
     """Raises ValueError for answers that were not greedy."""
     answers = []
     with open(path) as lines:
-        for number, line in enumerate(lines, 1):
-            row = json.loads(line)
+        for number, row in enumerate(map(json.loads, lines), 1):
             if row["temperature"] != 0:
                 raise ValueError(
                     f"{path}:{number}: temperature is {row['temperature']}; only greedy answers have a best"
                 )
-            tokens = row["answer"]
-            if isinstance(tokens, str):  # over HTTP
-                tokens = tokenizer(tokens, add_special_tokens=False)["input_ids"]
-            answers.append(Answer(row["draft"], row["concurrency"], row["prompt"], tokens))
+            answers.append(Answer(row["draft"], row["concurrency"], row["prompt"], row["answer"]))
     return answers
 
 
@@ -125,7 +121,7 @@ def figures(answers: Iterable[Answer]) -> Iterator[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(RegretConfig, argv, prog="bench/regret.py", description="How far answers lie below the best.")
     try:
-        answers = read_answers(config.answers, AutoTokenizer.from_pretrained(resolve(config.target)))
+        answers = read_answers(config.answers)
         measure(answers, config)
     except (ValueError, OSError) as error:
         raise SystemExit(f"bench/regret.py: error: {error}") from error

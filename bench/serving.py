@@ -107,7 +107,7 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
 
 
 def write_answers(path: str, tasks: Sequence[Task], run: Run, draft: str, level: int, temperature: float) -> None:
-    """Answers as token ids, or as text over HTTP."""
+    """As token ids."""
     with open(path, "a") as file:
         for task, answer in zip(tasks, run.answers, strict=True):
             row = {"draft": draft, "concurrency": level, "temperature": temperature}

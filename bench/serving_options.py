@@ -50,7 +50,7 @@ class ServingConfig:
     output: str | None = None
     """File to append the JSON lines to."""
     answers: str | None = None
-    """File to append prompts and answers to, which bench/regret.py reads."""
+    """File to append prompts and answers to, as token ids, for bench/regret.py; offline only."""
 
     def __post_init__(self) -> None:
         if not all(level.strip().isdigit() and int(level) > 0 for level in self.concurrency.split(",")):
@@ -62,6 +62,7 @@ class ServingConfig:
             ("input_len", self.input_len >= (self.prompts != "gsm8k"), "it must be at least 1, or 0 with gsm8k"),
             ("output_len", self.output_len > 0, "it must be at least 1"),
             ("range_ratio", 0.0 < self.range_ratio <= 1.0, "it must be above 0 and at most 1"),
+            ("answers", self.answers is None or self.mode == "offline", "over HTTP they are text: give --mode offline"),
             ("floor_ms", len(self.floor_ms) in (0, self.num_lines), f"give {self.num_lines} values, one per line"),
         ):
             if not valid:

@@ -224,6 +224,7 @@ def test_simulation_is_for_the_draft_alone(draft: Path) -> None:
         ({"prompts": "poems"}, "prompts is 'poems'; choose one of random, gsm8k"),
         ({"input_len": 0}, "input_len is 0; it must be at least 1, or 0 with gsm8k"),
         ({"range_ratio": 0.0}, "range_ratio is 0.0; it must be above 0"),
+        ({"answers": "a.jsonl", "mode": "http"}, "answers is 'a.jsonl'; over HTTP they are text: give --mode offline"),
         ({"floor_ms": [1.0, 2.0]}, "give 4 values, one per line"),
     ],
 )
