@@ -1,8 +1,9 @@
 """Kernels of kernels/filters.py that find the row's threshold in the answer's bin (words: kernels/filter_search.py).
 
-The x of the bin, or for a small top-k those from `low` up, are gathered in any order. Each is compared with all others, so ranks and masses need no sort;
-masses are summed as integers, so no result depends on the order. Where there are too many x, or a large top-k goes with
-a top-p, one program finds the threshold over the whole row, four bits of it at a time: slower, and rare.
+The x of the bin, or for a small top-k those from `low` up, are gathered in any order. Each is compared with all others,
+so ranks and masses need no sort; masses are summed as integers, so no result depends on the order. Where there are too
+many x, or a large top-k goes with a top-p, one program finds the threshold over the whole row, four bits of it at a
+time: slower, and rare.
 """
 
 import triton

@@ -2,8 +2,9 @@
 
 A search asks for the largest of a row's scaled logits x with weight(x and all above it) >= goal. Top-k: every weight is
 1, the goal k. Top-p: weights exp(x - peak), the goal top_p of their sum. The weight from `low` up reaches it. Between
-`low` and the peak x falls into one of BINS equal bins; weights are summed as integers, so no sum depends on the order.
-The answer lies in the first bin from above with which the sum reaches the goal; `above` is what the bins before it hold.
+`low` and the peak x falls into one of BINS equal bins, whose weights are summed as integers, so that no sum depends on
+the order. The answer lies in the first bin from above with which the sum reaches the goal; `above` is what the bins
+before it hold.
 """
 
 import triton

@@ -16,6 +16,7 @@ from slipstream.serve.request import Output, Request
 from slipstream.serve.worker import Abort, EngineFactory, Failed, Rejected, Step, build_engine, run_engine
 
 STOP_SECONDS = 10.0  # a step that is under way may end before the process is killed
+MESSAGES_AT_ONCE = 16  # of the engine, before open connections are served again
 
 
 class EngineError(Exception):
@@ -100,6 +101,13 @@ class EngineClient:
             self._died()
 
     def _read(self) -> None:
+        """Takes what the pipe holds, so that this process can catch up with the engine in larger pieces."""
+        for _ in range(MESSAGES_AT_ONCE):
+            self._read_one()
+            if self.failure is not None or not self._connection.poll():
+                return
+
+    def _read_one(self) -> None:
         try:
             message = self._connection.recv()
         except (EOFError, OSError):

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,10 +56,10 @@ class Choice:
             self.stats = self._text.cut(output.stats)
             self._completion.metrics.count_finished(reason, self.stats)
         if text or reason is not None:
-            self._completion.news.put_nowait(Delta(self._index, text, reason))
+            self._completion.put(Delta(self._index, text, reason))
 
     def fail(self, error: Exception) -> None:
-        self._completion.news.put_nowait(error)
+        self._completion.put(error)
 
     def _measure(self, num_tokens: int) -> None:
         if not num_tokens:
@@ -74,9 +75,10 @@ class Completion:
     def __init__(self, engine: EngineClient, decoder: Decoder, metrics: Metrics, *, watched: bool) -> None:
         """`watched`: text is wanted as it comes (streaming), not at the end."""
         self.engine, self.metrics = engine, metrics
-        self.news: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         self.choices: list[Choice] = []
         self._decoder, self._watched = decoder, watched
+        self._news: deque[Delta | Exception] = deque()
+        self._has_news = asyncio.Event()
 
     def submit(self, requests: Sequence[Request], stop: Sequence[str]) -> None:
         """Raises EngineError if there is no engine."""
@@ -86,14 +88,28 @@ class Completion:
             self.choices.append(Choice(index, request, text, self))
             self.engine.submit(request, self.choices[-1])
 
+    def put(self, news: Delta | Exception) -> None:
+        self._news.append(news)
+        self._has_news.set()
+
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Until every choice has ended. Raises RequestFailed for the first that fails; the others are aborted."""
+        """Until every choice has ended. Raises RequestFailed for the first that fails; the others are aborted.
+
+        Text that comes while nobody takes it is joined: a client or a server that falls behind has fewer pieces to
+        handle, not a longer queue of them.
+        """
         num_open = len(self.choices)
         while num_open:
-            news = await self.news.get()
+            if not self._news:
+                self._has_news.clear()
+                await self._has_news.wait()
+            news = self._news.popleft()
             if isinstance(news, Exception):
                 self.abort()
                 raise RequestFailed(news)
+            while self._news and isinstance(more := self._news[0], Delta) and more.index == news.index:
+                news = Delta(news.index, news.text + more.text, more.finish_reason)
+                self._news.popleft()
             num_open -= news.finish_reason is not None
             yield news
 

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from slipstream.serve.request import FinishReason, RequestStats
 
+# Where transformers defines `decode` and what it calls, if a model's tokenizer has nothing of its own.
+PLAIN_DECODE = ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
 INCOMPLETE = "\ufffd"  # what a decoder shows for the first bytes of a character whose last bytes are in later tokens
 
 
@@ -18,9 +20,14 @@ class Decoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        own = [getattr(type(tokenizer), name, None) for name in ("decode", "_decode")]
+        is_plain = [getattr(function, "__module__", None) for function in own] == PLAIN_DECODE
+        self._backend = tokenizer.backend_tokenizer if is_plain else None  # what they call, in a quarter of the time
         self.silent_ids = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     def __call__(self, tokens: list[int]) -> str:
+        if self._backend is not None:
+            return str(self._backend.decode(tokens, skip_special_tokens=True))
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 

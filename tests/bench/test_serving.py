@@ -144,11 +144,12 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def test_over_http(server_url: str) -> None:
     prompts = [[60 + index, 70] for index in range(5)]
-    run = run_http(server_url, [Task(prompt, 10) for prompt in prompts], 2, temperature=0.0, ignore_eos=True, seed=0)
+    params: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "cache_salt": "slow"}
+    run = run_http(server_url, [Task(prompt, 10) for prompt in prompts], 2, seed=0, **params)
     assert (run.completion_tokens, run.rounds, run.decoded_tokens) == (50, 15, 45)
     assert run.width == ROUND
     assert len(run.ttft_s) == 5
-    assert len(run.itl_s) == 15
+    assert 0 < len(run.itl_s) <= 15
     assert len(set(run.answers)) == 5
 
 

@@ -2,6 +2,7 @@
 
 import random
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -191,3 +192,27 @@ def test_no_fewer_drafts_than_were_accepted() -> None:
     stats = RequestStats(completion_tokens=7, rounds=2, drafted_tokens=4, accepted_by_position=[1, 1, 1, 1])
     cut = stream.cut(stats)
     assert (cut.rounds, cut.accepted_tokens, cut.drafted_tokens) == (1, 4, 4)
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A model's tokenizer with a decode of its own."""
+
+    def _decode(self, *arguments: Any, **options: Any) -> str:
+        return super()._decode(*arguments, **options).upper()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_backend_decodes_what_transformers_does(name: str) -> None:
+    tokenizer, rng = TOKENIZERS[name](), random.Random(7)
+    decoder = Decoder(tokenizer)
+    assert decoder._backend is not None
+    for length in range(12):
+        tokens = rng.choices(range(len(tokenizer)), k=length)
+        expected = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert decoder(tokens) == expected
+
+
+def test_a_decode_of_its_own_is_used() -> None:
+    tokenizer = Shouting(tokenizer_object=byte_level().backend_tokenizer)
+    tokens = tokenizer("the fox")["input_ids"]
+    assert Decoder(tokenizer)(tokens) == "THE FOX"

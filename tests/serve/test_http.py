@@ -81,7 +81,7 @@ def test_streams_equal_whole_answers(client: httpx.Client) -> None:
         (CHAT, {"messages": [{"role": "user", "content": "héllo 👍"}]}),
         (COMPLETIONS, {"prompt": "héllo 👍"}),
     ):
-        request = {**request, "max_tokens": 26, "n": 2}
+        request = {**request, "max_tokens": 26, "n": 2, "cache_salt": "slow"}
         whole = client.post(path, json=request).json()
         streamed = events(
             client.post(path, json={**request, "stream": True, "stream_options": {"include_usage": True}})
@@ -100,7 +100,7 @@ def test_streams_equal_whole_answers(client: httpx.Client) -> None:
         assert len({event["id"] for event in streamed}) == 1
         if path == CHAT:
             assert streamed[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-        assert len(streamed) > 2 * 26 / ROUND, "text comes round by round"
+        assert len(streamed) > 6, "text comes round by round, but for what had to wait"
 
 
 def test_streams_have_usage_only_when_asked(client: httpx.Client) -> None:
