@@ -80,9 +80,9 @@ class AutoregressiveDrafter(base.Drafter):
     lookahead = 1
 
     def __init__(self, module: Network, vocabulary: DraftVocabulary, options: TreeOptions) -> None:
-        if options.topk > vocabulary.head.size:
+        if options.topk > vocabulary.num_tokens:
             raise ValueError(
-                f"drafter.topk is {options.topk}; the draft has {vocabulary.head.size} tokens to choose from"
+                f"drafter.topk is {options.topk}; the draft has {vocabulary.num_tokens} tokens to choose from"
             )
         self.module, self.vocabulary, self.head = module, vocabulary, vocabulary.head
         self.shape = options.shape

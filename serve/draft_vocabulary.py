@@ -66,6 +66,7 @@ class DraftVocabulary:
 
     def __init__(self, head: DraftHead, recent: RecentTokens | None = None) -> None:
         self.head, self.recent = head, recent
+        self.num_tokens = head.size - (0 if recent is None else len(recent.ids))  # to choose from at all times
 
     def target_ids(self, columns: Tensor) -> Tensor:
         """Target ids (...) of columns (...) of the head's logits."""

@@ -238,6 +238,19 @@ def test_bad_maps_are_refused(
         build_engine(target, drafts[drafter], drafter=options | {"token_map": make_bad_map(tmp_path, kind)})
 
 
+def test_as_many_children_as_the_map_has_tokens_while_nothing_has_been_read(
+    target: Path, drafts: dict[str, Path], tmp_path: Path
+) -> None:
+    """Places for recent tokens are empty at first: they give no child."""
+    save_map(tmp_path / "map.safetensors", size=3)
+    options = {"token_map": str(tmp_path / "map.safetensors"), "token_map_dynamic": 20, "depth": 2}
+    with pytest.raises(ValueError, match=r"drafter\.topk is 4; the draft has 3 tokens to choose from"):
+        build_engine(target, drafts["eagle"], drafter=options | {"topk": 4})
+    request = make_request("short", [5], max_tokens=12)
+    answers = run(build_engine(target, drafts["eagle"], drafter=options | {"topk": 3}), [request])
+    assert tokens_of(answers) == tokens_of(run(build_engine(target), [request]))
+
+
 def test_a_map_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     bundled = Path(__file__).parents[2] / "assets/tiny-target"
     counts = torch.ones(4096, dtype=torch.int64)
