@@ -191,7 +191,9 @@ class Engine:
             return self.scheduler.commit_prefill(chunks, tokens)
 
         ending = [chunk.sequence if chunk.is_last else None for chunk in chunks]
-        return Pass("prefill", ending, self.executor.prefill(chunks).read, commit)
+        flight = self.executor.prefill(chunks)
+        self.scheduler.launched(chunks)
+        return Pass("prefill", ending, flight.read, commit)
 
     def _round(self) -> Pass | None:
         return self._launch(self._next_round())

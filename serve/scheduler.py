@@ -2,7 +2,8 @@
 
 Imports no torch. Invariant: every running sequence arrived before every waiting one, and the running ones are in order
 of arrival. A step is
-    chunks = scheduler.next_prefill()            ... launch ...    scheduler.commit_prefill(chunks, first_tokens)
+    chunks = scheduler.next_prefill()            ... launch ...    scheduler.launched(chunks)
+                                                                   scheduler.commit_prefill(chunks, first_tokens)
     sequences = scheduler.next_round(reserve)    ... launch ...    scheduler.commit_round(sequences, tokens, drafted)
 What `next_...` hands out is launched at once, on a device that works in order. `commit_...` brings its tokens, in the
 same order but perhaps later, when further passes have been launched: they are then for known tokens + those in flight.
@@ -103,9 +104,17 @@ class Scheduler:
             budget -= end - start
             if budget == 0:  # before the next one is admitted
                 break
-        for chunk in chunks:  # not earlier: pages of this pass are not shared within it
-            self._launch_chunk(chunk)
         return chunks
+
+    def launched(self, chunks: list[Chunk]) -> None:
+        """Their pass is on its way, so their pages may be shared: those of one that failed hold no KV."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.num_computed = chunk.end
+            self.cache.publish(sequence.table, sequence.tokens, sequence.num_computed)
+            if chunk.is_last:
+                sequence.decoding = True
+                sequence.in_flight.append(0)  # the sampled token's KV is the next round's
 
     def commit_prefill(self, chunks: list[Chunk], first_tokens: list[int | None]) -> list[Output]:
         """Each last chunk brings the token sampled behind it. Those of ended or preempted sequences are passed over."""
@@ -206,14 +215,6 @@ class Scheduler:
         self._running.append(sequence)
         self.on_admit(sequence)
         return True
-
-    def _launch_chunk(self, chunk: Chunk) -> None:
-        sequence = chunk.sequence
-        sequence.num_computed = chunk.end
-        self.cache.publish(sequence.table, sequence.tokens, sequence.num_computed)
-        if chunk.is_last:
-            sequence.decoding = True
-            sequence.in_flight.append(0)  # the sampled token's KV is the next round's
 
     def _goes_on(self, sequence: Sequence) -> bool:
         return sequence.row >= 0 and sequence.decoding and not sequence.is_ending

@@ -50,6 +50,8 @@ class Recorder:
         """One step; returns (request, start, end) of its chunks."""
         chunks = self.scheduler.next_prefill()
         self.scheduler.check()
+        self.scheduler.launched(chunks)
+        self.scheduler.check()
         self.outputs = self.scheduler.commit_prefill(chunks, [1 if chunk.is_last else None for chunk in chunks])
         self.scheduler.check()
         return [(chunk.sequence.request.id, chunk.start, chunk.end) for chunk in chunks]

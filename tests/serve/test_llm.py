@@ -152,6 +152,28 @@ def test_generation_can_be_interrupted_and_started_again(plain: LLM, monkeypatch
     assert tokens_of(plain.generate(PROMPTS, PARAMS)) == expected
 
 
+@pytest.mark.parametrize("last_pass", [1, 3])  # that breaks off: the prompt's, a round
+def test_what_a_broken_pass_has_not_computed_is_not_shared(
+    last_pass: int, plain: LLM, drafted: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, params = random_prompt(40, last_pass), SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    layer, num_passes = drafted.engine.target.layers[1], 0
+
+    def interrupted(*args: object, forward: Callable[..., object] = layer.forward) -> object:
+        nonlocal num_passes
+        num_passes += 1
+        if num_passes == last_pass:
+            raise KeyboardInterrupt
+        return forward(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            drafted.generate([prompt], params)
+    drafted.engine.scheduler.check()
+    assert tokens_of(drafted.generate([prompt], params)) == tokens_of(plain.generate([prompt], params))
+
+
 def test_progress_counts_answers(plain: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     plain.generate(PROMPTS, PARAMS)
     assert capsys.readouterr().err == ""

@@ -191,6 +191,7 @@ def test_work_that_was_under_way_for_a_lost_sequence_is_passed_over() -> None:
     recorder.add("a", [5])
     recorder.add("b", [6])
     chunks = recorder.scheduler.next_prefill()
+    recorder.scheduler.launched(chunks)
     recorder.scheduler.abort("a")
     outputs = recorder.scheduler.commit_prefill(chunks, [1, 1])
     assert [output.request_id for output in outputs] == ["b"]

@@ -134,6 +134,7 @@ class Simulation:
             self._write(sequence, chunk.start, chunk.end, known)
             self.known[sequence] = known
             first_tokens.append(known[-1] if chunk.is_last else None)
+        self.scheduler.launched(chunks)
         self.flights.append(("prefill", lambda: self._take(self.scheduler.commit_prefill(chunks, first_tokens))))
         if abort:
             self.abort_one()
