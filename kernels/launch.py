@@ -6,6 +6,7 @@ and before it writes anything, and lets the next one start as early as that one 
 """
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -23,6 +24,14 @@ def use_triton(x: Tensor) -> bool:
 def has_pdl(device: torch.device) -> bool:
     """Whether programmatic dependent launch exists there."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have there; the interpreter's have no bound."""
+    if device.type != "cuda":
+        return sys.maxsize
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 
 def pdl_options(device: torch.device) -> dict[str, Any]:

@@ -1,13 +1,11 @@
 """Linear layers, with paths for the few rows of a decode or verify pass, which is bound by reading the weights."""
 
-import functools
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.activation import silu_mul
-from slipstream.kernels.launch import use_triton
+from slipstream.kernels.launch import shared_memory, use_triton
 from slipstream.kernels.skinny import (
     MAX_GATED_ROWS,
     MAX_OUTPUTS,
@@ -49,12 +47,7 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
 def few_on_gpu(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     """Whether our kernel takes the product: 16-bit rows of a length at which 16 bytes load at once."""
     most = MAX_GATED_ROWS if gated else MAX_ROWS
-    if not use_triton(x) or not 0 < x.numel() <= most * x.shape[-1] or _shared_memory(x.device) < SHARED_MEMORY:
+    if not use_triton(x) or not 0 < x.numel() <= most * x.shape[-1] or shared_memory(x.device) < SHARED_MEMORY:
         return False
     fits = weight.dtype == x.dtype and weight.dtype in (torch.bfloat16, torch.float16)
     return fits and x.shape[-1] % 64 == 0 and weight.stride(-1) == 1
-
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.arrivals import MAX_ROWS, all_run, arrival_counters, meeting_points
-from slipstream.kernels.launch import pdl_options, use_triton
+from slipstream.kernels.launch import pdl_options, shared_memory, use_triton
 from slipstream.kernels.tree_attention_kernel import attend_kernel
 from slipstream.kernels.tree_attention_reference import Mask, tree_attention_reference
 
@@ -113,13 +113,15 @@ def tree_attention_triton(
     assert all(x.is_contiguous() for x in (q, keys, values, pages, rows, lengths))
     assert mask != "tree" or (ancestors is not None and ancestors.is_contiguous())
     assert window is None or (mask == "causal" and window > 0)
-    blocks = blocks or choose_blocks(B, N * group, D, q.element_size())
+    block_dim = max(16, triton.next_power_of_2(D))
+    if blocks is None:
+        blocks = choose_blocks(B, N * group, D, q.element_size())
+        blocks = fit_blocks(blocks, block_dim, q.element_size(), shared_memory(q.device))
     tiles = G * triton.cdiv(N * group, blocks.rows)  # of one request
     capacity = pages.shape[1] * page_size if prefix else end
     if window is not None:
         capacity = min(capacity, window + N + blocks.tokens)
     parts = parts or choose_parts(B, tiles, blocks.rows, capacity, D)
-    block_dim = max(16, triton.next_power_of_2(D))
     out = torch.empty_like(q)
     lse = torch.empty(B, N, Q, dtype=torch.float32, device=q.device) if return_lse else None
     wait = all_run(q.device, parts.most)
@@ -152,6 +154,16 @@ def choose_blocks(B: int, num_rows: int, D: int, element_size: int) -> Blocks:
     if rows == 16 and B <= FEW_REQUESTS:
         return Blocks(rows, 128, 4, 2)
     return Blocks(rows, 64, 8 if rows == 128 else 4, 3)
+
+
+def fit_blocks(blocks: Blocks, block_dim: int, element_size: int, memory: int) -> Blocks:
+    """With a shorter pipeline where the tiles are more than `memory`, the shared bytes that a program may have.
+
+    That is 99 KB on sm_86, 89 and 120. There a pipeline of n stages holds n - 1 tiles of K and V.
+    """
+    loaded = blocks.rows + 2 * blocks.tokens * (blocks.stages - 1)  # rows of q, k and v
+    needed = (loaded * block_dim + blocks.rows * blocks.tokens) * element_size + 4 * blocks.rows
+    return blocks if needed <= memory else blocks._replace(stages=2)
 
 
 def choose_parts(B: int, tiles: int, rows: int, capacity: int, D: int) -> Parts:

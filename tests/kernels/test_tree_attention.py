@@ -1,7 +1,11 @@
 """Attention over the paged cache against a softmax in fp64 over the very tokens that each node sees."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +16,10 @@ from slipstream.kernels.arrivals import arrival_counters, meeting_points
 from slipstream.kernels.tree_attention import (
     Blocks,
     Parts,
+    choose_blocks,
     choose_parts,
     choose_shares,
+    fit_blocks,
     tree_attention,
     tree_attention_reference,
     tree_attention_triton,
@@ -83,6 +89,19 @@ def test_parts_shrink_as_the_batch_grows() -> None:
     assert [choose_parts(1, 8, rows, 32768, 128).most for rows in (32, 64, 128)] == [32, 16, 8]
     assert {choose_parts(batch, 8, 16, 32768, 128).most for batch in range(5, 9)} == {6}
     assert choose_parts(8, 8, 16, 32768, 256).most == 4, "of wider heads two programs run at a time, not three"
+
+
+@pytest.mark.parametrize(("num_rows", "head_dim"), [(128, 128), (64, 256), (64, 128)])
+def test_blocks_fit_into_99_kb_of_shared_memory(num_rows: int, head_dim: int) -> None:
+    """Of sm_86, 89 and 120; the compiler says what a program takes."""
+    chosen = choose_blocks(1, num_rows, head_dim, 2)
+    assert fit_blocks(chosen, head_dim, 2, 227 << 10) == chosen, "an H100 has room"
+    blocks = fit_blocks(chosen, head_dim, 2, 99 << 10)
+    script = Path(__file__).with_name("compile_attention.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(script), "89", *map(str, blocks), str(head_dim)]
+    compiled = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert int(compiled.stdout) <= 99 << 10
 
 
 def test_programs_that_queue_fill_their_last_wave() -> None:
