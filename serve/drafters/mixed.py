@@ -37,9 +37,15 @@ class MixedOptions:
                 f"drafter.ngram_first is {self.ngram_first}; it must be between 0 (never) and "
                 f"{ngram.NgramOptions().max_match}"
             )
+        if self.ngram_first:
+            self.ngram_options()
 
     def ngram_options(self) -> ngram.NgramOptions:
-        return ngram.NgramOptions(nodes=self.ngram_nodes, capacity=self.ngram_capacity)
+        """Raises ValueError for one out of its range, by its name here."""
+        try:
+            return ngram.NgramOptions(nodes=self.ngram_nodes, capacity=self.ngram_capacity)
+        except ValueError as error:
+            raise ValueError(str(error).replace("drafter.", "drafter.ngram_", 1)) from error
 
 
 NAMES = tuple(field.name for field in fields(MixedOptions))

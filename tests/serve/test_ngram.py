@@ -201,6 +201,9 @@ def test_the_draft_decides_which_options_there_are(draft: Path) -> None:
 
 
 def test_wrong_choices_of_mixed_are_sentences(target: Path, draft: Path) -> None:
+    for name, value in (("nodes", 65), ("capacity", 5)):
+        with pytest.raises(ValueError, match=rf"drafter\.ngram_{name} is {value}; it must be between"):
+            mixed(target, draft, **{f"ngram_{name}": value})
     with pytest.raises(ValueError, match="drafter.ngram_first is 13; it must be between 0"):
         mixed(target, draft, ngram_first=13)
     with pytest.raises(ValueError, match="draft is 'mixed'; name a draft checkpoint and add --drafter.ngram-first 5"):
