@@ -150,7 +150,7 @@ class EagleTraining(DraftTraining):
 
     def chain(self, rows: Rows, tokens: Tensor, features: Tensor, num_steps: int) -> Iterator[Tensor]:
         """The draft's features (N, H) of each step; from step 1 on it reads its own."""
-        attention = ttt_attention(rows, self.rope)
+        attention, features = ttt_attention(rows, self.rope), self.target.as_read(features)  # noise is fp32
         context = self.target.embed(token_at(tokens, rows.context + 1))
         self.draft.write_context(context, features[rows.context], attention)
         state = features[rows.asking]

@@ -1,7 +1,8 @@
-"""A draft in fp32 that reads a target in bf16, without autocast: `precision fp32` on a GPU."""
+"""Drafts without autocast: in fp32 on a target in bf16 (`precision fp32` on a GPU), in bf16 as sharded ones are."""
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -36,6 +37,31 @@ def test_losses_are_those_of_a_target_in_fp32_but_for_rounding(
     assert gradients
     assert all(gradient.dtype == torch.float32 and gradient.isfinite().all() for gradient in gradients)
     rounded.eval()(batch)
+
+
+@pytest.mark.parametrize("target_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("make", [block_cases.make_training, partial(test_eagle.make_training, noise=0.2), None])
+def test_weights_in_bf16_read_any_target(
+    make: Callable[[PreTrainedModel], DraftTraining] | None,
+    target_dtype: torch.dtype,
+    training: Eagle3Training,
+    target_model: PreTrainedModel,
+) -> None:
+    """Under FSDP and DeepSpeed, which cast no inputs."""
+    target = copy.deepcopy(target_model).to(target_dtype)
+    exact = training if make is None else make(target_model)
+    rounded = copy.deepcopy(training) if make is None else make(target)
+    if make is None:
+        rounded.target = type(training.target)(target, FEATURE_LAYERS)
+    rounded.bfloat16()
+    rounded.target.read_as = torch.bfloat16
+    batch, _ = block_cases.packed(2)
+    losses = [one.train()(batch)[0].float() for one in (rounded, exact)]
+    torch.testing.assert_close(*losses, rtol=2e-2, atol=0)
+    losses[0].backward()
+    gradients = [parameter.grad for parameter in rounded.parameters() if parameter.grad is not None]
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert rounded.eval()(batch)[1]["accept_length"][0] == exact.eval()(batch)[1]["accept_length"][0]
 
 
 @pytest.mark.parametrize(
