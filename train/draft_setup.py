@@ -25,6 +25,7 @@ from slipstream.train.loop import dtype_of_weights, fit, start
 from slipstream.train.options import RunOptions
 from slipstream.train.plan import plan
 from slipstream.train.sample_answers import SampleAnswers
+from slipstream.train.schedule import Schedule
 from slipstream.train.training import DraftTraining
 
 
@@ -133,6 +134,7 @@ def train(options: OptionsT, build: Build[OptionsT]) -> None:
     data = load_prepared(Path(options.data.path), target.tokenizer_hash)
     train_rows = PackedRows(data.train, options.data.max_length)
     heldout_rows = PackedRows(data.heldout, options.data.max_length, limit=options.evaluation.documents)
+    Schedule.of(options, len(train_rows), accelerator.num_processes)  # refuses too few before the target is read
     if options.dry_run:
         with init_empty_weights():
             training, draft = build(options, target, accelerator)

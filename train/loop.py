@@ -34,7 +34,7 @@ from slipstream.train.training import DraftTraining, Metrics, add, reduce
 
 
 def start(options: RunOptions) -> Accelerator:
-    """The accelerator of this process, as `accelerate launch` set it up."""
+    """The accelerator of this process, as `accelerate launch` set it up. Raises ValueError for Muon on shards."""
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     has_bf16 = not on_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     bf16 = options.precision == "bf16" or (options.precision == "auto" and has_bf16)
@@ -43,6 +43,11 @@ def start(options: RunOptions) -> Accelerator:
         mixed_precision="bf16" if bf16 else "no",
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
+    if options.optim.name == "muon" and accelerator.distributed_type in SHARDING:
+        raise ValueError(
+            f"optim.name is 'muon', which needs whole matrices, and {accelerator.distributed_type.value} shards them; "
+            "use adamw, or the ddp configuration"
+        )
     if on_cpu and torch.get_num_threads() < (os.cpu_count() or 1) // accelerator.num_processes:
         accelerator.print(
             f"uses {torch.get_num_threads()} of {os.cpu_count()} cores; OMP_NUM_THREADS sets their number"
@@ -87,11 +92,6 @@ def fit(
     """
     output, optim = Path(options.output), options.optim
     optimizers = build_optimizers(training, optim)
-    if len(optimizers) > 1 and accelerator.distributed_type in SHARDING:
-        raise ValueError(
-            f"optim.name is 'muon', which needs whole matrices, and {accelerator.distributed_type.value} shards them; "
-            "use adamw, or the ddp configuration"
-        )
     model, *optimizers = accelerator.prepare(training, *optimizers)
     identity = {**asdict(options), **identity}
     checkpoints = Checkpoints(accelerator, model, output, options.checkpoint.keep, identity, run, training.write)

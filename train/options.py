@@ -121,3 +121,11 @@ class RunOptions:
                 raise ValueError(f"{name} is {number}; give a positive number")
         if not 0 <= self.optim.warmup_ratio < 1:
             raise ValueError(f"optim.warmup_ratio is {self.optim.warmup_ratio}; give a share such as 0.015")
+        betas, decay = self.optim.betas, self.optim.weight_decay
+        if not all(0 <= beta < 1 for beta in betas) or decay < 0:
+            raise ValueError(
+                f"optim.betas is {list(betas)} and optim.weight_decay {decay}; give betas from 0 to below 1, and "
+                "a decay of 0 or more"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; give 0 or more, and less than 2**63")

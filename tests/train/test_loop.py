@@ -10,9 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import DistributedType
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
@@ -21,6 +23,7 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.eagle3_checkpoint import load_eagle3
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE, SaveData, random_dataset
+from slipstream.train import draft_setup, loop
 from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import clean
 from slipstream.train.eagle3 import Eagle3Training, main
@@ -199,7 +202,6 @@ def test_what_does_not_change_the_run_may_change(finished: Path, arguments: Argu
         ({"draft__feature_layers": "[1, 9]"}, "feature_layers is [1, 9]; name distinct states 0..3"),
         ({"draft__feature_layers": "[1, 1]"}, "feature_layers is [1, 1]; name distinct states 0..3"),
         ({"draft__intermediate_size": 8}, "init_from_target needs a draft as wide as its target"),
-        ({"data__batch_size": 500}, "data.batch_size x 1 processes needs 500"),
         ({"data__path": "/nowhere"}, "data.path /nowhere holds no report.json"),
         ({"target": "/nowhere"}, "/nowhere"),
         ({"optim__lr": 1e30, "optim__clip": 1e30}, "lower optim.lr"),
@@ -208,6 +210,25 @@ def test_what_does_not_change_the_run_may_change(finished: Path, arguments: Argu
 def test_bad_options_end_in_a_sentence(
     tmp_path: Path, arguments: Arguments, changes: dict[str, object], message: str
 ) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments(tmp_path, **changes))
+    assert message in str(stop.value.code)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data__batch_size": 500}, "data.batch_size x 1 processes needs 500"),
+        ({"optim__name": "muon"}, "optim.name is 'muon', which needs whole matrices, and FSDP shards them"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_the_target_is_read(
+    tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], message: str
+) -> None:
+    monkeypatch.setattr(draft_setup, "load_frozen_target", None)
+    if "optim__name" in changes:
+        sharded = SimpleNamespace(distributed_type=DistributedType.FSDP, num_processes=2)
+        monkeypatch.setattr(loop, "Accelerator", lambda **_options: sharded)
     with pytest.raises(SystemExit) as stop:
         main(arguments(tmp_path, **changes))
     assert message in str(stop.value.code)
