@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -192,12 +192,24 @@ def atomic_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raises OSError where safetensors and torch.save, writing `path`, raise errors of their own: on a full disk."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise
+        raise OSError(f"{path} could not be written ({error}); make room and run the same command again") from error
+
+
 def write_checkpoint(
     path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], run: Mapping[str, Any]
 ) -> None:
     """Writes config.json, model.safetensors and run.json (provenance) into the existing folder `path`."""
     weights = path / "model.safetensors"
-    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, weights)
+    with disk_errors(path):
+        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, weights)
     weights.chmod(0o644)  # safetensors makes files that nobody else may read
     for name, values in (("config.json", config), ("run.json", run)):
         (path / name).write_text(json.dumps(values, indent=2) + "\n")

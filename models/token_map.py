@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slipstream.models.checkpoint import atomic_file
+from slipstream.models.checkpoint import atomic_file, disk_errors
 
 METADATA_KEY = "token_map"
 SMALLEST_REPORTED_SIZE = 1024
@@ -124,7 +124,7 @@ class TokenMap:
         """One safetensors file: d2t, t2d, counts and the metadata as JSON."""
         tensors = {"d2t": self.d2t, "t2d": self.t2d, "counts": self.counts.contiguous()}
         metadata = {"format": "pt", METADATA_KEY: json.dumps(self.metadata)}
-        with atomic_file(path) as temporary:
+        with atomic_file(path) as temporary, disk_errors(path):
             save_file(tensors, temporary, metadata)
 
     @classmethod
@@ -193,5 +193,5 @@ def ranking(counts: np.ndarray, kept: list[int]) -> np.ndarray:
 
 
 def _save(value: Any, path: Path) -> None:
-    with atomic_file(path) as temporary:
+    with atomic_file(path) as temporary, disk_errors(path):
         torch.save(value, temporary)

@@ -23,7 +23,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-from slipstream.models.checkpoint import atomic_folder
+from slipstream.models.checkpoint import atomic_folder, disk_errors
 
 WriteDraft = Callable[[Mapping[str, Tensor], Path, Mapping[str, Any]], None]  # state_dict, folder, contents of run.json
 # May differ when a run continues.
@@ -208,7 +208,8 @@ class Checkpoints:
                 self.write_draft(tensors, shared[0], {**self.run, **asdict(progress)})
             folder = broadcast_object_list(shared)[0]
             if with_state:
-                self.accelerator.save_state(str(folder / "state"))
+                with disk_errors(folder):
+                    self.accelerator.save_state(str(folder / "state"))
             if with_state and self.accelerator.is_main_process:
                 form = state_form(self.accelerator)
                 values = {"progress": asdict(progress), "identity": self.identity, "form": form}

@@ -1,6 +1,8 @@
 """What an output folder may hold when a run begins: what is continued, what is refused, what is left alone."""
 
 import json
+import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +139,26 @@ def test_an_output_below_a_file_ends_in_a_sentence(tmp_path: Path, arguments: Ar
     message = refusal(arguments(tmp_path / "file" / "run"))
     assert message.startswith("train/eagle3.py: error: ")
     assert str(tmp_path / "file") in message
+
+
+@pytest.mark.parametrize("largest", [20_000, 120_000])  # bytes: smaller than the draft's file, than the optimizer's
+def test_a_disk_too_small_ends_in_a_sentence_and_the_run_continues(
+    tmp_path: Path, arguments: Arguments, finished: Path, largest: int
+) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, most))
+    try:
+        message = refusal(arguments(tmp_path, evaluation__every=6))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert re.fullmatch(
+        r"train/eagle3.py: error: .*/\.step-2.* could not be written .*run the same command again", message
+    )
+    assert not list(tmp_path.glob("*step-*"))
+    eagle3.main(arguments(tmp_path, evaluation__every=6))
+    assert [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [
+        line["loss"] for line in read_metrics(finished / "metrics.jsonl")
+    ]
 
 
 def test_prepared_data_without_a_split_ends_in_a_sentence(
