@@ -6,6 +6,7 @@ today's date gets the date of the options.
 
 import datetime
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,6 +81,13 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool, spans: bool
     ) -> tuple[str, list[tuple[int, int]]]:
+        if any("tool_calls" in message for message in messages) and self._wants_objects[tools is not None]:
+            messages = [with_objects(message) for message in messages]
+        return self._render_as_is(messages, tools, prompt=prompt, spans=spans)
+
+    def _render_as_is(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool, spans: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
         # One level below apply_chat_template, whose token mask runs to the end of the row where an answer ends in
         # whitespace that the tokenizer's offsets leave out; character ranges do not have this fault.
         try:
@@ -97,6 +105,21 @@ class ChatTemplate:
             raise RowDropped("template_refuses", str(error)) from error
         texts, ranges = rendered
         return texts[0], ranges[0] if spans else []
+
+    @functools.cached_property
+    def _wants_objects(self) -> tuple[bool, bool]:
+        """Without and with tools: whether calls' arguments must be objects. A template that writes JSON quotes OpenAI's
+        text a second time; others, as DeepSeek's, put the text where it belongs and take no objects."""
+        calls = [{"id": "call12345", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+        probe = [PROBE[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+
+        def quotes(tools: Sequence[Any] | None) -> bool:
+            try:
+                return r"{\"a\"" in self._render_as_is(probe, tools, prompt=False, spans=False)[0]
+            except RowDropped:
+                return True
+
+        return quotes(None), quotes([])
 
     def _source(self, tools: Sequence[Any] | None) -> str:
         return self._sources[tools is not None]
@@ -116,6 +139,20 @@ def freeze_date(source: str, date: datetime.date) -> str:
     filters = "".join(f"|replace('{name}', '{midnight.strftime(name)}')" for name in DATE_DIRECTIVES)
     # transformers renders with trim_blocks, which removes the newline behind the macro.
     return f"{{% macro {DATE_FUNCTION}(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{source}"
+
+
+def with_objects(value: Any) -> Any:
+    """A message, or its calls, with arguments that are JSON text of an object as that object."""
+    if isinstance(value, list):
+        return [with_objects(call) for call in value]
+    if not isinstance(value, dict):
+        return value
+    value = {key: with_objects(inner) if key in ("tool_calls", "function") else inner for key, inner in value.items()}
+    try:
+        arguments = json.loads(value["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):  # none, an object already, no JSON that can be read
+        return value
+    return value | {"arguments": arguments} if isinstance(arguments, dict) else value
 
 
 @functools.lru_cache(maxsize=8)

@@ -173,3 +173,24 @@ def test_the_end_token_behind_a_cut_answer_is_not_supervised(template: str, turn
     assert ids[last] == tokenizer.eos_token_id
     assert supervised == [value and index != last for index, value in enumerate(whole)]
     assert supervised[last - 1]
+
+
+CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{% set c = c.function or c %}{{ '<call>' + ARGUMENTS }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+@pytest.mark.parametrize("form", ["c.arguments | tojson", "c.arguments"])  # as Llama's and Qwen2.5's, as DeepSeek's
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "weather"}}]])
+def test_arguments_of_calls_are_not_quoted_twice(form: str, is_wrapped: bool, tools: list[Any] | None) -> None:
+    """OpenAI writes them as JSON text, and whatever the template makes of it, the target has written that text."""
+    arguments = '{"city": "Köln", "days": [1, 2]}'
+    call: dict[str, Any] = {"name": "weather", "arguments": arguments}
+    call = {"id": "c0", "type": "function", "function": call} if is_wrapped else call
+    messages = [*chat("How are you?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    template = ChatTemplate(build_tokenizer(CALLS.replace("ARGUMENTS", form)), date="2023-03-05", variables={})
+    assert template.render(messages, tools).endswith(f"assistant\n<call>{arguments}<|im_end|>\n")
+    assert messages[1]["tool_calls"] == [call]
