@@ -178,13 +178,14 @@ class Loop:
         sums = reduce(accelerator, totals)
         stopped = sums.pop("interrupted")[0] > 0
         record = {name: total / max(count, 1.0) for name, (total, count) in sums.items()}
-        if not math.isfinite(record["loss"]):
-            raise ValueError(f"loss is {record['loss']} at step {self.progress.step + 1}; lower optim.lr {optim.lr}")
+        norms = {} if norm is None else {"grad_norm": float(norm)}
+        for name, value in {"loss": record["loss"], **norms}.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{name} is {value} at step {self.progress.step + 1}; lower optim.lr {optim.lr}")
         self.progress.rows += self.schedule.next_rows(self.progress)
         self.progress.step += 1
         self.progress.tokens += int(sums["loss"][1])
         rate = sums["loss"][1] / (time.perf_counter() - began)
-        norms = {} if norm is None else {"grad_norm": float(norm)}
         return record | norms | {"lr": lr, "tokens": self.progress.tokens, "tokens_per_second": rate}, stopped
 
     @torch.no_grad()
