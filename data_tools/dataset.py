@@ -77,7 +77,7 @@ def write_dataset(
 
     With `heldout_rows` these are that split, in their order, and `heldout` is not used. Returns the report: what
     `describe` says once all rows have passed, and the dataset's figures. Raises ValueError when no row is left for
-    training.
+    training, or `heldout_rows` are none.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
@@ -87,7 +87,13 @@ def write_dataset(
             num_rows = writer.rows
             for ids, mask in heldout_rows or ():
                 writer.write(ids, mask)
+            num_heldout = writer.rows - num_rows
         described = describe()
+        if heldout_rows is not None and num_heldout == 0:
+            raise ValueError(
+                "no row of heldout_data passes `where` and can be kept; name other files, or take a share of data by "
+                "heldout"
+            )
         splits = split_rows(num_rows, heldout if heldout_rows is None else 0.0, seed)
         if heldout_rows is not None:
             splits["heldout"] = np.arange(num_rows, writer.rows)

@@ -85,6 +85,17 @@ def test_a_held_out_file_is_that_split_in_its_order(tmp_path: Path, target: Path
     assert (report["rows_in"], report["split_rows"]) == (20, {"train": 15, "heldout": 5})
 
 
+def test_a_held_out_file_of_which_nothing_is_left_is_refused(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_jsonl(tmp_path / "other.jsonl", [{**ROWS[1], "split": "b"}])
+    with pytest.raises(SystemExit) as stop:
+        prepare(tmp_path, target, ROWS, "--where", "split=a", "--heldout-data", str(other))
+    assert stop.value.code == 1
+    assert "no row of heldout_data passes `where` and can be kept" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_where_and_limit(tmp_path: Path, target: Path) -> None:
     dataset, report = prepare(tmp_path, target, ROWS, "--where", "split=b", "--limit", "4", "--heldout", "0")
     assert as_set(dataset, "train") == {tuple(map(tuple, expected(target, number))) for number in (1, 3, 5, 7)}
