@@ -150,6 +150,8 @@ def check_options(config: RegenerateConfig, output: Path, report_path: Path) -> 
     if not output.exists():
         return
     if not report_path.exists():
+        if output.stat().st_size == 0:  # as a kill leaves it before the report is written
+            return
         raise ValueError(
             f"output {output} exists but not {report_path.name} beside it; name another or add --overwrite"
         )

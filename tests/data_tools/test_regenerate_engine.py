@@ -130,6 +130,13 @@ def test_a_run_is_continued_where_it_was_interrupted(
 
 
 @pytest.mark.usefixtures("llms")
+def test_a_run_that_was_killed_before_its_report_begins_anew(tmp_path: Path, target: Path) -> None:
+    for ending in ("", ".dropped"):
+        (tmp_path / f"out.jsonl{ending}").touch()
+    assert [row["messages"] for row in run(tmp_path, "--target", target)] == EXPECTED
+
+
+@pytest.mark.usefixtures("llms")
 def test_a_file_has_one_recipe(tmp_path: Path, target: Path, capsys: Any) -> None:
     run(tmp_path, "--target", target, rows=ROWS[:2])
     assert "seed is 1, but" in error(capsys, tmp_path, "--target", target, "--seed", 1)
