@@ -37,8 +37,9 @@ class RopeConfig:
         theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
         rope_type = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
         parameters.pop("type", None)
-        if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError("partial_rotary_factor other than 1.0 is not supported")
+        for share in (parameters.pop("partial_rotary_factor", None), config.get("partial_rotary_factor")):
+            if share not in (None, 1):
+                raise ValueError("partial_rotary_factor other than 1.0 is not supported")
         if rope_type in ("llama3", "yarn"):
             parameters.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
         return cls(float(theta), rope_type, {} if rope_type == "default" else parameters)

@@ -247,6 +247,7 @@ LAYERS = "layer_types"
         ({"num_hidden_layers": 3, LAYERS: None}, "missing layers.2.input_layernorm.weight"),
         ({"intermediate_size": 40}, r"mlp.down_proj.weight is \[32, 48\], the config says \[32, 40\]"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor other than 1.0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1.0"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_says_what_was_expected(values: Values, message: str, draft: Draft) -> None:

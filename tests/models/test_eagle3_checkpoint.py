@@ -198,6 +198,7 @@ def test_a_foreign_config_loads(draft: Draft) -> None:
         ({"rope_theta": 77.0, "rope_scaling": None}, RopeConfig(77.0)),
         ({"rope_theta": None}, RopeConfig(10000.0)),
         ({"rope_theta": None, "rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}, RopeConfig(5.0)),
+        ({"rope_parameters": {"rope_theta": 5.0, "partial_rotary_factor": None}}, RopeConfig(5.0)),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeConfig(10000.0, "linear", {"factor": 2.0})),
         ({"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, RopeConfig(10000.0, "linear", {"factor": 3.0})),
     ],
