@@ -1,6 +1,7 @@
 """What the training programs share around their drafts: the target's options and files, the data, the run."""
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +126,9 @@ def run_program(
         train(options, build)
     except (ValueError, OSError) as error:
         raise SystemExit(f"{prog}: error: {error}") from error
+    except KeyboardInterrupt:  # before the loop, which notes a first one, or the second one in it
+        print(f"{prog}: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def train(options: OptionsT, build: Build[OptionsT]) -> None:

@@ -252,6 +252,19 @@ def test_what_cannot_run_is_refused_before_the_target_is_read(
     assert message in str(stop.value.code)
 
 
+def test_an_interrupt_before_the_first_step_ends_in_a_word(
+    tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(draft_setup, "load_frozen_target", interrupt)
+    with pytest.raises(SystemExit) as stop:
+        main(arguments(tmp_path))
+    assert stop.value.code == 130
+    assert capsys.readouterr().err.endswith("train/eagle3.py: interrupted\n")
+
+
 def test_a_draft_of_other_width_starts_at_random(tmp_path: Path, arguments: Arguments) -> None:
     main(arguments(tmp_path, draft__intermediate_size=64, draft__init_from_target="false", optim__steps=1))
     assert weights(tmp_path, 1)["draft.midlayer.mlp.down_proj.weight"].shape == (32, 64)
