@@ -101,7 +101,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid Jinja: {error}") from error
-        except (jinja2.TemplateError, TypeError) as error:  # a TypeError is a template adding text to what is none
+        except (jinja2.TemplateError, TypeError, ValueError) as error:  # the latter two: of what it cannot work with
             raise RowDropped("template_refuses", str(error)) from error
         texts, ranges = rendered
         return texts[0], ranges[0] if spans else []

@@ -119,6 +119,7 @@ def test_single_turn_of_a_thinking_template_is_kept() -> None:
         (CHATML, chat("Hello", "fine")[1:], "starts_with_assistant"),
         (CHATML, chat("Hello"), "no_assistant_turn"),
         ("{{ raise_exception('roles must alternate') }}", chat("Hello", "fine"), "template_refuses: roles must"),
+        ("{{ messages[0].content.index('x') }}", chat("Hello", "fine"), "template_refuses: substring not found"),
     ],
 )  # fmt: skip
 def test_rows_that_cannot_be_masked_are_dropped_with_a_reason(template: str, messages: list[Any], reason: str) -> None:
