@@ -7,6 +7,7 @@ list<bool>) with report.json beside the splits. The folder appears whole or not 
 import hashlib
 import json
 import tempfile
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ Tokens = tuple[np.ndarray, np.ndarray]  # input_ids (S,) int32, loss_mask (S,) b
 
 
 class RowWriter:
-    """Streams rows into one Arrow file and keeps their count and hash. A context manager."""
+    """Streams rows into one Arrow file and keeps their count and hashes. A context manager."""
 
     def __init__(self, path: Path) -> None:
         self.rows = self.tokens = self.supervised = 0
+        self.keys = array("Q")  # of each row's ids: equal ones have the same
         self._digest = hashlib.sha256()
         self._pending: list[Tokens] = []
         self._writer = pyarrow.ipc.new_stream(str(path), SCHEMA)
@@ -47,6 +49,7 @@ class RowWriter:
     def write(self, input_ids: np.ndarray, loss_mask: np.ndarray) -> None:
         assert len(input_ids) == len(loss_mask)
         self._digest.update(len(input_ids).to_bytes(4, "little") + input_ids.tobytes() + loss_mask.tobytes())
+        self.keys.append(int.from_bytes(hashlib.blake2b(input_ids.tobytes(), digest_size=8).digest(), "little"))
         self._pending.append((input_ids, loss_mask))
         self.rows += 1
         self.tokens += len(input_ids)
@@ -75,9 +78,9 @@ def write_dataset(
 ) -> dict[str, Any]:
     """Writes `rows`, shuffled by `seed`, with the share `heldout` (at least one row unless it is 0) in its own split.
 
-    With `heldout_rows` these are that split, in their order, and `heldout` is not used. Returns the report: what
-    `describe` says once all rows have passed, and the dataset's figures. Raises ValueError when no row is left for
-    training, or `heldout_rows` are none.
+    With `heldout_rows` these are that split, in their order, and `heldout` is not used. Rows equal to a held-out one are
+    left out of training. Returns the report: what `describe` says once all rows have passed, and the dataset's figures.
+    Raises ValueError when no row is left for training, or `heldout_rows` are none.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
@@ -97,8 +100,14 @@ def write_dataset(
         splits = split_rows(num_rows, heldout if heldout_rows is None else 0.0, seed)
         if heldout_rows is not None:
             splits["heldout"] = np.arange(num_rows, writer.rows)
+        keys = np.array(writer.keys)
+        is_copy = np.isin(keys[splits["train"]], keys[splits["heldout"]])
+        splits["train"] = splits["train"][~is_copy]
+        if not len(splits["train"]):
+            raise ValueError("every row for training is in the held-out split, too; add other data")
         sizes = {name: len(numbers) for name, numbers in splits.items()}
         report = {**described, **_figures(writer, heldout, seed, sizes), "split_rows": sizes}
+        report["copies_of_heldout"] = int(is_copy.sum())
         rows_file = Dataset.from_file(str(Path(folder) / "rows.arrow"))
         dataset = DatasetDict({name: rows_file.select(numbers) for name, numbers in splits.items()})
         # An empty split saved in as many files as its size asks for, none, could not be loaded again.

@@ -161,6 +161,8 @@ def show_report(report: Mapping[str, Any], output: Path) -> None:
         figures[name.replace("_", " ")] = report[name]
     figures["supervised share"] = f"{report['supervised_share']:.1%}"
     figures["split rows"] = ", ".join(f"{name} {count:,}" for name, count in report["split_rows"].items())
+    if report["copies_of_heldout"]:
+        figures["copies of held-out rows"] = f"{report['copies_of_heldout']:,}, left out of training"
     print(f"{output}:")
     show_table(figures)
     for reason, places in report["dropped_examples"].items():

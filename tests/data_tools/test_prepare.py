@@ -96,6 +96,20 @@ def test_a_held_out_file_of_which_nothing_is_left_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_copies_of_held_out_rows_are_not_trained_on(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset, report = prepare(tmp_path, target, ROWS * 3, "--heldout", "0.2")
+    held_out = as_set(dataset, "heldout")
+    assert not held_out & as_set(dataset, "train")
+    assert len(dataset["train"]) == 60 - 3 * len(held_out) == report["split_rows"]["train"]
+    assert report["copies_of_heldout"] == 3 * len(held_out) - 12
+    assert "left out of training" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        prepare(tmp_path, target, ROWS[:1] * 9, "--heldout", "0.2")
+    assert "every row for training is in the held-out split, too" in capsys.readouterr().err
+
+
 def test_where_and_limit(tmp_path: Path, target: Path) -> None:
     dataset, report = prepare(tmp_path, target, ROWS, "--where", "split=b", "--limit", "4", "--heldout", "0")
     assert as_set(dataset, "train") == {tuple(map(tuple, expected(target, number))) for number in (1, 3, 5, 7)}
