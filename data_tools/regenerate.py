@@ -78,7 +78,7 @@ def regenerate(config: RegenerateConfig) -> None:
     if config.overwrite or not output.exists():  # what lies beside a file that is gone tells of another run
         for path in (output, dropped_path, report_path):
             path.unlink(missing_ok=True)
-    check_options(config, output, report_path)
+    check_options(config, output, dropped_path, report_path)
     reader = DialogueReader(config)
     with Journal(output) as kept, Journal(dropped_path) as dropped, tqdm(unit=" rows", desc="regenerate") as bar:
         write_report(report_path, {"options": config.answer_options})
@@ -145,9 +145,12 @@ def endpoint_options(config: RegenerateConfig, context: int | None) -> EndpointO
     )
 
 
-def check_options(config: RegenerateConfig, output: Path, report_path: Path) -> None:
-    """Raises ValueError when `output` exists but was made under other options, so that one file has one recipe."""
-    if not output.exists():
+def check_options(config: RegenerateConfig, output: Path, dropped_path: Path, report_path: Path) -> None:
+    """Raises ValueError when `output` holds rows made under other options, so that one file has one recipe.
+
+    A run that ended before its first row, such as one with a misspelt target, binds the next one to nothing.
+    """
+    if not any(path.exists() and path.stat().st_size for path in (output, dropped_path)):
         return
     if not report_path.exists():
         if output.stat().st_size == 0:  # as a kill leaves it before the report is written

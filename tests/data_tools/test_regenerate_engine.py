@@ -150,6 +150,17 @@ def test_a_file_has_one_recipe(tmp_path: Path, target: Path, capsys: Any) -> Non
     assert "name another or add --overwrite" in error(capsys, tmp_path, "--target", target)
 
 
+@pytest.mark.usefixtures("llms")
+def test_a_run_that_ended_before_its_first_row_binds_the_next_one_to_nothing(
+    tmp_path: Path, target: Path, capsys: Any
+) -> None:
+    assert "target /absent does not exist" in error(capsys, tmp_path, "--target", "/absent")
+    assert (tmp_path / "out.jsonl").read_text() == ""
+    assert len(run(tmp_path, "--target", target, "--max-tokens", 3, "--cut", "drop")) < len(ROWS)
+    (tmp_path / "out.jsonl").write_text("")  # what was dropped is the work of one recipe, too
+    assert "cut is 'keep', but" in error(capsys, tmp_path, "--target", target, "--max-tokens", 3)
+
+
 def test_the_date_in_prompts_is_frozen(
     tmp_path: Path, make_folder: Callable[..., Path], llms: list[FakeLLM], capsys: pytest.CaptureFixture[str]
 ) -> None:
