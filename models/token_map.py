@@ -126,6 +126,7 @@ class TokenMap:
         metadata = {"format": "pt", METADATA_KEY: json.dumps(self.metadata)}
         with atomic_file(path) as temporary, disk_errors(path):
             save_file(tensors, temporary, metadata)
+            temporary.chmod(0o644)  # safetensors makes files that their owner alone may read
 
     @classmethod
     def read(cls, path: Path) -> "TokenMap":
@@ -135,7 +136,9 @@ class TokenMap:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
                 metadata = file.metadata() or {}
         except Exception as error:
-            raise ValueError(f"{path} is missing, damaged or no safetensors file ({error}); write it again") from error
+            raise ValueError(
+                f"{path} is missing, damaged or no safetensors file ({error}); make it with slipstream frequency-map"
+            ) from error
         missing = {"d2t", "t2d", "counts"} - tensors.keys()
         if missing or METADATA_KEY not in metadata:
             raise ValueError(f"{path} is no token map: it lacks {', '.join(sorted(missing)) or 'metadata'}")

@@ -97,7 +97,7 @@ def _load_pickle(path: Path) -> Any:
     try:
         return torch.load(path, weights_only=True)
     except Exception as error:
-        raise ValueError(f"{path} is missing, damaged or holds more than token ids ({error})") from error
+        raise ValueError(f"{path} is missing, damaged or holds more than token ids ({error}); {REMEDY}") from error
 
 
 def _load_safetensors(path: Path) -> dict[str, Tensor]:
@@ -106,4 +106,4 @@ def _load_safetensors(path: Path) -> dict[str, Tensor]:
             names = set(file.keys()) & {"d2t", "t2d", "counts"}  # a checkpoint's weights stay unread
             return {name: file.get_tensor(name) for name in names}
     except Exception as error:
-        raise ValueError(f"{path} is missing, damaged or no safetensors file ({error}); write it again") from error
+        raise ValueError(f"{path} is missing, damaged or no safetensors file ({error}); {REMEDY}") from error

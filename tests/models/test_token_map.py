@@ -94,6 +94,7 @@ def test_another_tokenizer_is_refused_with_what_to_do() -> None:
 def test_file_round_trip(tmp_path: Path) -> None:
     token_map = build([3, 0, 5, 5, 1], 3, [1])
     token_map.write(tmp_path / "map.safetensors")
+    assert (tmp_path / "map.safetensors").stat().st_mode & 0o777 == 0o644
     again = TokenMap.read(tmp_path / "map.safetensors")
     assert again.ids.tolist() == [1, 2, 3]
     assert again.counts.tolist() == [3, 0, 5, 5, 1]
