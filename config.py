@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 import yaml
@@ -46,6 +47,8 @@ def parse(config_class: type[ConfigT], argv: Sequence[str] | None = None, *, pro
 
 def parse_or_exit(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     try:
+        for file in config_files(argv):
+            read_options(file)  # whose faults name the file; the parser's do not
         return parser.parse_args(argv)
     except Exception as error:  # jsonargparse and argparse raise several unrelated types; the process ends here
         message = str(error).strip()
@@ -76,6 +79,24 @@ def files_first(argv: Sequence[str]) -> list[str]:
         else:
             (files if word.startswith("--config=") else flags).append(word)
     return files + flags
+
+
+def config_files(argv: Sequence[str]) -> list[str]:
+    named = [word for flag, word in zip(argv, argv[1:], strict=False) if flag == "--config"]
+    return named + [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
+
+
+def read_options(file: str) -> dict[str, Any]:
+    """What a --config file holds. Raises ValueError naming the file where that is no mapping."""
+    try:
+        options = yaml.safe_load(Path(file).read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"config {file} is not valid YAML: {' '.join(str(error).split())}") from error
+    except OSError as error:
+        raise ValueError(f"config {file} can not be read ({error.strerror}); name a YAML file of options") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"config {file} holds {options!r}; it must hold options, one `name: value` per line")
+    return options
 
 
 def expand(config_class: type, argv: Sequence[str]) -> list[str]:

@@ -9,12 +9,9 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, make_dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from slipstream.config import parse
+from slipstream.config import parse, read_options
 from slipstream.serve.client import EngineError
 from slipstream.serve.drafters.base import options_of
 from slipstream.serve.launch import serve
@@ -70,16 +67,6 @@ def find_draft(argv: Sequence[str]) -> str:
         if not isinstance(draft, str):
             raise ValueError(f"draft in {name} is {draft!r}; it must be a checkpoint or the name of a drafter")
     return known.draft or draft
-
-
-def read_options(file: str) -> dict[str, Any]:
-    try:
-        options = yaml.safe_load(Path(file).read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"config {file} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(options, dict):
-        raise ValueError(f"config {file} holds {options!r}; it must hold options, one `name: value` per line")
-    return options
 
 
 if __name__ == "__main__":

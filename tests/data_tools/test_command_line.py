@@ -41,6 +41,28 @@ def test_dashes_in_values_and_keys_stay() -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"output: [", "is not valid YAML: while parsing a flow node"),
+        (b"\xff\xfe\x00", "is not valid YAML"),
+        (b"- output", "holds ['output']; it must hold options, one `name: value` per line"),
+        (None, "can not be read (No such file or directory); name a YAML file of options"),
+    ],
+)
+@pytest.mark.parametrize("form", ["--config {}", "--config={}"])
+def test_a_bad_file_of_options_is_named(
+    tmp_path: Path, content: bytes | None, message: str, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "options.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SystemExit) as caught:
+        read("-o", "c", *form.format(file).split())
+    assert caught.value.code == 2
+    assert f"test: error: config {file} {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("raised", "status", "message"),
     [
         (ValueError("a is 1; make it 2"), 1, "error: a is 1; make it 2"),
