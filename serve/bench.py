@@ -40,7 +40,7 @@ class BenchConfig:
     prompts: str
     """File of prompts."""
     base_url: str = "http://127.0.0.1:8000"
-    """The server, without /v1."""
+    """The server, with /v1 or without."""
     model: str | None = None
     """Model to ask for. Default: the first that the server lists."""
     concurrency: str = "1,8"

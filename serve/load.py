@@ -133,15 +133,17 @@ def run_load(
 
     `each`: further fields of one request, for every prompt.
 
-    A request that fails gives an Answer with `error`. Raises ValueError if there is no such server.
+    `base_url` may end with /v1. A request that fails gives an Answer with `error`. Raises ValueError if there is no
+    such server.
     """
 
     own = list(each) or [{}] * len(prompts)
+    root = base_url.rstrip("/").removesuffix("/v1")
 
     async def run() -> LoadResult:
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         timeout = httpx.Timeout(None, connect=30.0)
-        async with httpx.AsyncClient(base_url=base_url, limits=limits, timeout=timeout) as client:
+        async with httpx.AsyncClient(base_url=root, limits=limits, timeout=timeout) as client:
             load = Load(client, {"model": model or await first_model(client), **fields}, stream)
             warmup = [index % len(prompts) for index in range(num_warmup)]
             await load.send_all(

@@ -102,6 +102,11 @@ def test_requests_may_differ_in_more_than_the_prompt(server: Server) -> None:
     assert [answer.completion_tokens for answer in result.answers] == [3, 9, 5]
 
 
+@pytest.mark.parametrize("ending", ["/", "/v1", "/v1/"])
+def test_the_url_that_openai_clients_take(server: Server, ending: str) -> None:
+    assert [answer.text for answer in run_load(server.url + ending, ["one"], max_tokens=3).answers] == ["one"]
+
+
 def test_a_server_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="base_url"):
         run_load("http://127.0.0.1:9", ["x"])
