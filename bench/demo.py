@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from slipstream.train.trackers import read_metrics
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "assets" / "tiny-target"
 QUESTIONS = ROOT / "assets" / "gsm8k.jsonl.gz"
+QUESTIONS_FILE = "questions.jsonl"  # the first file in a demo's folder: by it one is known
 CONCURRENCY = (1, 8)
 
 
@@ -39,7 +41,7 @@ class DemoConfig:
     drafter: str = "eagle3"
     """Which draft to train: a program of train/ with a recipe configs/DRAFTER/tiny.yaml."""
     output: str = "runs/demo"
-    """Folder for everything that the demo makes; replaced if it exists."""
+    """Folder for everything that the demo makes; an earlier demo's is replaced."""
     train_questions: int = 1100
     """Questions whose answers the draft learns from."""
     heldout_questions: int = 40
@@ -51,16 +53,28 @@ class DemoConfig:
         found = sorted(path.parent.name for path in (ROOT / "configs").glob("*/tiny.yaml"))
         if self.drafter not in found:
             raise ValueError(f"drafter is {self.drafter!r}; recipes exist for {', '.join(found)}")
+        for name in ("train_questions", "heldout_questions", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        output = Path(self.output)
+        if (
+            output.exists()
+            and not (output / QUESTIONS_FILE).exists()
+            and (not output.is_dir() or any(output.iterdir()))
+        ):
+            raise ValueError(f"output {output} exists and is no earlier demo's; name another folder")
 
 
 def demo(config: DemoConfig) -> None:
     began = time.perf_counter()
     output = Path(config.output)
+    rows = choose_questions(config)
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
-    questions = write_questions(config, output / "questions.jsonl")
+    (output / QUESTIONS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    questions = [row["messages"][0]["content"] for row in rows if row["split"] == "heldout"]
     with step("1/5 The target answers the questions itself"):
-        program("data_tools/regenerate.py", data=output / "questions.jsonl", target=TARGET,
+        program("data_tools/regenerate.py", data=output / QUESTIONS_FILE, target=TARGET,
                 output=output / "answers.jsonl", max_tokens=config.max_tokens)  # fmt: skip
         train_file, heldout_file = split_answers(output)
         program("data_tools/prepare.py", data=train_file, heldout_data=heldout_file, target=TARGET,
@@ -87,24 +101,24 @@ def demo(config: DemoConfig) -> None:
     print_next_steps(draft, output)
 
 
-def write_questions(config: DemoConfig, path: Path) -> list[str]:
-    """Writes the chosen rows of the bundled GSM8K slice; returns the held-out questions."""
+def choose_questions(config: DemoConfig) -> list[dict[str, Any]]:
+    """The first rows of both splits of the bundled GSM8K slice, in its order. ValueError where it has fewer."""
     wanted = {"heldout": config.heldout_questions, "train": config.train_questions}
-    with gzip.open(QUESTIONS, "rt") as lines, path.open("w") as chosen:
-        heldout = []
+    found, chosen = Counter[str](), []
+    with gzip.open(QUESTIONS, "rt") as lines:
         for row in map(json.loads, lines):
-            wanted[row["split"]] -= 1
-            if wanted[row["split"]] < 0:
-                continue
-            chosen.write(json.dumps(row) + "\n")
-            if row["split"] == "heldout":
-                heldout.append(row["messages"][0]["content"])
-    return heldout
+            found[row["split"]] += 1
+            if found[row["split"]] <= wanted[row["split"]]:
+                chosen.append(row)
+    for split, count in wanted.items():
+        if count > found[split]:
+            raise ValueError(f"{split}_questions is {count}; the bundled file has {found[split]}")
+    return chosen
 
 
 def split_answers(output: Path) -> tuple[Path, Path]:
     """Parts the answers as their questions were: files for training and for evaluation."""
-    split_of = {row["id"]: row["split"] for row in map(json.loads, (output / "questions.jsonl").open())}
+    split_of = {row["id"]: row["split"] for row in map(json.loads, (output / QUESTIONS_FILE).open())}
     paths = {name: output / f"{name}.jsonl" for name in ("train", "heldout")}
     lines: dict[str, list[str]] = {name: [] for name in paths}
     with (output / "answers.jsonl").open() as answers:
