@@ -74,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def regenerate(config: RegenerateConfig) -> None:
     """Writes, or continues, the file that `config` asks for. Raises ValueError at the end if rows failed."""
     output = Path(config.output)
+    if output.is_dir():
+        raise ValueError(f"output {output} is a folder; name the JSONL file to write")
     dropped_path, report_path = (output.with_name(output.name + ending) for ending in (".dropped", ".report"))
     if config.overwrite or not output.exists():  # what lies beside a file that is gone tells of another run
         for path in (output, dropped_path, report_path):

@@ -183,6 +183,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """A temporary name that takes the place of `path` only if the block succeeds."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -187,6 +187,12 @@ def test_bad_options_get_one_sentence(tmp_path: Path, options: tuple[str, ...], 
     assert message in error(capsys, tmp_path, *options)
 
 
+def test_a_folder_is_no_output(tmp_path: Path, target: Path, capsys: Any) -> None:
+    (tmp_path / "out.jsonl").mkdir()
+    for more in ((), ("--overwrite",)):
+        assert "out.jsonl is a folder; name the JSONL" in error(capsys, tmp_path, "--target", target, *more)
+
+
 @pytest.mark.usefixtures("llms")
 def test_empty_data_is_an_error(tmp_path: Path, target: Path, capsys: Any) -> None:
     assert "no conversation to answer" in error(capsys, tmp_path, "--target", target, rows=[])

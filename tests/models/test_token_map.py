@@ -172,6 +172,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
             temporary.write_text("half")
             raise RuntimeError
 
+    with pytest.raises(ValueError, match="is a folder; name a file"), atomic_file(tmp_path):
+        pass
     path = tmp_path / "file"
     path.write_text("old")
     with pytest.raises(RuntimeError):
