@@ -78,9 +78,9 @@ def write_dataset(
 ) -> dict[str, Any]:
     """Writes `rows`, shuffled by `seed`, with the share `heldout` (at least one row unless it is 0) in its own split.
 
-    With `heldout_rows` these are that split, in their order, and `heldout` is not used. Rows equal to a held-out one are
-    left out of training. Returns the report: what `describe` says once all rows have passed, and the dataset's figures.
-    Raises ValueError when no row is left for training, or `heldout_rows` are none.
+    With `heldout_rows` these are that split, in their order, and `heldout` is not used. Rows equal to a held-out one
+    are left out of training. Returns the report: what `describe` says once all rows have passed, and the dataset's
+    figures. Raises ValueError when no row is left for training, or `heldout_rows` are none.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
