@@ -207,6 +207,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         ) from error
     except (ValueError, OSError) as error:
         raise SystemExit(f"demo: error: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None  # the command that ran has said what it kept
 
 
 if __name__ == "__main__":

@@ -31,8 +31,10 @@ FREE_OPTIONS = (
     *("output", "resume", "dry_run", "target_sharding", "target_compile", "data.batch_size"),
     *("optim.accumulation", "tracker.", "checkpoint.", "evaluation.every", "evaluation.samples"),
 )
+# What may lie elsewhere by now, and the hash by which it is known.
+BY_CONTENT = {"target": "target_fingerprint", "data.path": "data_hash", "draft.vocabulary": "vocabulary_hash"}
 # For values that nobody gives by hand; for others it is to give the same one.
-REMEDIES = {"vocabulary_hash": "put back the token map that the run began with at draft.vocabulary"}
+REMEDIES = {hash: f"name what the run began with by {option}" for option, hash in BY_CONTENT.items()}
 SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
@@ -156,6 +158,8 @@ class Checkpoints:
         for name in sorted(self.identity.keys() | saved.keys()):
             if name == "vocabulary_hash" and name not in saved:
                 continue  # earlier versions did not note it
+            if BY_CONTENT.get(name) in saved:
+                continue
             here, there = self.identity.get(name), saved.get(name)
             if here != there and not name.startswith(FREE_OPTIONS):
                 raise ValueError(

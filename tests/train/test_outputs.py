@@ -68,8 +68,25 @@ def test_another_token_map_at_the_same_place_is_refused(
         module.main(words)
     message = str(stop.value.code)
     assert "vocabulary_hash is " in message
-    assert "put back the token map that the run began with at draft.vocabulary to continue it, or another" in message
+    assert "name what the run began with by draft.vocabulary to continue it, or another output" in message
     assert (output / "step-1" / "state" / "progress.json").read_text() == before
+
+
+def test_what_a_run_reads_may_lie_elsewhere(
+    tmp_path: Path,
+    run: Path,
+    finished: Path,
+    arguments: Arguments,
+    target_path: Path,
+    data_path: Path,
+    vocabulary_path: Path,
+) -> None:
+    shutil.rmtree(run / "step-6")
+    target, data = (shutil.copytree(path, tmp_path / path.name) for path in (target_path, data_path))
+    vocabulary = shutil.copy(vocabulary_path, tmp_path / "another.safetensors")
+    eagle3.main(arguments(run, target=target, data__path=data, draft__vocabulary=vocabulary))
+    weights = "model.safetensors"
+    assert (run / "step-6" / weights).read_bytes() == (finished / "step-6" / weights).read_bytes()
 
 
 def test_a_run_that_did_not_note_its_token_map_continues(run: Path, finished: Path, arguments: Arguments) -> None:
