@@ -8,6 +8,7 @@ from typing import Any
 from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
 
 PREFILL_BLOCK = 32  # queries of which captured prefills are made; with 4 query heads to a KV head a tile of our kernel
+MOST_RUNNING = 1024  # with 64 nodes each, the most rows that kernels count programs for (kernels/arrivals.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.max_running > MOST_RUNNING:
+            raise ValueError(f"max_running is {self.max_running}; it must be at most {MOST_RUNNING}")
         if self.simulate_accept_length is not None and not 1 <= self.simulate_accept_length < math.inf:
             raise ValueError(
                 f"simulate_accept_length is {self.simulate_accept_length}; it must be a number of tokens, at least 1"
