@@ -5,8 +5,9 @@ several words (--merge a b) or several flags (--endpoint a --endpoint b).
 """
 
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
@@ -17,6 +18,11 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 ConfigT = TypeVar("ConfigT")
+
+WORDS = {  # of types, in messages
+    **{"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"},
+    **dict.fromkeys(("list", "tuple"), "a list such as [1, 2]"),
+}
 
 
 def build_parser(config_class: type, *, prog: str, description: str) -> ArgumentParser:
@@ -47,15 +53,36 @@ def parse(config_class: type[ConfigT], argv: Sequence[str] | None = None, *, pro
 
 def parse_or_exit(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     try:
-        for file in config_files(argv):
-            read_options(file)  # whose faults name the file; the parser's do not
+        for file in config_files(argv):  # here faults name the file; the parser's do not
+            check_sections(parser, file, read_options(file))
         return parser.parse_args(argv)
     except Exception as error:  # jsonargparse and argparse raise several unrelated types; the process ends here
-        message = str(error).strip()
+        message = sentence(str(error).strip())
         print(f"{parser.prog}: error: {message}", file=sys.stderr)
         if any(words in message for words in ("unrecognized", "does not accept", "is not accepted")):
             print(f"valid options: {', '.join(option_names(parser))}", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+def check_sections(parser: ArgumentParser, file: str, values: Mapping[str, Any]) -> None:
+    """Raises ValueError for a heading with nothing below it."""
+    for name in (name for name, value in values.items() if value is None):
+        below = [option for option in option_names(parser) if option.startswith(f"{name}.")]
+        if below:
+            raise ValueError(f"{name} in {file} is empty; give {below[0]} or another option below it, or leave it out")
+
+
+def sentence(message: str) -> str:
+    """What the parser says of a value of the wrong type, with field, value and remedy; other messages as they are."""
+    key, value = re.match(r'Parser key "([\w.]+)":', message), re.search(r"(?:Got|Given) value: (.*)", message)
+    expected = re.findall(r"<class '(\w+)'>|Literal\[([^]]*)\]|\b(tuple|list)\[", message.split("Given value type")[0])
+    words = [
+        WORDS.get(name or container) or choices.replace("'", "").replace(", ", " or ")
+        for name, choices, container in expected
+    ]
+    if key is None or value is None or not all(words):
+        return message
+    return f"{key[1]} is {value[1]!r}; give {' or '.join(dict.fromkeys(word for word in words if word != 'null'))}"
 
 
 def instantiate(parser: ArgumentParser, config_class: type[ConfigT], namespace: Namespace) -> ConfigT:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from slipstream.kernels.linear import linear
-from slipstream.models.checkpoint import fuse, load_strict, read_tensors
+from slipstream.models.checkpoint import fuse, load_strict, read_json, read_tensors
 from slipstream.models.config import ModelConfig
 from slipstream.models.layers import Attention, GatedMLP, Mask, OutputSplitLinear, RMSNorm, SelfAttention
 
@@ -90,6 +90,7 @@ class Target(nn.Module):
 
 
 def load_config(path: Path, trust_remote_code: bool = False) -> ModelConfig:
+    read_json(path / "config.json")  # whose absence transformers does not name
     return ModelConfig.from_hf(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
 
 

@@ -40,7 +40,11 @@ def run(config: ServeConfig, make_engine: EngineFactory = build_engine) -> int:
 def read_config(argv: Sequence[str]) -> ServeConfig:
     """Exits with status 2 and one message on bad options."""
     try:
-        options = options_class(find_draft(argv))
+        draft = find_draft(argv)
+        options = options_class(draft)
+        own = next((word for word in argv if word.startswith("--drafter.")), None)
+        if own is not None and draft == ServeConfig().draft:
+            raise ValueError(f"{own.split('=')[0]} is an option of a draft, and there is none; name one by --draft")
         values = parse(options, argv, prog="serve", description=DESCRIPTION)
     except (ValueError, OSError) as error:
         print(f"serve: error: {error}", file=sys.stderr)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from slipstream.config import parse
-from slipstream.models.checkpoint import resolve, tokenizer_hash, weights_fingerprint
+from slipstream.models.checkpoint import read_json, resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.config import ModelConfig
 from slipstream.models.frozen_target import FrozenTarget, empty_target, load_frozen_target
 from slipstream.models.sharded_target import sharding_mesh
@@ -69,6 +69,7 @@ class TargetFiles:
     def find(cls, options: DraftRunOptions) -> "TargetFiles":
         path = resolve(options.target, options.revision)
         trust = options.trust_remote_code
+        read_json(path / "config.json")  # whose absence transformers does not name
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
         config = ModelConfig.from_hf(AutoConfig.from_pretrained(path, trust_remote_code=trust), is_served=False)
         return cls(options, path, config, tokenizer, tokenizer_hash(tokenizer))

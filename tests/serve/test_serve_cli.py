@@ -148,6 +148,7 @@ def test_print_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--port", "many"], ["port", "many"]),
         (["--port", "70000"], ["port", "70000", "65535"]),
         (["--port", "-5"], ["port", "-5", "65535"]),
+        (["--drafter.depth=3"], ["--drafter.depth is an option of a draft", "name one by --draft"]),
         (["--max-running", "2000"], ["max_running", "2000", "at most 1024"]),
         (["--max-waiting", "-1"], ["max_waiting", "-1", "at least 0"]),
         (["--page-size", "17"], ["page_size", "17", "16"]),
