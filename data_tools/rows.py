@@ -178,4 +178,13 @@ def _read_batches(path: Path, batches: Iterator[pyarrow.RecordBatch]) -> Iterato
     for batch in batches:
         for columns in batch.to_pylist():
             number += 1
-            yield Row(f"{path}, row {number}", columns)
+            yield Row(f"{path}, row {number}", without_nulls(columns))
+
+
+def without_nulls(value: Any) -> Any:
+    """Without the keys that a row lacks: in Arrow every object of a column has the keys of all others, as null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [without_nulls(inner) for inner in value]
+    return value

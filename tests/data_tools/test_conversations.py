@@ -150,6 +150,20 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, kind: str) -> No
     assert [row.columns() for row in read_rows(options)] == ROWS
 
 
+def test_objects_of_a_column_do_not_lend_each_other_keys(tmp_path: Path) -> None:
+    """Arrow gives all objects of a column the same keys; a template would show what one row lacks as null."""
+
+    def row(name: str, properties: dict[str, Any]) -> dict[str, Any]:
+        tool = {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+        call = {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": properties}}]}
+        return {"messages": [chat("Hello", "fine")[0], call], "tools": [tool]}
+
+    rows = [row("add", {"a": {"type": "number"}}), row("find", {"text": {"type": "string", "most": 3}})]
+    path = tmp_path / "tools.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert [found.columns() for found in read_rows(ConversationOptions(data=(str(path),)))] == rows
+
+
 def test_several_sources_follow_each_other(tmp_path: Path) -> None:
     options = ConversationOptions(data=(str(save(tmp_path, "parquet")), str(save(tmp_path, "jsonl"))))
     rows = list(read_rows(options))
