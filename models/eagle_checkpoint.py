@@ -16,9 +16,9 @@ from slipstream.models.checkpoint import (
     check_numbers,
     fuse,
     load_strict,
+    public_tensors,
+    read_draft_tensors,
     read_json,
-    read_tensors,
-    unfuse,
     write_checkpoint,
 )
 from slipstream.models.config import ModelConfig, RopeConfig
@@ -26,7 +26,6 @@ from slipstream.models.eagle import Eagle, EagleConfig
 from slipstream.models.vocabulary import complete_vocabulary
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
-PICKLED = "pytorch_model.bin"  # what EAGLE's authors publish
 REQUIRED_FIELDS = [
     *("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps"),
     "max_position_embeddings",
@@ -114,17 +113,11 @@ def save_eagle(module: Eagle, state: Mapping[str, Tensor], path: Path, run: Mapp
 
     `state` is the module's state_dict, gathered by the caller where it is sharded; weights are written in bf16.
     """
-    config = module.config
-    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    sizes = {
-        "qkv_proj": [count * config.head_dim for count in heads],
-        "gate_up_proj": [config.intermediate_size] * 2,
-    }
     tensors = {
         key: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-        for key, tensor in unfuse(state, sizes).items()
+        for key, tensor in public_tensors(module.config, state).items()
     }
-    write_checkpoint(path, config_to_json(config) | {"torch_dtype": "bfloat16"}, tensors, run)
+    write_checkpoint(path, config_to_json(module.config) | {"torch_dtype": "bfloat16"}, tensors, run)
 
 
 def load_eagle(path: Path, target: ModelConfig, dtype: torch.dtype, device: torch.device) -> Eagle:
@@ -145,14 +138,6 @@ def load_eagle(path: Path, target: ModelConfig, dtype: torch.dtype, device: torc
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """The draft's own tensors by public name, of safetensors files or else of a pickle without code."""
-    pickled = path / PICKLED
-    if pickled.exists() and not list(path.glob("*.safetensors")):
-        try:
-            tensors = torch.load(pickled, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise ValueError(f"{pickled} is damaged or holds more than tensors ({error}); fetch it again") from error
-    else:
-        tensors = read_tensors(path)
-    named = {key.removeprefix("model."): tensor for key, tensor in tensors.items()}
+    """The draft's own tensors by public name."""
+    named = {key.removeprefix("model."): tensor for key, tensor in read_draft_tensors(path).items()}
     return {key: tensor for key, tensor in named.items() if key not in COPIES and not key.endswith(IGNORED_KEYS)}
