@@ -78,7 +78,7 @@ def write_dataset(
 ) -> dict[str, Any]:
     """Writes `rows`, shuffled by `seed`, with the share `heldout` (at least one row unless it is 0) in its own split.
 
-    With `heldout_rows` these are that split, in their order, and `heldout` is not used. Rows equal to a held-out one
+    With `heldout_rows` these are that split, in their order, and `heldout` is not used; else copies of held-out rows
     are left out of training. Returns the report: what `describe` says once all rows have passed, and the dataset's
     figures. Raises ValueError when no row is left for training, or `heldout_rows` are none.
     """
@@ -97,17 +97,16 @@ def write_dataset(
                 "no row of heldout_data passes `where` and can be kept; name other files, or take a share of data by "
                 "heldout"
             )
-        splits = split_rows(num_rows, heldout if heldout_rows is None else 0.0, seed)
+        splits, num_copies = split_rows(np.array(writer.keys[:num_rows]), heldout if heldout_rows is None else 0, seed)
         if heldout_rows is not None:
             splits["heldout"] = np.arange(num_rows, writer.rows)
-        keys = np.array(writer.keys)
-        is_copy = np.isin(keys[splits["train"]], keys[splits["heldout"]])
-        splits["train"] = splits["train"][~is_copy]
-        if not len(splits["train"]):
-            raise ValueError("every row for training is in the held-out split, too; add other data")
         sizes = {name: len(numbers) for name, numbers in splits.items()}
-        report = {**described, **_figures(writer, heldout, seed, sizes), "split_rows": sizes}
-        report["copies_of_heldout"] = int(is_copy.sum())
+        report = {
+            **described,
+            **_figures(writer, heldout, seed, sizes),
+            "split_rows": sizes,
+            "copies_of_heldout": num_copies,
+        }
         rows_file = Dataset.from_file(str(Path(folder) / "rows.arrow"))
         dataset = DatasetDict({name: rows_file.select(numbers) for name, numbers in splits.items()})
         # An empty split saved in as many files as its size asks for, none, could not be loaded again.
@@ -118,13 +117,18 @@ def write_dataset(
     return report
 
 
-def split_rows(num_rows: int, heldout: float, seed: int) -> dict[str, np.ndarray]:
-    """Row numbers of each split, in the order of a shuffle that depends on `seed` and `num_rows` alone."""
-    order = np.random.default_rng(seed).permutation(num_rows)
+def split_rows(keys: np.ndarray, heldout: float, seed: int) -> tuple[dict[str, np.ndarray], int]:
+    """Row numbers of each split, in the order of a shuffle that depends on `seed` and the number of rows alone; and how
+    many rows are in neither, because a held-out one has the same key."""
+    order, num_rows = np.random.default_rng(seed).permutation(len(keys)), len(keys)
     num_heldout = max(1, round(num_rows * heldout)) if heldout > 0 else 0
     if num_rows <= num_heldout:
         raise ValueError(f"heldout is {heldout}, which leaves no row of {num_rows} for training; lower it or add data")
-    return {"train": order[num_heldout:], "heldout": order[:num_heldout]}
+    train, chosen = order[num_heldout:], order[:num_heldout]
+    is_copy = np.isin(keys[train], keys[chosen])
+    if is_copy.all():
+        raise ValueError("every row for training is in the held-out split, too; add other data")
+    return {"train": train[~is_copy], "heldout": chosen}, int(is_copy.sum())
 
 
 def read_report(path: Path) -> dict[str, Any]:
