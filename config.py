@@ -19,9 +19,14 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 ConfigT = TypeVar("ConfigT")
 
-WORDS = {  # of types, in messages
-    **{"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"},
-    **dict.fromkeys(("list", "tuple"), "a list such as [1, 2]"),
+LIST = "a list such as [1, 2]"
+WORDS = {  # of types, in messages; null is not worth one
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "list": LIST,
+    "tuple": LIST,
 }
 
 
@@ -76,13 +81,11 @@ def sentence(message: str) -> str:
     """What the parser says of a value of the wrong type, with field, value and remedy; other messages as they are."""
     key, value = re.match(r'Parser key "([\w.]+)":', message), re.search(r"(?:Got|Given) value: (.*)", message)
     expected = re.findall(r"<class '(\w+)'>|Literal\[([^]]*)\]|\b(tuple|list)\[", message.split("Given value type")[0])
-    words = [
-        WORDS.get(name or container) or choices.replace("'", "").replace(", ", " or ")
-        for name, choices, container in expected
-    ]
+    names = [(name or container, choices) for name, choices, container in expected if name != "NoneType"]
+    words = [WORDS.get(name) or choices.replace("'", "").replace(", ", " or ") for name, choices in names]
     if key is None or value is None or not all(words):
         return message
-    return f"{key[1]} is {value[1]!r}; give {' or '.join(dict.fromkeys(word for word in words if word != 'null'))}"
+    return f"{key[1]} is {value[1]!r}; give {' or '.join(dict.fromkeys(words))}"
 
 
 def instantiate(parser: ArgumentParser, config_class: type[ConfigT], namespace: Namespace) -> ConfigT:

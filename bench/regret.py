@@ -84,8 +84,7 @@ def measure(answers: Sequence[Answer], config: RegretConfig) -> None:
     """Fills in what transformers makes of the answers. One model at a time is in memory."""
     path, same = str(resolve(config.target)), defaultdict[tuple[tuple[int, ...], ...], list[Answer]](list)
     for answer in answers:
-        if answer.tokens:
-            same[tuple(answer.prompt), tuple(answer.tokens)].append(answer)
+        same[tuple(answer.prompt), tuple(answer.tokens)].append(answer)
     texts = list(same.values())
     references = [logits.argmax(-1) for logits in read_with(path, config, config.dtype, texts)]
     exact = read_with(path, config, "float32", texts)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig
 
 from slipstream.models import dflash_checkpoint, eagle3_checkpoint, eagle_checkpoint
 from slipstream.models.checkpoint import drop_copies, public_tensors, read_draft_tensors, read_json, resolve
 from slipstream.models.config import ModelConfig
 from slipstream.models.speculators_layout import layer_name, to_speculators
+from slipstream.models.target import load_config
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ class Form(NamedTuple):
 
 def read_target(name: str) -> TargetFiles:
     path = resolve(name)
-    config = ModelConfig.from_hf(AutoConfig.from_pretrained(path), is_served=False)
+    config = load_config(path, is_served=False)
     files = {key: file for file in sorted(path.glob("*.safetensors")) for key in names_in(file)}
     keys = {EMBEDDING: f"model.{EMBEDDING}", HEAD: f"model.{EMBEDDING}" if config.tie_word_embeddings else HEAD}
     missing = sorted(set(keys.values()) - files.keys())

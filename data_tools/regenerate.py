@@ -155,8 +155,6 @@ def check_options(config: RegenerateConfig, output: Path, dropped_path: Path, re
     if not any(path.exists() and path.stat().st_size for path in (output, dropped_path)):
         return
     if not report_path.exists():
-        if output.stat().st_size == 0:  # as a kill leaves it before the report is written
-            return
         raise ValueError(
             f"output {output} exists but not {report_path.name} beside it; name another or add --overwrite"
         )

@@ -89,9 +89,12 @@ class Target(nn.Module):
         return linear(hidden, self.head)
 
 
-def load_config(path: Path, trust_remote_code: bool = False) -> ModelConfig:
-    read_json(path / "config.json")  # whose absence transformers does not name
-    return ModelConfig.from_hf(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+def load_config(path: Path, trust_remote_code: bool = False, *, is_served: bool = True) -> ModelConfig:
+    """Raises ValueError where `path` has no config.json, which transformers does not say."""
+    read_json(path / "config.json")
+    return ModelConfig.from_hf(
+        AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code), is_served=is_served
+    )
 
 
 def load_target(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Target:

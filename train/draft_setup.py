@@ -10,13 +10,14 @@ from typing import Any, Literal, TypeVar
 import torch
 from accelerate import Accelerator, init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from slipstream.config import parse
-from slipstream.models.checkpoint import read_json, resolve, tokenizer_hash, weights_fingerprint
+from slipstream.models.checkpoint import resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.config import ModelConfig
 from slipstream.models.frozen_target import FrozenTarget, empty_target, load_frozen_target
 from slipstream.models.sharded_target import sharding_mesh
+from slipstream.models.target import load_config
 from slipstream.models.token_map import check_tokenizer
 from slipstream.models.token_map_files import read_token_map
 from slipstream.train.batches import PackedRows, load_prepared
@@ -69,9 +70,8 @@ class TargetFiles:
     def find(cls, options: DraftRunOptions) -> "TargetFiles":
         path = resolve(options.target, options.revision)
         trust = options.trust_remote_code
-        read_json(path / "config.json")  # whose absence transformers does not name
+        config = load_config(path, trust, is_served=False)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
-        config = ModelConfig.from_hf(AutoConfig.from_pretrained(path, trust_remote_code=trust), is_served=False)
         return cls(options, path, config, tokenizer, tokenizer_hash(tokenizer))
 
     def origin(self) -> dict[str, Any]:
