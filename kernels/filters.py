@@ -1,13 +1,13 @@
-"""Top-k, then top-p, then min-p as one number per row: the smallest scaled logit that is kept, found without a sort.
+"""Top-k, then top-p, then min-p as one number per row: the smallest logit that is kept, found without a sort.
 
 On the GPU the vocabulary is cut into tiles of constant size, one program each; of the programs that share a row, the
 last to arrive merges what all of them found. Four launches:
 
   1. summarise  maximum, sum of exponentials, the maxima of parts of tiles: what is searched, and from where up
   2. fill_bins  sums of the weights in 1,024 bins between there and the maximum, and the bin where the sum from above
-                reaches the goal. For top-p the weights are exp(x - maximum) and the goal a share of their sum; for a
-                top-k too large for step 4, ones and k
-  3. collect    the few scaled logits of that bin
+                reaches the goal. For top-p the weights are probabilities and the goal a share of their sum; for a top-k
+                too large for step 4, ones and k
+  3. collect    the few logits of that bin
   4. finish     the exact answer from these
 
 A small top-k skips 2: the k-th largest of the maxima bounds the k-th largest logit from below. A row without
@@ -25,8 +25,9 @@ from slipstream.kernels.arrivals import MAX_ROWS, arrival_counters
 from slipstream.kernels.filter_finish import CANDIDATES, collect, finish
 from slipstream.kernels.filter_search import BINS, PARTIAL, SEARCH, fill_bins, summarise
 
-TILE = 4096  # columns of one program
-CHUNKS = 16  # parts of a tile whose maxima are kept, half as many where there are more than 32 tiles
+TILE = 4096  # columns of a program that sums up
+SEARCH_TILE = 2048  # of one that searches
+CHUNKS = 16  # parts of a tile whose maxima are kept, half as many where there are more than 16 tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def filter_thresholds_reference(scaled: Tensor, filters: Filters) -> Tensor:
 def filter_thresholds_triton(
     logits: Tensor, temperature: Tensor, filters: Filters, rows: Tensor | None, repeats: int
 ) -> Tensor:
-    """(R,) fp32 like the reference's, on logits (R, V) / temperature; -inf, too, where a row is greedy or unfiltered.
+    """(R,) fp32 the smallest of each row of `logits` (R, V) that is kept; -inf where the row is greedy or unfiltered.
 
     Parameters by entry and `rows` as in Sampling.
     """
@@ -75,14 +76,14 @@ def filter_thresholds_triton(
     partials = torch.empty(R, tiles, PARTIAL.value, dtype=torch.float32, device=device)
     bins = torch.empty(R, BINS.value, dtype=torch.int64, device=device)
     candidates = torch.empty(R, CANDIDATES.value, dtype=torch.float32, device=device)
-    row, counters = (logits, temperature, rows, repeats, searches), arrival_counters(device)
-    shape, k, p = (logits.stride(0), V), filters.top_k, filters.top_p
+    counters, shape, k, p = arrival_counters(device), (logits.stride(0), V), filters.top_k, filters.top_p
     if R:
-        chunks = CHUNKS if tiles <= 32 else CHUNKS // 2
-        tile, blocks = (bins, counters, *shape, tiles), {"TILE": TILE, "num_warps": 8}
-        split = {"TILES": triton.next_power_of_2(tiles), "CHUNKS": chunks}
-        summarise[(R, tiles)](*row, *tile, partials, k, p, filters.min_p, thresholds, **split, **blocks)
-        fill_bins[(R, tiles)](*row, *tile, **blocks)
-        collect[(R, tiles)](*row, candidates, counters, *shape, TILE=TILE, num_warps=16)
-        finish[(R,)](*row, candidates, counters, *shape, k, p, thresholds, num_warps=8)
+        chunks, parts = CHUNKS if tiles <= 16 else CHUNKS // 2, triton.cdiv(V, SEARCH_TILE)
+        summarise[(R, tiles)](
+            logits, temperature, rows, repeats, searches, bins, counters, *shape, tiles, partials, k, p, filters.min_p,
+            thresholds, TILE=TILE, TILES=triton.next_power_of_2(tiles), CHUNKS=chunks, num_warps=4,
+        )  # fmt: skip
+        fill_bins[(R, parts)](logits, searches, bins, counters, *shape, parts, TILE=SEARCH_TILE, num_warps=4)
+        collect[(R, parts)](logits, searches, candidates, counters, *shape, TILE=SEARCH_TILE, num_warps=8)
+        finish[(R,)](logits, searches, candidates, counters, *shape, rows, repeats, k, p, thresholds, num_warps=8)
     return thresholds

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
 from slipstream.kernels.arrivals import MAX_ROWS, arrival_counters, arrives_last
-from slipstream.kernels.filter_search import parameter_entry, scale
+from slipstream.kernels.filter_search import parameter_entry
 from slipstream.kernels.filters import Filters, filter_logits, filter_thresholds_triton
 from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 
@@ -122,7 +122,7 @@ def sample_triton(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Te
             logits, positions, sampling.keys, sampling.temperature, sampling.rows, thresholds, ids,
             best_ranks(logits.device), arrival_counters(logits.device), out,
             logits.stride(0), V, sampling.repeats, tiles,
-            TILE=TILE, num_warps=8, **pdl_options(logits.device),
+            TILE=TILE, num_warps=4, **pdl_options(logits.device),
         )  # fmt: skip
     return out
 
@@ -211,7 +211,7 @@ def load_scores(
         if thresholds_ptr is not None:
             threshold = tl.load(thresholds_ptr + row)  # -inf where the row is greedy
             if threshold > float("-inf"):
-                scores = tl.where(scale(scores, temperature) < threshold, float("-inf"), scores)
+                scores = tl.where(scores < threshold, float("-inf"), scores)
                 if tl.max(scores, axis=0) == float("-inf"):
                     temperature = 0.0  # of most tiles nothing is left
         if temperature > 0.0:

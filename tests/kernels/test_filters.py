@@ -84,19 +84,19 @@ def parameters(settings: list[tuple[int, float, float, float]], device: str) -> 
 
 def check(logits: Tensor, temperature: Tensor, filters: Filters, thresholds: Tensor) -> None:
     """The kept sets are equal but for tokens before which the mass is top_p up to 1e-6."""
-    scaled = logits.float() / temperature[:, None].clamp(min=1e-6)
-    expected = filter_thresholds_reference(scaled.double(), filters)
+    scaled = logits.double() / temperature[:, None].double().clamp(min=1e-6)
+    expected = filter_thresholds_reference(scaled, filters)
     for row in range(len(logits)):
         if temperature[row] == 0:
             assert thresholds[row] == -torch.inf, "greedy rows need none"
             continue
-        kept, wanted = scaled[row] >= thresholds[row], scaled[row] >= expected[row]
+        kept, wanted = logits[row].float() >= thresholds[row], scaled[row] >= expected[row]
         if torch.equal(kept, wanted):
             continue
-        ordered = scaled[row].double().sort(descending=True).values
+        ordered = scaled[row].sort(descending=True).values
         probs = ordered[: int(filters.top_k[row]) or None].softmax(dim=0)
         before = torch.cat((probs.new_zeros(1), probs.cumsum(0)[:-1]))
-        differing = scaled[row][kept != wanted].double()
+        differing = scaled[row][kept != wanted]
         for value in (differing.min(), differing.max()):
             assert abs(before[(ordered > value).sum()] - filters.top_p[row]) < 1e-6, f"row {row}"
 
