@@ -95,6 +95,19 @@ def test_only_line_feeds_end_the_lines_of_a_stream(line_end: str) -> None:
     assert (answer.error, answer.text) == (None, text)
 
 
+def test_long_events_are_read_and_broken_streams_are_failures() -> None:
+    text = "a" * 300_000
+    event = json.dumps({"choices": [{"text": text, "finish_reason": "stop"}]})
+    with foreign_server(200, f"data: {event}\n\ndata: [DONE]\n\n") as url:
+        [answer] = run_load(url, ["x"], model="m", stream=True).answers
+    assert (answer.error, answer.text == text) == (None, True)
+    with foreign_server(200, 'data: {"choices": [{"text": "a"}]}\n\n') as url:
+        [answer] = run_load(url, ["x"], model="m", stream=True).answers
+    assert answer.error == "the answer broke off"
+    with foreign_server(200, "no JSON") as url:
+        assert "JSON" in run_load(url, ["x"], model="m").errors[0]
+
+
 def test_requests_may_differ_in_more_than_the_prompt(server: Server) -> None:
     each = [{"max_tokens": length} for length in (3, 9, 5)]
     result = run_load(server.url, ["one", "two", "three"], concurrency=2, num_warmup=1, max_tokens=7, each=each)
