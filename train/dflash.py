@@ -66,6 +66,8 @@ class DraftOptions:
             raise ValueError(f"draft.anchors is {self.anchors} and draft.num_layers {self.num_layers}; give at least 1")
         if self.gamma is not None and self.gamma <= 0:
             raise ValueError(f"draft.gamma is {self.gamma}; give a positive number such as 7")
+        if self.gamma is not None and self.loss != "decay":
+            raise ValueError(f"draft.gamma is {self.gamma}, which loss {self.loss} does not use; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,6 +79,10 @@ class TrackerOptions:
     artifacts: Literal["none", "best", "all"] = "none"
     """checkpoints that go to W&B as artifacts: none, each new best one, or those of all steps, too"""
 
+    def __post_init__(self) -> None:
+        if self.artifacts != "none" and not self.wandb:
+            raise ValueError(f"tracker.artifacts is {self.artifacts}, but nothing goes to W&B; set tracker.wandb, too")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:

@@ -87,6 +87,7 @@ def test_there_is_an_accelerate_config_for_each_kind_of_run() -> None:
         ("--draft.ttt_steps=0", "draft.ttt_steps is 0"),
         ("--draft.feature_layers=[]", "draft.feature_layers is []; name at least one state"),
         ("--evaluation.depth=0", "evaluation.depth is 0; give at least 1"),
+        ("--tracker.artifacts=best", "tracker.artifacts is best, but nothing goes to W&B; set tracker.wandb"),
         ("--draft.steps=3", "valid options"),
         ("--resume=yes", "resume"),
         ("--target_sharding=yes", "target_sharding"),
@@ -120,6 +121,7 @@ def test_captured_states_and_a_shared_target_exclude_each_other(
     [
         ("--draft.anchors=0", "draft.anchors is 0 and draft.num_layers 5; give at least 1"),
         ("--draft.gamma=0", "draft.gamma is 0.0; give a positive number"),
+        ('--draft={"gamma": 7, "loss": "dpace"}', "draft.gamma is 7.0, which loss dpace does not use; leave it out"),
         ("--draft.loss=other", "draft.loss"),
         ("--draft.feature_layers=[]", "draft.feature_layers is []; name at least one state"),
     ],
