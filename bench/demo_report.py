@@ -13,6 +13,8 @@ from matplotlib.axes import Axes
 
 from slipstream.serve.load import LoadResult
 
+HALF_PRECISION = "in half precision, as on a GPU, rounding decides between equals; all are with `serve --dtype float32`"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -37,11 +39,12 @@ class Comparison:
         return self.drafted[min(self.drafted)]
 
     @property
-    def identical(self) -> bool:
-        """Every answer with the draft is, at every concurrency, the baseline's at the lowest."""
+    def identical(self) -> tuple[int, int]:
+        """How many answers, at every concurrency, are the baseline's at the lowest one, and of how many."""
         expected = [answer.text for answer in self.baseline[min(self.baseline)].answers]
         runs = [*self.baseline.values(), *self.drafted.values()]
-        return all([answer.text for answer in run.answers] == expected for run in runs)
+        equal = [answer.text == text for run in runs for answer, text in zip(run.answers, expected, strict=True)]
+        return sum(equal), len(equal)
 
 
 def write_report(comparison: Comparison, output: Path) -> None:
@@ -50,6 +53,7 @@ def write_report(comparison: Comparison, output: Path) -> None:
     if errors:
         raise ValueError(f"{len(errors)} requests failed, the first with: {errors[0]}")
     print(table(comparison))
+    num_identical, num_answers = comparison.identical
     report = {
         "drafter": comparison.drafter,
         "install_s": comparison.install_s,
@@ -59,7 +63,8 @@ def write_report(comparison: Comparison, output: Path) -> None:
         "accept_length": round(comparison.first.accept_length or 0.0, 3),
         "simulated_accept_length": round(comparison.best["eval_accept_length"], 3),
         "accept_rate_by_position": [round(rate, 4) for rate in comparison.first.accept_rate_by_position],
-        "identical": comparison.identical,
+        "identical": num_identical == num_answers,
+        "answers_identical": f"{num_identical} of {num_answers}",
     }
     draft = output / ".report.json.tmp"
     draft.write_text(json.dumps(report, indent=2) + "\n")
@@ -93,7 +98,9 @@ def table(comparison: Comparison) -> str:
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines.append(f"outputs identical with and without the draft: {'yes' if comparison.identical else 'NO'}")
+    num_identical, num_answers = comparison.identical
+    verdict = "yes" if num_identical == num_answers else f"{num_identical} of {num_answers}; {HALF_PRECISION}"
+    lines.append(f"outputs identical with and without the draft: {verdict}")
     lines.append(f"accept length simulated in training: {comparison.best['eval_accept_length']:.2f}")
     return "\n".join(lines)
 

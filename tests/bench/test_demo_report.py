@@ -1,0 +1,43 @@
+"""The demo's report says how many answers a draft left as they were."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.bench.demo_report import Comparison, write_report
+from slipstream.serve.load import Answer, LoadResult
+
+
+def level(concurrency: int, texts: list[str], seconds: float) -> LoadResult:
+    answers = [
+        Answer(text=text, completion_tokens=10, rounds=4, decoded_tokens=10, accepted_by_position=[4, 2])
+        for text in texts
+    ]
+    return LoadResult(concurrency=concurrency, wall_s=seconds, answers=answers)
+
+
+@pytest.mark.parametrize(
+    ("drafted", "verdict", "identical"),
+    [(["a", "b"], "draft: yes", True), (["a", "c"], "draft: 3 of 4; in half precision", False)],
+)
+def test_the_report(
+    drafted: list[str], verdict: str, identical: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison = Comparison(
+        drafter="eagle3",
+        baseline={1: level(1, ["a", "b"], 4.0)},
+        drafted={1: level(1, drafted, 2.0)},
+        history=[{"step": 1, "loss": 2.0, "eval_accept_length": 2.25}],
+        install_s=None,
+        total_s=9.0,
+    )
+    write_report(comparison, tmp_path)
+    printed = capsys.readouterr().out
+    assert verdict in printed
+    assert "2.00x" in printed
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["identical"], report["accept_length"]) == (identical, 2.5)
+    assert report["accept_rate_by_position"] == [1.0, 0.5]
+    assert (tmp_path / "training.png").stat().st_size > 0
+    assert (tmp_path / "acceptance.png").stat().st_size > 0
