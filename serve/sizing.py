@@ -109,7 +109,7 @@ def _prefill_null_row(runner: Runner, num_tokens: int, width: int) -> None:
 def _null_batch(runner: Runner, budget: int) -> Batch:
     """`budget` tokens in requests as long as rows can be."""
     state = runner.state
-    limit = state.pages.shape[1] * state.page_size - 2 * state.tokens.shape[1]
+    limit = max(1, state.pages.shape[1] * state.page_size - 2 * state.tokens.shape[1])
     lens = tuple(min(limit, budget - start) for start in range(0, budget, limit))
     rows = torch.full((len(lens),), state.null, dtype=torch.int64, device=state.device)
     positions = torch.cat([torch.arange(length, device=state.device) for length in lens])

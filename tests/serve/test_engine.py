@@ -236,3 +236,15 @@ def test_every_token_is_counted(target: Path, draft: Path) -> None:
         full = counts.prefills + counts.rounds + counts.accepted_tokens
         assert full - 1 <= counts.completion_tokens <= full, "only the last round may be cut"
         assert len(answer.starts) == 1 + counts.rounds
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_context_shorter_than_a_round_is_measured_by_prompts_of_one_token(
+    make_target: Callable[[str], Path], page_size: int, overlap: bool
+) -> None:
+    options: dict[str, Any] = {"max_model_len": 2, "width": 16, "page_size": page_size, "overlap": overlap}
+    runner = build_engine(make_target("qwen3"), "ngram", **options).executor.runner
+    sizing._prefill_null_row(runner, 40, 16)
+    assert set(sizing._null_batch(runner, 40).query_lens) == {1}
+    assert not runner.state.lengths.any()
