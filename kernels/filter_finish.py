@@ -97,7 +97,8 @@ def _among(candidates_ptr, found, search, kind, top_k, top_p, LANES: tl.constexp
     if (kind == RANK) & (top_p < 1.0):  # of the x that tie for place k, the sum holds as many as have a place
         kth = tl.min(tl.where(keep, x, float("inf")), axis=0)
         num_larger, larger = tl.max(tl.where(keep, rank, 0), axis=0), tl.max(tl.where(keep, share, 0.0), axis=0)
-        keep = keep & (share < top_p * (larger + (top_k - num_larger).to(tl.float32) * mass(kth, peak, rate)))
+        num_tied = tl.minimum(top_k, found) - num_larger  # a row may have fewer finite x than top_k
+        keep = keep & (share < top_p * (larger + num_tied.to(tl.float32) * mass(kth, peak, rate)))
     return tl.minimum(tl.min(tl.where(keep, x, float("inf")), axis=0), peak)
 
 

@@ -44,6 +44,13 @@ def mostly_forbidden(shape: Shape, generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator).masked_fill(~allowed, -torch.inf)
 
 
+def few_allowed(shape: Shape, generator: torch.Generator) -> Tensor:
+    """Fewer than most top-k keep."""
+    logits = torch.full(shape, -torch.inf)
+    logits[:, ::13][:, :4] = torch.randn(shape[0], 4, generator=generator)
+    return logits
+
+
 def unused_ids(shape: Shape, generator: torch.Generator) -> Tensor:
     """Half of the vocabulary far below the rest."""
     logits = torch.randn(shape, generator=generator) * 3
@@ -57,7 +64,7 @@ def long_tailed(shape: Shape, generator: torch.Generator) -> Tensor:
     return -1.6 * ranks.float().log() + 20
 
 
-SOURCES = [normal, peaked, flat, rounded, tied, constant, mostly_forbidden, unused_ids, long_tailed]
+SOURCES = [normal, peaked, flat, rounded, tied, constant, mostly_forbidden, few_allowed, unused_ids, long_tailed]
 SETTINGS = [  # top_k, top_p, min_p, temperature
     (0, 1.0, 0.0, 1.0),
     (5, 1.0, 0.0, 0.8),
@@ -74,6 +81,7 @@ SETTINGS = [  # top_k, top_p, min_p, temperature
     (700, 1.0, 0.0, 1.0),
     (700, 0.9, 0.0, 1.0),
     (10_000_000, 0.9, 0.0, 1.0),
+    (7, 0.6, 0.0, 1.0),
 ]
 
 
@@ -104,7 +112,7 @@ def check(logits: Tensor, temperature: Tensor, filters: Filters, thresholds: Ten
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("source", "vocab"),
-    [(normal, 40), (flat, 40), (peaked, 40), (constant, 40), (tied, 1)]
+    [(normal, 40), (flat, 40), (peaked, 40), (constant, 40), (few_allowed, 40), (tied, 1)]
     + [(source, 5000) for source in (tied, mostly_forbidden, unused_ids, long_tailed)]
     + [(rounded, 8192)]
     + [pytest.param(*case, marks=pytest.mark.gpu) for case in product(SOURCES, (32_000, 128_256, 262_144))],
