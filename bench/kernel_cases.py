@@ -203,7 +203,7 @@ def sampling(name: str, rows: int) -> Case:
 
 
 def filtering(name: str, rows: int) -> Case:
-    """The five launches of the search alone, beside torch's sort."""
+    """The four launches of the search alone, beside torch's sort."""
     num_bytes = rows * V * 2
     sets = [language_logits(rows) for _ in range(copies(num_bytes, rows))]
     filters = Filters(*(torch.full((rows,), value, device="cuda") for value in (20, 0.8, 0.0)))

@@ -52,7 +52,7 @@ def perturbed_topk_reference(
 def perturbed_topk_triton(
     logits: Tensor, k: int, positions: Tensor, sampling: Sampling, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One launch, and five more with filters."""
+    """One launch, and four more with filters."""
     R, V = logits.shape
     assert R <= MAX_ROWS
     assert logits.stride(1) == 1

@@ -107,7 +107,7 @@ def perturbed(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor
 
 
 def sample_triton(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> Tensor:
-    """One launch, and five more with filters."""
+    """One launch, and four more with filters."""
     R, V = logits.shape
     assert R <= MAX_ROWS
     assert logits.stride(1) == 1

@@ -15,8 +15,9 @@ import aiohttp
 from tqdm import tqdm
 
 Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, or messages
-FAILURES = (aiohttp.ClientError, TimeoutError, ValueError)  # no connection, or a body that is not JSON
-MAX_EVENT = 2**20  # bytes of a streamed event
+# No connection, a stream that is none, or a body that is not JSON.
+FAILURES = (aiohttp.ClientError, aiohttp.http.HttpProcessingError, TimeoutError, ValueError)
+MAX_EVENT = 2**20  # bytes of a streamed event, which aiohttp holds to twice its buffer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,7 +151,7 @@ def run_load(
         options: dict[str, Any] = {
             "connector": aiohttp.TCPConnector(limit=concurrency),
             "timeout": aiohttp.ClientTimeout(total=None, sock_connect=30.0),
-            "read_bufsize": MAX_EVENT,
+            "read_bufsize": MAX_EVENT // 2,
             "trust_env": True,  # proxies
         }
         async with aiohttp.ClientSession(**options) as client:
@@ -215,11 +216,11 @@ class Load:
             answer.error = "the answer broke off"
 
     async def request_whole(self, path: str, body: dict[str, Any], answer: Answer) -> None:
-        async with self.client.post(self.root + path, json=body) as response:
+        async with self.client.post(self.root + path, json=body, allow_redirects=False) as response:
             answer.add(json.loads(await response.read()))
 
     async def request_stream(self, path: str, body: dict[str, Any], answer: Answer) -> None:
-        async with self.client.post(self.root + path, json=body) as response:
+        async with self.client.post(self.root + path, json=body, allow_redirects=False) as response:
             if response.status != 200:
                 answer.add(json.loads(await response.read()))
                 return

@@ -19,7 +19,7 @@ def level(concurrency: int, texts: list[str], seconds: float) -> LoadResult:
 
 @pytest.mark.parametrize(
     ("drafted", "verdict", "identical"),
-    [(["a", "b"], "draft: yes", True), (["a", "c"], "draft: 3 of 4; in half precision", False)],
+    [(["a", "b"], "draft: yes", True), (["a", "c"], "draft: NO, 1 of 2 (on a GPU", False)],
 )
 def test_the_report(
     drafted: list[str], verdict: str, identical: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

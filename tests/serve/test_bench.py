@@ -104,6 +104,9 @@ def test_long_events_are_read_and_broken_streams_are_failures() -> None:
     with foreign_server(200, 'data: {"choices": [{"text": "a"}]}\n\n') as url:
         [answer] = run_load(url, ["x"], model="m", stream=True).answers
     assert answer.error == "the answer broke off"
+    longer = event.replace(text, text * 8)
+    with foreign_server(200, f"data: {longer}\n\n") as url:
+        assert "bytes" in run_load(url, ["x"], model="m", stream=True).errors[0]
     with foreign_server(200, "no JSON") as url:
         assert "JSON" in run_load(url, ["x"], model="m").errors[0]
 
