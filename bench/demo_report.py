@@ -64,7 +64,7 @@ def write_report(comparison: Comparison, output: Path) -> None:
         "simulated_accept_length": round(comparison.best["eval_accept_length"], 3),
         "accept_rate_by_position": [round(rate, 4) for rate in comparison.first.accept_rate_by_position],
         "identical": num_identical == num_answers,
-        "answers_identical": f"{num_identical} of {num_answers}",
+        "num_identical": num_identical,
     }
     draft = output / ".report.json.tmp"
     draft.write_text(json.dumps(report, indent=2) + "\n")

@@ -109,8 +109,8 @@ def _begin_search(
     lowest = tl.min(tl.load(address + 2, mask=valid, other=float("inf"), cache_modifier=".cg"), axis=0)
     peak = tl.max(peaks, axis=0)
     total = tl.sum(totals * mass(peaks, tl.maximum(peak, -1e30), rate), axis=0)
-    highest = tl.minimum(tl.log(tl.maximum(min_p, 1e-30)), 0.0) * temperature
-    floor = tl.where(min_p > 0.0, peak + highest, float("-inf"))
+    distance = tl.minimum(tl.log(tl.maximum(min_p, 1e-30)), 0.0) * temperature
+    floor = tl.where(min_p > 0.0, peak + distance, float("-inf"))
     # Of the x below peak - depth there are at most V: together they hold no more than 1 - top_p of the sum.
     depth = (tl.log(V / (tl.maximum(1.0 - top_p, 1e-9) * total)) + 1e-3) * temperature + 1e-6 * tl.abs(peak)
     low = tl.maximum(lowest, peak - depth)

@@ -148,13 +148,12 @@ def run_load(
     root = base_url.rstrip("/").removesuffix("/v1")
 
     async def run() -> LoadResult:
-        options: dict[str, Any] = {
-            "connector": aiohttp.TCPConnector(limit=concurrency),
-            "timeout": aiohttp.ClientTimeout(total=None, sock_connect=30.0),
-            "read_bufsize": MAX_EVENT // 2,
-            "trust_env": True,  # proxies
-        }
-        async with aiohttp.ClientSession(**options) as client:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=concurrency),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30.0),
+            read_bufsize=MAX_EVENT // 2,
+            trust_env=True,  # proxies
+        ) as client:
             load = Load(client, root, {"model": model or await first_model(client, root), **fields}, stream)
             warmup = [index % len(prompts) for index in range(num_warmup)]
             await load.send_all(

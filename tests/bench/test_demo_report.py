@@ -37,7 +37,8 @@ def test_the_report(
     assert verdict in printed
     assert "2.00x" in printed
     report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["identical"], report["accept_length"]) == (identical, 2.5)
+    assert (report["identical"], report["num_identical"]) == (identical, 2 if identical else 1)
+    assert report["accept_length"] == 2.5
     assert report["accept_rate_by_position"] == [1.0, 0.5]
     assert (tmp_path / "training.png").stat().st_size > 0
     assert (tmp_path / "acceptance.png").stat().st_size > 0
