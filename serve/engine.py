@@ -22,15 +22,15 @@ from slipstream.serve.defaults import pick_device, pick_dtype, pick_max_model_le
 from slipstream.serve.drafters.base import load_drafter, warn_if_changed
 from slipstream.serve.executor import Arrival, Executor, Planned, Recipients
 from slipstream.serve.graphs import RoundGraphs
-from slipstream.serve.options import EngineConfig, find_target
+from slipstream.serve.options import PREFILL_BLOCK, EngineConfig, find_target
 from slipstream.serve.pool import KVPool
 from slipstream.serve.prompt_graphs import PromptGraphs, capture_all
 from slipstream.serve.request import EngineInfo, Output, Request
 from slipstream.serve.round import Runner
-from slipstream.serve.round_times import time_rounds
+from slipstream.serve.round_times import width_policy
 from slipstream.serve.scheduler import Scheduler, Sequence
 from slipstream.serve.sizing import Sizing, measure_workspace
-from slipstream.serve.widths import PATIENCE, Offer, WidthPolicy
+from slipstream.serve.widths import PATIENCE, Offer
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Engine:
         self.state = runner.state
         graphs, prompts = self._capture(runner) if self.captures else (None, None)
         self.executor = Executor(runner, graphs, self.width, prompts)
-        self.policy = self._make_policy(runner, graphs)
+        self.policy = width_policy(runner, graphs, config.max_running, self.widths)
         self.info = EngineInfo(
             target=target_name,
             draft=config.draft,
@@ -95,7 +95,9 @@ class Engine:
             max_running=config.max_running,
             max_waiting=2**31,  # the front end limits what waits
             max_model_len=max_model_len,
-            prefill_budget=config.prefill_budget,
+            prefill_budget=config.prefill_budget if prompts is None else config.captured_tokens,
+            prefill_block=1 if prompts is None else PREFILL_BLOCK,
+            max_chunks=None if prompts is None else prompts.num_requests,
             stop_ids=self.info.stop_ids,
             lookahead=self.drafter.lookahead,
             max_reserve=max_reserve,
@@ -205,7 +207,7 @@ class Engine:
         if not planned.sequences:
             return None
         offers = self.executor.offers(planned.rows)
-        width = self._pick_width(offers)
+        width = self._pick_width(offers, filtered=planned.mode == "full")
         is_without = self.policy is not None and width <= self.drafter.device_width
         self._rounds_without_host = self._rounds_without_host + 1 if is_without else 0
         flight = self.executor.round(planned, width)
@@ -218,9 +220,10 @@ class Engine:
 
         return Pass("round", list(planned.sequences), flight.read, commit)
 
-    def _pick_width(self, offers: list[Offer]) -> int:
+    def _pick_width(self, offers: list[Offer], *, filtered: bool) -> int:
         """As many nodes as pay at this load, where that is known, and no more than the host has drafted."""
-        return self.width if self.policy is None else self.policy.choose(offers, least=self.drafter.device_width)
+        least = self.drafter.device_width
+        return self.width if self.policy is None else self.policy.choose(offers, least, filtered=filtered)
 
     def _draft_on_host(self, recipients: Recipients, arrived: Arrival, *, is_last: bool) -> None:
         """Tells a drafter on the host what its requests have gained, and stores what it proposes for them; or, if their
@@ -287,14 +290,6 @@ class Engine:
         """Bytes that the largest passes and the graphs need, found by running them over a cache of one dump page."""
         runner = self._build_runner(specs, dtype, 1, pages_per_row)
         return measure_workspace(runner, self.config, self.width, len(self.widths) if self.captures else 0)
-
-    def _make_policy(self, runner: Runner, graphs: RoundGraphs | None) -> WidthPolicy | None:
-        """None: all that is drafted is verified."""
-        if graphs is not None:
-            return WidthPolicy(self.widths, graphs.time_all())
-        if self.drafter.on_host and len(self.widths) > 1:
-            return WidthPolicy(self.widths, time_rounds(runner, self.config.max_running, self.widths))
-        return None
 
     def _capture(self, runner: Runner) -> tuple[RoundGraphs, PromptGraphs | None]:
         return capture_all(runner, self.config, self.widths)

@@ -113,11 +113,8 @@ class Executor:
         sequences = [chunk.sequence for chunk in chunks]
         self._expect_proposals([sequence.row for sequence in sequences], self.width)
         self.prepare(sequences)
-        if self.prompts is not None and self.prompts.takes(chunks):
-            sampled = self.prompts.prefill(chunks, sampling_mode(sequences))
-        else:
-            sampled = self._prefill(chunks)
-        sampled = sampled.int()
+        sampled = self.prompts.prefill(chunks, sampling_mode(sequences)) if self.prompts is not None else None
+        sampled = (self._prefill(chunks) if sampled is None else sampled).int()
         return Flight.launch(torch.stack((torch.ones_like(sampled), sampled), dim=1), 1)
 
     def prepare(self, sequences: list[Sequence]) -> None:
@@ -172,8 +169,9 @@ class Executor:
         self._offers.update(dict.fromkeys(rows, (min(width, self.runner.drafter.device_width), 0)))
 
     def _round(self, planned: Planned, width: int) -> Tensor:
-        if self.graphs is not None:
-            return self.graphs.round(planned.rows, planned.mode, width)
+        captured = self.graphs.round(planned.rows, planned.mode, width) if self.graphs is not None else None
+        if captured is not None:
+            return captured
         # Of what is in flight this round is the last.
         bounds = tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in planned.sequences)
         return self.runner.round(self.state.upload(planned.rows), bounds, planned.mode, width, width)

@@ -1,14 +1,17 @@
-"""Rounds captured as CUDA graphs, one for each (batch bucket, width, sampling mode); a replay waits for nothing.
+"""Rounds captured as CUDA graphs at start-up, one for each (batch size, width, sampling mode); a replay waits for
+nothing, and nothing is captured while serving.
 
 All graphs share one memory pool, and all rounds write into one result buffer, so a replay's result must be copied away
 before the next replay, in stream order.
 """
 
 import gc
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +19,12 @@ from tqdm import tqdm
 
 from slipstream.serve.batch import SamplingMode
 from slipstream.serve.round import Runner
+
+logger = logging.getLogger(__name__)
+
+# Sampling modes with graphs of their own. In the second a request without filters has neutral ones.
+MODES: tuple[SamplingMode, ...] = ("plain", "full")
+TimeTables = dict[SamplingMode, dict[tuple[int, int], float]]  # mode -> (batch size, width) -> milliseconds
 
 
 def buckets(max_batch: int) -> list[int]:
@@ -40,6 +49,7 @@ def _no_collection() -> Iterator[None]:
 class CaptureReport:
     """What start-up prints."""
 
+    count: int
     sizes: list[int]
     widths: list[int]
     seconds: float
@@ -47,8 +57,9 @@ class CaptureReport:
 
     def __str__(self) -> str:
         return (
-            f"captured {len(self.sizes) * len(self.widths)} rounds (batch {', '.join(map(str, self.sizes))}; width "
-            f"{', '.join(map(str, self.widths))}) in {self.seconds:.1f} s, {self.bytes / 1e9:.2f} GB"
+            f"captured {self.count} rounds (batch {', '.join(map(str, self.sizes))}; width "
+            f"{', '.join(map(str, self.widths))}; with and without filters) in {self.seconds:.1f} s, "
+            f"{self.bytes / 1e9:.2f} GB"
         )
 
 
@@ -57,26 +68,39 @@ class Capturer:
 
     def __init__(self) -> None:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._has_warned = False
 
-    def capture(self, run: Callable[[], None], what: str, remedy: str) -> torch.cuda.CUDAGraph:
-        """Raises ValueError, in words that name `what` and the `remedy`, where the graph does not fit into memory."""
+    def capture(self, run: Callable[[], None], what: str, remedy: str) -> torch.cuda.CUDAGraph | None:
+        """None, and once a warning that names `what` and the `remedy`, where memory does not hold the graph.
+
+        Raises ValueError in the same words where it does not even hold the pass.
+        """
         try:
-            return self._capture(run)
+            self._warm_up(run)
         except torch.cuda.OutOfMemoryError as error:
-            raise ValueError(
-                f"the CUDA graph of {what} does not fit into memory; {remedy}, or add --no-cuda-graph"
-            ) from error
+            raise ValueError(f"{what} does not fit into memory; {remedy}") from error
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with _no_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                run()
+        except torch.cuda.OutOfMemoryError:
+            self._warn(what, remedy)
+            return None
+        return graph
 
-    def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _warm_up(self, run: Callable[[], None]) -> None:
+        """Compiles kernels, and gives libraries their workspaces on the stream of the captures."""
         torch.cuda.synchronize()  # sync
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # compiles kernels, and gives libraries their workspaces on this stream
+        with torch.cuda.stream(self._stream):
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            run()
-        return graph
+
+    def _warn(self, what: str, remedy: str) -> None:
+        if not self._has_warned:
+            message = "no memory is left for the CUDA graph of %s: it runs kernel by kernel, as may others; %s"
+            logger.warning(message, what, remedy)
+        self._has_warned = True
 
 
 class RoundGraphs:
@@ -86,6 +110,7 @@ class RoundGraphs:
         state = runner.state
         self.runner, self.capturer = runner, capturer
         self.sizes = buckets(max_batch)
+        self.widths: list[int] = []
         self.rows = torch.full((max_batch,), state.null, dtype=torch.int64, device=state.device)
         self.results = torch.zeros(max_batch, 1 + 2 * state.tokens.shape[1], dtype=torch.int32, device=state.device)
         self._columns: dict[int, int] = {}  # of the results, by width
@@ -93,35 +118,42 @@ class RoundGraphs:
         self._held: tuple[list[int], int] = ([], 0)  # what self.rows holds
 
     def capture_all(self, widths: Sequence[int]) -> CaptureReport:
-        """Captures every bucket, largest first, without top-k and the like: those follow at first need."""
+        """Captures every batch size in every mode, largest first."""
         gc.collect()
         start, before = time.monotonic(), torch.cuda.mem_get_info()[0]
-        keys = [(size, width) for size in reversed(self.sizes) for width in sorted(widths, reverse=True)]
-        for size, width in tqdm(keys, desc="capturing rounds", unit="graph", leave=False):
-            self._capture(size, width, "plain")
+        self.widths = sorted(widths)
+        for key in tqdm(self._keys(), desc="capturing rounds", unit="graph", leave=False):
+            self._capture(*key)
         used = before - torch.cuda.mem_get_info()[0]
-        return CaptureReport(self.sizes, sorted(widths), time.monotonic() - start, used)
+        return CaptureReport(len(self._graphs), self.sizes, self.widths, time.monotonic() - start, used)
 
-    def time_all(self) -> dict[tuple[int, int], float]:
-        """(batch size, width) -> milliseconds of a replay, with no committed tokens to read."""
-        return {(size, width): self._time(size, width) for size, width, mode in self._graphs if mode == "plain"}
+    def time_all(self) -> TimeTables:
+        """Milliseconds of rounds with no committed tokens to read, in every mode, size and width."""
+        tables: TimeTables = {mode: {} for mode in MODES}
+        with self.runner.state.filtered_null():
+            for size, width, mode in self._keys():
+                tables[mode][size, width] = self._time(size, width, mode)
+        return tables
 
-    def round(self, rows: list[int], mode: SamplingMode, width: int) -> Tensor:
-        """What `runner.round` returns, on the device."""
-        size = self._size(rows)
+    def round(self, rows: list[int], mode: SamplingMode, width: int) -> Tensor | None:
+        """What `runner.round` returns, on the device; None where memory held no graph for it."""
         mode = "full" if mode == "full" else "plain"
-        if (size, width, mode) not in self._graphs:
-            self._capture(size, width, mode)
+        fitting = (size for size in self.sizes if size >= len(rows) and (size, width, mode) in self._graphs)
+        size = next(fitting, None)
+        if size is None:
+            return None
         self._hold(rows, size)
         self._graphs[size, width, mode].replay()
         return self.results[: len(rows), : self._columns[width]]
 
     def expect(self, rows: list[int]) -> None:
         """The next `round` is theirs: what the device must know of them is on its way before that."""
-        self._hold(rows, self._size(rows))
+        self._hold(rows, next(size for size in self.sizes if size >= len(rows)))
 
-    def _size(self, rows: list[int]) -> int:
-        return next(size for size in self.sizes if size >= len(rows))
+    def _keys(self) -> list[tuple[int, int, SamplingMode]]:
+        """Largest first: the later ones find memory in the pool."""
+        widths = sorted(self.widths, reverse=True)
+        return [(size, width, mode) for size in reversed(self.sizes) for width in widths for mode in reversed(MODES)]
 
     def _hold(self, rows: list[int], size: int) -> None:
         if self._held != (rows, size):
@@ -129,23 +161,27 @@ class RoundGraphs:
             self.rows[:size] = self.runner.state.upload(rows + padding)
             self._held = (list(rows), size)
 
-    def _time(self, size: int, width: int) -> float:
-        """The best of a few replays on null rows."""
+    def _time(self, size: int, width: int, mode: SamplingMode) -> float:
+        """The best of a few rounds on null rows."""
         self._hold([], size)
+        graph = self._graphs.get((size, width, mode))
+        run = graph.replay if graph is not None else partial(self._round, size, width, mode)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
         for event in events:
             event.record()
-            self._graphs[size, width, "plain"].replay()
+            run()
         torch.cuda.synchronize()  # sync
         return min(start.elapsed_time(end) for start, end in zip(events[1:], events[2:], strict=False))
 
     def _capture(self, size: int, width: int, mode: SamplingMode) -> None:
-        """On null rows: nothing but the dump page is written. Raises ValueError where it does not fit into memory."""
+        """On null rows: nothing but the dump page is written."""
         self._held = ([], 0)
         self.rows.fill_(self.runner.state.null)
         what = f"a round with {size} requests and {width} nodes ({mode} sampling)"
         remedy = "lower max_running or mem_fraction"
-        self._graphs[size, width, mode] = self.capturer.capture(lambda: self._round(size, width, mode), what, remedy)
+        graph = self.capturer.capture(partial(self._round, size, width, mode), what, remedy)
+        if graph is not None:
+            self._graphs[size, width, mode] = graph
 
     def _round(self, size: int, width: int, mode: SamplingMode) -> None:
         results = self.runner.round(self.rows[:size], (0,) * size, mode, width, width)

@@ -38,12 +38,12 @@ class EngineConfig:
     """Tokens per page of the KV cache."""
     max_running: int = 64
     """Most requests decoded at once."""
-    prefill_budget: int = 2048
-    """Most prompt tokens computed per step."""
+    prefill_budget: int = 1024
+    """Most prompt tokens computed per step; with captured prefills no more than these hold."""
     cuda_graph: bool = True
     """On a GPU, replay rounds captured at start-up; off: launch their kernels one by one."""
     prefill_graph_tokens: int = 1024
-    """On a GPU, replay prefills of up to so many prompt tokens, too, with the attention of verify; 0: none."""
+    """On a GPU, replay prefills, too, of up to so many prompt tokens, with the attention of verify; 0: none."""
     overlap: bool = True
     """On a GPU, read a round's tokens while the next one runs."""
     kv_cache_tokens: int | None = None

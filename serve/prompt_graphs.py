@@ -13,13 +13,15 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from slipstream.serve.batch import Batch, SamplingMode
-from slipstream.serve.graphs import Capturer, RoundGraphs
+from slipstream.serve.graphs import MODES, Capturer, RoundGraphs
 from slipstream.serve.options import PREFILL_BLOCK as BLOCK
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.round import Runner
@@ -28,8 +30,7 @@ from slipstream.serve.sequence import Chunk
 logger = logging.getLogger(__name__)
 
 MOST_REQUESTS = 16  # of a captured pass
-# Pairs of a query and a key that it sees, in squares of the most tokens: beyond, attention wants kernels of its own.
-MOST_PAIRS = 2
+MOST_PAIRS = 2**24  # of a query and a key that it sees, 1,024 after 16,384: beyond, kernels made for prompts are faster
 
 ArrayT = TypeVar("ArrayT")  # Tensor on the device, numpy's array on the host
 
@@ -57,6 +58,7 @@ def field_sizes(num_blocks: int, num_requests: int) -> list[int]:
 class PromptReport:
     """What start-up prints."""
 
+    count: int
     sizes: list[int]
     seconds: float
     bytes: int
@@ -64,7 +66,8 @@ class PromptReport:
     def __str__(self) -> str:
         tokens = ", ".join(str(size * BLOCK) for size in self.sizes)
         return (
-            f"captured {len(self.sizes)} prefills (tokens {tokens}) in {self.seconds:.1f} s, {self.bytes / 1e9:.2f} GB"
+            f"captured {self.count} prefills (tokens {tokens}; with and without filters) in {self.seconds:.1f} s, "
+            f"{self.bytes / 1e9:.2f} GB"
         )
 
 
@@ -82,35 +85,38 @@ class PromptGraphs:
         state = runner.state
         self.runner, self.width, self.capturer = runner, width, capturer
         self.sizes, self.num_requests = sizes(most_tokens), min(MOST_REQUESTS, state.null)
-        self.most_pairs = MOST_PAIRS * most_tokens**2
         length = sum(field_sizes(self.sizes[-1], self.num_requests))
         self.inputs = torch.zeros(length, dtype=torch.int64, device=state.device)
         self.sampled = torch.zeros(self.num_requests, dtype=torch.int64, device=state.device)
         self._graphs: dict[tuple[int, SamplingMode], torch.cuda.CUDAGraph] = {}
 
     def capture_all(self) -> PromptReport:
-        """Captures every size, largest first, without top-k and the like: those follow at first need."""
+        """Captures every size in every mode, largest first."""
         gc.collect()
         start, before = time.monotonic(), torch.cuda.mem_get_info()[0]
-        for size in reversed(self.sizes):
-            self._capture(size, "plain")
-        return PromptReport(self.sizes, time.monotonic() - start, before - torch.cuda.mem_get_info()[0])
+        keys = [(size, mode) for size in reversed(self.sizes) for mode in reversed(MODES)]
+        for key in tqdm(keys, desc="capturing prefills", unit="graph", leave=False):
+            self._capture(*key)
+        used = before - torch.cuda.mem_get_info()[0]
+        return PromptReport(len(self._graphs), self.sizes, time.monotonic() - start, used)
 
-    def takes(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether a captured pass holds these chunks, and pays: long contexts want kernels made for prompts."""
-        pairs = sum((chunk.end - chunk.start) * (chunk.start + chunk.end) // 2 for chunk in chunks)
-        fits = len(chunks) <= self.num_requests and num_blocks(chunks) <= self.sizes[-1]
-        return fits and pairs <= self.most_pairs
-
-    def prefill(self, chunks: Sequence[Chunk], mode: SamplingMode) -> Tensor:
-        """The tokens (B,) int64 sampled behind the chunks, on the device."""
-        size = next(size for size in self.sizes if size >= num_blocks(chunks))
+    def prefill(self, chunks: Sequence[Chunk], mode: SamplingMode) -> Tensor | None:
+        """The tokens (B,) int64 sampled after the chunks, on the device. None where no graph takes them: the context is
+        so long that kernels made for prompts are faster, or memory held no graph."""
         mode = "full" if mode == "full" else "plain"
-        if (size, mode) not in self._graphs:
-            self._capture(size, mode)
+        size = self._find(chunks, mode)
+        if size is None:
+            return None
         self._hold(chunks, size)
         self._graphs[size, mode].replay()
         return self.sampled[: len(chunks)]
+
+    def _find(self, chunks: Sequence[Chunk], mode: SamplingMode) -> int | None:
+        pairs = sum((chunk.end - chunk.start) * (chunk.start + chunk.end) // 2 for chunk in chunks)
+        if pairs > MOST_PAIRS or len(chunks) > self.num_requests:
+            return None
+        needed = num_blocks(chunks)
+        return next((size for size in self.sizes if size >= needed and (size, mode) in self._graphs), None)
 
     def _hold(self, chunks: Sequence[Chunk], size: int) -> None:
         """Uploads what a pass of `size` blocks reads."""
@@ -120,11 +126,12 @@ class PromptGraphs:
         self.inputs[: len(packed)].copy_(packed, non_blocking=True)
 
     def _capture(self, size: int, mode: SamplingMode) -> None:
-        """Raises ValueError where the graph does not fit into memory."""
         self._hold([], size)
         what = f"a prefill of {size * BLOCK} tokens ({mode} sampling)"
         remedy = "lower prefill_graph_tokens or mem_fraction"
-        self._graphs[size, mode] = self.capturer.capture(lambda: self._prefill(size, mode), what, remedy)
+        graph = self.capturer.capture(partial(self._prefill, size, mode), what, remedy)
+        if graph is not None:
+            self._graphs[size, mode] = graph
 
     def _prefill(self, size: int, mode: SamplingMode) -> None:
         state, lengths = self.runner.state, field_sizes(size, self.num_requests)

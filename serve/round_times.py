@@ -1,18 +1,37 @@
-"""Times of rounds that are not captured: what the choice of the width (serve/widths.py) needs to know of them."""
+"""Times of rounds, by which serve/widths.py chooses widths: replays of captured rounds, else rounds timed here."""
 
 import time
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from slipstream.serve.batch import SamplingMode
+from slipstream.serve.graphs import RoundGraphs
 from slipstream.serve.round import Runner
+from slipstream.serve.widths import WidthPolicy
 
-SECONDS = 1.0  # of rounds that are timed: half as much again goes into making them ready
+SECONDS = 0.5  # of rounds of one sampling mode that are timed: half as much again goes into making them ready
 REPEATS = 4  # the best of them counts
 CONTEXT = 256  # committed tokens of each request
 
 
-def time_rounds(runner: Runner, max_batch: int, widths: Sequence[int]) -> dict[tuple[int, int], float]:
+def width_policy(
+    runner: Runner, graphs: RoundGraphs | None, max_batch: int, widths: Sequence[int]
+) -> WidthPolicy | None:
+    """None: all that is drafted is verified."""
+    if graphs is not None:
+        tables = graphs.time_all()
+        return WidthPolicy(widths, tables["plain"], tables["full"])
+    if runner.drafter.on_host and len(widths) > 1:
+        plain = time_rounds(runner, max_batch, widths, "plain")
+        with runner.state.filtered_null():
+            return WidthPolicy(widths, plain, time_rounds(runner, max_batch, widths, "full"))
+    return None
+
+
+def time_rounds(
+    runner: Runner, max_batch: int, widths: Sequence[int], mode: SamplingMode
+) -> dict[tuple[int, int], float]:
     """(batch size, width) -> milliseconds of a round on null rows, the best of a few.
 
     Small rounds are timed first. What there is no time for is taken to cost by the row, as large ones do.
@@ -23,8 +42,8 @@ def time_rounds(runner: Runner, max_batch: int, widths: Sequence[int]) -> dict[t
     per_row, spent = 0.0, 0.0
     for size, width in keys:
         if spent < 1000 * SECONDS:
-            _time(runner, size, width)  # compiles kernels, fills caches
-            times = [_time(runner, size, width) for _ in range(REPEATS)]
+            _time(runner, size, width, mode)  # compiles kernels, fills caches
+            times = [_time(runner, size, width, mode) for _ in range(REPEATS)]
             per_row, spent = min(times) / (size * width), spent + sum(times)
         ms[size, width] = per_row * size * width
     return {key: cheapest_from(key, ms) for key in ms}
@@ -38,12 +57,12 @@ def cheapest_from(key: tuple[int, int], ms: Mapping[tuple[int, int], float]) -> 
     return min(time for (other, wider), time in ms.items() if other >= size and wider >= width)
 
 
-def _time(runner: Runner, size: int, width: int) -> float:
+def _time(runner: Runner, size: int, width: int, mode: SamplingMode) -> float:
     state = runner.state
     rows = torch.full((size,), state.null, dtype=torch.int64, device=state.device)
     bound = min(CONTEXT, state.pages.shape[1] * state.page_size - width)
     # The CPU's clock leaves out what other processes take of it.
     clock = time.thread_time if state.device.type == "cpu" else time.perf_counter
     start = clock()
-    runner.round(rows, (bound,) * size, "plain", width, width).tolist()  # sync
+    runner.round(rows, (bound,) * size, mode, width, width).tolist()  # sync
     return 1000 * (clock() - start)

@@ -41,18 +41,21 @@ class Scheduler:
         max_running: int,  # rows 0..max_running-1
         max_waiting: int,  # requests that may wait beyond those that a free row can take
         max_model_len: int,  # prompt + answer, in tokens
-        prefill_budget: int,  # tokens per next_prefill
+        prefill_budget: int,  # tokens per next_prefill, with those that fill up the last block of a chunk
         stop_ids: frozenset[int],  # the model's end-of-text ids
         lookahead: int,  # of the drafter's KV: see serve/cache.py
         max_reserve: int,  # most KV rows that the passes in flight at once write behind the committed ones
         on_admit: Callable[[Sequence], None],
         on_release: Callable[[Sequence], None],
+        prefill_block: int = 1,  # tokens of a block: a captured pass computes whole ones
+        max_chunks: int | None = None,  # requests that a captured pass holds
     ) -> None:
         self.cache = cache
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.max_model_len = max_model_len
-        self.prefill_budget = prefill_budget
+        self.prefill_blocks, self.prefill_block = prefill_budget // prefill_block, prefill_block
+        self.max_chunks = max_chunks
         self.stop_ids = stop_ids
         self.lookahead = lookahead
         self.max_reserve = max_reserve
@@ -95,14 +98,14 @@ class Scheduler:
 
     def next_prefill(self) -> list[Chunk]:
         """The next prompt tokens to compute, first come first served, at most `prefill_budget` in all."""
-        budget = self.prefill_budget
+        blocks, size = self.prefill_blocks, self.prefill_block
         chunks: list[Chunk] = []
         for sequence in self._prefilling():
             start, length = sequence.num_computed, len(sequence.tokens)
-            end = min(length, start + budget)
+            end = min(length, start + blocks * size)
             chunks.append(Chunk(sequence, start, end, is_last=end == length))
-            budget -= end - start
-            if budget == 0:  # before the next one is admitted
+            blocks -= -(-(end - start) // size)
+            if blocks == 0 or len(chunks) == self.max_chunks:  # before the next one is admitted
                 break
         return chunks
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.serve.batch import Batch, KVSpec
-from slipstream.serve.graphs import buckets
+from slipstream.serve.graphs import MODES, buckets
 from slipstream.serve.options import PREFILL_BLOCK, EngineConfig
 from slipstream.serve.prompt_graphs import sizes as prefill_sizes
 from slipstream.serve.round import Runner
@@ -88,15 +88,17 @@ def measure_workspace(runner: Runner, config: EngineConfig, width: int, num_widt
         return torch.cuda.max_memory_allocated() - before
 
     torch.cuda.synchronize()
-    largest = peak(lambda: _prefill_null_row(runner, config.prefill_budget, width))
+    prefills = prefill_sizes(config.captured_tokens) if num_widths else []
+    budget = prefills[-1] * PREFILL_BLOCK if prefills else config.prefill_budget
+    largest = peak(lambda: _prefill_null_row(runner, budget, width))
     if num_widths == 0:
         return largest
     rows = torch.full((config.max_running,), runner.state.null, dtype=torch.int64, device=runner.state.device)
     captured = peak(lambda: runner.round(rows, (0,) * config.max_running, "full", width, width))
-    prefills = prefill_sizes(config.captured_tokens)
     if prefills:
-        captured = max(captured, peak(lambda: _prefill_null_row(runner, prefills[-1] * PREFILL_BLOCK, width)))
-    return largest + captured + GRAPH_BYTES * (len(buckets(config.max_running)) * num_widths + len(prefills))
+        captured = max(captured, largest)
+    num_graphs = len(MODES) * (len(buckets(config.max_running)) * num_widths + len(prefills))
+    return largest + captured + GRAPH_BYTES * num_graphs
 
 
 def _prefill_null_row(runner: Runner, num_tokens: int, width: int) -> None:

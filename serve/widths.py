@@ -21,14 +21,17 @@ HYSTERESIS = 1.01  # a change costs a round without drafts, so it has to pay
 # What a request has to verify: nodes, root included, and their kind. Proposals of one kind are accepted alike; 0 is a
 # network's, others see HostProposal.
 Offer = tuple[int, int]
+RoundTimes = Mapping[tuple[int, int], float]
 
 
 class WidthPolicy:
-    """Chooses among `widths` (1 included). `ms` (batch size, width) holds the times of rounds."""
+    """Chooses among `widths` (1 included). `ms` holds the times of rounds, `filtered_ms` of those that sample with
+    top-k and the like, if they differ."""
 
-    def __init__(self, widths: Sequence[int], ms: Mapping[tuple[int, int], float]) -> None:
+    def __init__(self, widths: Sequence[int], ms: RoundTimes, filtered_ms: RoundTimes | None = None) -> None:
         self.widths = sorted(widths)
-        self.ms = ms
+        self.ms = ms  # of the present batch: one of the two below
+        self._tables = (ms, ms if filtered_ms is None else filtered_ms)
         self.sizes = sorted({size for size, _ in ms})
         self.wait_ms = 0.0  # that a round costs more if it waits for the host's drafts; the engine measures it
         self.width = self.widths[-1]
@@ -36,9 +39,10 @@ class WidthPolicy:
         self._budget = 0.0  # ms that probes may cost
         self._probes_left = 0
 
-    def choose(self, offers: Sequence[Offer], least: int = 1) -> int:
+    def choose(self, offers: Sequence[Offer], least: int = 1, *, filtered: bool = False) -> int:
         """The width of the next round. The device drafts as many nodes as it is asked for, up to `least`; for more the
         round has to wait for the host."""
+        self.ms = self._tables[filtered]
         rates = self.weigh(offers, least)
         offered = list(rates)
         best = max(offered, key=rates.__getitem__)

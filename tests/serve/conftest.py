@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from slipstream.serve import engine
+from slipstream.serve import round_times
 from slipstream.serve.launch import Server
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import MODEL, serving, write_target
@@ -16,11 +16,11 @@ from slipstream.tests.serve.fake_server import MODEL, serving, write_target
 def free_widths() -> Iterator[None]:
     """No test depends on how fast this machine is: eager rounds of any width are said to take the same time."""
 
-    def times(_: Any, max_batch: int, widths: Sequence[int]) -> dict[tuple[int, int], float]:
+    def times(_: Any, max_batch: int, widths: Sequence[int], __: str) -> dict[tuple[int, int], float]:
         return {(max_batch, width): 1.0 for width in widths}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "time_rounds", times)
+        patch.setattr(round_times, "time_rounds", times)
         yield
 
 

@@ -27,6 +27,12 @@ def make_request(name: str, prompt: list[int], **params: Any) -> Request:
     return Request(id=name, prompt=prompt, params=SamplingParams(**{"max_tokens": 24, "temperature": 0.0} | params))
 
 
+def cut_alike(packed: Engine, captured: Engine) -> None:
+    """Has `packed` cut prompts into chunks as `captured` does, so that both give out the same pages."""
+    for name in ("prefill_blocks", "prefill_block", "max_chunks"):
+        setattr(packed.scheduler, name, getattr(captured.scheduler, name))
+
+
 @dataclass(slots=True)
 class Answer:
     tokens: list[int] = field(default_factory=list)

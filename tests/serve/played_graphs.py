@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.serve.batch import SamplingMode
 from slipstream.serve.engine import Engine
-from slipstream.serve.graphs import Capturer, RoundGraphs, buckets
+from slipstream.serve.graphs import MODES, Capturer, RoundGraphs, TimeTables, buckets
 from slipstream.serve.options import PREFILL_BLOCK
 from slipstream.serve.prompt_graphs import PromptGraphs, num_blocks
 from slipstream.serve.round import Runner
@@ -22,16 +22,19 @@ class Replay:
 
 
 class PlayedGraphs(RoundGraphs):
-    def __init__(self, runner: Runner, max_batch: int) -> None:
+    def __init__(self, runner: Runner, max_batch: int, widths: Sequence[int]) -> None:
         state = runner.state
-        self.runner, self.sizes = runner, buckets(max_batch)
+        self.runner, self.sizes, self.widths = runner, buckets(max_batch), sorted(widths)
         self.rows = torch.full((max_batch,), state.null)
         self.results = torch.zeros(max_batch, 1 + 2 * state.tokens.shape[1], dtype=torch.int32)
         self._graphs, self._columns, self._held = {}, {}, ([], 0)
         self.num_rounds: dict[tuple[int, int, str], int] = {}
+        for key in self._keys():
+            self._capture(*key)
 
-    def round(self, rows: list[int], mode: SamplingMode, width: int) -> Tensor:
-        return super().round(rows, mode, width).clone()  # a GPU copies them away before the next replay
+    def round(self, rows: list[int], mode: SamplingMode, width: int) -> Tensor | None:
+        results = super().round(rows, mode, width)
+        return None if results is None else results.clone()  # a GPU copies them away before the next replay
 
     def _capture(self, size: int, width: int, mode: SamplingMode) -> None:
         state = self.runner.state
@@ -44,25 +47,28 @@ class PlayedGraphs(RoundGraphs):
             self._columns[width] = results.shape[1]
             self.results[:size, : results.shape[1]] = results
 
-        self._held = ([], 0)
-        self.rows.fill_(state.null)
-        play()
         self._graphs[size, width, mode] = Replay(play)  # type: ignore[assignment]
 
-    def time_all(self) -> dict[tuple[int, int], float]:
+    def time_all(self) -> TimeTables:
         """As if passes of more than 16 rows cost by the row: widths then change with the load."""
-        return {(size, width): max(1.0, size * width / 16) for size in self.sizes for width in self.runner_widths}
+        ms = {(size, width): max(1.0, size * width / 16) for size in self.sizes for width in self.widths}
+        return dict.fromkeys(MODES, ms)
 
 
 class PlayedPrompts(PromptGraphs):
     def __init__(self, runner: Runner, most_tokens: int, width: int) -> None:
         super().__init__(runner, most_tokens, width, Capturer.__new__(Capturer))
         self.passes: list[tuple[int, int]] = []  # blocks and chunks of each
+        for size in self.sizes:
+            for mode in MODES:
+                self._capture(size, mode)
 
-    def prefill(self, chunks: Sequence[Chunk], mode: SamplingMode) -> Tensor:
-        sampled = super().prefill(chunks, mode).clone()
+    def prefill(self, chunks: Sequence[Chunk], mode: SamplingMode) -> Tensor | None:
+        sampled = super().prefill(chunks, mode)
+        if sampled is None:
+            return None
         self.passes.append((num_blocks(chunks), len(chunks)))
-        return sampled
+        return sampled.clone()
 
     def _capture(self, size: int, mode: SamplingMode) -> None:
         self._graphs[size, mode] = Replay(lambda: self._prefill(size, mode))  # type: ignore[assignment]
@@ -73,7 +79,6 @@ class PlayingEngine(Engine):
         return True, not self.drafter.on_host
 
     def _capture(self, runner: Runner) -> tuple[RoundGraphs, PromptGraphs | None]:
-        graphs = PlayedGraphs(runner, self.config.max_running)
-        graphs.runner_widths = self.widths  # type: ignore[attr-defined]
+        graphs = PlayedGraphs(runner, self.config.max_running, self.widths)
         most_tokens = self.config.captured_tokens
         return graphs, PlayedPrompts(runner, most_tokens, self.width) if most_tokens >= PREFILL_BLOCK else None

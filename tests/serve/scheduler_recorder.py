@@ -22,6 +22,7 @@ class Recorder:
         max_waiting: int = 100,
         prefill_budget: int = 1000,
         lookahead: int = 0,
+        **limits: int,
     ) -> None:
         self.calls: list[tuple[str, str, int]] = []
         self.cache = PageCache(num_pages, page_size=4)
@@ -36,6 +37,7 @@ class Recorder:
             max_reserve=RESERVE,
             on_admit=lambda sequence: self._record("admit", sequence),
             on_release=lambda sequence: self._record("release", sequence),
+            **limits,
         )
 
     def _record(self, name: str, sequence: Sequence) -> None:

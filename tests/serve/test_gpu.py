@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from slipstream.serve.engine import Engine
+from slipstream.serve.graphs import RoundGraphs
+from slipstream.serve.prompt_graphs import PromptGraphs
 from slipstream.serve.request import Request
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import (
@@ -17,6 +19,7 @@ from slipstream.tests.serve.engine_runs import (
     acceptance,
     build_engine,
     collect,
+    cut_alike,
     make_request,
     random_prompt,
     run,
@@ -141,12 +144,12 @@ def test_captured_prefills_leave_what_packed_ones_leave(target: Path, draft: Pat
     """KV of target and draft, of several prompts at once, cut by the budget."""
     requests = requests_of({"temperature": 0.0}, max_tokens=1)
     options = {"overlap": False, "prefill_budget": 96, "page_size": 1}
-    caches = []
-    for captured in (96, 0):
-        engine = on_gpu(target, draft, prefill_graph_tokens=captured, **options)
+    engines = [on_gpu(target, draft, prefill_graph_tokens=captured, **options) for captured in (96, 0)]
+    assert [engine.executor.prompts is not None for engine in engines] == [True, False]
+    cut_alike(packed=engines[1], captured=engines[0])
+    for engine in engines:
         run(engine, requests)
-        assert (engine.executor.prompts is not None) == bool(captured)
-        caches.append(engine.executor.runner.caches)
+    caches = [engine.executor.runner.caches for engine in engines]
     for found, expected in zip(*caches, strict=True):
         used = (expected != 0).flatten(3).any(-1).any(0).any(0)
         used[0] = False  # the dump page
@@ -177,6 +180,45 @@ def test_memory_does_not_grow_over_2000_rounds(target: Path, draft: Path) -> Non
         rounds = max(answer.counts.rounds for answer in run(engine, requests).values())
         used += [torch.cuda.memory_allocated()] * rounds
     assert used[-1] == used[len(used) // 2]
+
+
+@pytest.mark.parametrize("starved", [{"prefill"}, {"prefill", "round"}, {"full"}], ids=["prefills", "all", "filters"])
+def test_passes_whose_graphs_do_not_fit_run_kernel_by_kernel(
+    starved: set[str], target: Path, draft: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture that runs out of memory costs one warning, and no answer."""
+
+    def starve(owner: type, name: str, kind: str) -> None:
+        method = getattr(owner, name)
+
+        def run(graphs: Any, *key: Any) -> None:
+            if torch.cuda.is_current_stream_capturing() and starved & {kind, key[-1]}:
+                torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+            method(graphs, *key)
+
+        monkeypatch.setattr(owner, name, run)
+
+    starve(PromptGraphs, "_prefill", "prefill")
+    starve(RoundGraphs, "_round", "round")
+    requests = [
+        make_request(f"{index} {kind}", random_prompt(9 + 7 * index, index), seed=index, **SAMPLINGS[kind])
+        for index in range(4)
+        for kind in range(len(SAMPLINGS))
+    ]
+    engine = on_gpu(target, draft)
+    assert [record.message[:39] for record in caplog.records if record.levelname == "WARNING"] == [
+        "no memory is left for the CUDA graph of"
+    ]
+    assert tokens_of(run(engine, requests)) == on_cpu(target, requests)
+
+
+def test_nothing_is_captured_while_serving(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = on_gpu(target, draft)
+    captures: list[torch.cuda.graph] = []
+    monkeypatch.setattr(torch.cuda.graph, "__enter__", captures.append)
+    for sampling in SAMPLINGS:
+        run(engine, requests_of(sampling, count=12))
+    assert not captures
 
 
 @pytest.mark.slow

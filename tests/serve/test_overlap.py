@@ -146,7 +146,7 @@ class Switched:
     width = 1
     wait_ms = 0.0
 
-    def choose(self, offers: list[tuple[int, int]], least: int = 1) -> int:
+    def choose(self, offers: list[tuple[int, int]], least: int = 1, *, filtered: bool = False) -> int:
         return min(self.width, max(nodes for nodes, _ in offers))
 
     def weigh(self, *_: Any) -> None: ...

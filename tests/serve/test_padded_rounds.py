@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
+from slipstream.serve.widths import WidthPolicy
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import Answer, build_engine, collect, make_request, random_prompt, tokens_of
 from slipstream.tests.serve.engine_runs import run as run_all
@@ -32,6 +33,22 @@ def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("played") / "draft"
     save_random_draft(target, folder, draft_vocab_size=80)
     return folder
+
+
+def test_a_round_with_one_filtered_request_is_chosen_by_filtered_times(target: Path, draft: Path) -> None:
+    engine = PlayingEngine(EngineConfig(target=str(target), draft=str(draft), max_running=4, kv_cache_tokens=900))
+    plain, sizes = dict.fromkeys([(size, width) for size in (1, 2, 4) for width in engine.widths], 1.0), (1, 2, 4)
+    filtered = {(size, width): 100.0**width for size in sizes for width in engine.widths}
+    engine.policy = WidthPolicy(engine.widths, plain, filtered)
+    assert isinstance(engine.executor.graphs, PlayedGraphs)
+    used = engine.executor.graphs.num_rounds
+    run_all(engine, [make_request("0", random_prompt(9, 0), max_tokens=30, ignore_eos=True)])
+    assert max(width for _, width, _ in used) == engine.width
+    used.clear()
+    both = {"max_tokens": 30, "ignore_eos": True, "temperature": 1.0}
+    prompt = random_prompt(9, 1)
+    run_all(engine, [make_request("a", prompt, **both), make_request("b", prompt, top_k=9, **both)])
+    assert {width for _, width, mode in used if mode == "full"} == {1}
 
 
 @pytest.mark.parametrize(
@@ -66,6 +83,11 @@ def test_mixed_traffic_with_aborts_and_preemption(
     engine = PlayingEngine(
         EngineConfig(target=str(target), max_running=24, kv_cache_tokens=900, page_size=1, **config)  # type: ignore[arg-type]
     )
+    assert isinstance(engine.executor.graphs, PlayedGraphs)
+    captured = engine.executor.graphs._graphs
+    for key in [key for key in captured if key[0] == 24 or key[0] == 2 and key[2] == "full"]:
+        del captured[key]  # as if memory had not held them
+    kept = set(captured)
     open_kinds, answers, number = dict[str, str](), dict[str, Answer](), 0
     while number < 90 or engine.has_work:
         while len(open_kinds) < 30 and number < 90:
@@ -83,9 +105,9 @@ def test_mixed_traffic_with_aborts_and_preemption(
             assert answer.tokens == tokens, (name, kinds[kind].params)
         engine.scheduler.check()
     assert engine.scheduler.num_preemptions > 0
-    assert isinstance(engine.executor.graphs, PlayedGraphs)
     used = engine.executor.graphs.num_rounds
     assert {mode for _, _, mode in used} == {"plain", "full"}
+    assert set(used) < set(captured) == kept, "nothing is captured while serving"
     assert isinstance(engine.executor.prompts, PlayedPrompts)
     assert {1, 2} <= {num_chunks for _, num_chunks in engine.executor.prompts.passes}
     assert drafter == "none" or len({width for _, width, _ in used}) > 1

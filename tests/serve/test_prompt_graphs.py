@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.serve.batch import SamplingMode
+from slipstream.serve.executor import Flight
 from slipstream.serve.options import PREFILL_BLOCK, EngineConfig
-from slipstream.serve.prompt_graphs import MOST_REQUESTS, sizes
+from slipstream.serve.prompt_graphs import MOST_REQUESTS, num_blocks, sizes
 from slipstream.serve.request import Request
 from slipstream.serve.sequence import Chunk, Sequence
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
-from slipstream.tests.serve.engine_runs import make_request, random_prompt, run, tokens_of
+from slipstream.tests.serve.engine_runs import cut_alike, make_request, random_prompt, run, tokens_of
 from slipstream.tests.serve.played_graphs import PlayedPrompts, PlayingEngine
 
 LENGTHS = (1, 5, 31, 32, 33, 64, 70, 95, 130)  # around whole blocks, and beyond the largest pass
@@ -64,6 +66,7 @@ def test_blocks_equal_packed_prompts(
     """Answers, what of the drafts was accepted, and the KV of target and draft; again with a filled cache."""
     requests, found = requests_of(sampling), []
     engines = [playing(target, drafts[drafter], tokens, page_size=page_size, drafter=options) for tokens in (0, 96)]
+    cut_alike(packed=engines[0], captured=engines[1])
     for engine in engines:
         found.append([run(engine, requests) for _ in range(2)])
     assert isinstance(engines[1].executor.prompts, PlayedPrompts)
@@ -97,19 +100,48 @@ def chunk_of(start: int, end: int) -> Chunk:
     return Chunk(sequence, start, end, is_last=True)
 
 
-def test_what_a_captured_prefill_takes(target: Path) -> None:
-    prompts = playing(target, "none", 96, max_running=MOST_REQUESTS + 4).executor.prompts
+@pytest.mark.parametrize("mode", ["greedy", "plain", "full"])
+def test_which_captured_prefill_takes_what(mode: SamplingMode, target: Path) -> None:
+    engine = playing(target, "none", 1024, prefill_budget=1024, max_running=MOST_REQUESTS + 4)
+    prompts = engine.executor.prompts
     assert isinstance(prompts, PlayedPrompts)
-    assert prompts.takes([chunk_of(0, 96)])
-    assert prompts.takes([chunk_of(0, 33), chunk_of(7, 39)])
-    assert not prompts.takes([chunk_of(0, 97)]), "four blocks"
-    assert not prompts.takes([chunk_of(0, 33), chunk_of(7, 40)]), "four blocks"
-    assert prompts.takes([chunk_of(100, 196)])
-    assert not prompts.takes([chunk_of(2000, 2096)]), "most of the work is attention"
-    roomy = playing(target, "none", 1024, prefill_budget=1024, max_running=MOST_REQUESTS + 4).executor.prompts
-    assert isinstance(roomy, PlayedPrompts)
-    assert roomy.takes([chunk_of(0, 3)] * MOST_REQUESTS)
-    assert not roomy.takes([chunk_of(0, 3)] * (MOST_REQUESTS + 1))
+
+    def taken(*chunks: Chunk) -> int:
+        """Blocks of the captured pass, 0 where none takes the chunks."""
+        for chunk in chunks:
+            chunk.sequence.row = 0
+        return num_blocks(chunks) if prompts.prefill(chunks, mode) is not None else 0
+
+    for chunk in (chunk_of(0, 3), chunk_of(0, 33), chunk_of(100, 196)):
+        assert taken(chunk) == num_blocks([chunk])
+    assert taken(*[chunk_of(0, 3)] * MOST_REQUESTS) == MOST_REQUESTS
+    assert not taken(*[chunk_of(0, 3)] * (MOST_REQUESTS + 1))
+    assert not taken(chunk_of(30_000, 31_000)), "most of the work is attention"
+    for key in [key for key in prompts._graphs if key[0] == 2]:
+        del prompts._graphs[key]  # as if memory had not held it
+    assert taken(chunk_of(0, 33)) == 2, "the next larger one takes it"
+    prompts._graphs.clear()
+    assert not taken(chunk_of(0, 33))
+
+
+def test_every_prompt_pass_fits_a_captured_one(target: Path) -> None:
+    """Many short prompts at once, long ones among them: chunks are cut so that no pass runs kernel by kernel."""
+    engine = playing(target, "none", 96, max_running=2 * MOST_REQUESTS, kv_cache_tokens=8192, page_size=1)
+    prompts = engine.executor.prompts
+    assert isinstance(prompts, PlayedPrompts)
+    lengths = [1, 2, 3, 33, 40, 1, 96, 97, 250, 64] * 4
+    requests = [make_request(str(i), random_prompt(n, i), max_tokens=3) for i, n in enumerate(lengths)]
+    num_passes, prefill = 0, engine.executor.prefill
+
+    def counted(chunks: list[Chunk]) -> Flight:
+        nonlocal num_passes
+        num_passes += 1
+        return prefill(chunks)
+
+    engine.executor.prefill = counted  # type: ignore[method-assign]
+    run(engine, requests)
+    assert len(prompts.passes) == num_passes > 0
+    assert max(blocks for blocks, _ in prompts.passes) == 96 // PREFILL_BLOCK
 
 
 def test_a_budget_below_a_block_captures_nothing(target: Path) -> None:

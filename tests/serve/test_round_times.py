@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.serve import round_times
 from slipstream.serve.engine import Engine
-from slipstream.serve.round_times import time_rounds
+from slipstream.serve.round_times import time_rounds, width_policy
 from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run, tokens_of
 
 
@@ -17,7 +17,7 @@ def engine(make_target: Callable[[str], Path]) -> Engine:
 
 
 def test_every_width_has_a_time_at_every_load(engine: Engine) -> None:
-    ms = time_rounds(engine.executor.runner, 5, (1, 4, 16))
+    ms = time_rounds(engine.executor.runner, 5, (1, 4, 16), "full")
     assert sorted(ms) == [(size, width) for size in (1, 2, 4, 5) for width in (1, 4, 16)]
     assert min(ms.values()) > 0
 
@@ -25,23 +25,23 @@ def test_every_width_has_a_time_at_every_load(engine: Engine) -> None:
 def test_what_there_is_no_time_for_costs_by_the_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
 
-    def fake(_: object, size: int, width: int) -> float:
+    def fake(_: object, size: int, width: int, __: str) -> float:
         seen.append((size, width))
-        return 100.0
+        return 50.0
 
     monkeypatch.setattr(round_times, "_time", fake)
-    ms = time_rounds(engine.executor.runner, 4, (1, 2, 8))
+    ms = time_rounds(engine.executor.runner, 4, (1, 2, 8), "plain")
     timed = [(1, 1), (1, 2), (2, 1)]
-    assert seen == [key for key in timed for _ in range(5)], "one of each makes ready; after a second there is no more"
-    assert [ms[key] for key in timed] == [100.0] * 3
-    assert (ms[2, 2], ms[4, 8]) == (4 * 50.0, 32 * 50.0)
+    assert seen == [key for key in timed for _ in range(5)], "one of each makes ready; half a second is over"
+    assert [ms[key] for key in timed] == [50.0] * 3
+    assert (ms[2, 2], ms[4, 8]) == (4 * 25.0, 32 * 25.0)
 
 
 def test_a_round_costs_no_more_than_a_larger_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One request alone seems slow: something else ran while it was timed."""
     measured = {(1, 1): 9.0, (1, 2): 5.0, (1, 4): 6.0, (2, 1): 5.5, (2, 2): 8.0, (2, 4): 7.0}
-    monkeypatch.setattr(round_times, "_time", lambda _, size, width: measured[size, width])
-    ms = time_rounds(engine.executor.runner, 2, (1, 2, 4))
+    monkeypatch.setattr(round_times, "_time", lambda *key: measured[key[1], key[2]])
+    ms = time_rounds(engine.executor.runner, 2, (1, 2, 4), "plain")
     assert ms == {(1, 1): 5.0, (1, 2): 5.0, (1, 4): 6.0, (2, 1): 5.5, (2, 2): 7.0, (2, 4): 7.0}
 
 
@@ -50,11 +50,12 @@ def test_nothing_is_left_behind(engine: Engine) -> None:
     for request in requests:
         engine.add(request)
     outputs = [output for _ in range(4) for output in engine.step()]
-    time_rounds(engine.executor.runner, 5, engine.widths)
+    width_policy(engine.executor.runner, None, 5, engine.widths)
     tokens = {request.id: list[int]() for request in requests}
     while engine.has_work:
         outputs += engine.step()
     for output in outputs:
         tokens[output.request_id] += output.tokens
     assert tokens == tokens_of(run(build_engine(Path(engine.config.target)), requests))
-    assert engine.state.lengths[engine.state.null] == 0
+    null, state = engine.state.null, engine.state
+    assert (state.lengths[null], state.temperature[null], state.top_k[null], state.top_p[null]) == (0, 0, 0, 1)

@@ -72,6 +72,16 @@ def test_prompts_are_cut_by_the_budget_and_taken_in_order() -> None:
     assert recorder.prefill() == [("c", 3, 13)]
 
 
+def test_chunks_fit_whole_blocks_and_so_many_requests() -> None:
+    recorder = Recorder(prefill_budget=19, prefill_block=4, max_chunks=3)  # four blocks
+    for name, length in (("a", 1), ("b", 5), ("c", 9), ("d", 1), ("e", 1), ("f", 1)):
+        recorder.add(name, count(10 * ord(name), length))
+    assert recorder.prefill() == [("a", 0, 1), ("b", 0, 5), ("c", 0, 4)], "1, 2 and 1 blocks"
+    assert recorder.prefill() == [("c", 4, 9), ("d", 0, 1)], "no row is free for e"
+    recorder.round([99], [99], [99], [99])
+    assert recorder.prefill() == [("e", 0, 1), ("f", 0, 1)]
+
+
 def test_a_large_prompt_is_not_overtaken() -> None:
     recorder = Recorder(num_pages=21)
     recorder.add("a", count(0, 40), 20)

@@ -61,6 +61,13 @@ def test_it_comes_back_when_drafts_are_accepted_again() -> None:
     assert good[-10:].count(8) >= 7
 
 
+def test_rounds_that_filter_have_times_of_their_own() -> None:
+    """Every draft is accepted, but a filtered round of two nodes takes three times as long as one of one."""
+    policy = WidthPolicy((1, 2), {(8, 1): 4.0, (8, 2): 4.0}, {(8, 1): 4.0, (8, 2): 12.0})
+    policy.record([(2, 0)] * 8, 2, [[1]] * 8)
+    assert [policy.choose([(2, 0)] * 8, filtered=filtered) for filtered in (True, False, True)] == [1, 2, 1]
+
+
 def test_no_drafter_leaves_one_choice() -> None:
     policy = WidthPolicy((1,), {(4, 1): 3.0})
     policy.record([(1, 0)] * 2, 1, [[], []])
