@@ -18,6 +18,7 @@ from slipstream.data_tools.draft_forms import FORMS, Form, Layout, names_in, rea
 from slipstream.data_tools.layout_report import changes
 from slipstream.models.checkpoint import atomic_folder, read_draft_tensors, read_json, resolve, write_checkpoint
 from slipstream.models.drafter_names import drafter_of
+from slipstream.models.weight_files import weight_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ def target_of(values: Mapping[str, Any]) -> str:
 
 def tensor_names(path: Path) -> list[str]:
     """Of the files that a draft is read from."""
-    files = sorted(path.glob("*.safetensors"))
+    files = weight_files(path)
     return [key for file in files for key in sorted(names_in(file))] if files else sorted(read_draft_tensors(path))
 
 

@@ -16,6 +16,7 @@ from slipstream.models.checkpoint import drop_copies, public_tensors, read_draft
 from slipstream.models.config import ModelConfig
 from slipstream.models.speculators_layout import layer_name, to_speculators
 from slipstream.models.target import load_config
+from slipstream.models.weight_files import weight_files
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 CPU = torch.device("cpu")
@@ -58,7 +59,7 @@ class Form(NamedTuple):
 def read_target(name: str) -> TargetFiles:
     path = resolve(name)
     config = load_config(path, is_served=False)
-    files = {key: file for file in sorted(path.glob("*.safetensors")) for key in names_in(file)}
+    files = {key: file for file in weight_files(path) for key in names_in(file)}
     keys = {EMBEDDING: f"model.{EMBEDDING}", HEAD: f"model.{EMBEDDING}" if config.tie_word_embeddings else HEAD}
     missing = sorted(set(keys.values()) - files.keys())
     if missing:

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from slipstream.models import hub
+from slipstream.models.weight_files import weight_files
+
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 def is_checkpoint(name: str) -> bool:
@@ -30,17 +31,17 @@ def is_checkpoint(name: str) -> bool:
     return "/" in name or (name != "" and Path(name).is_dir())
 
 
-def resolve(name: str, revision: str | None = None) -> Path:
-    """The local folder of a checkpoint; a hub id is downloaded (weights as safetensors only)."""
+def resolve(name: str, revision: str | None = None, *, trust_remote_code: bool = False, weights: bool = True) -> Path:
+    """The local folder of a checkpoint. A hub id is downloaded: its small files and the weights that will be read.
+
+    `trust_remote_code` also fetches the Python files; `weights` False leaves the weights out.
+    """
     path = Path(name)
     if path.is_dir():
         return path
     if path.is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise ValueError(f"checkpoint {name} does not exist; name a folder or a hub id such as owner/model")
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=FILES))
-    except OSError as error:
-        raise ValueError(f"checkpoint {name} is neither a folder nor reachable on the hub: {error}") from error
+    return hub.download(name, revision, trust_remote_code=trust_remote_code, weights=weights)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -66,8 +67,8 @@ def check_numbers(values: Mapping[str, Any], names: Sequence[str]) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder's safetensors files. Raises ValueError for none, or for a damaged file."""
-    files = sorted(path.glob("*.safetensors"))
+    """Every tensor of a folder's weight files. Raises ValueError for none, or for a damaged file."""
+    files = weight_files(path)
     if not files:
         raise ValueError(f"{path} holds no *.safetensors file; convert the checkpoint to safetensors")
     tensors: dict[str, Tensor] = {}
@@ -82,7 +83,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def read_draft_tensors(path: Path) -> dict[str, Tensor]:
     """As `read_tensors`; without safetensors those of pytorch_model.bin, as EAGLE's authors publish, read as data."""
     pickled = path / "pytorch_model.bin"
-    if not pickled.exists() or any(path.glob("*.safetensors")):
+    if not pickled.exists() or weight_files(path):
         return read_tensors(path)
     try:
         return torch.load(pickled, map_location="cpu", weights_only=True)
@@ -235,7 +236,7 @@ def weights_fingerprint(path: Path) -> str:
     At most 4,096 bytes are read from each end and the middle of a tensor: seconds for a target of any size.
     """
     digest = hashlib.sha256()
-    for file in sorted(path.glob("*.safetensors")):
+    for file in weight_files(path):
         with safe_open(file, "pt") as tensors:
             names = sorted(tensors.keys())
         with file.open("rb") as stream:
