@@ -61,7 +61,8 @@ def capture_features(config: CaptureConfig) -> None:
     if accelerator.is_main_process:
         check_room(output, index, pending)
     form = index.form
-    capturer = Capturer(resolve(config.target, config.revision), form, accelerator.device, config.trust_remote_code)
+    path = resolve(config.target, config.revision, trust_remote_code=config.trust_remote_code)
+    capturer = Capturer(path, form, accelerator.device, config.trust_remote_code)
     if accelerator.is_main_process:
         describe(config, index, pending)
         estimate_time(config, index, pending, capturer, splits, accelerator.num_processes)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from datasets import Dataset, load_from_disk
-from transformers import AutoConfig
 
 from slipstream.data_tools.capture_options import CaptureConfig
 from slipstream.data_tools.dataset import read_report
@@ -15,6 +14,7 @@ from slipstream.models.config import check_feature_layers, default_feature_layer
 from slipstream.models.dflash import default_block_feature_layers
 from slipstream.models.feature_format import FeatureFormat
 from slipstream.models.feature_store import INDEX, FeatureIndex
+from slipstream.models.pretrained import read_config
 
 BLOCK_DRAFT_LAYERS = 5  # train/dflash.py's default, which decides the states that it reads
 
@@ -31,7 +31,8 @@ def load_splits(config: CaptureConfig) -> dict[str, Dataset]:
 
 def build_index(config: CaptureConfig, splits: dict[str, Dataset]) -> FeatureIndex:
     """Raises ValueError where the data were prepared for another tokenizer than the target's."""
-    path, report = resolve(config.target, config.revision), read_report(Path(config.data))
+    path = resolve(config.target, config.revision, trust_remote_code=config.trust_remote_code)
+    report = read_report(Path(config.data))
     options = ConversationOptions(target=str(path), trust_remote_code=config.trust_remote_code)
     tokenizer_hash = load_target_tokenizer(options).hash
     if report["tokenizer_hash"] != tokenizer_hash:
@@ -53,7 +54,7 @@ def build_index(config: CaptureConfig, splits: dict[str, Dataset]) -> FeatureInd
 
 
 def choose_format(config: CaptureConfig, path: Path) -> FeatureFormat:
-    text = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code).get_text_config()
+    text = read_config(path, config.trust_remote_code).get_text_config()
     num_layers = text.num_hidden_layers
     defaults = {
         "eagle": lambda: (num_layers,),

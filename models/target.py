@@ -5,12 +5,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import PreTrainedTokenizerBase
 
 from slipstream.kernels.linear import linear
-from slipstream.models.checkpoint import fuse, load_strict, read_json, read_tensors
+from slipstream.models.checkpoint import fuse, load_strict, read_tensors
 from slipstream.models.config import ModelConfig
 from slipstream.models.layers import Attention, GatedMLP, Mask, OutputSplitLinear, RMSNorm, SelfAttention
+from slipstream.models.pretrained import end_of_text_ids, find_tokenizer, read_config
 
 IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and every loader recomputes
 
@@ -39,9 +40,11 @@ class DecoderLayer(nn.Module):
 
 
 class Target(nn.Module):
-    """Attributes: `config`; `path`, its folder; `embed_tokens.weight` and `head` (V, H), which drafters share."""
+    """Attributes: `config`; `path`, its folder, and the `tokenizer` there; `embed_tokens.weight` and `head` (V, H),
+    which drafters share."""
 
     path: Path | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -55,6 +58,12 @@ class Target(nn.Module):
     @property
     def head(self) -> Tensor:
         return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The ids that end an answer."""
+        assert self.path is not None
+        return end_of_text_ids(self.path, self.tokenizer)
 
     def forward(
         self, tokens: Tensor, attention: Attention, feature_layers: Sequence[int] = (), mask: Mask = "causal"
@@ -90,15 +99,19 @@ class Target(nn.Module):
 
 
 def load_config(path: Path, trust_remote_code: bool = False, *, is_served: bool = True) -> ModelConfig:
-    """Raises ValueError where `path` has no config.json, which transformers does not say."""
-    read_json(path / "config.json")
-    return ModelConfig.from_hf(
-        AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code), is_served=is_served
-    )
+    """Raises ValueError where `path` has no config.json, one with code that is not trusted, or another architecture."""
+    return ModelConfig.from_hf(read_config(path, trust_remote_code), is_served=is_served)
 
 
-def load_target(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Target:
+def load_target(
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+) -> Target:
     """Reads a transformers checkpoint folder, strictly."""
+    tokenizer = find_tokenizer(path, trust_remote_code)  # first: it may be refused, and takes no time
     with torch.device("meta"):
         target = Target(config)
     tensors = {
@@ -109,5 +122,5 @@ def load_target(path: Path, config: ModelConfig, dtype: torch.dtype, device: tor
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     load_strict(target, fuse(tensors), path)
-    target.path = path
+    target.path, target.tokenizer = path, tokenizer
     return target.eval().requires_grad_(False)

@@ -3,19 +3,9 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, GenerationConfig
 
 from slipstream.models.checkpoint import read_json
 from slipstream.models.config import ModelConfig
-
-
-def stop_ids(path: Path) -> frozenset[int]:
-    """Every end-of-text id: of generation_config.json, else of config.json."""
-    if (path / "generation_config.json").exists():
-        ids = GenerationConfig.from_pretrained(path).eos_token_id
-    else:
-        ids = AutoConfig.from_pretrained(path).eos_token_id
-    return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
 
 def pick_max_model_len(asked: int | None, model: ModelConfig) -> int:

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from slipstream.kernels.gathered_head import DraftHead
 from slipstream.models.checkpoint import tokenizer_hash
 from slipstream.models.target import Target
-from slipstream.models.token_map import TokenMap, check_tokenizer
+from slipstream.models.token_map import check_tokenizer
 from slipstream.models.token_map_files import read_token_map
 from slipstream.serve.batch import Batch, Verdict
-from slipstream.serve.defaults import stop_ids
 
 HALF_LIFE = 8192  # tokens read or said after which an occurrence counts half
 
@@ -116,16 +114,10 @@ def target_vocabulary(target: Target, ids: Tensor | None, options: TokenMapOptio
 
 def _read_ids(target: Target, path: str, size: int | None) -> Tensor:
     """(Vd,) int64, most frequent first, special and end tokens before them."""
-    assert target.path is not None
     token_map = read_token_map(Path(path), target.config.vocab_size)
-    if "tokenizer_hash" in token_map.metadata:  # public files do not say
-        _check_tokenizer(token_map, target.path, path)
+    if "tokenizer_hash" in token_map.metadata and target.tokenizer is not None:  # public files do not say
+        check_tokenizer(token_map, tokenizer_hash(target.tokenizer), f"drafter.token_map {path}")
     try:
-        return token_map.ids_by_frequency(size, stop_ids(target.path))
+        return token_map.ids_by_frequency(size, target.end_ids)
     except ValueError as error:
         raise ValueError(f"drafter.token_map {path}: {error}") from error
-
-
-def _check_tokenizer(token_map: TokenMap, target: Path, path: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    check_tokenizer(token_map, tokenizer_hash(tokenizer), f"drafter.token_map {path}")

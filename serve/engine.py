@@ -18,7 +18,7 @@ from slipstream.models.target import load_config, load_target
 from slipstream.serve.attention.base import Hybrid, KVFormat, find_backends
 from slipstream.serve.batch import KVSpec, Rows
 from slipstream.serve.cache import PageCache
-from slipstream.serve.defaults import pick_device, pick_dtype, pick_max_model_len, pick_widths, stop_ids
+from slipstream.serve.defaults import pick_device, pick_dtype, pick_max_model_len, pick_widths
 from slipstream.serve.drafters.base import load_drafter, warn_if_changed
 from slipstream.serve.executor import Arrival, Executor, Planned, Recipients
 from slipstream.serve.graphs import RoundGraphs
@@ -57,9 +57,9 @@ class Engine:
         model = load_config(path, config.trust_remote_code)
         self.device = torch.device(pick_device(config.device))
         dtype = pick_dtype(config.dtype, path, self.device)
-        self.target = load_target(path, model, dtype, self.device)
+        self.target = load_target(path, model, dtype, self.device, config.trust_remote_code)
         self.drafter = load_drafter(config.draft, config.drafter, self.target)
-        warn_if_changed(config.draft, path, config.trust_remote_code)
+        warn_if_changed(config.draft, self.target)
         self.widths = pick_widths(config.width, self.drafter.widths)
         self.width = max(self.widths)
         self.reserve = self.width + self.drafter.scratch(self.width)
@@ -87,7 +87,7 @@ class Engine:
             width=self.width,
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
-            stop_ids=stop_ids(path),
+            stop_ids=self.target.end_ids,
             kv_cache_tokens=(num_pages - 1) * config.page_size,
         )
         self.scheduler = Scheduler(

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from slipstream.models.checkpoint import read_json
+from slipstream.models.pretrained import load_tokenizer
 from slipstream.serve.detokenize import Decoder
 from slipstream.serve.options import ServeConfig, find_target
 from slipstream.serve.protocol import DEFAULT_COMPLETION_TOKENS, ApiError, Body, ChatBody, CompletionBody, check_text
@@ -27,9 +27,7 @@ class Frontend:
         target, path = find_target(config)
         self.model_name = config.served_model_name or (path.resolve().name if Path(target).is_dir() else target)
         self.sampling_defaults = read_sampling_defaults(path)
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=config.trust_remote_code
-        )
+        self.tokenizer = load_tokenizer(path, config.trust_remote_code)
         self.tokenizer("")  # its first call may change its settings, which fails while another thread uses it
         self.decoder = Decoder(self.tokenizer)
         self.max_model_len, self.vocab_size = info.max_model_len, info.vocab_size

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
+from slipstream.models.pretrained import load_tokenizer
 from slipstream.serve.detokenize import Decoder, Text, TextStream, WholeText
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig, find_target
@@ -30,7 +30,7 @@ class LLM:
     def __init__(self, target: str = "", draft: str = "none", **options: Any) -> None:
         config = EngineConfig(target=target, draft=draft, **options)
         _, path = find_target(config)
-        self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        self.tokenizer = load_tokenizer(path, config.trust_remote_code)
         self.engine = Engine(config)
         self._decoder = Decoder(self.tokenizer)
 

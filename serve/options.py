@@ -54,7 +54,7 @@ class EngineConfig:
     simulate_accept_length: float | None = None
     """Benchmarks only: pretend that rounds emit so many tokens on average, whatever the draft says. Wrong output."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a checkpoint's tokenizer."""
+    """Run Python code that comes with the target's config or tokenizer."""
 
     def __post_init__(self) -> None:
         choices = {
@@ -119,14 +119,15 @@ class ServeConfig(EngineConfig):
 def find_target(config: EngineConfig) -> tuple[str, Path]:
     """Name and folder of the target: `config.target`, else the one, and its revision, that the draft names."""
     if config.target:
-        return config.target, resolve(config.target, config.revision)
+        return config.target, resolve(config.target, config.revision, trust_remote_code=config.trust_remote_code)
     if not is_checkpoint(config.draft):
         raise ValueError(f"target is empty and draft {config.draft!r} is not a checkpoint that names one; add --target")
     named = read_json(resolve(config.draft) / "config.json")
     if not named.get("target"):
         raise ValueError(f"draft {config.draft} names no target; add --target")
+    name, revision = named["target"], config.revision or named.get("target_revision")
     try:
-        return named["target"], resolve(named["target"], config.revision or named.get("target_revision"))
+        return name, resolve(name, revision, trust_remote_code=config.trust_remote_code)
     except ValueError as error:
         raise ValueError(
             f"the target that draft {config.draft} names cannot be read ({error}); add --target"

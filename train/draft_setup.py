@@ -10,12 +10,13 @@ from typing import Any, Literal, TypeVar
 import torch
 from accelerate import Accelerator, init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from slipstream.config import parse
 from slipstream.models.checkpoint import resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.config import ModelConfig
 from slipstream.models.frozen_target import FrozenTarget, empty_target, load_frozen_target
+from slipstream.models.pretrained import load_tokenizer
 from slipstream.models.sharded_target import sharding_mesh
 from slipstream.models.target import load_config
 from slipstream.models.token_map import check_tokenizer
@@ -68,10 +69,10 @@ class TargetFiles:
 
     @classmethod
     def find(cls, options: DraftRunOptions) -> "TargetFiles":
-        path = resolve(options.target, options.revision)
         trust = options.trust_remote_code
+        path = resolve(options.target, options.revision, trust_remote_code=trust)
         config = load_config(path, trust, is_served=False)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+        tokenizer = load_tokenizer(path, trust)
         return cls(options, path, config, tokenizer, tokenizer_hash(tokenizer))
 
     def origin(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from slipstream.models.checkpoint import is_checkpoint, read_json, resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.drafter_names import drafter_of
@@ -142,20 +141,19 @@ def build_options(drafter: type[Drafter], values: dict[str, Any]) -> Any:
     return drafter.Options(**values)
 
 
-def warn_if_changed(draft: str, target: Path, trust_remote_code: bool) -> None:
+def warn_if_changed(draft: str, target: Target) -> None:
     """A draft for another target still gives right output, only fewer accepted tokens: worth a warning, not an end."""
     if not is_checkpoint(draft):
         return
-    config = read_json(resolve(draft) / "config.json")
+    assert target.path is not None
+    config, tokenizer = read_json(resolve(draft) / "config.json"), target.tokenizer
     message = "draft %s was trained for other %s than %s holds: expect fewer accepted tokens"
     expected = config.get("target_fingerprint")
-    if expected and expected != weights_fingerprint(target):
-        logger.warning(message, draft, "weights", target)
+    if expected and expected != weights_fingerprint(target.path):
+        logger.warning(message, draft, "weights", target.path)
     expected = config.get("tokenizer_hash")
-    if expected and expected != tokenizer_hash(
-        AutoTokenizer.from_pretrained(target, trust_remote_code=trust_remote_code)
-    ):
-        logger.warning(message, draft, "tokenizer rules", target)
+    if expected and tokenizer is not None and expected != tokenizer_hash(tokenizer):
+        logger.warning(message, draft, "tokenizer rules", target.path)
 
 
 def chain_parents(batch_size: int, width: int, device: torch.device) -> Tensor:

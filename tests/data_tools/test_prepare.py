@@ -234,7 +234,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pyte
         (ROWS[:2], ("--where", "part=a"), "no column 'part' as `where` asks; it has id, messages, split"),
         ([{"messages": chat("x")}], (), r"none of 1 rows could be kept \(no_assistant_turn 1\)"),
         (ROWS[:1], ("--heldout", "0.5"), "leaves no row of 1 for training"),
-        (ROWS[:1], ("--target", "/absent"), "target /absent does not exist"),
+        (ROWS[:1], ("--target", "/absent"), "checkpoint /absent does not exist"),
         (ROWS[:1], ("--target", ""), "target is empty"),
         (ROWS[:1], ("--chat-template", "/absent"), "No such file"),
     ],

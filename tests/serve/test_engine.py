@@ -12,7 +12,6 @@ import torch
 
 from slipstream.models.checkpoint import weights_fingerprint
 from slipstream.serve import sizing
-from slipstream.serve.defaults import stop_ids
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run, tokens_of
 
@@ -171,25 +170,6 @@ def test_a_small_cache_limits_the_context(
 def test_a_drafts_own_cache_counts(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing, "free_bytes", lambda *_: 1000 * 512)
     assert build_engine(target, draft, kv_cache_tokens=None).info.kv_cache_tokens == 1000 * 4 // 5 // 16 * 16
-
-
-@pytest.mark.parametrize(
-    ("generation", "config", "expected"),
-    [
-        ({"eos_token_id": [2, 7]}, {}, {2, 7}),
-        ({"eos_token_id": 9}, {}, {9}),
-        ({}, {}, set()),
-        (None, {"eos_token_id": [4, 5]}, {4, 5}),
-    ],
-)
-def test_stop_ids_come_from_the_generation_config(
-    generation: dict[str, Any] | None, config: dict[str, Any], expected: set[int], changed_target: Callable[..., Path]
-) -> None:
-    folder = changed_target(**config)
-    (folder / "generation_config.json").unlink()
-    if generation is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation))
-    assert stop_ids(folder) == expected
 
 
 def test_a_sliding_window_limits_the_context(make_target: MakeTarget, tmp_path: Path) -> None:

@@ -1,0 +1,130 @@
+"""What is read of a target beside its weights: code that is not trusted, missing tokenizers, end-of-text ids."""
+
+import builtins
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.data_tools.options import ConversationOptions
+from slipstream.data_tools.target_tokenizer import load_target_tokenizer
+from slipstream.models.checkpoint import tokenizer_hash
+from slipstream.models.pretrained import end_of_text_ids, load_tokenizer, read_config
+from slipstream.models.token_map import TokenMap
+from slipstream.serve.frontend import Frontend
+from slipstream.serve.options import ServeConfig
+from slipstream.tests.random_drafts import save_random_eagle
+from slipstream.tests.serve.engine_runs import build_engine
+
+ASSET = Path(__file__).parents[2] / "assets" / "tiny-target"
+CODE = """
+from transformers import PreTrainedTokenizerFast, Qwen3Config
+class OddConfig(Qwen3Config):
+    model_type = "odd"
+class OddTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def change_json(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The bundled target, as a folder to change."""
+    shutil.copytree(ASSET, tmp_path / "target")
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def odd(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A target whose config and tokenizer are classes of its own; nobody is there to answer questions."""
+    (copy / "odd.py").write_text(CODE)
+    change_json(copy / "config.json", model_type="odd", auto_map={"AutoConfig": "odd.OddConfig"})
+    auto_map = {"AutoTokenizer": [None, "odd.OddTokenizer"]}
+    change_json(copy / "tokenizer_config.json", tokenizer_class="OddTokenizer", auto_map=auto_map)
+    monkeypatch.setattr(builtins, "input", lambda *_: pytest.fail("asked on the terminal"))
+    return copy
+
+
+READERS: dict[str, Callable[[Path, bool], object]] = {
+    "config": read_config,
+    "tokenizer": load_tokenizer,
+    "engine": lambda path, trust: build_engine(path, trust_remote_code=trust).info.stop_ids,
+    "server": lambda path, trust: Frontend(
+        ServeConfig(target=str(path), trust_remote_code=trust), build_engine(ASSET).info
+    ),
+    "data": lambda path, trust: (
+        load_target_tokenizer(ConversationOptions(target=str(path), trust_remote_code=trust)).end_ids
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_code_runs_only_where_it_is_trusted(reader: str, odd: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"target needs Python code of its own \(auto_map\); .* set trust_remote_code$"
+    ):
+        READERS[reader](odd, False)
+    found = READERS[reader](odd, True)
+    if reader in ("engine", "data"):
+        assert found == {0, 2}
+
+
+def test_a_token_map_is_compared_with_trusted_code(odd: Path, tmp_path: Path) -> None:
+    save_random_eagle(ASSET, tmp_path / "draft", intermediate_size=16)
+    digest = tokenizer_hash(load_tokenizer(odd, True))
+    TokenMap.build(torch.ones(4096, dtype=torch.int64), 64, [0, 2], {"tokenizer_hash": digest}).write(
+        tmp_path / "map.safetensors"
+    )
+    options = {"drafter": {"token_map": str(tmp_path / "map.safetensors")}, "trust_remote_code": True}
+    build_engine(odd, tmp_path / "draft", **options)
+
+
+@pytest.mark.parametrize("left", [[], ["tokenizer_config.json"]])
+def test_a_missing_tokenizer_is_one_sentence(left: list[str], copy: Path) -> None:
+    """Of a folder without any file of it, transformers makes an empty tokenizer."""
+    for file in copy.glob("tokenizer*"):
+        if file.name not in left:
+            file.unlink()
+    with pytest.raises(ValueError, match=r"target has no tokenizer: tokenizer\.json is missing; copy") as caught:
+        load_tokenizer(copy)
+    assert "\n" not in str(caught.value)
+    (copy / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"the tokenizer in .*target cannot be read \(.*\); download it again"):
+        load_tokenizer(copy)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "has_tokenizer", "expected"),
+    [
+        ({"eos_token_id": [3, 7]}, {"eos_token_id": 2}, True, {2, 3, 7}),
+        ({"eos_token_id": 9}, {"eos_token_id": None}, False, {9}),
+        ({}, {"eos_token_id": None}, True, {2}),
+        ({}, {"eos_token_id": None}, False, set()),
+        (None, {"eos_token_id": [4, 5]}, False, {4, 5}),
+        (None, {"eos_token_id": None, "text_config": {"eos_token_id": 6}}, True, {2, 6}),
+        (None, {"text_config": {"eos_token_id": [8, None]}}, False, {2, 8}),
+    ],
+)
+def test_end_of_text_ids_are_all_that_any_file_names(
+    generation: dict[str, Any] | None, config: dict[str, Any], has_tokenizer: bool, expected: set[int], copy: Path
+) -> None:
+    (copy / "generation_config.json").unlink()
+    if generation is not None:
+        (copy / "generation_config.json").write_text(json.dumps(generation))
+    change_json(copy / "config.json", **config)
+    assert end_of_text_ids(copy, load_tokenizer(copy) if has_tokenizer else None) == expected
+
+
+def test_serving_and_data_end_at_the_same_ids(copy: Path) -> None:
+    """Although generation_config.json names none."""
+    (copy / "generation_config.json").write_text("{}")
+    change_json(copy / "config.json", eos_token_id=[3])
+    assert build_engine(copy).info.stop_ids == load_target_tokenizer(ConversationOptions(target=str(copy))).end_ids
+    assert build_engine(copy).info.stop_ids == {2, 3}
