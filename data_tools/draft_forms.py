@@ -12,13 +12,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slipstream.models import dflash_checkpoint, eagle3_checkpoint, eagle_checkpoint
-from slipstream.models.checkpoint import drop_copies, public_tensors, read_draft_tensors, read_json, resolve
+from slipstream.models.checkpoint import public_tensors, read_json, resolve
 from slipstream.models.config import ModelConfig
+from slipstream.models.draft_weights import EMBEDDING, HEAD
 from slipstream.models.speculators_layout import layer_name, to_speculators
 from slipstream.models.target import load_config
 from slipstream.models.weight_files import weight_files
 
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 CPU = torch.device("cpu")
 
 
@@ -88,11 +88,8 @@ def read_eagle3(path: Path, target: TargetFiles) -> Draft:
 
 
 def read_eagle(path: Path, target: TargetFiles) -> Draft:
-    tensors = {eagle_name(key): tensor for key, tensor in read_draft_tensors(path).items()}
-    drop_copies(tensors, (EMBEDDING, HEAD), target.shared, path)
-    dtype = tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32
-    module = eagle_checkpoint.load_eagle(path, target.config, dtype, CPU)
-    draft = _public_draft(module, dtype, eagle_checkpoint.config_to_json(module.config), target)
+    module = eagle_checkpoint.load_eagle(path, target.config, None, CPU, target.shared)
+    draft = _public_draft(module, module.fc.weight.dtype, eagle_checkpoint.config_to_json(module.config), target)
     return draft._replace(layers=())
 
 
@@ -124,7 +121,7 @@ def dflash_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
 
 
 def eagle3_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
-    """With a copy of the target's embedding; a draft of the whole vocabulary has no map there."""
+    """With its own embedding or a copy of the target's; a draft of the whole vocabulary has no map there."""
     if target.config.num_layers in draft.layers:
         raise ValueError(
             f"this draft reads state {target.config.num_layers}, after the target's final norm; speculators and vLLM "
@@ -140,7 +137,7 @@ def _speculators_draft(
 ) -> Draft:
     dtype = draft.tensors["fc.weight"].dtype
     values = to_speculators(draft.values, draft.values["target"], target.architectures)
-    return Draft(values, {**tensors, **{key: copy.to(dtype) for key, copy in copies.items()}}, draft.layers)
+    return Draft(values, {**{key: copy.to(dtype) for key, copy in copies.items()}, **tensors}, draft.layers)
 
 
 FORMS = {

@@ -125,27 +125,6 @@ def public_tensors(config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor
     return unfuse(state, sizes)
 
 
-def drop_copies(
-    tensors: dict[str, Tensor], keys: Iterable[str], shared: Mapping[str, Tensor] | None, path: Path
-) -> None:
-    """Takes out the copies of a target's tensors that a draft's file holds.
-
-    Raises ValueError for one that is not the target's, `shared` (V, H) by the same key, rounding between dtypes aside.
-    A head is compared at the rows that the file's t2d (V,) names. Without `shared` nothing is compared.
-    """
-    for key in keys:
-        own = tensors.pop(key, None)
-        if own is None or shared is None:
-            continue
-        expected = shared[key]
-        if key == "lm_head.weight" and "t2d" in tensors:
-            expected = expected[tensors["t2d"].to(expected.device)]
-        own = own.to(expected.device)
-        dtypes = (own.dtype, expected.dtype, torch.bfloat16)  # a file in fp32 may hold what bf16 once rounded
-        if own.shape != expected.shape or not any(torch.equal(own.to(dtype), expected.to(dtype)) for dtype in dtypes):
-            raise ValueError(f"{path}: {key} is not the target's; a draft with one of its own is not supported")
-
-
 def load_strict(module: nn.Module, tensors: Mapping[str, Tensor], source: Path | str) -> None:
     """Loads `tensors` into `module`. Raises ValueError that names every missing, unexpected or misshapen key."""
     expected = module.state_dict()

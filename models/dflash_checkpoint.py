@@ -12,7 +12,6 @@ from torch import Tensor
 
 from slipstream.models.checkpoint import (
     check_numbers,
-    drop_copies,
     fuse,
     load_strict,
     public_tensors,
@@ -22,6 +21,7 @@ from slipstream.models.checkpoint import (
 )
 from slipstream.models.config import ModelConfig, RopeConfig
 from slipstream.models.dflash import DFlash, DFlashConfig, default_block_feature_layers
+from slipstream.models.draft_weights import EMBEDDING, HEAD, check_fc, check_finite, refuse_own
 from slipstream.models.speculators_layout import from_speculators, is_speculators, without_last_layer
 from slipstream.models.vocabulary import complete_vocabulary
 
@@ -43,7 +43,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "projector_type": (None, "", "dflash"),
 }
 ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-SHARED = ("embed_tokens.weight", "lm_head.weight")  # some files hold copies of the target's
 
 
 def config_to_json(config: DFlashConfig) -> dict[str, Any]:
@@ -202,25 +201,27 @@ def load_dflash(
 ) -> DFlash:
     """Reads a draft for `target`, strictly: every missing or unexpected key is named in the ValueError.
 
-    dtype None keeps the file's. `shared`: the target's embed_tokens.weight and lm_head.weight (V, H), which a file's
-    copies of them must be equal to.
+    dtype None keeps the file's. `shared`: the target's embed_tokens.weight and lm_head.weight (V, H). Copies of them
+    are left out; others are refused.
     """
     values, tensors = read_public(path)
     own = values.get("dflash_config") or {}
     if own.get("target_layer_ids") and "fc.weight" in tensors:
-        fc_inputs = tensors["fc.weight"].shape[1]
+        fc_inputs = tensors["fc.weight"].shape[-1]
         layers = without_last_layer(own["target_layer_ids"], fc_inputs, target.hidden_size, target.num_layers)
         values = {**values, "dflash_config": {**own, "target_layer_ids": layers}}
     config = config_from_json(values, target)
     with torch.device("meta"):
         module = DFlash(config)
-    _check_fc(tensors, config, path)
+    check_fc(tensors, config.hidden_size, config.feature_layers, "target_layer_ids", path)
     complete_vocabulary(tensors, config.vocab_size, path)
-    drop_copies(tensors, SHARED, shared, path)
+    for key in (EMBEDDING, HEAD):
+        refuse_own(tensors, key, shared, path)
     tensors = {
         key: tensor.to(device, dtype if tensor.is_floating_point() else None) for key, tensor in fuse(tensors).items()
     }
     load_strict(module, tensors, path)
+    check_finite(tensors, path)
     return module.eval().requires_grad_(False)
 
 
@@ -236,13 +237,3 @@ def read_public(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def public_name(key: str) -> str:
     key = key.removeprefix("model.")
     return ALIASES.get(key, key)
-
-
-def _check_fc(tensors: Mapping[str, Tensor], config: DFlashConfig, path: Path) -> None:
-    width, count = config.hidden_size, len(config.feature_layers)
-    inputs = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else count * width
-    if inputs != count * width:
-        raise ValueError(
-            f"{path}: fc.weight reads {inputs} numbers, {inputs / width:g} target states of {width}, and "
-            f"target_layer_ids names {count}: {list(config.feature_layers)}; name the layers that it was trained on"
-        )

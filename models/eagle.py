@@ -1,8 +1,9 @@
 """The EAGLE draft network (Li et al. 2024, arXiv 2401.15077; the same weights serve EAGLE-2): it regresses features.
 
 A feature is the target's state after its final norm. Row t reads the embedding of token t + 1 and the feature of t, and
-its output is a guess of the feature of t + 1, which the target's own head turns into logits of token t + 2. Embedding
-and head are the target's, so callers bring them. The same module trains and serves: attention arrives as an object.
+its output is a guess of the feature of t + 1, which the target's own head turns into logits of token t + 2. The head
+is the target's and so, mostly, is the embedding: callers bring them. The same module trains and serves: attention
+arrives as an object.
 """
 
 from dataclasses import dataclass, field
@@ -88,14 +89,18 @@ class EagleLayer(nn.Module):
 
 
 class Eagle(nn.Module):
-    """Leading dims are free. A reduced vocabulary has the buffers d2t (Vd,) int64 offsets and t2d (V,) bool."""
+    """Leading dims are free. A reduced vocabulary has the buffers d2t (Vd,) int64 offsets and t2d (V,) bool.
+
+    `embed_tokens` is its own embedding (V, H), None where it was trained with the target's.
+    """
 
     d2t: Tensor
     t2d: Tensor
 
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: EagleConfig, *, has_embedding: bool = False) -> None:
         super().__init__()
         self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
         self.fc = OutputSplitLinear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([EagleLayer(config)])
         if config.draft_vocab_size is not None:

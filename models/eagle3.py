@@ -102,15 +102,19 @@ class Midlayer(nn.Module):
 
 
 class Eagle3(nn.Module):
-    """Leading dims are free. Buffers: d2t (Vd,) int64 offsets, t2d (V,) bool."""
+    """Leading dims are free. Buffers: d2t (Vd,) int64 offsets, t2d (V,) bool.
+
+    `embed_tokens` is its own embedding (V, H), None where it was trained with the target's.
+    """
 
     d2t: Tensor
     t2d: Tensor
 
-    def __init__(self, config: Eagle3Config) -> None:
+    def __init__(self, config: Eagle3Config, *, has_embedding: bool = False) -> None:
         super().__init__()
         self.config = config
         size = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if has_embedding else None
         self.fc = OutputSplitLinear(config.target_hidden_size * len(config.feature_layers), size, bias=False)
         self.midlayer = Midlayer(config)
         self.norm = RMSNorm(size, config.rms_norm_eps)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from slipstream.models.checkpoint import (
     check_numbers,
-    drop_copies,
     fuse,
     load_strict,
     public_tensors,
@@ -23,22 +22,19 @@ from slipstream.models.checkpoint import (
     write_checkpoint,
 )
 from slipstream.models.config import ModelConfig, RopeConfig, default_feature_layers
+from slipstream.models.draft_weights import EMBEDDING, check_fc, check_finite, pop_own
 from slipstream.models.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.speculators_layout import AUX_LAYERS, from_speculators, is_speculators, without_last_layer
 from slipstream.models.vocabulary import complete_vocabulary
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 # Flags of other trainers that change the network: a checkpoint that sets one is refused by name.
-UNSUPPORTED_FLAGS = (
-    *("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "use_aux_norm", "mlp_bias"),
-    "embed_requires_grad",
-)
+UNSUPPORTED_FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "use_aux_norm", "mlp_bias")
 REQUIRED_FIELDS = [
     *("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps"),
     "max_position_embeddings",
 ]
 OWN_FIELDS = ("target", "target_revision", "target_fingerprint", "tokenizer_hash", "target_num_layers")
-EMBEDDING = "embed_tokens.weight"  # some files hold a copy of the target's
 
 
 def config_to_json(config: Eagle3Config) -> dict[str, Any]:
@@ -157,15 +153,17 @@ def load_eagle3(
 ) -> Eagle3:
     """Reads a draft for `target`, strictly: every missing or unexpected key is named in the ValueError.
 
-    dtype None keeps the file's. `shared`: the target's embed_tokens.weight (V, H), which a file's copy must be equal
-    to.
+    dtype None keeps the file's. `shared`: the target's embed_tokens.weight (V, H). A file's copy of it is left out; any
+    other embedding becomes the draft's own.
     """
     values, tensors = read_public(path)
     config = config_from_json(_without_last_layer(values, tensors, target), target)
+    check_fc(tensors, config.target_hidden_size, config.feature_layers, f"eagle_config.{AUX_LAYERS}", path)
+    embedding = pop_own(tensors, EMBEDDING, shared)
+    if embedding is not None:
+        tensors[EMBEDDING] = embedding
     with torch.device("meta"):
-        module = Eagle3(config)
-    _check_fc(tensors, config, path)
-    drop_copies(tensors, [EMBEDDING], shared, path)
+        module = Eagle3(config, has_embedding=embedding is not None)
     if config.draft_vocab_size == config.vocab_size:  # EAGLE leaves the map out then
         tensors.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.int64))
     complete_vocabulary(tensors, config.vocab_size, path)
@@ -173,6 +171,7 @@ def load_eagle3(
         key: tensor.to(device, dtype if tensor.is_floating_point() else None) for key, tensor in fuse(tensors).items()
     }
     load_strict(module, tensors, path)
+    check_finite(tensors, path)
     return module.eval().requires_grad_(False)
 
 
@@ -197,14 +196,3 @@ def _without_last_layer(
     fc_inputs, outputs = tensors["fc.weight"].shape[-1], [layer - 1 for layer in layers]
     kept = without_last_layer(outputs, fc_inputs, target.hidden_size, target.num_layers)
     return {**values, AUX_LAYERS: list(layers[: len(kept)])}
-
-
-def _check_fc(tensors: Mapping[str, Tensor], config: Eagle3Config, path: Path) -> None:
-    size, count = config.target_hidden_size, len(config.feature_layers)
-    inputs = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else count * size
-    if inputs != count * size:
-        raise ValueError(
-            f"{path}: fc.weight reads {inputs} numbers, {inputs / size:g} target states of {size}, and the config "
-            f"names {count}, the outputs of layers {list(config.feature_layers)}; name those that it was trained on "
-            f"in eagle_config.{AUX_LAYERS}"
-        )

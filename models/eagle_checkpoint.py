@@ -2,7 +2,7 @@
 
 fc.weight, fc.bias                     (H, 2 * H), (H): reads [embedding ; feature]; the bias is a config field
 layers.0.self_attn.*, layers.0.mlp.*, layers.0.post_attention_layernorm.weight
-embed_tokens.weight                    a copy of the target's, in other trainers' files; not read
+embed_tokens.weight                    in other trainers' files: mostly a copy of the target's, which is left out
 """
 
 from collections.abc import Mapping
@@ -22,6 +22,7 @@ from slipstream.models.checkpoint import (
     write_checkpoint,
 )
 from slipstream.models.config import ModelConfig, RopeConfig
+from slipstream.models.draft_weights import EMBEDDING, HEAD, check_finite, pop_own, refuse_own
 from slipstream.models.eagle import Eagle, EagleConfig
 from slipstream.models.vocabulary import complete_vocabulary
 
@@ -31,7 +32,6 @@ REQUIRED_FIELDS = [
     "max_position_embeddings",
 ]
 OWN_FIELDS = ("target", "target_revision", "target_fingerprint", "tokenizer_hash")
-COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target's, which the draft shares
 IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and every loader recomputes
 
 
@@ -120,24 +120,39 @@ def save_eagle(module: Eagle, state: Mapping[str, Tensor], path: Path, run: Mapp
     write_checkpoint(path, config_to_json(module.config) | {"torch_dtype": "bfloat16"}, tensors, run)
 
 
-def load_eagle(path: Path, target: ModelConfig, dtype: torch.dtype, device: torch.device) -> Eagle:
-    """Reads a draft for `target`, strictly: every missing or unexpected key is named in the ValueError."""
+def load_eagle(
+    path: Path,
+    target: ModelConfig,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    shared: Mapping[str, Tensor] | None = None,
+) -> Eagle:
+    """Reads a draft for `target`, strictly: every missing or unexpected key is named in the ValueError.
+
+    dtype None keeps the file's. `shared`: the target's embed_tokens.weight and lm_head.weight (V, H). Copies of them
+    are left out; another embedding becomes the draft's own, another head is refused.
+    """
     values, tensors = read_json(path / "config.json"), _read(path)
     if "bias" not in values:  # EAGLE's trainers leave it out where it is true, converters also where it is false
         values["bias"] = "fc.bias" in tensors
     config = config_from_json(values, target)
-    with torch.device("meta"):
-        module = Eagle(config)
     if config.draft_vocab_size is not None:
         complete_vocabulary(tensors, config.vocab_size, path)
+    refuse_own(tensors, HEAD, shared, path)
+    embedding = pop_own(tensors, EMBEDDING, shared)
+    if embedding is not None:
+        tensors[EMBEDDING] = embedding
+    with torch.device("meta"):
+        module = Eagle(config, has_embedding=embedding is not None)
     tensors = {
         key: tensor.to(device, dtype if tensor.is_floating_point() else None) for key, tensor in fuse(tensors).items()
     }
     load_strict(module, tensors, path)
+    check_finite(tensors, path)
     return module.eval().requires_grad_(False)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """The draft's own tensors by public name."""
+    """The tensors by public name, copies of the target's included."""
     named = {key.removeprefix("model."): tensor for key, tensor in read_draft_tensors(path).items()}
-    return {key: tensor for key, tensor in named.items() if key not in COPIES and not key.endswith(IGNORED_KEYS)}
+    return {key: tensor for key, tensor in named.items() if not key.endswith(IGNORED_KEYS)}

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.kernels.linear import linear
 from slipstream.models.checkpoint import fuse, load_strict, read_tensors
 from slipstream.models.config import ModelConfig
+from slipstream.models.draft_weights import EMBEDDING, HEAD
 from slipstream.models.layers import Attention, GatedMLP, Mask, OutputSplitLinear, RMSNorm, SelfAttention
 from slipstream.models.pretrained import end_of_text_ids, find_tokenizer, read_config
 
@@ -58,6 +59,11 @@ class Target(nn.Module):
     @property
     def head(self) -> Tensor:
         return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """Embedding and head (V, H), under the names that drafts' files have for copies of them."""
+        return {EMBEDDING: self.embed_tokens.weight, HEAD: self.head}
 
     @property
     def end_ids(self) -> frozenset[int]:

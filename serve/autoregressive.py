@@ -5,12 +5,13 @@ draft's hidden state at the last committed slot, from which the next proposal st
 Letters: B requests, N nodes of a proposal, k frontier nodes of a tree's level, H hidden size, R engine rows.
 """
 
+import logging
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.kernels.draft_tree import MAX_NODES, Candidates, Frontier, Place, TreeShape, choose, grow
 from slipstream.kernels.gathered_head import head_sample, head_topk
@@ -21,6 +22,8 @@ from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, KVSpec, Proposal, Rows, Verdict
 from slipstream.serve.draft_vocabulary import DraftVocabulary
 from slipstream.serve.drafters import base
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_NODES = 16  # of a tree
 
@@ -67,6 +70,7 @@ class Network(Protocol):
     """What drafts: models/eagle.py, models/eagle3.py."""
 
     config: Any
+    embed_tokens: nn.Embedding | None
 
     def fuse(self, features: Tensor) -> Tensor: ...
 
@@ -84,6 +88,9 @@ class AutoregressiveDrafter(base.Drafter):
             raise ValueError(
                 f"drafter.topk is {options.topk}; the draft has {vocabulary.num_tokens} tokens to choose from"
             )
+        if module.embed_tokens is not None:
+            size = module.embed_tokens.weight.nbytes / 1e9
+            logger.info("the draft has an embedding of its own, %.2f GB beside the target's", size)
         self.module, self.vocabulary, self.head = module, vocabulary, vocabulary.head
         self.shape = options.shape
         self.branches = options.topk > 1
@@ -104,7 +111,7 @@ class AutoregressiveDrafter(base.Drafter):
 
     def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
         assert attention is not None
-        self.embed, self.attention = target.embed_tokens, attention
+        self.embed, self.attention = self.module.embed_tokens or target.embed_tokens, attention
         weight = target.embed_tokens.weight
         size = self.module.config.hidden_size
         self.hidden = torch.zeros(len(state.lengths), size, dtype=weight.dtype, device=weight.device)  # (R, H)

@@ -59,8 +59,7 @@ class Drafter(base.Drafter):
     @classmethod
     def load(cls, draft: str, options: DFlashOptions, target: Target) -> "Drafter":
         weight = target.embed_tokens.weight
-        shared = {"embed_tokens.weight": weight, "lm_head.weight": target.head}
-        module = load_dflash(resolve(draft), target.config, weight.dtype, weight.device, shared)
+        module = load_dflash(resolve(draft), target.config, weight.dtype, weight.device, target.shared)
         return cls(module, target_vocabulary(target, module.target_ids, options), options)
 
     def scratch(self, width: int) -> int:

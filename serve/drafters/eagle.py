@@ -26,7 +26,7 @@ class Drafter(AutoregressiveDrafter):
     @classmethod
     def load(cls, draft: str, options: EagleOptions, target: Target) -> "Drafter":
         weight = target.embed_tokens.weight
-        module = load_eagle(resolve(draft), target.config, weight.dtype, weight.device)
+        module = load_eagle(resolve(draft), target.config, weight.dtype, weight.device, target.shared)
         return cls(module, target_vocabulary(target, module.target_ids, options), options)
 
     def head_input(self, hidden: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ class Drafter(AutoregressiveDrafter):
     @classmethod
     def load(cls, draft: str, options: Eagle3Options, target: Target) -> "Drafter":
         weight = target.embed_tokens.weight
-        return cls(load_eagle3(resolve(draft), target.config, weight.dtype, weight.device), options)
+        module = load_eagle3(resolve(draft), target.config, weight.dtype, weight.device, target.shared)
+        return cls(module, options)
 
     def head_input(self, hidden: Tensor) -> Tensor:
         return self.module.norm(hidden)

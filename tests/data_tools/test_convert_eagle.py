@@ -170,7 +170,6 @@ def test_biases_are_refused_there(runs: Runs) -> None:
         ({"norm_before_residual": True}, "draft config sets norm_before_residual, which is not supported"),
         ({"norm_before_residual": None}, "draft config lacks norm_before_residual"),
         ({"fc_norm": True}, "draft config sets fc_norm"),
-        ({"embed_requires_grad": True}, "draft config sets embed_requires_grad"),
         (
             {"speculators_model_type": "peagle", "drafter": "peagle"},
             "is a draft of the kind peagle; kinds that convert",
@@ -189,11 +188,15 @@ def test_other_networks_of_speculators_are_refused_by_name(values: dict[str, Any
     assert message in runs.refused(folder, "sglang")
 
 
-def test_another_embedding_is_refused(runs: Runs) -> None:
+def test_an_embedding_of_its_own_is_kept_in_every_layout(runs: Runs) -> None:
     folder, _ = runs.convert(save(runs, (0, 1, 2)), "speculators")
     tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {"embed_tokens.weight": tensors["embed_tokens.weight"] + 1}, folder / "model.safetensors")
-    assert "embed_tokens.weight is not the target's" in runs.refused(folder, "sglang")
+    own = tensors["embed_tokens.weight"] + 1
+    save_file(tensors | {"embed_tokens.weight": own}, folder / "model.safetensors")
+    change(folder, embed_requires_grad=True)
+    for layout in ("sglang", "speculators"):
+        folder, _ = runs.convert(folder, layout)
+        assert torch.equal(load_file(folder / "model.safetensors")["embed_tokens.weight"], own)
 
 
 @pytest.mark.parametrize("fields", [{}, {"fc_bias": False}, {"qkv_bias": True}, {"draft_vocab_size": 40}])
@@ -214,7 +217,10 @@ def test_eagle_drafts_come_back_bit_by_bit(fields: dict[str, Any], runs: Runs) -
     assert "  tensor embed_tokens.weight left out\n" in printed
     assert "note:" not in printed
     torch.save(tensors | {"embed_tokens.weight": embedding + 1}, foreign / "pytorch_model.bin")
-    assert "embed_tokens.weight is not the target's" in runs.refused(foreign, "sglang")
+    written = load_file(runs.convert(foreign, "sglang")[0] / "model.safetensors")
+    assert torch.equal(written["embed_tokens.weight"], embedding + 1)
+    torch.save(tensors | {"lm_head.weight": embedding + 1}, foreign / "pytorch_model.bin")
+    assert "lm_head.weight is not the target's" in runs.refused(foreign, "sglang")
 
 
 def test_speculators_has_no_place_for_eagle(runs: Runs) -> None:

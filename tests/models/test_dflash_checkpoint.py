@@ -221,10 +221,10 @@ LAYERS = "layer_types"
         ({"dflash_config": {"target_layer_ids": [0, 2]}}, r"lacks dflash_config.mask_token_id; .*<\|MASK\|>"),
         ({"dflash_config": {"mask_token": "<m>"}}, "lacks dflash_config.mask_token_id; enter the target's id of <m>"),
         ({"dflash_config": {"mask_token_id": 120}}, "mask_token_id is 120; the target has 120 tokens"),
-        ({"dflash_config": {"mask_token_id": 7}}, "fc.weight reads 64 numbers, 2 target states of 32, .* names 3"),
+        ({"dflash_config": {"mask_token_id": 7}}, "fc.weight has 64 columns, for 2 target states of 32, .* means 3"),
         (
             {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1]}},
-            r"fc.weight reads 64 numbers, 2 target states of 32, and target_layer_ids names 1: \[1\]; name the layers",
+            r"fc.weight has 64 columns, for 2 target states .* means 1, those of layers \[1\]; .* in target_layer_ids",
         ),
         (
             {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 5]}},

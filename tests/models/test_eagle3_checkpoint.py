@@ -235,7 +235,7 @@ def test_flags_that_change_the_network_are_refused_by_name(flag: str, nested: bo
         ),
         (
             {AUX_LAYERS: [2, 3, 4, 5], "eagle_config": None},
-            "fc.weight reads 96 numbers, 3 target states of 32, .* names 4",
+            "fc.weight has 96 columns, for 3 target states of 32, .* means 4",
         ),
         ({"vocab_size": 128}, "vocab_size is 128 in the draft and 120 in the target; serve the target"),
         ({"target_hidden_size": 64}, "target_hidden_size is 64 in the draft and 32 in the target"),

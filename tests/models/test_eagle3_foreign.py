@@ -59,9 +59,13 @@ def test_a_pickle_of_tensors_loads_and_other_objects_do_not(draft: Draft) -> Non
         draft.load()
 
 
-def test_an_embedding_of_its_own_is_refused_where_the_targets_is_known(draft: Draft) -> None:
+def test_an_embedding_of_its_own_is_kept(draft: Draft) -> None:
     embedding = torch.randn(120, 32)
     draft.change(lambda tensors: tensors | {"embed_tokens.weight": embedding.bfloat16()})
-    load_eagle3(draft.folder, draft.target, None, CPU, {"embed_tokens.weight": embedding})
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight is not the target's"):
-        load_eagle3(draft.folder, draft.target, None, CPU, {"embed_tokens.weight": embedding + 1})
+    assert load_eagle3(draft.folder, draft.target, None, CPU, {"embed_tokens.weight": embedding}).embed_tokens is None
+    module = load_eagle3(draft.folder, draft.target, None, CPU, {"embed_tokens.weight": embedding + 1})
+    assert module.embed_tokens is not None
+    assert torch.equal(module.embed_tokens.weight, embedding.bfloat16())
+    draft.change(lambda tensors: tensors | {"embed_tokens.weight": embedding[:119]})
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is \[119, 32\], the config says \[120, 32\]"):
+        load_eagle3(draft.folder, draft.target, None, CPU, {"embed_tokens.weight": embedding})

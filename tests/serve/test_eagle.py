@@ -1,18 +1,21 @@
 """Chains and trees of the EAGLE drafters. The oracle is transformers' features put through tests/naive_eagle*.py."""
 
 import json
+import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slipstream.kernels.draft_tree import TreeShape
 from slipstream.kernels.sampling import noise_key
-from slipstream.serve.autoregressive import TreeOptions
+from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
 from slipstream.serve.batch import Batch, Proposal, Verdict
 from slipstream.serve.drafters.base import build_options, drafter_name, find_drafter
 from slipstream.serve.drafters.eagle import Drafter
@@ -253,3 +256,32 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str]
                 assert proposed[sequence.row] == tokens
                 num_checked += 1
     assert num_checked > 50
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
+def test_an_embedding_of_its_own_is_drafted_with(
+    drafter: str,
+    make_target: Callable[[str], Path],
+    make_draft: MakeDraft,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And a rounded copy of the target's is shared with it."""
+    caplog.set_level(logging.INFO)
+    target, folder = make_target("qwen3"), tmp_path / "draft"
+    shutil.copytree(make_draft("qwen3", drafter), folder)
+    tensors = load_file(folder / "model.safetensors")
+    copy = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    save_file(tensors | {"embed_tokens.weight": copy.bfloat16()}, folder / "model.safetensors")
+    engine = build_engine(target, folder)
+    assert isinstance(engine.drafter, AutoregressiveDrafter)
+    assert engine.drafter.embed is engine.target.embed_tokens
+    own = copy + 0.3 * torch.randn(copy.shape, generator=torch.Generator().manual_seed(0))
+    save_file(tensors | {"embed_tokens.weight": own}, folder / "model.safetensors")
+    oracle = Oracle(target, folder)
+    assert "an embedding of its own" not in caplog.text
+    with pytest.raises(AssertionError):
+        run_checked(build_engine(target, folder), oracle, requests_at(0.8), TreeOptions())
+    oracle.naive.embeddings = own.double()
+    run_checked(build_engine(target, folder), oracle, requests_at(0.8), TreeOptions())
+    assert "the draft has an embedding of its own" in caplog.text

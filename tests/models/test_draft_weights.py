@@ -1,0 +1,85 @@
+"""Which tensors of a draft are copies of the target's, and weights that no draft can have."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream.models import draft_weights
+from slipstream.models.dflash_checkpoint import load_dflash
+from slipstream.models.draft_weights import is_copy, pop_own
+from slipstream.models.eagle3_checkpoint import load_eagle3
+from slipstream.models.eagle_checkpoint import load_eagle
+from slipstream.models.target import load_config
+from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
+
+CPU = torch.device("cpu")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_weights, "ROWS", 7)
+
+
+@pytest.mark.parametrize("served", FLOATS)
+@pytest.mark.parametrize("kept", FLOATS)
+@pytest.mark.parametrize("rounded", FLOATS)
+def test_a_copy_may_have_been_rounded(rounded: torch.dtype, kept: torch.dtype, served: torch.dtype) -> None:
+    """A target in one dtype, served in another; a draft's file in a third. One changed value is no rounding."""
+    target = torch.randn(20, 16, generator=torch.Generator().manual_seed(0)).to(kept)
+    copy = target.to(rounded, copy=True)
+    exact = torch.float16 not in {rounded, served} or torch.bfloat16 not in {rounded, served}
+    if exact or kept != torch.float32:
+        assert is_copy(copy, target.to(served))
+    copy[19, 3] += 0.1
+    assert not is_copy(copy, target.to(served))
+
+
+@pytest.mark.parametrize("mask", [torch.bool, torch.uint8])
+def test_a_head_is_compared_at_the_drafts_tokens(mask: torch.dtype) -> None:
+    head, chosen = torch.randn(40, 8), torch.arange(40) % 2 == 0
+    for rows, key, expected in ((head[chosen], "lm_head.weight", True), (head[:20], "lm_head.weight", False)):
+        tensors: dict[str, Tensor] = {"t2d": chosen.to(mask), key: rows}
+        assert (pop_own(tensors, key, {key: head}) is None) is expected
+        assert tensors.keys() == {"t2d"}
+
+
+DRAFTS: dict[str, tuple[Callable[..., None], Callable[..., Any]]] = {
+    "eagle": (save_random_eagle, load_eagle),
+    "eagle3": (save_random_draft, load_eagle3),
+    "dflash": (save_random_dflash, load_dflash),
+}
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_weights_that_are_not_finite_are_refused(
+    kind: str, value: float, make_target: Callable[[str], Path], tmp_path: Path
+) -> None:
+    save, load = DRAFTS[kind]
+    target, folder = make_target("qwen3"), tmp_path / "draft"
+    save(target, folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["fc.weight"][3, 5] = value
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"draft: fc\.weight holds NaN or infinite values; fetch the draft again"):
+        load(folder, load_config(target), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_a_draft_of_another_width_is_said_plainly(
+    kind: str, make_target: Callable[[str], Path], tmp_path: Path
+) -> None:
+    save, load = DRAFTS[kind]
+    target, folder = make_target("qwen3"), tmp_path / "draft"
+    save(target, folder)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"fc.weight": torch.zeros(32, 100)}, file)
+    with pytest.raises(ValueError, match=r"fc\.weight has 100 columns, not a multiple of .* hidden size 32; serve the"):
+        load(folder, load_config(target), torch.float32, CPU)
