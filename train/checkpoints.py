@@ -43,6 +43,7 @@ class Progress:
     step: int = 0  # optimizer steps done
     rows: int = 0  # packed rows trained on, all processes: where in its data the run is
     tokens: int = 0  # supervised tokens seen, all processes
+    skipped_steps: int = 0  # of these steps, those without effect because their gradient was not finite
     best_step: int = 0
     best_accept_length: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)  # of the latest evaluation

@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers.integrations import unset_hf_deepspeed_config
 
-from slipstream.train.batches import PackedRows, evaluation_batches, training_batches
+from slipstream.train.batches import Batch, PackedRows, evaluation_batches, training_batches
 from slipstream.train.checkpoints import SHARDING, Checkpoints, Progress
 from slipstream.train.feature_source import read_ahead
 from slipstream.train.optimizers import build_optimizers
@@ -31,6 +33,8 @@ from slipstream.train.options import RunOptions
 from slipstream.train.schedule import Schedule
 from slipstream.train.trackers import Trackers
 from slipstream.train.training import DraftTraining, Metrics, add, reduce
+
+MAX_SKIPPED = 10  # steps in a row whose gradient is not finite: the next ones will hardly be
 
 
 def start(options: RunOptions) -> Accelerator:
@@ -59,6 +63,8 @@ def start(options: RunOptions) -> Accelerator:
             "gradient_accumulation_steps": options.optim.accumulation,
             "gradient_clipping": options.optim.clip,
         }
+        if bf16:  # has it skip a step whose gradient is not finite
+            accelerator.state.deepspeed_plugin.deepspeed_config["bf16"]["check_grad_overflow"] = True
         unset_hf_deepspeed_config()  # ZeRO-3 would have transformers share out the target's weights, too
     sharding = getattr(accelerator.state, "fsdp_plugin", None)
     if sharding is not None and sharding.fsdp_version == 2 and bf16:
@@ -133,7 +139,7 @@ class Loop:
         self,
         accelerator: Accelerator,
         model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
+        optimizers: list[AcceleratedOptimizer],
         options: RunOptions,
         train: PackedRows,
         heldout: PackedRows,
@@ -145,6 +151,7 @@ class Loop:
         self.options = options
         self.heldout = heldout
         self.progress = progress
+        self.skipped_in_a_row = 0
         rank, processes = accelerator.process_index, accelerator.num_processes
         self.schedule = Schedule.of(options, len(train), processes)
         self.num_steps = self.schedule.num_steps(progress)
@@ -153,40 +160,83 @@ class Loop:
         self.batches = read_ahead(batches, train)
 
     def train_step(self, interrupted: bool) -> tuple[dict[str, float], bool]:
-        """Numbers of the step, and whether any process was interrupted."""
-        accelerator, optim, began = self.accelerator, self.options.optim, time.perf_counter()
-        lr = self.schedule.lr(self.progress)
+        """Numbers of the step, and whether any process was interrupted. Values that are not finite are left out."""
+        accelerator, progress, began = self.accelerator, self.progress, time.perf_counter()
+        lr = self.schedule.lr(progress)
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = lr
-        window = [next(self.batches) for _ in range(optim.accumulation)]
+        totals = self.backward([next(self.batches) for _ in range(self.options.optim.accumulation)])
+        totals["interrupted"] = torch.tensor([float(interrupted), 1.0], device=accelerator.device)
+        sums = reduce(accelerator, totals)
+        stopped = sums.pop("interrupted")[0] > 0
+        record = {name: total / max(count, 1.0) for name, (total, count) in sums.items()}
+        self.update(record)
+        progress.rows += self.schedule.next_rows(progress)
+        progress.step += 1
+        progress.tokens += int(sums["loss"][1])
+        rate = sums["loss"][1] / (time.perf_counter() - began)
+        record |= {"lr": lr, "tokens": progress.tokens, "tokens_per_second": rate}
+        record |= {"skipped_steps": progress.skipped_steps} if progress.skipped_steps else {}
+        return {name: value for name, value in record.items() if math.isfinite(value)}, stopped
+
+    def backward(self, window: Sequence[tuple[Batch, bool]]) -> Metrics:
+        """Clipped gradients of the window's loss. The sums of its metrics, and `grad_norm` before clipping.
+
+        Of the last window of an epoch some batches may be no new ones, and count nothing.
+        """
+        accelerator, optim, totals = self.accelerator, self.options.optim, Metrics()
         supervised = float(sum(batch.num_supervised for batch, is_new in window if is_new))
         num_tokens = torch.tensor(supervised, device=accelerator.device)
         # Processes average their gradients and the accelerator divides by the window: both are undone here.
         scale = accelerator.num_processes * optim.accumulation / accelerator.reduce(num_tokens, "sum")
-        totals: Metrics = {"interrupted": torch.tensor([float(interrupted), 1.0], device=accelerator.device)}
-        for batch, is_new in window:  # the last window of an epoch run may hold batches that are none
+        for batch, is_new in window:
             with accelerator.accumulate(self.model):
                 loss, metrics = self.model(batch)
                 accelerator.backward(loss * (scale * is_new))
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(self.model.parameters(), optim.clip)
-                for optimizer in self.optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
             losses = torch.stack((loss.detach(), loss.new_tensor(batch.num_supervised)))
             add(totals, metrics | {"loss": losses}, weight=int(is_new))
-        sums = reduce(accelerator, totals)
-        stopped = sums.pop("interrupted")[0] > 0
-        record = {name: total / max(count, 1.0) for name, (total, count) in sums.items()}
-        norms = {} if norm is None else {"grad_norm": float(norm)}
-        for name, value in {"loss": record["loss"], **norms}.items():
-            if not math.isfinite(value):
-                raise ValueError(f"{name} is {value} at step {self.progress.step + 1}; lower optim.lr {optim.lr}")
-        self.progress.rows += self.schedule.next_rows(self.progress)
-        self.progress.step += 1
-        self.progress.tokens += int(sums["loss"][1])
-        rate = sums["loss"][1] / (time.perf_counter() - began)
-        return record | norms | {"lr": lr, "tokens": self.progress.tokens, "tokens_per_second": rate}, stopped
+        if norm is not None:  # old versions of DeepSpeed give none
+            norm = torch.as_tensor(norm.full_tensor() if isinstance(norm, DTensor) else norm, device=accelerator.device)
+            totals["grad_norm"] = torch.stack((norm, torch.ones_like(norm)))
+        return totals
+
+    def update(self, record: Mapping[str, float]) -> None:
+        """Takes the optimizers' step, unless the loss or gradient in `record`, that of all processes, is not finite.
+
+        DeepSpeed has taken its step, or skipped it, within `backward`.
+        """
+        norm = record.get("grad_norm", 0.0)
+        is_finite = math.isfinite(record["loss"]) and math.isfinite(norm) and norm >= 0  # DeepSpeed's NaN may be -1
+        was_skipped = any(optimizer.step_was_skipped for optimizer in self.optimizers)  # by DeepSpeed
+        for optimizer in self.optimizers:
+            if is_finite:
+                optimizer.step()
+            optimizer.zero_grad()
+        if is_finite and not was_skipped:
+            self.skipped_in_a_row = 0
+        else:
+            self.skip(f"loss {record['loss']:.4g}, gradient norm {norm:.4g}", was_skipped)
+
+    def skip(self, numbers: str, was_skipped: bool) -> None:
+        """Counts a step without effect. Raises ValueError after MAX_SKIPPED of them in a row, and where DeepSpeed has
+        let it have its effect."""
+        step, lr = self.progress.step + 1, self.options.optim.lr
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED and not was_skipped:
+            raise ValueError(
+                f"step {step} is not finite ({numbers}), and this version of DeepSpeed has applied it; lower optim.lr "
+                f"{lr}, or continue from the last checkpoint with a newer DeepSpeed"
+            )
+        self.progress.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row == MAX_SKIPPED:
+            raise ValueError(
+                f"{MAX_SKIPPED} steps in a row, up to step {step}, were not finite ({numbers}) and not applied; lower "
+                f"optim.lr {lr}, or look for broken data or target states"
+            )
+        if self.accelerator.is_main_process:
+            tqdm.write(f"step {step} is not finite ({numbers}) and not applied")
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -207,7 +257,8 @@ class Loop:
 
 
 def show(bar: tqdm, record: Mapping[str, float], progress: Progress) -> None:
-    shown = {"loss": f"{record['loss']:.3f}", "tok/s": f"{record['tokens_per_second']:.0f}"}
+    shown = {"loss": f"{record['loss']:.3f}"} if "loss" in record else {}
+    shown["tok/s"] = f"{record['tokens_per_second']:.0f}"
     if "accept_length" in progress.metrics:
         shown["accept"] = f"{progress.metrics['accept_length']:.2f}"
     bar.set_postfix(shown, refresh=False)

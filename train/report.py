@@ -32,6 +32,7 @@ TITLES = {
     "accept_rate": "Agreement with the target's best token by step, training",
     "tokens_per_second": "Throughput: supervised tokens per second",
     "grad_norm": "Gradient norm before clipping",
+    "skipped_steps": "Steps skipped because their gradient was not finite",
 }
 NOT_DRAWN = {"step", "tokens"}
 SHOWN_ABOVE = {"step", "tokens", "best_step", "best_accept_length", "metrics", "argv"}

@@ -24,12 +24,11 @@ from slipstream.models.eagle3_checkpoint import load_eagle3
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE, SaveData, random_dataset
 from slipstream.train import draft_setup, loop
-from slipstream.train.batches import Batch, PackedRows
+from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import clean
 from slipstream.train.eagle3 import Eagle3Training, main
 from slipstream.train.loop import Loop
 from slipstream.train.trackers import read_metrics
-from slipstream.train.training import Metrics
 
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).parents[2]
@@ -205,7 +204,7 @@ def test_what_does_not_change_the_run_may_change(finished: Path, arguments: Argu
         ({"draft__intermediate_size": 8}, "init_from_target needs a draft as wide as its target"),
         ({"data__path": "/nowhere"}, "data.path /nowhere holds no report.json"),
         ({"target": "/nowhere"}, "/nowhere"),
-        ({"optim__lr": 1e30, "optim__clip": 1e30}, "lower optim.lr"),
+        ({"optim__lr": 1e30, "optim__clip": 1e30, "optim__steps": 20}, "lower optim.lr"),
     ],
 )
 def test_bad_options_end_in_a_sentence(
@@ -214,23 +213,6 @@ def test_bad_options_end_in_a_sentence(
     with pytest.raises(SystemExit) as stop:
         main(arguments(tmp_path, **changes))
     assert message in str(stop.value.code)
-
-
-def test_a_step_whose_gradient_is_no_number_is_not_saved(
-    tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loss shows it one step later, when the weights are gone."""
-    whole = Eagle3Training.loss
-
-    def loss(training: Eagle3Training, batch: Batch) -> tuple[Tensor, Metrics]:
-        value, metrics = whole(training, batch)
-        zero = (training.draft.norm.weight * 0).sum()
-        return value + (zero.sqrt() if batch.numbers[0] == 2 else zero), metrics  # sqrt has no derivative at 0
-
-    monkeypatch.setattr(Eagle3Training, "loss", loss)
-    with pytest.raises(SystemExit, match=r"grad_norm is nan at step 2; lower optim\.lr"):
-        main(arguments(tmp_path))
-    assert not list(tmp_path.glob("step-*"))
 
 
 @pytest.mark.parametrize(
