@@ -47,7 +47,7 @@ class EngineConfig:
     overlap: bool = True
     """On a GPU, read a round's tokens while the next one runs."""
     kv_cache_tokens: int | None = None
-    """Size of the KV cache in tokens. Default: from mem_fraction."""
+    """Size of the KV cache in tokens. Default: from mem_fraction, on the CPU from the free memory."""
     mem_fraction: float = 0.9
     """Share of the GPU's memory to use: weights, working memory, graphs, and KV cache with the rest (on the CPU the KV
     cache takes a quarter of what is free)."""

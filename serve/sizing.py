@@ -1,7 +1,6 @@
 """How many pages the KV cache gets, and the longest request that this allows."""
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +8,7 @@ import torch
 
 from slipstream.serve.batch import Batch, KVSpec
 from slipstream.serve.graphs import MODES, buckets
+from slipstream.serve.host_memory import available_bytes
 from slipstream.serve.options import PREFILL_BLOCK, EngineConfig
 from slipstream.serve.prompt_graphs import sizes as prefill_sizes
 from slipstream.serve.round import Runner
@@ -40,6 +40,11 @@ class Sizing:
             return 1 + -(-config.kv_cache_tokens // config.page_size)
         free = free_bytes(self.device, config.mem_fraction) - workspace
         page_bytes = bytes_per_token(self.specs, self.dtype) * config.page_size
+        if free < page_bytes and self.device.type == "cpu":
+            raise ValueError(
+                f"no memory for the KV cache: a quarter of what is free, {free / 1e6:.3g} MB, holds no page of "
+                f"{config.page_size} tokens, {page_bytes / 1e6:.3g} MB; free some, or set kv_cache_tokens"
+            )
         if free < page_bytes:
             raise ValueError(
                 f"mem_fraction {config.mem_fraction} leaves no memory for the KV cache: beside the weights, passes and "
@@ -53,9 +58,10 @@ class Sizing:
         if fitting >= max_model_len:
             return max_model_len
         if self.config.max_model_len is not None or fitting < 2:
+            size = "kv_cache_tokens" if self.device.type == "cpu" else "kv_cache_tokens or mem_fraction"
             raise ValueError(
                 f"the KV cache holds {max(fitting, 0)} tokens of one request and max_model_len is {max_model_len}; "
-                "lower max_model_len, or raise kv_cache_tokens or mem_fraction"
+                f"lower max_model_len, or raise {size}"
             )
         logger.warning("max_model_len is %d instead of %d: the KV cache holds no more", fitting, max_model_len)
         return fitting
@@ -71,7 +77,7 @@ def free_bytes(device: torch.device, mem_fraction: float) -> int:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return int(free - (1.0 - mem_fraction) * total)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    return available_bytes() // 4
 
 
 def measure_workspace(runner: Runner, config: EngineConfig, width: int, num_widths: int) -> int:

@@ -1,0 +1,68 @@
+"""What is left for the KV cache on the CPU, read off trees such as the kernel shows."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from slipstream.serve import sizing
+from slipstream.serve.host_memory import available_bytes
+from slipstream.tests.serve.engine_runs import build_engine
+
+FREE = 9_000  # on the machine
+V1 = "5:cpu,cpuacct:/job\n4:memory:{path}\n1:name=systemd:/\n"
+V1_STAT = "cache 7\nactive_file 1\ntotal_active_file {}\ntotal_inactive_file 3\n"
+V2_STAT = "anon 7\nfile 9\nactive_file {}\ninactive_file 3\n"
+
+
+def write(folder: Path, version: int, limit: int | str, usage: int, cached: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+    for name, value in zip(names, (limit, usage), strict=True):
+        (folder / name).write_text(f"{value}\n")
+    (folder / "memory.stat").write_text((V1_STAT if version == 1 else V2_STAT).format(cached))
+
+
+@pytest.mark.parametrize(
+    ("version", "path", "groups", "expected"),
+    [
+        (2, "/", {"": (5000, 1000, 600)}, 4603),  # a container, which sees its own group as the root
+        (2, "/a/b", {"a/b": ("max", 10, 0), "a": (2000, 1500, 40)}, 543),  # the parent's limit counts
+        (2, "/a", {"a": ("max", 10, 0)}, FREE),
+        (2, "/a", {"a": (10_000, 50, 0)}, FREE),  # the machine has less
+        (2, "/a", {"a": (100, 500, 0)}, 0),  # over its limit
+        (1, "/docker/7", {"": (5000, 1000, 600)}, 4603),  # the group is named as the host sees it
+        (1, "/a/b", {"": (2**63 - 4096, 9, 0), "a": (3000, 900, 0), "a/b": (1000, 400, 0)}, 603),
+        (1, "/a", {}, FREE),
+    ],
+)
+def test_limits_of_containers_count_and_cached_files_do_not(
+    version: int,
+    path: str,
+    groups: dict[str, tuple[int | str, int, int]],
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=FREE))
+    assert available_bytes(tmp_path) == FREE, "without cgroups"
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(V1.format(path=path) + "0::/\n" if version == 1 else f"0::{path}\n")
+    for name, values in groups.items():
+        write(tmp_path / "sys/fs/cgroup" / ("memory" if version == 1 else "") / name, version, *values)
+    assert available_bytes(tmp_path) == expected
+
+
+def test_the_cache_takes_a_quarter_and_errors_name_what_acts(
+    make_target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token of this target takes 2 x 4 layers x 2 heads x 8 x 4 bytes = 512 bytes."""
+    monkeypatch.setattr(sizing, "available_bytes", lambda: 4 * 1000 * 512)
+    assert build_engine(make_target("llama"), kv_cache_tokens=None).info.kv_cache_tokens == 1000 // 16 * 16
+    with pytest.raises(ValueError, match=r"max_model_len, or raise kv_cache_tokens$"):
+        build_engine(make_target("llama"), kv_cache_tokens=32, max_model_len=100)
+    monkeypatch.setattr(sizing, "available_bytes", lambda: 4 * 15 * 512)
+    with pytest.raises(ValueError, match=r"a quarter of what is free, .* holds no page .* or set kv_cache_tokens$"):
+        build_engine(make_target("llama"), kv_cache_tokens=None)
