@@ -22,6 +22,7 @@ from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, KVSpec, Proposal, Rows, Verdict
 from slipstream.serve.draft_vocabulary import DraftVocabulary
 from slipstream.serve.drafters import base
+from slipstream.serve.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,9 @@ class AutoregressiveDrafter(base.Drafter):
         """A chain's first token comes from `hidden`, its last one is not fed back; nor is a tree's last level."""
         shape = self.shape.within(width) if width > 1 else TreeShape(1, 1)
         return shape.expanded
+
+    def check(self, request: Request) -> None:
+        self.vocabulary.check(request)
 
     def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
         assert attention is not None

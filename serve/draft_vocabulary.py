@@ -18,6 +18,7 @@ from slipstream.models.target import Target
 from slipstream.models.token_map import check_tokenizer
 from slipstream.models.token_map_files import read_token_map
 from slipstream.serve.batch import Batch, Verdict
+from slipstream.serve.request import Request
 
 HALF_LIFE = 8192  # tokens read or said after which an occurrence counts half
 
@@ -69,6 +70,14 @@ class DraftVocabulary:
     def target_ids(self, columns: Tensor) -> Tensor:
         """Target ids (...) of columns (...) of the head's logits."""
         return columns if self.head.ids is None else self.head.ids[columns]
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError for a request of a namespace: recent tokens are those of all requests."""
+        if self.recent is not None and request.namespace:
+            raise ValueError(
+                "cache_salt is set, but this server's drafter learns words from all requests alike; leave cache_salt "
+                "out, or start the server without --drafter.token-map-dynamic"
+            )
 
     def observe(self, batch: Batch, verdict: Verdict | None) -> None:
         """Counts what a pass has read or emitted; rows that fill up the batch do not count."""

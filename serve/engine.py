@@ -4,7 +4,6 @@ One step launches at most one batch of prompt chunks and one round for every req
 tokens are read a round later (`overlap`): the scheduler goes on with what it knows, and the device knows the rest.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -31,8 +30,6 @@ from slipstream.serve.round_times import width_policy
 from slipstream.serve.scheduler import Scheduler, Sequence
 from slipstream.serve.sizing import Sizing, measure_workspace
 from slipstream.serve.widths import PATIENCE, Offer
-
-logger = logging.getLogger(__name__)
 
 MAX_ROUNDS_IN_FLIGHT = 2  # with overlap: one runs, the next one waits behind it
 WAIT_DECAY = 0.95  # weight of a round's wait for the host after one more round
@@ -119,6 +116,7 @@ class Engine:
         """Raises ValueError for a request that can never be served."""
         if any(not 0 <= token < self.info.vocab_size for token in request.prompt):
             raise ValueError(f"prompt holds a token id outside 0..{self.info.vocab_size - 1}; check the tokenizer")
+        self.drafter.check(request)
         self.scheduler.validate(request)
 
     def add(self, request: Request) -> None:

@@ -19,6 +19,7 @@ from slipstream.models.drafter_names import drafter_of
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, HostProposal, KVSpec, Proposal, Rows, Verdict
+from slipstream.serve.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,9 @@ class Drafter(ABC):
 
     def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
         """Shares the target's weights and the rows; `attention` works on the KV that `kv` asked for."""
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError for a request that it would not serve as promised."""
 
     def admit(self, row: int, tokens: list[int], namespace: str) -> None:
         """A request begins (or resumes) in `row` with these tokens, prefix hits included."""

@@ -20,6 +20,7 @@ from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, KVSpec, Proposal, Rows, Verdict
 from slipstream.serve.draft_vocabulary import DraftVocabulary, TokenMapOptions, target_vocabulary
 from slipstream.serve.drafters import base
+from slipstream.serve.request import Request
 
 MAX_BLOCK = 64  # nodes that our attention kernel takes
 
@@ -64,6 +65,9 @@ class Drafter(base.Drafter):
 
     def scratch(self, width: int) -> int:
         return self._slots(width) if width > 1 else 0
+
+    def check(self, request: Request) -> None:
+        self.vocabulary.check(request)
 
     def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
         assert attention is not None

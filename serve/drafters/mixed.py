@@ -18,6 +18,7 @@ from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, HostProposal, Proposal, Rows, Verdict
 from slipstream.serve.drafters import base, ngram
+from slipstream.serve.request import Request
 
 
 @dataclass(frozen=True)  # without slots: it is a second base of others
@@ -89,6 +90,9 @@ class Drafter(base.Drafter):
     def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
         self.network.attach(target, state, attention)
         self.ngram.attach(target, state, None)
+
+    def check(self, request: Request) -> None:
+        self.network.check(request)
 
     def admit(self, row: int, tokens: list[int], namespace: str) -> None:
         self.network.admit(row, tokens, namespace)

@@ -183,6 +183,22 @@ def test_recent_tokens_can_be_drafted(target: Path, drafts: dict[str, Path], tmp
     assert accepted[1] > accepted[0]
 
 
+@pytest.mark.parametrize("mixed", [{}, {"ngram_first": 5}])
+@pytest.mark.parametrize("drafter", ["eagle", "dflash"])
+def test_recent_tokens_of_all_do_not_go_with_a_salt(
+    drafter: str, mixed: dict[str, int], target: Path, drafts: dict[str, Path], tmp_path: Path
+) -> None:
+    """Another tenant's words would show in the accept length. A static map shows nothing."""
+    save_map(tmp_path / "map.safetensors")
+    salted = replace(make_request("salted", [5, 6], max_tokens=2), namespace="tenant")
+    options = mixed | {"token_map": str(tmp_path / "map.safetensors")}
+    run(build_engine(target, drafts[drafter], drafter=options), [salted])
+    engine = build_engine(target, drafts[drafter], drafter=options | {"token_map_dynamic": 16})
+    with pytest.raises(ValueError, match="cache_salt is set, but .* without --drafter.token-map-dynamic"):
+        engine.add(salted)
+    run(engine, [make_request("plain", [5, 6], max_tokens=2)])
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_rounds_of_fixed_buffers(drafter: str, target: Path, drafts: dict[str, Path], tmp_path: Path) -> None:
     """As captured ones: batches filled up with null rows."""
