@@ -29,7 +29,9 @@ from slipstream.bench.sweep_questions import Question, is_right, read_questions
 from slipstream.bench.sweep_report import plot, table
 from slipstream.bench.workload import QUESTIONS, Task
 from slipstream.config import parse
+from slipstream.models.chat_template import PromptTemplate
 from slipstream.models.checkpoint import is_checkpoint, resolve
+from slipstream.models.messages import DEFAULT_DATE
 from slipstream.serve.options import EngineConfig, find_target
 
 WARMUP_TOKENS = 32  # of each answer
@@ -195,8 +197,8 @@ def measure(
 
 def encode(tokenizer: Any, questions: Sequence[Question], template: dict[str, Any]) -> list[list[int]]:
     chats = [[{"role": "user", "content": question.text}] for question in questions]
-    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **template}
-    texts = [tokenizer.apply_chat_template(chat, **options) for chat in chats]
+    prompts = PromptTemplate(tokenizer, date=DEFAULT_DATE, variables={})
+    texts = [prompts.render(chat, prompt=True, variables=template) for chat in chats]
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.data_tools.rows import Row, RowError
+from slipstream.models.messages import Message, check_text, read_messages
 
-Message = dict[str, Any]
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -22,6 +22,7 @@ ROLES = {
     "model": "assistant",
     "observation": "tool",
 }
+SHAREGPT = {"from": "role", "value": "content"}
 FORMATS = "messages, conversations, prompt + completion, text or input_ids + loss_mask"
 
 
@@ -53,8 +54,8 @@ def to_example(row: Row, columns: Mapping[str, Any], *, has_template: bool = Tru
             return Example(id=identity, tokenizer_hash=columns.get("tokenizer_hash"), **tokens)
         tools = _tools(columns.get("tools"))
         if "messages" in present or "conversations" in present:
-            listed = columns["messages"] if "messages" in present else columns["conversations"]
-            messages = _system(columns) + _messages(listed)
+            column = "messages" if "messages" in present else "conversations"
+            messages = _system(columns) + _messages(columns[column], column)
             return Example(id=identity, messages=messages, tools=tools, is_cut=is_cut)
         if {"prompt", "completion"} <= present:
             example = _completion(identity, columns["prompt"], columns["completion"], tools, has_template)
@@ -68,23 +69,6 @@ def to_example(row: Row, columns: Mapping[str, Any], *, has_template: bool = Tru
     raise RowError(f"{row.place}: has {', '.join(sorted(present)) or 'no column'}; expected {FORMATS}")
 
 
-def check_text(name: str, value: Any) -> None:
-    """Raises ValueError where a string in `value`, however deep, holds half of a surrogate pair: it has no bytes."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            half = f"\\u{ord(value[error.start]):04x}"
-            raise ValueError(f"{name} holds {half} at character {error.start}, half of a surrogate pair") from error
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            check_text(name, key)
-            check_text(name, inner)
-    elif isinstance(value, list):
-        for inner in value:
-            check_text(name, inner)
-
-
 def content_hash(messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
     """Identifies a conversation by what it says."""
     text = json.dumps([messages, tools], sort_keys=True, ensure_ascii=False)
@@ -93,7 +77,7 @@ def content_hash(messages: Sequence[Message], tools: Sequence[Any] | None) -> st
 
 def _completion(identity: str | None, prompt: Any, completion: Any, tools: Any, has_template: bool) -> Example:
     if isinstance(prompt, list) and isinstance(completion, list):
-        return Example(id=identity, messages=_messages([*prompt, *completion]), tools=tools)
+        return Example(id=identity, messages=_messages([*prompt, *completion], "prompt + completion"), tools=tools)
     prompt, completion = _string("prompt", prompt), _string("completion", completion)
     if not has_template:
         return Example(id=identity, prompt=prompt, text=completion)
@@ -115,31 +99,20 @@ def _tokens(input_ids: Any, loss_mask: Any) -> dict[str, Any]:
     return {"input_ids": input_ids, "loss_mask": loss_mask}
 
 
-def _messages(listed: Any) -> list[Message]:
-    if not isinstance(listed, list) or not listed:
-        raise ValueError("the conversation is not a list, or it is empty")
-    return [_message(number, entry) for number, entry in enumerate(listed, 1)]
+def _messages(listed: Any, column: str) -> list[Message]:
+    return read_messages([_openai_form(entry) for entry in listed] if isinstance(listed, list) else listed, column)
 
 
-def _message(number: int, entry: Any) -> Message:
+def _openai_form(entry: Any) -> Any:
+    """ShareGPT's `from` and `value` as `role` and `content`, and its roles by OpenAI's names."""
     if not isinstance(entry, dict):
-        raise ValueError(f"message {number} is a {type(entry).__name__}, not an object")
-    check_text(f"message {number}", entry)
-    message = {key: value for key, value in entry.items() if value is not None and key not in ("from", "value")}
-    role = message.get("role", entry.get("from"))
-    if not isinstance(role, str):
-        raise ValueError(f"message {number} has no role (`role` or `from`)")
-    content = message.get("content", entry.get("value"))
-    if content is None and "tool_calls" not in message:
-        raise ValueError(f"message {number} has no content (`content` or `value`)")
-    return message | {"role": ROLES.get(role, role), "content": _content(number, content)}
-
-
-def _content(number: int, content: Any) -> str:
-    """Plain text; the parts of a list are joined."""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(_string(f"message {number}", part.get("text")) for part in content)
-    return "" if content is None else _string(f"message {number}", content)
+        return entry
+    message = {key: value for key, value in entry.items() if key not in SHAREGPT}
+    for theirs, ours in SHAREGPT.items():
+        if message.get(ours) is None and theirs in entry:
+            message[ours] = entry[theirs]
+    role = message.get("role")
+    return message | {"role": ROLES.get(role, role)} if isinstance(role, str) else message
 
 
 def _string(name: str, value: Any) -> str:

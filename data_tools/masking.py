@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from slipstream.data_tools.chat_template import ChatTemplate, RowDropped
-from slipstream.data_tools.conversations import Message
+from slipstream.models.messages import Message
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
 

@@ -1,8 +1,9 @@
 """Options that the data programs share."""
 
-import datetime
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from slipstream.models.messages import DEFAULT_DATE, check_date, date_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +32,8 @@ class ConversationOptions:
     """File with a Jinja chat template that replaces the tokenizer's."""
     template: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as --template.enable_thinking false."""
-    date: str = "2024-07-26"
-    """Date (year-month-day) that chat templates see as today's."""
+    date: str = DEFAULT_DATE
+    """Date (year-month-day, or today) that chat templates see as today's; `serve` has the same option."""
 
     def __post_init__(self) -> None:
         for condition in self.where:
@@ -40,10 +41,9 @@ class ConversationOptions:
                 raise ValueError(f"where is {condition!r}; write column=value, such as split=train")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}; it must be at least 1")
-        try:
-            datetime.date.fromisoformat(self.date)
-        except ValueError as error:
-            raise ValueError(f"date is {self.date!r}; write year-month-day, such as 2024-07-26") from error
+        check_date(self.date)
+        # Reports and files that are continued name the day, also where that was `today`.
+        object.__setattr__(self, "date", date_of(self.date).isoformat())
 
     @property
     def conditions(self) -> dict[str, str]:

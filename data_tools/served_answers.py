@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.data_tools.conversations import Message, check_text, to_example
+from slipstream.data_tools.conversations import to_example
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import Row, RowError, matches
 from slipstream.data_tools.target_tokenizer import TargetTokenizer
 from slipstream.data_tools.tokenization import Outcome
+from slipstream.models.messages import Message, check_text
 
 CHUNK_ROWS = 1024
 ID_COLUMNS = ("token_ids", "output_ids")

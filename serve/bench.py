@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slipstream.config import parse
+from slipstream.models.messages import read_messages
 from slipstream.serve.load import LoadResult, Prompt, run_load
 
 COLUMNS = (  # heading, key of the summary, factor
@@ -88,7 +89,7 @@ def read_prompt(row: dict[str, Any]) -> Prompt:
         return row["prompt"]
     if "turns" in row:
         return [{"role": "user", "content": row["turns"][0]}]
-    messages = [{"role": message["role"], "content": message["content"]} for message in row["messages"]]
+    messages = [{name: message[name] for name in ("role", "content")} for message in read_messages(row["messages"])]
     return messages[:-1] if messages[-1]["role"] == "assistant" else messages
 
 

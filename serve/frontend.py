@@ -5,8 +5,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 
+from slipstream.models.chat_template import PromptTemplate, TemplateFailed, TemplateRefused
 from slipstream.models.checkpoint import read_json
 from slipstream.models.pretrained import load_tokenizer
 from slipstream.serve.detokenize import Decoder
@@ -29,6 +29,8 @@ class Frontend:
         self.sampling_defaults = read_sampling_defaults(path)
         self.tokenizer = load_tokenizer(path, config.trust_remote_code)
         self.tokenizer("")  # its first call may change its settings, which fails while another thread uses it
+        has_template = bool(self.tokenizer.chat_template)
+        self.template = PromptTemplate(self.tokenizer, date=config.date, variables={}) if has_template else None
         self.decoder = Decoder(self.tokenizer)
         self.max_model_len, self.vocab_size = info.max_model_len, info.vocab_size
 
@@ -38,23 +40,27 @@ class Frontend:
             raise ApiError(404, message, "model", "model_not_found")
 
     def chat_prompt(self, body: ChatBody) -> list[int]:
-        if not self.tokenizer.chat_template:
+        if self.template is None:
             raise ApiError(400, f"{self.model_name} has no chat template; use /v1/completions", "messages")
         reserved = {*RESERVED_IN_TEMPLATES, *inspect.signature(self.tokenizer.apply_chat_template).parameters}
         for name in body.chat_template_kwargs:
             if name in reserved:
                 raise ApiError(400, f"chat_template_kwargs must not hold {name}", "chat_template_kwargs")
         try:
-            text = self.tokenizer.apply_chat_template(
-                body.messages,
-                tokenize=False,
-                add_generation_prompt=body.add_generation_prompt,
-                **body.chat_template_kwargs,
+            text = self.template.render(
+                body.messages, prompt=body.add_generation_prompt, variables=body.chat_template_kwargs
             )
-        except (TemplateError, TypeError, ValueError) as error:  # the latter two: of arguments it can not work with
+        except TemplateFailed as error:
+            if not body.chat_template_kwargs:
+                raise  # a fault of the template's
+            message = "chat_template_kwargs has a value that the chat template can not work with; leave it out"
+            raise ApiError(400, message, "chat_template_kwargs") from error
+        except TemplateRefused as error:  # its text is the template's own word to its users
             field = "chat_template_kwargs" if body.chat_template_kwargs else "messages"
             raise ApiError(400, f"the chat template refuses this request: {error}", field) from error
-        return self.encode(str(text), "messages", add_special_tokens=False)
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from error
+        return self.encode(text, "messages", add_special_tokens=False)
 
     def completion_prompts(self, body: CompletionBody) -> list[list[int]]:
         prompts: list[list[int]] = []

@@ -79,7 +79,9 @@ def banner(config: ServeConfig, frontend: Frontend, url: str) -> str:
     path, body = "completions", '{"prompt": "Once upon a time", "max_tokens": 64}'
     if frontend.tokenizer.chat_template:
         path, body = "chat/completions", '{"messages": [{"role": "user", "content": "What is 12 * 7?"}]}'
+    dated = frontend.template is not None and frontend.template.inserts_date
+    date = f"the chat template is told that today is {config.date}; change it with --date\n" if dated else ""
     return (
-        f"model {frontend.model_name}, draft {config.draft}, at {url} (Ctrl-C ends it)\n"
+        f"model {frontend.model_name}, draft {config.draft}, at {url} (Ctrl-C ends it)\n{date}"
         f"curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'"
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
+from slipstream.models.messages import DEFAULT_DATE, check_date
 
 PREFILL_BLOCK = 32  # queries of which captured prefills are made; with 4 query heads to a KV head a tile of our kernel
 MOST_RUNNING = 1024  # with 64 nodes each, the most rows that kernels count programs for (kernels/arrivals.py)
@@ -100,6 +101,8 @@ class ServeConfig(EngineConfig):
     """Name under which clients ask for the model. Default: the target's."""
     max_waiting: int = 256
     """Requests that may wait beyond the running ones before new ones get status 429."""
+    date: str = DEFAULT_DATE
+    """Date (year-month-day, or today) that chat templates see as today's; `prepare` and `regenerate` have the same."""
     unsafe_simulate: bool = False
     """Allow simulate_accept_length, which makes every answer wrong."""
 
@@ -109,6 +112,7 @@ class ServeConfig(EngineConfig):
             raise ValueError(f"port is {self.port}; it must be between 0 (any free port) and 65535")
         if self.max_waiting < 0:
             raise ValueError(f"max_waiting is {self.max_waiting}; it must be at least 0")
+        check_date(self.date)
         if self.simulate_accept_length is not None and not self.unsafe_simulate:
             raise ValueError(
                 f"simulate_accept_length is {self.simulate_accept_length}: every answer would be wrong; if a benchmark "

@@ -8,6 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from slipstream.models import messages as chat
+from slipstream.models.messages import TEXT_PARTS, Message, MessageError
+
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions; a chat answer may fill the context
 ROLES = ("system", "developer", "user", "assistant")
 
@@ -60,11 +63,11 @@ NEUTRAL: dict[str, tuple[Any, ...] | None] = {
     "verbosity": (),
     "web_search_options": (),
 }
+MESSAGE_FIELDS = {"role", "content", "name", "refusal"}
 NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...] | None] = {  # what an answer carries when it is sent back as a turn
-    "annotations": ([],),
+    "annotations": None,
     "audio": (),
     "function_call": (),
-    "refusal": (),
     "tool_calls": ([],),
 }
 
@@ -89,40 +92,29 @@ def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     return any(value == other and (type(value) is bool) == (type(other) is bool) for other in allowed)
 
 
-def read_messages(value: Any) -> list[dict[str, str]]:
-    if not isinstance(value, list) or not value:
-        raise ApiError(400, "messages must be a list of at least one message", "messages")
-    return [read_message(message, f"messages.{index}") for index, message in enumerate(value)]
+def read_messages(value: Any) -> list[Message]:
+    """What the chat template gets. Raises ApiError naming the field that is wrong or unknown."""
+    if isinstance(value, list):
+        value = [known_message(message, f"messages.{index}") for index, message in enumerate(value)]
+    try:
+        return chat.read_messages(value)
+    except MessageError as error:
+        raise ApiError(400, str(error), error.field) from error
 
 
-def read_message(value: Any, where: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise ApiError(400, f"{where} must be an object with role and content", where)
-    message = understood_fields(value, {"role", "content", "name"}, NEUTRAL_IN_MESSAGE, f"{where}.")
-    if message.get("role") not in ROLES:
-        raise ApiError(
-            400, f"{where}.role is {message.get('role')!r}; it must be one of {', '.join(ROLES)}", f"{where}.role"
-        )
-    if not isinstance(message.get("name", ""), str):
-        raise ApiError(400, f"{where}.name must be a string", f"{where}.name")
-    message["content"] = read_content(message.get("content"), f"{where}.content")
-    if message["role"] == "developer":  # OpenAI's newer word; templates know the older one
-        message["role"] = "system"
-    return message
-
-
-def read_content(value: Any, where: str) -> str:
-    """A string, or text parts joined by line breaks."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise ApiError(400, f"{where} must be a string or a list of text parts", where)
-    for index, part in enumerate(value):
-        is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        if not is_text or part.keys() != {"type", "text"}:
-            message = f'{where}.{index} is not supported; parts must have the form {{"type": "text", "text": ...}}'
-            raise ApiError(400, message, f"{where}.{index}")
-    return "\n".join(part["text"] for part in value)
+def known_message(message: Any, where: str) -> Any:
+    """`message` without the fields that ask for nothing. Raises ApiError for fields and roles that this server does not
+    know; the rest is the reader's business."""
+    if not isinstance(message, dict):
+        return message
+    understood_fields(message, MESSAGE_FIELDS, NEUTRAL_IN_MESSAGE, f"{where}.")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise ApiError(400, f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{where}.role")
+    for index, part in enumerate(content if isinstance(content, list) else []):
+        if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
+            understood_fields(part, {"type", part["type"]}, {}, f"{where}.content.{index}.")
+    return {name: entry for name, entry in message.items() if name in MESSAGE_FIELDS}
 
 
 def read_prompts(value: Any) -> list[str | list[int]]:
@@ -204,7 +196,7 @@ class StreamOptions(BaseModel):
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[dict[str, str]], BeforeValidator(read_messages)]
+    messages: Annotated[list[Message], BeforeValidator(read_messages)]
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}

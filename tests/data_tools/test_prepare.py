@@ -171,7 +171,7 @@ def test_text_without_bytes_is_a_bad_row(tmp_path: Path, target: Path, capsys: p
     rows = [ROWS[0], {"messages": chat("hi \ud83d", "fine")}]
     with pytest.raises(SystemExit):
         prepare(tmp_path, target, rows)
-    assert "rows.jsonl, line 2: message 1 holds \\ud83d at character 3, half of a" in capsys.readouterr().err
+    assert "rows.jsonl, line 2: messages.0 holds \\ud83d at character 3, half of a" in capsys.readouterr().err
     _, report = prepare(tmp_path, target, rows, "--skip-bad", "--heldout", "0")
     assert (report["rows_kept"], report["rows_dropped"]) == (1, {"malformed": 1})
 
@@ -214,9 +214,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pyte
         main(arguments)
     assert caught.value.code == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith(
-        f"slipstream prepare: error: {data}, line 4: the conversation is not a list, or it is empty"
-    )
+    assert error.startswith(f"slipstream prepare: error: {data}, line 4: messages must be a list of at least one")
     assert not (tmp_path / "out").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
     main([*arguments, "--skip-bad"])

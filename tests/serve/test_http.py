@@ -42,8 +42,8 @@ def test_chat_renders_the_template(client: httpx.Client) -> None:
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "c", "refusal": None, "tool_calls": [], "annotations": []},
     ]
-    rendered = "<|system|>be brief<|user|>a\nb<|assistant|>c<|assistant|>"
-    num_tokens = len("be briefa\nbc") + 4
+    rendered = "<|system|>be brief<|user|>ab<|assistant|>c<|assistant|>"
+    num_tokens = len("be briefabc") + 4
     body = client.post(CHAT, json={"messages": messages, "max_tokens": num_tokens}).json()
     assert body["object"] == "chat.completion"
     assert body["usage"]["prompt_tokens"] == num_tokens

@@ -1,0 +1,119 @@
+"""Chat messages in OpenAI's form, and the date that chat templates are given: one reader for serving and training data.
+
+Invariant: a message reaches the chat template with the same content whoever reads it. Imports nothing heavy.
+"""
+
+import datetime
+from typing import Any
+
+Message = dict[str, Any]
+DEFAULT_DATE = "2024-07-26"  # what Llama 3.1's template writes where nobody tells it the date
+TODAY = "today"
+TEXT_PARTS = ("text", "refusal")  # types of content parts; the text stands under the type's name
+
+
+class MessageError(ValueError):
+    """A message that cannot be read. `field` is the path of what is wrong, such as messages.0.content."""
+
+    def __init__(self, field: str, fault: str) -> None:
+        super().__init__(f"{field} {fault}")
+        self.field = field
+
+
+def read_messages(value: Any, field: str = "messages") -> list[Message]:
+    """The messages of a conversation as a chat template gets them. Raises MessageError.
+
+    Contents become plain text, `developer` becomes `system`, and fields that say nothing (null, empty lists) are left
+    out; other fields, such as `name` and `tool_calls`, are passed on.
+    """
+    if not isinstance(value, list) or not value:
+        raise MessageError(field, "must be a list of at least one message")
+    return [read_message(message, f"{field}.{index}") for index, message in enumerate(value)]
+
+
+def read_message(value: Any, field: str) -> Message:
+    if not isinstance(value, dict):
+        raise MessageError(field, f"is a {type(value).__name__}; it must be an object with role and content")
+    message = {name: entry for name, entry in value.items() if entry is not None and entry != []}
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise MessageError(f"{field}.role", "is missing" if role is None else f"is {role!r}; it must be a string")
+    if not isinstance(message.get("name", ""), str):
+        raise MessageError(f"{field}.name", "must be a string")
+    message["role"] = "system" if role == "developer" else role  # OpenAI's newer word; templates know the older one
+    message["content"] = _text(value, message, field)
+    message.pop("refusal", None)
+    check_text(field, message)
+    return message
+
+
+def _text(value: Message, message: Message, field: str) -> str:
+    """The content, or the refusal that an assistant gave instead. An assistant's null content says nothing: OpenAI's
+    clients send it back as it came, with or without tool calls."""
+    refusal = message.get("refusal", "")
+    if not isinstance(refusal, str):
+        raise MessageError(f"{field}.refusal", "must be a string")
+    content = value.get("content")
+    if content is None:
+        for name in ("audio", "function_call"):
+            if name in message:
+                raise MessageError(f"{field}.{name}", "has no form in chat templates; send content or tool_calls")
+        is_empty_answer = message["role"] == "assistant" and ("content" in value or "tool_calls" in message)
+        if not refusal and not is_empty_answer:
+            raise MessageError(f"{field}.content", "is missing; it must be a string or a list of text parts")
+        return refusal
+    text = read_content(content, f"{field}.content")
+    if text and refusal:
+        raise MessageError(f"{field}.refusal", "stands beside a content; send one of them")
+    return text or refusal
+
+
+def read_content(value: Any, field: str) -> str:
+    """A string, or the text of a list of parts. Parts follow each other with nothing between them, as in templates that
+    take such lists themselves (Llama 3.2's, Qwen2-VL's, Gemma 3's)."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise MessageError(field, f"is {_shown(value)}; it must be a string or a list of text parts")
+    texts = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(kind) if kind in TEXT_PARTS else None
+        if not isinstance(text, str):
+            fault = 'is not supported; parts must have the form {"type": "text", "text": ...}'
+            raise MessageError(f"{field}.{index}", fault)
+        texts.append(text)
+    return "".join(texts)
+
+
+def check_text(field: str, value: Any) -> None:
+    """Raises MessageError where a string in `value`, however deep, holds half of a surrogate pair: it has no bytes."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(value[error.start]):04x}"
+            raise MessageError(field, f"holds {half} at character {error.start}, half of a surrogate pair") from error
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            check_text(field, key)
+            check_text(field, inner)
+    elif isinstance(value, list):
+        for inner in value:
+            check_text(field, inner)
+
+
+def check_date(date: str) -> None:
+    """Raises ValueError unless `date` is year-month-day or `today`."""
+    try:
+        date_of(date)
+    except ValueError as error:
+        raise ValueError(f"date is {date!r}; write year-month-day, such as {DEFAULT_DATE}, or {TODAY}") from error
+
+
+def date_of(date: str) -> datetime.date:
+    return datetime.date.today() if date == TODAY else datetime.date.fromisoformat(date)
+
+
+def _shown(value: Any) -> str:
+    return "an empty list" if value == [] else f"a {type(value).__name__}"

@@ -1,0 +1,98 @@
+"""What a chat template gets to see of a message: the same in a request to the server and in a row of training data."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.data_tools.chat_template import ChatTemplate
+from slipstream.data_tools.conversations import to_example
+from slipstream.data_tools.options import ConversationOptions
+from slipstream.data_tools.rows import Row
+from slipstream.serve.bench import read_prompt
+from slipstream.serve.frontend import Frontend
+from slipstream.serve.options import ServeConfig
+from slipstream.serve.protocol import ChatBody
+from slipstream.tests.data_tools.chats import build_tokenizer, chat
+from slipstream.tests.serve.fake_engine import CONTEXT, VOCABULARY, FakeInfo
+
+# Whatever is in a message shows in the text; and both ways that templates ask for the date.
+TEMPLATE = (
+    "{{ date_string }}|{{ strftime_now('%Y-%m-%d') }}"
+    "{% for m in messages %}{{ '<|im_start|>' + m | dictsort | string + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target")
+    build_tokenizer(TEMPLATE).save_pretrained(path)
+    return path
+
+
+def served(folder: Path, messages: Any, **options: Any) -> str:
+    front = Frontend(ServeConfig(target=str(folder), **options), FakeInfo(10 * CONTEXT, VOCABULARY))
+    [request] = front.requests(ChatBody(messages=messages), "r")
+    return front.tokenizer.decode(request.prompt)
+
+
+def trained(columns: dict[str, Any], **options: Any) -> str:
+    row, config = Row("file, line 1", columns), ConversationOptions(**options)
+    template = ChatTemplate(build_tokenizer(TEMPLATE), date=config.date, variables=config.template)
+    messages = to_example(row, columns).messages
+    assert messages is not None
+    return template.tokenizer.decode(template.encode([template.render(messages, None, prompt=True)])[0])
+
+
+def text(part: str) -> dict[str, str]:
+    return {"type": "text", "text": part}
+
+
+SEEN = [  # a message, the role, content and name that the template sees
+    ({"role": "user", "content": "Hi"}, "user", "Hi", None),
+    ({"role": "user", "content": ""}, "user", "", None),
+    ({"role": "developer", "content": "Hi"}, "system", "Hi", None),
+    ({"role": "user", "content": [text("Hel"), text("lo"), text("\n")]}, "user", "Hello\n", None),
+    ({"role": "user", "content": "Hi", "name": "Zoë"}, "user", "Hi", "Zoë"),
+    ({"role": "user", "content": "Hi", "name": None}, "user", "Hi", None),
+    ({"role": "assistant", "content": None}, "assistant", "", None),
+    ({"role": "assistant", "content": None, "refusal": "No."}, "assistant", "No.", None),
+    ({"role": "assistant", "refusal": "No."}, "assistant", "No.", None),
+    ({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, "assistant", "No.", None),
+    ({"role": "assistant", "content": "Hi", "refusal": None, "audio": None, "function_call": None, "tool_calls": None,
+      "annotations": []}, "assistant", "Hi", None),
+    ({"role": "assistant", "content": "Hi", "refusal": "", "tool_calls": []}, "assistant", "Hi", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "role", "content", "name"), SEEN)
+def test_requests_and_rows_show_the_template_the_same(
+    folder: Path, message: dict[str, Any], role: str, content: str, name: str | None
+) -> None:
+    messages = [*chat("How are you?", "fine"), message, *chat("What?")]
+    plain = {"content": content, "role": role} | ({} if name is None else {"name": name})
+    turn = f"<|im_start|>{sorted(plain.items())}<|im_end|>"
+    assert turn in served(folder, messages)
+    assert served(folder, messages) == trained({"messages": messages})
+    assert read_prompt({"messages": messages})[2] == {"role": role, "content": content}
+
+
+@pytest.mark.parametrize("options", [{}, {"date": "2025-03-05"}, {"date": "today"}])
+def test_requests_and_rows_see_the_same_date(folder: Path, options: dict[str, str]) -> None:
+    rendered = served(folder, chat("Hi"), **options)
+    assert rendered == trained({"messages": chat("Hi")}, **options)
+    if options == {}:
+        assert rendered.startswith("26 Jul 2024|2024-07-26<")
+    if options == {"date": "2025-03-05"}:
+        assert rendered.startswith("05 Mar 2025|2025-03-05<")
+
+
+@pytest.mark.parametrize("config", [ConversationOptions, ServeConfig])
+def test_a_bad_date_is_a_sentence(config: Any) -> None:
+    with pytest.raises(ValueError, match="date is '26 July'; write year-month-day, such as 2024-07-26, or today"):
+        config(target="owner/model", date="26 July")
+
+
+def test_rows_remember_the_day_that_was_today() -> None:
+    assert len(ConversationOptions(date="today").date) == len("2024-07-26")
