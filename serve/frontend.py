@@ -2,13 +2,16 @@
 
 import inspect
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 
 from slipstream.models.chat_template import PromptTemplate, TemplateFailed, TemplateRefused
 from slipstream.models.checkpoint import read_json
+from slipstream.models.messages import Message
 from slipstream.models.pretrained import load_tokenizer
+from slipstream.serve.control_tokens import PlainTextTokenizer
 from slipstream.serve.detokenize import Decoder
 from slipstream.serve.options import ServeConfig, find_target
 from slipstream.serve.protocol import DEFAULT_COMPLETION_TOKENS, ApiError, Body, ChatBody, CompletionBody, check_text
@@ -31,6 +34,7 @@ class Frontend:
         self.tokenizer("")  # its first call may change its settings, which fails while another thread uses it
         has_template = bool(self.tokenizer.chat_template)
         self.template = PromptTemplate(self.tokenizer, date=config.date, variables={}) if has_template else None
+        self.plain_text = PlainTextTokenizer(self.tokenizer) if config.control_tokens_as_text else None
         self.decoder = Decoder(self.tokenizer)
         self.max_model_len, self.vocab_size = info.max_model_len, info.vocab_size
 
@@ -47,9 +51,7 @@ class Frontend:
             if name in reserved:
                 raise ApiError(400, f"chat_template_kwargs must not hold {name}", "chat_template_kwargs")
         try:
-            text = self.template.render(
-                body.messages, prompt=body.add_generation_prompt, variables=body.chat_template_kwargs
-            )
+            text = self.render(body, self.template)
         except TemplateFailed as error:
             if not body.chat_template_kwargs:
                 raise  # a fault of the template's
@@ -61,6 +63,12 @@ class Frontend:
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from error
         return self.encode(text, "messages", add_special_tokens=False)
+
+    def render(self, body: ChatBody, template: PromptTemplate) -> str:
+        def render(messages: Sequence[Message]) -> str:
+            return template.render(messages, prompt=body.add_generation_prompt, variables=body.chat_template_kwargs)
+
+        return render(body.messages) if self.plain_text is None else self.plain_text.render(body.messages, render)
 
     def completion_prompts(self, body: CompletionBody) -> list[list[int]]:
         prompts: list[list[int]] = []
@@ -76,7 +84,10 @@ class Frontend:
         return prompts
 
     def encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
-        return self.tokenizer(check_text(text, field), add_special_tokens=add_special_tokens).input_ids
+        check_text(text, field)
+        if self.plain_text is not None:
+            return self.plain_text(text, add_special_tokens=add_special_tokens)
+        return self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
 
     def requests(self, body: ChatBody | CompletionBody, response_id: str) -> list[Request]:
         """One per choice: all choices of the first prompt, then of the next. Choices share the seed."""

@@ -103,6 +103,8 @@ class ServeConfig(EngineConfig):
     """Requests that may wait beyond the running ones before new ones get status 429."""
     date: str = DEFAULT_DATE
     """Date (year-month-day, or today) that chat templates see as today's; `prepare` and `regenerate` have the same."""
+    control_tokens_as_text: bool = False
+    """Encode what looks like a control token in messages and prompts as plain text."""
     unsafe_simulate: bool = False
     """Allow simulate_accept_length, which makes every answer wrong."""
 

@@ -21,6 +21,7 @@ from slipstream.tests.serve.fake_server import write_target
 
 OPTIONS = [  # frozen: a new one is a decision, and there are never more than 25
     "attention",
+    "control_tokens_as_text",
     "cuda_graph",
     "date",
     "device",
@@ -253,4 +254,4 @@ def test_flags_are_not_abbreviated(flag: str, capsys: pytest.CaptureFixture[str]
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert "unrecognized arguments" in error
-    assert "valid options: attention, cuda_graph, date, device, draft" in error
+    assert "valid options: attention, control_tokens_as_text, cuda_graph, date, device, draft" in error
