@@ -156,7 +156,7 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
 def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:
     """Steps until all prompts are computed and all requests decode, and nothing is in flight."""
     params = SamplingParams(
-        max_tokens=config.new_tokens, temperature=config.temperature, top_p=config.top_p, ignore_eos=True
+        max_tokens=config.new_tokens, temperature=config.temperature, top_p=config.top_p, seed=0, ignore_eos=True
     )
     generator = torch.Generator().manual_seed(batch)
     for index in range(batch):

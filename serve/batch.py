@@ -81,7 +81,7 @@ class Rows:
         params = request.params
         values = (
             (self.lengths, 0),
-            (self.keys, noise_key(params.seed, request.choice)),
+            (self.keys, noise_key(request.seed, request.choice)),
             (self.temperature, params.temperature),
             (self.top_k, params.top_k),
             (self.top_p, params.top_p),

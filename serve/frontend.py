@@ -1,11 +1,9 @@
 """What the HTTP process knows of the target: tokenizer, chat template, default sampling. Bodies in, Requests out."""
 
 import inspect
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
 
 from slipstream.models.chat_template import PromptTemplate, TemplateFailed, TemplateRefused
 from slipstream.models.checkpoint import read_json
@@ -15,7 +13,7 @@ from slipstream.serve.control_tokens import PlainTextTokenizer
 from slipstream.serve.detokenize import Decoder
 from slipstream.serve.options import ServeConfig, find_target
 from slipstream.serve.protocol import DEFAULT_COMPLETION_TOKENS, ApiError, Body, ChatBody, CompletionBody, check_text
-from slipstream.serve.request import Request, SamplingParams
+from slipstream.serve.request import Request, SamplingParams, draw_seed, prompt_seed
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 # What transformers passes to a template itself, beside the parameters of apply_chat_template.
@@ -90,15 +88,15 @@ class Frontend:
         return self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
 
     def requests(self, body: ChatBody | CompletionBody, response_id: str) -> list[Request]:
-        """One per choice: all choices of the first prompt, then of the next. Choices share the seed."""
+        """One per choice: all choices of the first prompt, then of the next. The first has the seed of the call."""
         if isinstance(body, ChatBody):
             field, prompts = "messages", [self.chat_prompt(body)]
         else:
             field, prompts = "prompt", self.completion_prompts(body)
-        seed = secrets.randbits(63) if body.seed is None else body.seed
+        seed = draw_seed() if body.seed is None else body.seed
         requests: list[Request] = []
-        for prompt in prompts:
-            params = self.sampling_params(body, len(prompt), seed, field)
+        for index, prompt in enumerate(prompts):
+            params = self.sampling_params(body, len(prompt), prompt_seed(seed, index), field)
             for choice in range(body.n):
                 request_id = f"{response_id}-{len(requests)}"
                 requests.append(

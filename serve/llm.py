@@ -1,27 +1,33 @@
 """The offline API: `LLM(target, draft).generate(prompts, params)`, with the same engine as the server and no HTTP."""
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, Self
 
 from tqdm import tqdm
 
+from slipstream.models.messages import check_text
 from slipstream.models.pretrained import load_tokenizer
 from slipstream.serve.detokenize import Decoder, Text, TextStream, WholeText
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig, find_target
-from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
+from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams, prompt_seed
+
+SHOWN_LEN = 40  # characters of a wrong value in an error
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One answer. `tokens` ends with the end-of-text token where there is one; `text` leaves it out."""
+    """One answer. `tokens` ends with the end-of-text token where there is one; `text` leaves it out. `seed` gives the
+    same answer to its prompt alone."""
 
     tokens: list[int]
     text: str
     finish_reason: FinishReason
     stats: RequestStats
+    seed: int
 
 
 class LLM:
@@ -44,19 +50,16 @@ class LLM:
     ) -> list[Generation]:
         """Answers in the order of the prompts: texts, tokenised as they stand, or token ids.
 
+        The seed of one `params` for all is the first prompt's; each further prompt has one made of it and its index.
+        Of `params` per prompt the seeds are taken as they are. A prompt without a seed draws one.
+
         Raises ValueError for a prompt that cannot be served, before anything is generated.
         """
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if "" in stop:
-            raise ValueError("stop has an empty string, which would end every answer at once; leave it out")
-        if isinstance(prompts, str):
-            raise ValueError(f"prompts is the text {prompts[:20]!r}; give a list of prompts")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"params has {len(each)} entries for {len(prompts)} prompts; give one, or one per prompt")
+        stop = check_stop(stop)
+        check_prompts(prompts)
         requests = [
             Request(id=str(index), prompt=self.encode(prompt), params=one)
-            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True))
+            for index, (prompt, one) in enumerate(zip(prompts, params_of(prompts, params), strict=True))
         ]
         for request in requests:
             self.engine.check(request)
@@ -74,7 +77,7 @@ class LLM:
                 if texts[index].stopped and not output.finish_reason:
                     ended = self.engine.abort(output.request_id) or output
                 if ended.finish_reason and index not in done:
-                    done[index] = _generation(answers[index], pieces[index], texts[index], ended)
+                    done[index] = _generation(requests[index], answers[index], pieces[index], texts[index], ended)
                     bar.update()
         return [done[index] for index in range(len(requests))]
 
@@ -89,7 +92,7 @@ class LLM:
         self.close()
 
     def encode(self, prompt: str | list[int]) -> list[int]:
-        return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+        return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(map(int, prompt))
 
     def _text(self, stop: tuple[str, ...]) -> Text:
         return TextStream(self._decoder, stop) if stop else WholeText(self._decoder)
@@ -119,8 +122,57 @@ class LLM:
                 self.engine.abort(name)
 
 
-def _generation(tokens: list[int], pieces: list[str], text: Text, ended: Output) -> Generation:
+def check_prompts(prompts: Sequence[str | list[int]]) -> None:
+    """Raises ValueError naming the first prompt that is neither text nor token ids."""
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Collection):
+        raise ValueError(f"prompts is {shown(prompts)}; give a list of prompts")
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            check_text(f"prompts[{index}]", prompt)
+        elif isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Collection):
+            raise ValueError(f"prompts[{index}] is {shown(prompt)}; give a text or a list of token ids")
+        else:
+            wrong = next((token for token in prompt if not isinstance(token, Integral)), None)
+            if wrong is not None:
+                raise ValueError(f"prompts[{index}] holds {shown(wrong)}; token ids are integers")
+
+
+def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Sequence) else (stop,)
+    for string in strings:
+        if not isinstance(string, str):
+            raise ValueError(f"stop holds {shown(string)}; give a text or a list of texts")
+    if "" in strings:
+        raise ValueError("stop has an empty string, which would end every answer at once; leave it out")
+    return strings
+
+
+def params_of(prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Each prompt's own. Raises ValueError where they are not one for all, or one per prompt."""
+    if isinstance(params, SamplingParams):
+        if params.seed is None:
+            return [params] * len(prompts)
+        return [replace(params, seed=prompt_seed(params.seed, index)) for index in range(len(prompts))]
+    remedy = "give SamplingParams, one for all or one per prompt"
+    if isinstance(params, str | Mapping) or not isinstance(params, Collection):
+        raise ValueError(f"params is {shown(params)}; {remedy}")
+    each = list(params)
+    for index, one in enumerate(each):
+        if not isinstance(one, SamplingParams):
+            raise ValueError(f"params[{index}] is {shown(one)}; {remedy}")
+    if len(each) != len(prompts):
+        raise ValueError(f"params has {len(each)} entries for {len(prompts)} prompts; give one, or one per prompt")
+    return each
+
+
+def shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_LEN else f"{text[:SHOWN_LEN]}... ({type(value).__name__})"
+
+
+def _generation(request: Request, tokens: list[int], pieces: list[str], text: Text, ended: Output) -> Generation:
     assert ended.stats is not None
     assert ended.finish_reason is not None
     reason: FinishReason = "stop" if text.stopped else ended.finish_reason
-    return Generation(tokens[: text.num_tokens], "".join(pieces), reason, text.cut(replace(ended.stats)))
+    stats = text.cut(replace(ended.stats))
+    return Generation(tokens[: text.num_tokens], "".join(pieces), reason, stats, request.seed)

@@ -20,6 +20,7 @@ class Shape(NamedTuple):
     model: str
     is_chat: bool
     include_usage: bool  # in the last event of a stream; the others then say null
+    seed: int = 0  # of the call: the one that was asked for, or drawn
 
     @classmethod
     def of(cls, body: Body, model: str) -> "Shape":
@@ -49,7 +50,7 @@ class Shape(NamedTuple):
         return {**self._event([]), "usage": usage}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "seed": self.seed}
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")

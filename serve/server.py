@@ -64,6 +64,7 @@ class Api:
         # A long prompt takes seconds, in which streams and /health must go on.
         requests = await asyncio.to_thread(self.frontend.requests, body, shape.id)
         self._check_room(body)  # others may have come meanwhile
+        shape = shape._replace(seed=requests[0].seed)
         completion.submit(requests, body.stop)
         self._watch(request, completion)
         if body.stream:

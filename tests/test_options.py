@@ -44,6 +44,9 @@ def test_bad_engine_options_are_sentences(config: type[EngineConfig], field: str
         ("top_p", 1.1, "above 0 and at most 1"),
         ("min_p", -0.1, "between 0 and 1"),
         ("min_p", 1.1, "between 0 and 1"),
+        ("max_tokens", 2.5, "an integer"),
+        ("temperature", None, "a number"),
+        ("seed", 1.5, "an integer"),
     ],
 )
 def test_bad_sampling_parameters_are_sentences(field: str, value: Any, remedy: str) -> None:

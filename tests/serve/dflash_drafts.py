@@ -65,5 +65,5 @@ class Oracle:
         states = dflash_states(self.model, tokens[:-1])
         features = torch.cat([states[layer] for layer in self.layers], dim=-1)
         slots = self.slots or (depth if self.naive.config.get("sample_from_anchor") else depth + 1)
-        key = noise_key(request.params.seed, request.choice)
+        key = noise_key(request.seed, request.choice)
         return self.naive.chain(features, tokens, depth + 1, slots, key, request.params.temperature)

@@ -37,7 +37,7 @@ class Oracle:
         states = self.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
         last = self.model.config.num_hidden_layers
         features = torch.cat([states[-1 if layer == last else layer + 1][0] for layer in self.layers], dim=-1)
-        key = noise_key(request.params.seed, request.choice)
+        key = noise_key(request.seed, request.choice)
         return self.naive.chain(features, tokens, depth, key, request.params.temperature)
 
 

@@ -56,7 +56,7 @@ class Oracle:
         states = self.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
         last = self.model.config.num_hidden_layers
         features = torch.cat([states[-1 if layer == last else layer + 1][0] for layer in self.layers], dim=-1)
-        key, temperature = noise_key(request.params.seed, request.choice), request.params.temperature
+        key, temperature = noise_key(request.seed, request.choice), request.params.temperature
         shape = (options.topk, options.depth)
         return self.naive.tree(features, tokens, shape, options.verified_nodes, key, temperature)
 

@@ -11,7 +11,7 @@ from slipstream.serve.frontend import Frontend
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.protocol import ApiError, ChatBody, CompletionBody
 from slipstream.tests.serve.fake_engine import CONTEXT, VOCABULARY, FakeInfo
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, write_target
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, events, write_target
 
 
 @pytest.mark.parametrize(
@@ -202,16 +202,39 @@ def test_defaults_without_a_word_of_the_target(tmp_path: Path) -> None:
     assert front.model_name == tmp_path.name
 
 
-def test_choices_share_a_seed_and_differ_in_choice(tmp_path: Path) -> None:
+def test_prompts_of_a_call_have_seeds_of_their_own(tmp_path: Path) -> None:
     front = frontend(tmp_path, {})
-    requests = front.requests(CompletionBody(prompt=["ab", "c"], n=2, cache_salt="tenant"), "r")
-    assert [request.choice for request in requests] == [0, 1, 0, 1]
-    assert len({request.params.seed for request in requests}) == 1
+
+    def keys(**fields: Any) -> list[tuple[int, int]]:
+        return [(request.seed, request.choice) for request in front.requests(CompletionBody(**fields), "r")]
+
+    call = keys(prompt=["ab", "ab", "c"], n=2, seed=7)
+    assert len(set(call)) == 6, "equal prompts draw different noise"
+    assert call == keys(prompt=["ab", "ab", "c"], n=2, seed=7), "a call repeats"
+    assert call[:2] == keys(prompt="ab", n=2, seed=7) == [(7, 0), (7, 1)], "the first prompt is like a prompt alone"
+    assert keys(prompt="ab", seed=-5) == [(-5, 0)]
+    drawn = keys(prompt=["ab", "ab"])
+    assert len({drawn[0], drawn[1], *keys(prompt="ab")}) == 3, "drawn anew for each call"
+    assert all(0 <= seed < 2**53 for seed, _ in drawn), "JSON readers keep it"
+
+
+def test_choices_share_a_salt_and_differ_in_id(tmp_path: Path) -> None:
+    requests = frontend(tmp_path, {}).requests(CompletionBody(prompt=["ab", "c"], n=2, cache_salt="tenant"), "r")
     assert len({request.id for request in requests}) == 4
     assert {request.namespace for request in requests} == {"tenant"}
-    again = front.requests(CompletionBody(prompt="ab"), "r")
-    assert again[0].params.seed != requests[0].params.seed, "drawn anew for each call"
-    assert front.requests(CompletionBody(prompt="ab", seed=-5), "r")[0].params.seed == -5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_answer_names_its_seed(client: httpx.Client, stream: bool) -> None:
+    body = {"messages": HELLO, "max_tokens": 3, "stream": stream}
+
+    def seeds(**fields: Any) -> set[int]:
+        response = client.post(CHAT, json={**body, **fields})
+        return {event["seed"] for event in (events(response) if stream else [response.json()])}
+
+    assert seeds(seed=-(2**63)) == {-(2**63)}
+    [first], [second] = seeds(), seeds()
+    assert first != second
 
 
 def test_chat_needs_a_template(tmp_path: Path) -> None:

@@ -1,14 +1,20 @@
 """The offline API: answers in order, text and stop strings, streaming of many requests, interruption."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.serve.drafters.ngram_core import NgramCore
+from slipstream.serve.frontend import Frontend
 from slipstream.serve.llm import LLM, Generation
+from slipstream.serve.options import ServeConfig
+from slipstream.serve.protocol import CompletionBody
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import FAMILIES, save_random_target
@@ -109,11 +115,60 @@ def test_parameters_are_one_or_one_per_prompt(plain: LLM) -> None:
     assert plain.generate([], PARAMS[0]) == []
 
 
+def test_without_a_seed_every_prompt_draws_its_own(plain: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
+    answers = plain.generate([PROMPTS[1]] * 8, params)
+    assert len({tuple(answer.tokens) for answer in answers}) > 1
+    assert len({answer.seed for answer in answers}) == 8
+    for answer in answers:
+        assert plain.generate([PROMPTS[1]], replace(params, seed=answer.seed))[0].tokens == answer.tokens
+    again = plain.generate([PROMPTS[1]] * 8, [replace(params, seed=answer.seed) for answer in answers])
+    assert tokens_of(again) == tokens_of(answers)
+
+
+def test_a_seeded_call_repeats_and_its_equal_prompts_differ(plain: LLM, folders: tuple[Path, Path]) -> None:
+    """Offline and over HTTP alike; the first prompt is sampled as it is alone."""
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
+    answers = plain.generate([PROMPTS[1]] * 4, params)
+    assert len({tuple(answer.tokens) for answer in answers}) > 1
+    assert tokens_of(plain.generate([PROMPTS[1]] * 4, params)) == tokens_of(answers)
+    assert plain.generate([PROMPTS[1]], params)[0] == replace(answers[0], stats=ANY)
+    assert answers[0].seed == 5
+
+    front = Frontend(ServeConfig(target=str(folders[0])), plain.engine.info)
+    fields = {"max_tokens": 12, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    body = CompletionBody(prompt=[PROMPTS[1]] * 4, n=2, **fields)
+    served: dict[str, list[int]] = {request.id: [] for request in front.requests(body, "r")}
+    for output in plain.stream(front.requests(body, "r")):
+        served[output.request_id] += output.tokens
+    assert list(served.values())[::2] == tokens_of(answers), "choice 0 of every prompt"
+
+
 @pytest.mark.parametrize("prompt", [[], [5] * 300, [5, 500], ""])
 def test_a_bad_prompt_is_refused_before_anything_runs(prompt: str | list[int], plain: LLM) -> None:
     with pytest.raises(ValueError, match="prompt"):
         plain.generate([PROMPTS[0], prompt], PARAMS[0])
     assert not plain.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([["a"]], PARAMS[0]), r"prompts\[0\] holds 'a'; token ids are integers"),
+        (([[5], [5, 1.5]], PARAMS[0]), r"prompts\[1\] holds 1.5; token ids are integers"),
+        (([None], PARAMS[0]), r"prompts\[0\] is None; give a text or a list of token ids"),
+        (([[5], 7], PARAMS[0]), r"prompts\[1\] is 7; give a text or a list of token ids"),
+        (([{"input_ids": [5]}], PARAMS[0]), r"prompts\[0\] is {'input_ids': \[5\]}; give a text or a list"),
+        ((["a\ud83d"], PARAMS[0]), r"prompts\[0\] holds \\ud83d at character 1, half of a surrogate pair"),
+        ((None, PARAMS[0]), "prompts is None; give a list of prompts"),
+        (({"input_ids": [[5]]}, PARAMS[0]), "prompts is {.*}; give a list of prompts"),
+        (([[5]], None), "params is None; give SamplingParams, one for all or one per prompt"),
+        (([[5]], [{"max_tokens": 5}]), r"params\[0\] is {'max_tokens': 5}; give SamplingParams"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(arguments: Any, message: str, plain: LLM) -> None:
+    with pytest.raises(ValueError, match=message):
+        plain.generate(*arguments)
 
 
 def test_stream_draws_requests_as_there_is_room(plain: LLM) -> None:
@@ -186,7 +241,9 @@ def test_one_stop_string_is_no_sequence_of_letters(plain: LLM) -> None:
     assert tokens_of(answers[0]) == tokens_of(answers[1])
     with pytest.raises(ValueError, match="stop has an empty string"):
         plain.generate(PROMPTS[:1], PARAMS[0], stop=("a", ""))
-    with pytest.raises(ValueError, match="prompts is the text 'w3 w4'; give a list"):
+    with pytest.raises(ValueError, match="stop holds 5; give a text or a list of texts"):
+        plain.generate(PROMPTS[:1], PARAMS[0], stop=("a", 5))
+    with pytest.raises(ValueError, match="prompts is 'w3 w4'; give a list of prompts"):
         plain.generate("w3 w4", PARAMS[0])
 
 
