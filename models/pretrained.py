@@ -33,7 +33,7 @@ def find_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Raises ValueError for a folder without a readable tokenizer, and for code that is not trusted."""
-    missing = f"{path} has no tokenizer: tokenizer.json is missing; copy the tokenizer's files of the model there"
+    missing = f"{path} has no tokenizer: tokenizer.json is missing; copy the model's tokenizer files there"
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises nothing more specific

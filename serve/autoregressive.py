@@ -90,8 +90,8 @@ class AutoregressiveDrafter(base.Drafter):
                 f"drafter.topk is {options.topk}; the draft has {vocabulary.num_tokens} tokens to choose from"
             )
         if module.embed_tokens is not None:
-            size = module.embed_tokens.weight.nbytes / 1e9
-            logger.info("the draft has an embedding of its own, %.2f GB beside the target's", size)
+            size = module.embed_tokens.weight.nbytes / 1e6
+            logger.info("the draft has an embedding of its own, %.0f MB beside the target's", size)
         self.module, self.vocabulary, self.head = module, vocabulary, vocabulary.head
         self.shape = options.shape
         self.branches = options.topk > 1
