@@ -19,14 +19,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from slipstream.bench.gpu import revision
 from slipstream.bench.host_clock import HostClock
 from slipstream.bench.lines import Lines
 from slipstream.bench.serving_run import Run, device_name, run_offline
 from slipstream.bench.workload import KINDS, Task, Workload, read_chats
 from slipstream.config import parse
+from slipstream.models.checkpoint import resolve
+from slipstream.models.pretrained import load_tokenizer
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig
 
@@ -173,7 +173,7 @@ COLUMNS = (  # heading, key of a line, format
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(BenchConfig, argv, prog="bench/ngram_serving.py", description="n-gram lookahead against no draft.")
-    tokenizer = AutoTokenizer.from_pretrained(config.target)
+    tokenizer = load_tokenizer(resolve(config.target))
     lines = Lines(config.output)
     print("  ".join(heading for heading, _, _ in COLUMNS))
     for level in config.levels:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoTokenizer
 
 from slipstream.bench.gpu import revision
 from slipstream.bench.lines import Lines
@@ -29,6 +28,7 @@ from slipstream.bench.serving_options import ServingConfig, flags
 from slipstream.bench.serving_run import Run, device_name, run_offline
 from slipstream.bench.workload import Task, Workload
 from slipstream.config import parse
+from slipstream.models.pretrained import load_tokenizer
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig, find_target
 
@@ -60,7 +60,7 @@ class Measure(Protocol):
 def measure(config: ServingConfig) -> Iterator[dict[str, Any]]:
     """One line of results per draft and level, the baseline's first, as soon as it is measured."""
     _, path = find_target(EngineConfig(target=config.target, draft=config.draft))
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = load_tokenizer(path)
     work = Workload(
         tokenizer=tokenizer,
         kind=config.prompts,

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoTokenizer
 
 from slipstream.bench.gpu import revision
 from slipstream.bench.serving import measuring
@@ -32,6 +31,7 @@ from slipstream.config import parse
 from slipstream.models.chat_template import PromptTemplate
 from slipstream.models.checkpoint import is_checkpoint, resolve
 from slipstream.models.messages import DEFAULT_DATE
+from slipstream.models.pretrained import load_tokenizer
 from slipstream.serve.options import EngineConfig, find_target
 
 WARMUP_TOKENS = 32  # of each answer
@@ -175,7 +175,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """One row per level, as it is done."""
     serving = config.serving(draft, target)
-    tokenizer = AutoTokenizer.from_pretrained(resolve(target))
+    tokenizer = load_tokenizer(resolve(target))
     tasks = [Task(prompt, config.max_tokens) for prompt in encode(tokenizer, questions, config.template)]
     short = [replace(task, max_tokens=min(config.max_tokens, WARMUP_TOKENS)) for task in tasks]
     with measuring(serving, serving.draft) as run:
