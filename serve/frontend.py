@@ -17,7 +17,7 @@ from slipstream.serve.request import Request, SamplingParams, draw_seed, prompt_
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 # What transformers passes to a template itself, beside the parameters of apply_chat_template.
-RESERVED_IN_TEMPLATES = ("self", "messages", "conversations")
+RESERVED_IN_TEMPLATES = ("self", "messages", "conversations", "strftime_now")
 
 
 class Frontend:

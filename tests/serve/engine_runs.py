@@ -24,7 +24,8 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 
 def make_request(name: str, prompt: list[int], **params: Any) -> Request:
-    return Request(id=name, prompt=prompt, params=SamplingParams(**{"max_tokens": 24, "temperature": 0.0} | params))
+    defaults: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "seed": 0}
+    return Request(id=name, prompt=prompt, params=SamplingParams(**defaults | params))
 
 
 def cut_alike(packed: Engine, captured: Engine) -> None:

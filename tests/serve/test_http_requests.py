@@ -110,7 +110,7 @@ REFUSED = [
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs", ["tokenize"]),
     *(
         (CHAT, {"messages": HELLO, "chat_template_kwargs": {name: []}}, 400, "chat_template_kwargs", [name])
-        for name in ("self", "messages", "conversations", "conversation", "tools")
+        for name in ("self", "messages", "conversations", "conversation", "tools", "strftime_now")
     ),
     (
         CHAT,
