@@ -26,15 +26,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(config: ServeConfig, make_engine: EngineFactory = build_engine) -> int:
-    """Serves until a signal; the process's exit status."""
+    """Serves until a signal or the engine's end; the process's exit status."""
     try:
-        asyncio.run(serve(config, make_engine))
+        return asyncio.run(serve(config, make_engine))
     except KeyboardInterrupt:
         return 0
     except (ValueError, OSError, EngineError) as error:
         print(f"serve: error: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def read_config(argv: Sequence[str]) -> ServeConfig:

@@ -1,26 +1,39 @@
 """The server's side of the pipe to the engine's process: starts it, hands out what it sends, notices its end.
 
-Invariant: every submitted request gets exactly one end, an Output with a finish reason or a call of `fail`.
+Invariants: every submitted request gets exactly one end, an Output with a finish reason or a call of `fail`; and
+nothing here blocks the event loop, whatever the engine's process does.
 """
 
 import asyncio
+import logging
 import multiprocessing
 import signal
+import socket
+import time
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
+from slipstream.serve import pipe
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Output, Request
-from slipstream.serve.worker import Abort, EngineFactory, Failed, Rejected, Step, build_engine, run_engine
+from slipstream.serve.worker import Abort, EngineFactory, Failed, Ping, Rejected, Step, build_engine, run_engine
 
 STOP_SECONDS = 10.0  # a step that is under way may end before the process is killed
+EXIT_SECONDS = 2.0  # between a process's hanging up and its exit status; open requests wait for it
+PING_SECONDS = 1.0
 MESSAGES_AT_ONCE = 16  # of the engine, before open connections are served again
+MAX_UNSENT = 4 << 20  # bytes; a live engine empties the pipe at all times, so next to nothing waits
+
+logger = logging.getLogger(__name__)
 
 
 class EngineError(Exception):
     """The engine can not answer: it failed to start, failed in a step, or was killed."""
+
+
+class EngineStopped(EngineError):
+    """The server has ended the engine."""
 
 
 class Receiver(Protocol):
@@ -37,43 +50,65 @@ class EngineClient:
 
     def __init__(self, config: EngineConfig, make_engine: EngineFactory = build_engine) -> None:
         self.failure: str | None = None  # why there is no engine any more
+        self.ended = asyncio.Event()  # set with `failure`
+        self.num_failed = 0  # requests that the engine's end left without an answer
         self.metrics: dict[str, int] = {}  # the engine's latest gauges
         self._config, self._make_engine = config, make_engine
         self._receivers: dict[str, Receiver] = {}
-        self._process: BaseProcess
-        self._connection: Connection
+        self._outbox: list[Request | Abort | Ping | None] = []
+        self._asked_at: float | None = None  # when the oldest message was sent that nothing has come back after
+        self._process: BaseProcess | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._info: asyncio.Future[Any]  # done once the engine is ready or has failed
         self._is_ready = False
+        self._tasks: list[asyncio.Task[None]] = []  # a loop alone would not keep them alive
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid
+        return None if self._process is None else self._process.pid
 
     @property
     def num_open(self) -> int:
         return len(self._receivers)
 
+    @property
+    def unresponsive_seconds(self) -> float:
+        """How long the engine has owed an answer: the age of its step, to within PING_SECONDS; 0 while it is idle."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+
+    @property
+    def is_congested(self) -> bool:
+        """Whether too much waits in memory because the engine's process does not read."""
+        return self._writer is not None and self._writer.transport.get_write_buffer_size() > MAX_UNSENT
+
     async def start(self) -> Any:
         """Waits for the engine and returns its EngineInfo. Raises EngineError with one sentence."""
-        loop = asyncio.get_running_loop()
-        context = multiprocessing.get_context("spawn")
-        self._connection, engine_end = context.Pipe()
+        self._info = asyncio.get_running_loop().create_future()
+        own_end, engine_end = socket.socketpair()
+        with engine_end:  # closed here, so that it closes with the engine's process
+            self._process = self._spawn(engine_end)
+        reader, self._writer = await asyncio.open_unix_connection(sock=own_end)
+        self._tasks.append(asyncio.create_task(self._listen(reader)))
+        info = await self._info
+        self._tasks.append(asyncio.create_task(self._ping()))
+        return info
+
+    def _spawn(self, engine_end: socket.socket) -> BaseProcess:
         arguments = (self._make_engine, self._config, engine_end)
-        self._process = context.Process(target=run_engine, args=arguments, name="slipstream-engine", daemon=True)
-        # Ctrl-C reaches every process of the terminal; the engine inherits this mask and leaves the matter to us.
-        resource_tracker.ensure_running()  # else its own start, within the process's, would unblock the signal
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=run_engine, args=arguments, name="slipstream-engine", daemon=True)
+        # Ctrl-C and service managers signal every process of the server; the engine inherits this mask and leaves the
+        # matter to us.
+        resource_tracker.ensure_running()  # else its own start, within the process's, would unblock the signals
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
         try:
-            self._process.start()
+            process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        engine_end.close()  # so that the engine's end of the pipe closes with its process
-        self._info = loop.create_future()
-        loop.add_reader(self._connection.fileno(), self._read)
-        return await self._info
+        return process
 
     def submit(self, request: Request, receiver: Receiver) -> None:
-        """Raises EngineError if there is no engine."""
+        """Raises EngineError if there is no engine. Check `is_congested` before: whatever is submitted is sent."""
         if self.failure is not None:
             raise EngineError(self.failure)
         self._receivers[request.id] = receiver
@@ -84,76 +119,128 @@ class EngineClient:
         if request_id in self._receivers:
             self._send(Abort(request_id))
 
-    def stop(self, reason: str = "the server is shutting down") -> None:
-        """Ends open requests and the process, and waits for it; safe to call again."""
+    async def stop(self, reason: str = "the server is shutting down", seconds: float = STOP_SECONDS) -> None:
+        """Ends open requests and the process, which may take so many seconds; safe to call again."""
+        if self._process is None:
+            return
         if self.failure is None:
             if self._is_ready:
                 self._send(None)
             else:
                 self._process.kill()  # amid loading: nothing is there to be ended in order
-            self._end(reason)
-        self._reap(STOP_SECONDS)
+            self._end(EngineStopped(reason))
+        await self._reap(seconds)
 
-    def _send(self, message: Request | Abort | None) -> None:
+    def _send(self, message: Request | Abort | Ping | None) -> None:
+        """Messages of one iteration of the event loop are pickled together: n choices of a prompt send it once."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(message)
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+
+    def _flush(self) -> None:
+        messages, self._outbox = self._outbox, []
+        if messages and self._writer is not None and not self._writer.is_closing():
+            self._writer.write(pipe.frame(messages))
+
+    async def _ping(self) -> None:
+        """Makes an idle engine show that it still answers."""
+        while self.failure is None:
+            if self._asked_at is None:
+                self._send(Ping())
+            await asyncio.sleep(PING_SECONDS)
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        """Hands out messages until the engine's process hangs up, then says how it ended."""
         try:
-            self._connection.send(message)
-        except OSError:  # the engine's process died and `_read` has yet to see it
-            self._died()
-
-    def _read(self) -> None:
-        """Takes what the pipe holds, so that this process can catch up with the engine in larger pieces."""
-        for _ in range(MESSAGES_AT_ONCE):
-            self._read_one()
-            if self.failure is not None or not self._connection.poll():
-                return
-
-    def _read_one(self) -> None:
-        try:
-            message = self._connection.recv()
+            while True:
+                for _ in range(MESSAGES_AT_ONCE):
+                    self._handle(await pipe.receive(reader))
+                await asyncio.sleep(0)
         except (EOFError, OSError):
-            self._died()
+            await self._wait_for_exit(EXIT_SECONDS)
+        except Exception:
+            self._end(EngineError("the server failed to read what the engine sent"))
+            raise
+        if self.failure is None:
+            self._end(EngineError(how_it_ended(self._process)))
+        await self._reap(STOP_SECONDS)
+
+    def _handle(self, message: Any) -> None:
+        self._asked_at = None
+        if self.failure is not None:
             return
         if isinstance(message, Step):
-            self._deliver(message)
+            if message.metrics is not None:
+                self.metrics = message.metrics
+            for output in message.outputs:
+                self._deliver(output)
         elif isinstance(message, Rejected):
-            self._receivers.pop(message.request_id).fail(message.error)
+            self._fail(self._receivers.pop(message.request_id), message.error)
         elif isinstance(message, Failed):
-            self._end(message.reason)  # which hangs up, and that ends the process
-            asyncio.get_running_loop().call_later(1.0, self._reap, STOP_SECONDS)
-        else:
+            self._end(EngineError(message.reason))  # which hangs up, and that ends the process
+        elif not self._info.done():  # it is if `start` was cancelled
             self._is_ready = True
             self._info.set_result(message)
 
-    def _deliver(self, step: Step) -> None:
-        if step.metrics is not None:
-            self.metrics = step.metrics
-        for output in step.outputs:
-            if output.finish_reason is None:
-                self._receivers[output.request_id].receive(output)
-            else:
-                self._receivers.pop(output.request_id).receive(output)
+    def _deliver(self, output: Output) -> None:
+        """A receiver that raises ends its own request and no other."""
+        receiver = self._receivers.get(output.request_id)
+        if receiver is None:
+            return  # its receiver raised, and the engine has yet to see the abort
+        if output.finish_reason is not None:
+            del self._receivers[output.request_id]
+        try:
+            receiver.receive(output)
+        except Exception:
+            logger.exception("request %s failed in the server", output.request_id)
+            self.abort(output.request_id)
+            self._receivers.pop(output.request_id, None)
+            self._fail(receiver, EngineError(f"the server failed to handle the answer to {output.request_id}"))
 
-    def _died(self) -> None:
-        if self.failure is None:
-            self._reap(1.0)
-            code = self._process.exitcode
-            how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
-            self._end(f"the engine's process {how}")
+    def _fail(self, receiver: Receiver, error: Exception) -> None:
+        try:
+            receiver.fail(error)
+        except Exception:
+            logger.exception("a request could not be ended (%s)", error)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, error: EngineError) -> None:
         """No engine from here on: every open request fails."""
-        self.failure = reason
+        self._flush()  # the message that ends the engine
+        self.failure = str(error)
         self.metrics = {}
-        asyncio.get_running_loop().remove_reader(self._connection.fileno())
-        self._connection.close()
+        if self._writer is not None:
+            self._writer.close()
         if not self._info.done():
-            self._info.set_exception(EngineError(reason))
+            self._info.set_exception(error)
         receivers, self._receivers = self._receivers, {}
+        self.num_failed = len(receivers)
         for receiver in receivers.values():
-            receiver.fail(EngineError(reason))
+            self._fail(receiver, error)
+        self.ended.set()
 
-    def _reap(self, seconds: float) -> None:
-        self._process.join(seconds)
-        if self._process.is_alive():
+    async def _wait_for_exit(self, seconds: float) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + seconds
+        while self._process.is_alive() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    async def _reap(self, seconds: float) -> None:
+        """Waits for the process to end, and kills it when it takes longer or when nobody waits any more."""
+        assert self._process is not None
+        try:
+            await self._wait_for_exit(seconds)
+        finally:
             self._process.kill()
-            self._process.join()
+        await self._wait_for_exit(STOP_SECONDS)
+
+
+def how_it_ended(process: BaseProcess | None) -> str:
+    code = None if process is None else process.exitcode
+    if code is None:
+        return "the engine's process hung up"
+    if code >= 0:
+        return f"the engine's process ended with status {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
+    return f"the engine's process was killed by signal {-code} ({name})"

@@ -1,22 +1,34 @@
 """Starts and ends the two processes of a server: this one (HTTP, tokenizer) and the engine's."""
 
+import asyncio
+import logging
+import math
+import signal
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import FrameType
 
 import uvicorn
 
-from slipstream.serve.client import EngineClient
+from slipstream.serve.client import STOP_SECONDS, EngineClient
 from slipstream.serve.frontend import Frontend
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.server import Api, create_app
 from slipstream.serve.worker import EngineFactory, build_engine
 
 GRACE_SECONDS = 3  # for open connections to take their last error when the server ends
+FAILURE_SECONDS = 5.0  # between the engine's end and the server's, in which /health says why
+
+logger = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
-    """Says where it listens, and ends the engine before it waits for open connections."""
+    """Says where it listens, ends with its engine, and ends the engine before it waits for open connections.
+
+    SIGTERM lets open requests end first, for up to `drain_timeout`; Ctrl-C and any second signal do not.
+    """
 
     def __init__(self, api: Api, config: ServeConfig, listener: socket.socket) -> None:
         options = uvicorn.Config(
@@ -29,14 +41,45 @@ class Server(uvicorn.Server):
         super().__init__(options)
         self.api, self.listener, self.url = api, listener, address(listener)
         self.banner = banner(config, api.frontend, self.url)
+        self.status = 0  # exit status of `serve`
+        self._drain_timeout = config.drain_timeout
+        self._tasks: list[asyncio.Task[None]] = []  # a loop alone would not keep them alive
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._tasks = [asyncio.create_task(self._end_with_engine())]
         print(self.banner, flush=True)
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        elif sig == signal.SIGTERM:
+            self.api.is_draining = True
+        super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.api.engine.stop()
+        engine = self.api.engine
+        seconds = self._drain_timeout if self.api.is_draining else 0.0
+        deadline = time.monotonic() + seconds
+        if seconds and engine.num_open:
+            logger.warning("shutting down: waiting up to %g s for %d open requests", seconds, engine.num_open)
+        while engine.num_open and time.monotonic() < deadline and not self.force_exit:
+            await asyncio.sleep(0.05)
+        await engine.stop(seconds=0.0 if self.force_exit else STOP_SECONDS)
+        left = math.ceil(deadline - time.monotonic())  # for clients that have yet to read their answers
+        self.config.timeout_graceful_shutdown = max(GRACE_SECONDS, left)
         await super().shutdown(sockets)
+
+    async def _end_with_engine(self) -> None:
+        engine = self.api.engine
+        await engine.ended.wait()
+        if self.should_exit:
+            return  # `shutdown` has stopped the engine
+        self.status = 1
+        message = "%s; %d open requests failed; exiting with status 1 in %g s"
+        logger.error(message, engine.failure, engine.num_failed, FAILURE_SECONDS)
+        await asyncio.sleep(FAILURE_SECONDS)
+        self.should_exit = True
 
 
 @asynccontextmanager
@@ -48,14 +91,15 @@ async def prepare(config: ServeConfig, make_engine: EngineFactory = build_engine
         frontend = Frontend(config, await engine.start())
         yield Server(Api(config, frontend, engine), config, listener)
     finally:
-        engine.stop()
+        await engine.stop()
         listener.close()
 
 
-async def serve(config: ServeConfig, make_engine: EngineFactory = build_engine) -> None:
-    """Runs until a signal."""
+async def serve(config: ServeConfig, make_engine: EngineFactory = build_engine) -> int:
+    """Runs until a signal or the engine's end. Returns the exit status: 1 if the engine ended by itself."""
     async with prepare(config, make_engine) as server:
         await server.serve([server.listener])
+    return server.status
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -105,6 +105,10 @@ class ServeConfig(EngineConfig):
     """Date (year-month-day, or today) that chat templates see as today's; `prepare` and `regenerate` have the same."""
     control_tokens_as_text: bool = False
     """Encode what looks like a control token in messages and prompts as plain text."""
+    drain_timeout: float = 30.0
+    """After SIGTERM, seconds to wait for open requests while new ones are refused."""
+    health_timeout: float = 120.0
+    """Seconds for which the engine may not answer before /health is 503; longer than its longest step."""
     unsafe_simulate: bool = False
     """Allow simulate_accept_length, which makes every answer wrong."""
 
@@ -115,6 +119,10 @@ class ServeConfig(EngineConfig):
         if self.max_waiting < 0:
             raise ValueError(f"max_waiting is {self.max_waiting}; it must be at least 0")
         check_date(self.date)
+        if not 0 <= self.drain_timeout < math.inf:
+            raise ValueError(f"drain_timeout is {self.drain_timeout}; it must be a number of seconds, at least 0")
+        if not 0 < self.health_timeout < math.inf:
+            raise ValueError(f"health_timeout is {self.health_timeout}; it must be a number of seconds above 0")
         if self.simulate_accept_length is not None and not self.unsafe_simulate:
             raise ValueError(
                 f"simulate_accept_length is {self.simulate_accept_length}: every answer would be wrong; if a benchmark "

@@ -23,6 +23,10 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": "1"} if self.status in (429, 503) else {}
+
+    @property
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error"
         if self.status >= 500:

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from slipstream.serve.client import EngineClient, EngineError
+from slipstream.serve.client import EngineClient, EngineError, EngineStopped
 from slipstream.serve.completion import Completion, RequestFailed
 from slipstream.serve.frontend import Frontend
 from slipstream.serve.metrics import CONTENT_TYPE, Metrics
@@ -26,6 +26,8 @@ class Api:
     def __init__(self, config: ServeConfig, frontend: Frontend, engine: EngineClient) -> None:
         self.frontend, self.engine, self.metrics = frontend, engine, Metrics()
         self.max_open = config.max_running + config.max_waiting
+        self.is_draining = False  # open requests are answered, new ones are not
+        self._health_timeout = config.health_timeout
         self._watchers: set[asyncio.Task[None]] = set()  # a loop alone would not keep its tasks alive
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
@@ -41,19 +43,33 @@ class Api:
         self.frontend.check_model(name)
         return self._model()
 
-    async def health(self) -> Response:
+    @property
+    def engine_problem(self) -> str | None:
+        """Why no request can be answered now."""
         if self.engine.failure is not None:
-            return JSONResponse({"status": "unhealthy", "reason": self.engine.failure}, 503)
-        return JSONResponse({"status": "ok"})
+            return self.engine.failure
+        if (seconds := self.engine.unresponsive_seconds) > self._health_timeout:
+            return f"the engine has not answered for {seconds:.0f} s (health_timeout is {self._health_timeout:g} s)"
+        return None
+
+    async def health(self) -> Response:
+        seconds = round(self.engine.unresponsive_seconds, 3)
+        state = {"open_requests": self.engine.num_open, "engine_unresponsive_seconds": seconds}
+        if self.is_draining:
+            return JSONResponse({"status": "draining", "reason": "the server is shutting down", **state}, 503)
+        if (problem := self.engine_problem) is not None:
+            return JSONResponse({"status": "unhealthy", "reason": problem, **state}, 503)
+        return JSONResponse({"status": "ok", **state})
 
     async def prometheus(self) -> Response:
         engine = self.engine
-        text = self.metrics.render(engine.metrics, engine.num_open, is_healthy=engine.failure is None)
+        text = self.metrics.render(engine.metrics, engine.num_open, is_healthy=self.engine_problem is None)
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
     def error_response(self, error: ApiError, headers: dict[str, str] | None = None) -> Response:
         self.metrics.responses[error.status] += 1
         # ASCII: a message may quote text that has no UTF-8 form.
+        headers = {**error.headers, **(headers or {})}
         return Response(json.dumps(error.body), error.status, headers, media_type="application/json")
 
     async def _answer(self, body: ChatBody | CompletionBody, request: Request) -> Response:
@@ -100,8 +116,12 @@ class Api:
             completion.abort()
 
     def _check_room(self, body: Body) -> None:
-        if self.engine.failure is not None:
-            raise ApiError(503, f"no engine: {self.engine.failure}")
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", code="server_shutting_down")
+        if (problem := self.engine_problem) is not None:
+            raise ApiError(503, problem)
+        if self.engine.is_congested:
+            raise ApiError(503, "the engine does not take requests; try again later", code="server_overloaded")
         num_asked = body.num_prompts * body.n
         if num_asked > self.max_open:
             message = f"{num_asked} choices in one call; this server takes {self.max_open} (max_running + max_waiting)"
@@ -136,6 +156,8 @@ def api_error(cause: Exception) -> ApiError:
     """What a client is told of a failed request: overload, a dead engine, or a request that can not be served."""
     if isinstance(cause, QueueFull):
         return ApiError(429, str(cause), code="server_overloaded")
+    if isinstance(cause, EngineStopped):
+        return ApiError(503, str(cause), code="server_shutting_down")
     if isinstance(cause, EngineError):
         return ApiError(500, str(cause), code="engine_failed")
     return ApiError(400, str(cause))

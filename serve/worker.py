@@ -1,21 +1,23 @@
 """The engine's process: builds the engine, then takes requests from a pipe and sends back what each step yields.
 
-Messages in: Request, Abort, and None to end. Messages out: `engine.info` once it is ready, then Step and Rejected;
-Failed before an end that nobody asked for. A step and its Outputs are one message, so that a round costs one write.
+Messages in: lists of Request, Abort, Ping, and None to end. Messages out: `engine.info` once it is ready, then Step and
+Rejected; Failed before an end that nobody asked for. A step and its Outputs are one message, so that a round costs one
+write. Every message is answered by a Step: at once by an idle engine, else after the step, within METRICS_SECONDS more.
 """
 
 import logging
 import os
+import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from slipstream.serve.options import EngineConfig
+from slipstream.serve.pipe import Pipe
 from slipstream.serve.request import Output, Request
 from slipstream.serve.scheduler import QueueFull
 
@@ -37,12 +39,17 @@ class EngineLike(Protocol):
 
 
 EngineFactory = Callable[[EngineConfig], EngineLike]  # a function that can be imported, since it is named to a process
-Inbox = SimpleQueue  # of Request | Abort | None
+Inbox = SimpleQueue  # of Request | Abort | Ping | None
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Wakes an idle engine, which then sends a Step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,30 +77,35 @@ def build_engine(config: EngineConfig) -> EngineLike:
     return Engine(config)
 
 
-def run_engine(make_engine: EngineFactory, config: EngineConfig, connection: Connection) -> None:
+def run_engine(make_engine: EngineFactory, config: EngineConfig, end: socket.socket) -> None:
     """Target of the process. Ends with status 1 after a Failed message."""
     inbox: Inbox = SimpleQueue()
-    threading.Thread(target=listen, args=(connection, inbox), daemon=True).start()
+    pipe = Pipe(end)
+    threading.Thread(target=listen, args=(pipe, inbox), daemon=True).start()
+    engine = start_engine(make_engine, config, pipe)
     try:
-        engine = start_engine(make_engine, config, connection)
-        serve_requests(engine, inbox, connection)
-        engine.close()
-    except ConnectionError:  # the server ends and has hung up; what this step yields nobody waits for
-        raise SystemExit(1) from None
+        serve_requests(engine, inbox, pipe)
+    except ConnectionError:
+        pass  # the server ends and has hung up; what this step yields nobody waits for
     except Exception as error:
         traceback.print_exc()  # before the message: the server hangs up when it has read it
-        connection.send(Failed(f"{type(error).__name__}: {one_line(error)}"))
+        pipe.send(Failed(f"the engine failed in a step with {type(error).__name__}; its traceback is in the log"))
         raise SystemExit(1) from error
+    engine.close()
 
 
-def start_engine(make_engine: EngineFactory, config: EngineConfig, connection: Connection) -> EngineLike:
+def start_engine(make_engine: EngineFactory, config: EngineConfig, pipe: Pipe) -> EngineLike:
     try:
         engine = make_engine(config)
     except (ValueError, OSError) as error:  # what a user can mend: the sentence says it all
-        connection.send(Failed(one_line(error)))
+        pipe.send(Failed(one_line(error)))
         raise SystemExit(1) from error
-    connection.send(engine.info)
-    connection.send(Step([], engine.metrics()))
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send(Failed(f"{type(error).__name__}: {one_line(error)}"))
+        raise SystemExit(1) from error
+    pipe.send(engine.info)
+    pipe.send(Step([], engine.metrics()))
     return engine
 
 
@@ -101,19 +113,20 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def listen(connection: Connection, inbox: Inbox) -> None:
+def listen(pipe: Pipe, inbox: Inbox) -> None:
     """Empties the pipe at all times: the other side never waits for a step to end before it can write."""
     while True:
         try:
-            message = connection.recv()
+            messages = pipe.receive()
         except (EOFError, OSError):
             os._exit(1)  # the server is gone; leave at once, even amid a step or while weights load
-        inbox.put(message)
-        if message is None:
-            return
+        for message in messages:
+            inbox.put(message)
+            if message is None:
+                return
 
 
-def serve_requests(engine: EngineLike, inbox: Inbox, connection: Connection) -> None:
+def serve_requests(engine: EngineLike, inbox: Inbox, pipe: Pipe) -> None:
     """Steps while there is work, sleeps on the inbox while there is none; returns on None."""
     metrics_due = 0.0
     while True:
@@ -121,7 +134,7 @@ def serve_requests(engine: EngineLike, inbox: Inbox, connection: Connection) -> 
         for message in take(inbox, wait=not engine.has_work):
             if message is None:
                 return
-            outputs += handle(message, engine, connection)
+            outputs += handle(message, engine, pipe)
         if engine.has_work:
             outputs += engine.step()
         now = time.monotonic()
@@ -129,10 +142,10 @@ def serve_requests(engine: EngineLike, inbox: Inbox, connection: Connection) -> 
         if is_due:
             metrics_due = now + METRICS_SECONDS
         if outputs or is_due:
-            connection.send(Step(outputs, engine.metrics() if is_due else None))
+            pipe.send(Step(outputs, engine.metrics() if is_due else None))
 
 
-def take(inbox: Inbox, wait: bool) -> Iterator[Request | Abort | None]:
+def take(inbox: Inbox, wait: bool) -> Iterator[Request | Abort | Ping | None]:
     """Everything in the inbox; with `wait` at least one message."""
     if wait:
         yield inbox.get()
@@ -143,12 +156,14 @@ def take(inbox: Inbox, wait: bool) -> Iterator[Request | Abort | None]:
         return
 
 
-def handle(message: Request | Abort, engine: EngineLike, connection: Connection) -> list[Output]:
+def handle(message: Request | Abort | Ping, engine: EngineLike, pipe: Pipe) -> list[Output]:
+    if isinstance(message, Ping):
+        return []
     if isinstance(message, Abort):
         output = engine.abort(message.request_id)
         return [] if output is None else [output]
     try:
         engine.add(message)
     except (ValueError, QueueFull) as error:
-        connection.send(Rejected(message.id, error))
+        pipe.send(Rejected(message.id, error))
     return []

@@ -3,6 +3,8 @@ share."""
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +31,14 @@ TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{{ suffix }}"
 )
+
+
+SCRIPT = """
+from slipstream.serve.cli import run
+from slipstream.serve.options import ServeConfig
+from slipstream.tests.serve.fake_engine import FakeEngine, never_start
+raise SystemExit(run(ServeConfig(target={target!r}, port=0), {engine}))
+"""
 
 
 def write_target(path: Path, generation: dict[str, object] | None = None, chat: bool = True) -> Path:
@@ -67,6 +77,24 @@ def serving(config: ServeConfig) -> Iterator[Server]:
         servers[0].should_exit = True
         thread.join(30)
         assert not thread.is_alive(), "the server did not end"
+
+
+def start(target: str, engine: str = "FakeEngine") -> subprocess.Popen[str]:
+    """`serve` around a fake engine, in processes of their own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(target=target, engine=engine)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def read_banner(server: subprocess.Popen[str]) -> tuple[str, str, str]:
+    """Its two lines, which come once the server answers, and the address in the first."""
+    assert server.stdout is not None
+    first, second = server.stdout.readline(), server.stdout.readline()
+    return first, second, first.split(" at ")[1].split()[0]
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:

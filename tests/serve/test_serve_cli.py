@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from slipstream.config import build_parser, option_names
 from slipstream.serve.cli import options_class, read_config, run
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine, refuse_to_start
-from slipstream.tests.serve.fake_server import write_target
+from slipstream.tests.serve.fake_server import read_banner, start, write_target
 
 OPTIONS = [  # frozen: a new one is a decision, and there are never more than 25
     "attention",
@@ -26,7 +24,9 @@ OPTIONS = [  # frozen: a new one is a decision, and there are never more than 25
     "date",
     "device",
     "draft",
+    "drain_timeout",
     "dtype",
+    "health_timeout",
     "host",
     "kv_cache_tokens",
     "max_model_len",
@@ -46,12 +46,6 @@ OPTIONS = [  # frozen: a new one is a decision, and there are never more than 25
     "unsafe_simulate",
     "width",
 ]
-START = """
-from slipstream.serve.cli import run
-from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_engine import FakeEngine, never_start
-raise SystemExit(run(ServeConfig(target={target!r}, port=0), {engine}))
-"""
 
 
 def draft_folder(path: Path) -> str:
@@ -195,11 +189,8 @@ def test_a_target_that_does_not_exist(capfd: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(("end", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, -signal.SIGTERM)])
 def test_a_signal_ends_both_processes(tmp_path: Path, end: signal.Signals, status: int) -> None:
-    script = START.format(target=str(write_target(tmp_path)), engine="FakeEngine")
-    with start(script) as server:
-        assert server.stdout is not None
-        first, second = server.stdout.readline(), server.stdout.readline()
-        url = first.split(" at ")[1].split()[0]
+    with start(str(write_target(tmp_path))) as server:
+        first, second, url = read_banner(server)
         assert tmp_path.name in first
         assert second.startswith(f"curl {url}/v1/chat/completions ")
         assert httpx.get(f"{url}/health").status_code == 200
@@ -211,8 +202,9 @@ def test_a_signal_ends_both_processes(tmp_path: Path, end: signal.Signals, statu
             lines = stream.iter_lines()
             assert next(lines)
             children = psutil.Process(server.pid).children()
-            os.killpg(server.pid, end)  # as Ctrl-C does: to every process of the terminal
-            assert "shutting down" in "".join(lines) or end == signal.SIGTERM
+            os.killpg(server.pid, end)  # as Ctrl-C and service managers do: to every process
+            rest = "".join(lines)
+            assert "shutting down" in rest if end == signal.SIGINT else rest.endswith("[DONE]")
         _, error = server.communicate(timeout=20)
         assert server.returncode == status
         assert "Traceback" not in error
@@ -221,7 +213,7 @@ def test_a_signal_ends_both_processes(tmp_path: Path, end: signal.Signals, statu
 
 
 def test_ctrl_c_while_the_engine_loads(tmp_path: Path) -> None:
-    with start(START.format(target=str(tmp_path), engine="never_start")) as server:
+    with start(str(tmp_path), "never_start") as server:
         process = psutil.Process(server.pid)
         deadline = time.monotonic() + 30
         while not (children := process.children()):
@@ -234,16 +226,6 @@ def test_ctrl_c_while_the_engine_loads(tmp_path: Path) -> None:
         assert "Traceback" not in error
     psutil.wait_procs(children, timeout=20)
     assert not any(child.is_running() for child in children)
-
-
-def start(script: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 @pytest.mark.parametrize("flag", ["--drafter.dept", "--por", "--max-model"])
