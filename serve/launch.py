@@ -1,6 +1,7 @@
 """Starts and ends the two processes of a server: this one (HTTP, tokenizer) and the engine's."""
 
 import asyncio
+import errno
 import logging
 import math
 import signal
@@ -13,6 +14,7 @@ from types import FrameType
 import uvicorn
 
 from slipstream.serve.client import STOP_SECONDS, EngineClient
+from slipstream.serve.connections import ConnectionTracker, LoopErrors, connection_limit, raise_file_limit
 from slipstream.serve.frontend import Frontend
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.server import Api, create_app
@@ -31,8 +33,10 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, api: Api, config: ServeConfig, listener: socket.socket) -> None:
+        self.connections = ConnectionTracker(connection_limit(api.max_open))
         options = uvicorn.Config(
             create_app(api),
+            http=self.connections.protocol(),
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -47,7 +51,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._tasks = [asyncio.create_task(self._end_with_engine())]
+        asyncio.get_running_loop().set_exception_handler(LoopErrors())
+        self._tasks = [asyncio.create_task(self.connections.close_late()), asyncio.create_task(self._end_with_engine())]
         print(self.banner, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -66,6 +71,7 @@ class Server(uvicorn.Server):
         while engine.num_open and time.monotonic() < deadline and not self.force_exit:
             await asyncio.sleep(0.05)
         await engine.stop(seconds=0.0 if self.force_exit else STOP_SECONDS)
+        self.connections.close_waiting()
         left = math.ceil(deadline - time.monotonic())  # for clients that have yet to read their answers
         self.config.timeout_graceful_shutdown = max(GRACE_SECONDS, left)
         await super().shutdown(sockets)
@@ -97,6 +103,7 @@ async def prepare(config: ServeConfig, make_engine: EngineFactory = build_engine
 
 async def serve(config: ServeConfig, make_engine: EngineFactory = build_engine) -> int:
     """Runs until a signal or the engine's end. Returns the exit status: 1 if the engine ended by itself."""
+    raise_file_limit()
     async with prepare(config, make_engine) as server:
         await server.serve([server.listener])
     return server.status
@@ -106,11 +113,19 @@ def bind(host: str, port: int) -> socket.socket:
     """Takes the port before anything is loaded; nobody can connect until the server listens."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ValueError(f"cannot listen on host {host!r} ({error.strerror}); choose another --host") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
     except OSError as error:
-        raise ValueError(f"can not listen on {host} port {port} ({error.strerror}); choose another --port") from error
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ValueError(
+                f"cannot listen on host {host!r}: this machine has no such address; choose another --host"
+            ) from error
+        raise ValueError(f"cannot listen on {host} port {port} ({error.strerror}); choose another --port") from error
     return listener
 
 

@@ -174,6 +174,18 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--port" in line
 
 
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [("8.8.8.8", "this machine has no such address"), ("no-such-host.invalid", "")],
+)
+def test_a_host_that_is_not_this_machine(host: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(ServeConfig(target="x", host=host), FakeEngine) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"cannot listen on host {host!r}" in line
+    assert words in line
+    assert line.endswith("choose another --host")
+
+
 def test_a_bad_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(ServeConfig(target="x", port=0), refuse_to_start) == 1
     assert capsys.readouterr().err == "serve: error: checkpoint x is cut short; fetch it again\n"

@@ -1,0 +1,153 @@
+"""Limits on connections: how many are open, and how long a client may take to send a request.
+
+Invariant: /health can be reached unless every connection is being answered. There are fewer connections than file
+descriptors, a client that does not complete its request in time is disconnected, and when there are too many
+connections, a new one replaces the one that has waited longest for its client.
+"""
+
+import asyncio
+import errno
+import json
+import logging
+import math
+import resource
+import time
+from http import HTTPStatus
+from typing import Any, ClassVar
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from slipstream.serve.protocol import ApiError
+
+MIN_CONNECTION_LIMIT = 4096  # about 15 kB each
+CONNECTIONS_PER_REQUEST = 2  # of max_running + max_waiting: clients keep idle connections, too
+RESERVED_FILES = 64  # file descriptors for everything else
+REQUEST_SECONDS = 60.0  # to receive a request: 4 MB at 70 kB/s
+REPORT_SECONDS = 60.0  # between equal lines in the log
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+logger = logging.getLogger(__name__)
+
+
+def raise_file_limit() -> None:
+    """Lets this process and the engine's open as many files as the system allows; the usual default is 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else 1 << 20, hard))
+
+
+def connection_limit(max_open: int) -> int:
+    """How many connections a server accepts that has at most `max_open` open requests."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(MIN_CONNECTION_LIMIT, CONNECTIONS_PER_REQUEST * max_open)
+    limit = max(1, min(wanted, soft - RESERVED_FILES)) if soft != resource.RLIM_INFINITY else wanted
+    if limit < max_open:
+        message = "only %d files can be open: accepting %d connections, fewer than max_running + max_waiting = %d; %s"
+        logger.warning(message, soft, limit, max_open, "raise `ulimit -n`")
+    return limit
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, tracked by the server."""
+
+    tracker: ClassVar["ConnectionTracker"]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        super().connection_made(transport)
+        self.tracker.admit(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.tracker.forget(self)
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self.tracker.await_request(self)
+        super().on_response_complete()
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a request is here in full and its answer is not."""
+        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+    def refuse(self, error: ApiError) -> None:
+        """Answers with an error, whatever has been received, and hangs up."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(error.body).encode()
+            headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
+            headers |= error.headers
+            phrase = HTTPStatus(error.status).phrase
+            head = h11.Response(status_code=error.status, headers=list(headers.items()), reason=phrase)
+            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+class ConnectionTracker:
+    """The connections of one server that wait for their clients."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        # When each began to wait, oldest first. One that has received its request since stays until it is looked at.
+        self._waiting: dict[Connection, float] = {}
+
+    def protocol(self) -> type[Connection]:
+        """The class that uvicorn instantiates for every connection."""
+
+        class TrackedConnection(Connection):
+            tracker = self
+
+        return TrackedConnection
+
+    def admit(self, connection: Connection) -> None:
+        if len(connection.connections) > self.limit and not self._close_oldest():
+            connection.refuse(ApiError(503, f"all {self.limit} connections are busy; try again later"))
+            return
+        self.await_request(connection)
+
+    def await_request(self, connection: Connection) -> None:
+        self._waiting.pop(connection, None)
+        self._waiting[connection] = time.monotonic()
+
+    def forget(self, connection: Connection) -> None:
+        self._waiting.pop(connection, None)
+
+    def _close_oldest(self) -> bool:
+        """Closes the connection that has waited longest for its client; False if none waits."""
+        while self._waiting:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            if not oldest.is_answering:
+                oldest.transport.abort()
+                return True
+        return False
+
+    def close_waiting(self) -> None:
+        """Leaves only the connections that are being answered."""
+        while self._close_oldest():
+            pass
+
+    async def close_late(self) -> None:
+        """Runs as a task: refuses requests that are not received in time."""
+        while True:
+            await asyncio.sleep(min(1.0, REQUEST_SECONDS / 4))
+            latest = time.monotonic() - REQUEST_SECONDS
+            for connection in [known for known, since in self._waiting.items() if since < latest]:
+                del self._waiting[connection]
+                if not connection.is_answering:
+                    connection.refuse(ApiError(408, f"the request was not received within {REQUEST_SECONDS:.0f} s"))
+
+
+class LoopErrors:
+    """Exception handler of an asyncio loop; the default logs thousands of tracebacks a second when accept fails."""
+
+    def __init__(self) -> None:
+        self._reported_at = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if "socket" not in context or not isinstance(error, OSError) or error.errno not in OUT_OF_RESOURCES:
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._reported_at > REPORT_SECONDS:
+            self._reported_at = time.monotonic()
+            logger.error("cannot accept connections: %s; raise `ulimit -n`", error.strerror)
