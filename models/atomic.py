@@ -1,0 +1,223 @@
+"""Writes files and folders so that a kill at any moment leaves the old one or the new one under its name, never a part.
+
+A writer of PATH works in a staging folder beside it, `.NAME.tmp`:
+
+    lock    held by the writer (flock), so a second writer of PATH is refused; a dead writer holds nothing
+    new     what is being written
+    old     what PATH was, on file systems that cannot exchange two names
+
+Invariants:
+1. `new` takes PATH's place only when it is complete and on the disk (fsync), in one rename or exchange of names.
+2. Without an exchange, PATH is moved to `old` and then `new` to PATH. So if PATH is gone and both `new` and `old` are
+   there, `new` is complete: `recover` moves it to PATH. In every other state `new` and `old` are worth nothing.
+3. A staging folder with any other entry belongs to somebody else: nothing in it is touched.
+
+Whoever writes PATH next clears what a killed writer left; `recover` does it without writing.
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+STAGING = re.compile(r"\.(.+)\.tmp")
+LOCK, NEW, OLD = "lock", "new", "old"
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)  # an old kernel, or a file system without it
+
+
+@contextmanager
+def atomic_folder(path: Path, check: Callable[[Path], None] | None = None) -> Iterator[Path]:
+    """Yields an empty folder that takes the place of `path` if the block succeeds; the old folder is then deleted.
+
+    `check` is called with `path` before the block and again before the exchange, where `path` exists; it raises
+    ValueError for a folder that must stay (outputs.FolderKind.check). Without it only an empty folder is replaced.
+    Raises ValueError if `path` is a file or another process is writing it.
+    """
+    real, check = path.resolve(), check or refuse_nonempty
+    if real.exists() and not real.is_dir():
+        raise ValueError(f"{path} is a file; name a folder")
+    with _staging(real) as staging:
+        if real.exists():
+            check(path)
+        new = staging / NEW
+        new.mkdir()
+        yield new
+        _sync_tree(new)
+        if real.exists():
+            check(path)
+        _replace_folder(new, real, staging / OLD)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields a name for a file that takes the place of `path` if the block succeeds.
+
+    Raises ValueError if `path` is a folder, a device or the like, or another process is writing it.
+    """
+    real = path.resolve()
+    if real.exists() and not real.is_file():
+        raise ValueError(f"{path} is {'a folder' if real.is_dir() else 'not a file'}; name a file")
+    with _staging(real) as staging:
+        yield staging / NEW
+        _sync(staging / NEW)
+        os.replace(staging / NEW, real)
+        _sync(real.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Deletes a folder; a kill leaves all of it or nothing under its name."""
+    real = path.resolve()
+    with _staging(real) as staging:
+        os.rename(real, staging / OLD)
+
+
+def recover(path: Path) -> None:
+    """Ends what a killed writer of `path` began: `path` is whole or absent, and nothing is left beside it.
+
+    Does nothing while another process is writing `path`.
+    """
+    real = path.resolve()
+    if staging_path(real).is_dir():
+        with suppress(InUseError), _staging(real):
+            pass
+
+
+def check_staging(path: Path) -> None:
+    """Raises ValueError where somebody else's file or folder bears the name under which `path` would be written."""
+    folder = staging_path(path.resolve())
+    if not folder.exists():
+        return
+    others = sorted({one.name for one in folder.iterdir()} - {LOCK, NEW, OLD}) if folder.is_dir() else [""]
+    if others:
+        raise ValueError(f"{folder / others[0]} is in the way of {path}, which is written there first; move it away")
+
+
+def staging_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
+
+
+def staged_name(name: str) -> str | None:
+    """The name of what is written in the staging folder `name`; None if that is no staging folder's name."""
+    match = STAGING.fullmatch(name)
+    return match[1] if match else None
+
+
+class InUseError(ValueError):
+    """Another process is writing this file or folder."""
+
+
+def open_locked(path: Path) -> BinaryIO:
+    """`path` opened for reading and appending, made where it is missing, and locked until it is closed.
+
+    Raises InUseError if another process, or another part of this one, has locked it.
+    """
+    while True:
+        with ExitStack() as stack:
+            file = stack.enter_context(path.open("a+b"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InUseError(f"{path} is being written by another process; wait for it or name another") from error
+            if _is_same_file(file, path):  # else its holder renamed or deleted it before we had the lock
+                stack.pop_all()
+                return file
+
+
+def refuse_nonempty(path: Path) -> None:
+    """Raises ValueError unless the folder `path` is empty."""
+    if any(path.iterdir()):
+        raise ValueError(f"{path} exists and is not empty; name another folder")
+
+
+@contextmanager
+def _staging(real: Path) -> Iterator[Path]:
+    """The staging folder of `real`, locked, with nothing in it but the lock; gone afterwards."""
+    folder = staging_path(real)
+    real.parent.mkdir(parents=True, exist_ok=True)
+    with _open_staging(folder, real):
+        _finish(folder, real)
+        try:
+            yield folder
+        finally:
+            _finish(folder, real)  # also where the second of two renames failed
+            (folder / LOCK).unlink(missing_ok=True)
+            with suppress(OSError):  # the next writer is in it already
+                folder.rmdir()
+
+
+def _open_staging(folder: Path, real: Path) -> BinaryIO:
+    while True:
+        with suppress(FileExistsError):
+            folder.mkdir()
+        try:
+            check_staging(real)
+            return open_locked(folder / LOCK)
+        except FileNotFoundError:  # its last user has just removed it
+            continue
+        except InUseError as error:
+            raise InUseError(f"{real} is being written by another process; wait for it or name another") from error
+
+
+def _finish(folder: Path, real: Path) -> None:
+    """Invariant 2. Deletes nothing if it cannot move `new` to its place."""
+    new, old = folder / NEW, folder / OLD
+    if new.is_dir() and old.is_dir() and not real.exists():
+        os.rename(new, real)
+        _sync(real.parent)
+    for path in (new, old):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _replace_folder(new: Path, real: Path, old: Path) -> None:
+    if not real.exists():
+        os.rename(new, real)
+    elif not _exchange(new, real):
+        os.rename(real, old)
+        os.rename(new, real)
+    _sync(real.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Gives each the other's name, in one step; False where the system cannot. Raises OSError."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def _is_same_file(file: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(parent, name))
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    """Has the disk hold what was written, of a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,259 @@
+"""Files and folders are replaced whole: writers killed before every system call, second writers, foreign names."""
+
+import fcntl
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from slipstream.models import atomic
+from slipstream.models.atomic import InUseError, atomic_file, atomic_folder, open_locked, recover, remove_folder
+from slipstream.models.outputs import FolderKind
+
+KIND = FolderKind("a pair", ("a", "b"))
+
+
+def make(path: Path, content: str) -> None:
+    """A folder of two files that say the same: half of it shows."""
+    path.mkdir()
+    for name in KIND.markers:
+        (path / name).write_text(content)
+
+
+def write_folder(path: Path) -> None:
+    with atomic_folder(path, KIND.check) as folder:
+        for name in KIND.markers:
+            (folder / name).write_text("new")
+
+
+def write_folder_without_exchange(path: Path) -> None:
+    atomic._exchange = lambda *_: False  # in a process that ends with this
+    write_folder(path)
+
+
+def write_file(path: Path) -> None:
+    with atomic_file(path) as temporary:
+        temporary.write_text("new")
+
+
+def killed(action: Callable[[Path], None], path: Path, number: int) -> bool:
+    """Runs `action` in a process that is killed before its `number`-th call of the system; False if it has fewer."""
+    child = os.fork()
+    if child == 0:
+        calls = iter(range(number))
+
+        def count(event: str, _: object) -> None:
+            is_call = event == "open" or event.startswith(("os.", "fcntl."))
+            if is_call and next(calls, None) is None:
+                signal.raise_signal(signal.SIGKILL)
+
+        sys.addaudithook(count)
+        try:
+            action(path)
+        except BaseException as error:
+            print(error, file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
+
+
+def content(path: Path) -> str | None:
+    """What `path` holds; None where there is nothing."""
+    if path.is_dir():
+        assert sorted(one.name for one in path.iterdir()) == ["a", "b"]
+        texts = {one.read_text() for one in path.iterdir()}
+        assert len(texts) == 1
+        return texts.pop()
+    return path.read_text() if path.exists() else None
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("action", "before", "after"),
+    [
+        (write_folder, None, "new"),
+        (write_folder, "old", "new"),
+        (write_folder_without_exchange, "old", "new"),
+        (write_file, None, "new"),
+        (write_file, "old", "new"),
+        (remove_folder, "old", None),
+    ],
+)
+def test_a_kill_before_any_system_call_leaves_old_or_new(
+    action: Callable[[Path], None], before: str | None, after: str | None, tmp_path: Path
+) -> None:
+    """Under its name, once recovered, also if recovering is killed; and nothing beside it."""
+    number, seen, is_done = 0, set(), False
+    while not is_done:
+        path = tmp_path / str(number) / "name"
+        path.parent.mkdir()
+        if before is not None:
+            path.write_text(before) if action is write_file else make(path, before)
+        is_done = not killed(action, path, number)
+        if action is not write_folder_without_exchange:
+            assert content(path) in (before, after)
+        killed(recover, path, number % 17)
+        recover(path)
+        seen.add(content(path))
+        assert [one.name for one in path.parent.iterdir()] == ([] if content(path) is None else ["name"])
+        number += 1
+    assert number > 8
+    assert content(path) == after
+    assert seen == {before, after}
+
+
+@pytest.mark.parametrize("action", [write_file, write_folder])
+def test_all_is_on_the_disk_before_it_gets_its_name(
+    action: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    sync, rename = os.fsync, os.rename
+
+    def checked(source: Path, target: Path) -> None:
+        whole = [source, *source.rglob("*")]
+        assert {path.stat().st_ino for path in whole} <= synced
+        rename(source, target)
+
+    def note(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "rename", checked)
+    monkeypatch.setattr(os, "replace", checked)
+    action(tmp_path / "name")
+    assert tmp_path.stat().st_ino in synced
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_leaves_the_old_ones(error: type[BaseException], tmp_path: Path) -> None:
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    make(folder, "old")
+    file.write_text("old")
+
+    def fail() -> None:
+        with atomic_folder(folder, KIND.check) as new, atomic_file(file) as temporary:
+            (new / "a").write_text("new")
+            temporary.write_text("new")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert content(folder) == content(file) == "old"
+    assert sorted(tmp_path.iterdir()) == [file, folder]
+
+
+def test_nothing_is_lost_where_the_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, rename = tmp_path / "name", os.rename
+    make(path, "old")
+
+    def fail(source: Path, target: Path) -> None:
+        if target == path:
+            raise OSError("disk error")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic, "_exchange", lambda *_: False)
+        patch.setattr(os, "rename", fail)
+        with pytest.raises(OSError, match="disk error"):
+            write_folder(path)
+        with pytest.raises(OSError, match="disk error"):
+            recover(path)
+    recover(path)
+    assert content(path) == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_gets_its_parents_and_usual_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "name"
+    write_folder(path)
+    assert path.stat().st_mode & 0o777 == 0o755
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
+    make(tmp_path / "real", "old")
+    (tmp_path / "name").symlink_to(tmp_path / "real")
+    write_folder(tmp_path / "name")
+    assert (tmp_path / "name").is_symlink()
+    assert content(tmp_path / "real") == "new"
+
+
+@pytest.mark.parametrize("action", [write_folder, write_file])
+def test_a_second_writer_is_refused_and_nothing_is_recovered_beneath_the_first(
+    action: Callable[[Path], None], tmp_path: Path
+) -> None:
+    path = tmp_path / "name"
+    with atomic_file(path) as temporary:
+        temporary.write_text("first")
+        with pytest.raises(InUseError, match="name is being written by another process; wait for it or name another"):
+            action(path)
+        recover(path)
+    assert path.read_text() == "first"
+
+
+def test_a_lock_is_of_the_file_that_bears_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its last holder replaces it after it was opened and before it was locked."""
+    path, other, lock = tmp_path / "rows", tmp_path / "other", fcntl.flock
+    other.touch()
+
+    def replace_and_lock(file: BinaryIO, operation: int) -> None:
+        if other.exists():
+            other.replace(path)
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", replace_and_lock)
+    with open_locked(path) as file:
+        assert os.path.samestat(os.fstat(file.fileno()), path.stat())
+        with pytest.raises(InUseError):
+            open_locked(path)
+
+
+@pytest.mark.parametrize("action", [write_folder, write_file, remove_folder])
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_what_lies_in_the_way_is_named_and_left_alone(
+    action: Callable[[Path], None], is_folder: bool, tmp_path: Path
+) -> None:
+    staging = tmp_path / ".name.tmp"
+    mine = staging / "mine" if is_folder else staging
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("years")
+    with pytest.raises(ValueError, match=rf"{mine}.* is in the way of .*name, .*; move it away"):
+        action(tmp_path / "name")
+    assert mine.read_text() == "years"
+    assert list(tmp_path.rglob("*")) == ([staging, mine] if is_folder else [staging])
+
+
+def test_names_of_the_other_kind_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="file is a file; name a folder"):
+        write_folder(tmp_path / "file")
+    os.mkfifo(tmp_path / "pipe")
+    for path, kind in ((tmp_path, "a folder"), (tmp_path / "pipe", "not a file")):
+        with pytest.raises(ValueError, match=f"{path} is {kind}; name a file"):
+            write_file(path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
+
+
+def test_a_folder_that_became_somebody_elses_while_it_was_written_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "name"
+    make(path, "old")
+
+    def write() -> None:
+        with atomic_folder(path, KIND.check) as folder:
+            (folder / "a").write_text("new")
+            (path / "notes").write_text("mine")
+
+    with pytest.raises(ValueError, match="name holds notes beside a pair and is not replaced"):
+        write()
+    assert (path / "notes").read_text() == "mine"
+    (tmp_path / "other").mkdir()
+    write_folder(tmp_path / "other")
+    with pytest.raises(ValueError, match="other exists and is not empty"), atomic_folder(tmp_path / "other"):
+        pass

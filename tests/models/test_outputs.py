@@ -1,0 +1,165 @@
+"""What programs may write to and replace: never an input, never a file that is not ours."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slipstream.models.outputs import (
+    CHECKPOINT,
+    DATASET,
+    STEP,
+    FolderKind,
+    check_new_file,
+    check_output_file,
+    check_output_folder,
+    check_working_folder,
+)
+
+KINDS = {
+    CHECKPOINT: ("config.json", "run.json", "model.safetensors"),
+    STEP: (
+        "config.json",
+        "run.json",
+        "model.safetensors",
+        "state/progress.json",
+        "state/pytorch_model_fsdp_0/a.distcp",
+    ),
+    DATASET: (
+        *("report.json", "dataset_dict.json", "train/data-00000-of-00001.arrow", "train/state.json"),
+        *("train/dataset_info.json", "heldout/data-00000-of-00001.arrow", "train/cache-1f.arrow"),
+    ),
+}
+FOREIGN = (
+    "notes.txt",
+    "model.safetensors.bak",
+    "train/notes.txt",
+    "train/a/b.arrow",
+    "adapter/model.safetensors",
+    ".mine",
+)
+
+
+def fill(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_folder_of_ours_holds_what_our_programs_write_and_nothing_else(kind: FolderKind, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    kind.check(folder)
+    fill(folder, *KINDS[kind], f".{kind.markers[-1]}.tmp/new", f".{kind.markers[-1]}.tmp/lock")  # as a kill leaves them
+    with pytest.raises(ValueError, match="folder exists; name another folder or add --overwrite"):
+        check_output_folder(str(folder), kind, {}, overwrite=False)
+    check_output_folder(str(folder), kind, {}, overwrite=True)
+    fill(folder, *FOREIGN)
+    (folder / "link").symlink_to(tmp_path)
+    assert set(FOREIGN) - {"train/a/b.arrow"} < {*kind.foreign(folder)}
+    assert "link" in kind.foreign(folder)
+    for overwrite in (True, False):
+        with pytest.raises(
+            ValueError, match=rf"folder holds \.mine, .*, \.\.\. beside {kind.name} and is not replaced"
+        ):
+            check_output_folder(str(folder), kind, {}, overwrite=overwrite)
+    (folder / kind.markers[0]).unlink()
+    with pytest.raises(ValueError, match=f"folder is not {kind.name} .*it has no {kind.markers[0]}.* name another"):
+        check_output_folder(str(folder), kind, {}, overwrite=True)
+
+
+def check_folder(output: Path, source: Path) -> None:
+    check_output_folder(str(output), DATASET, {"data": [None, "owner/name", str(source)]}, overwrite=True)
+
+
+def check_file(output: Path, source: Path) -> None:
+    check_output_file(str(output), lambda _: True, "a map", {"data": [str(source)]}, overwrite=True)
+
+
+def check_working(output: Path, source: Path) -> None:
+    check_working_folder(str(output), {"data": [str(source)]})
+
+
+@pytest.mark.parametrize(
+    ("check", "output", "source", "relation"),
+    [
+        (check_folder, "folder", "folder", "is"),
+        (check_folder, "folder", "folder/sub/file", "holds"),
+        (check_folder, "link", "folder/sub/file", "holds"),
+        (check_folder, "folder", "link/sub/file", "holds"),
+        (check_folder, "folder/sub", "link", "lies in"),
+        (check_folder, "folder/new/deeper", "folder", "lies in"),
+        (check_folder, "folder/new", "folder/sub", None),
+        (check_folder, "new", "folder", None),
+        (check_folder, "other", "absent", None),
+        (check_file, "folder/sub/file", "folder/sub/file", "is"),
+        (check_file, "hard", "folder/sub/file", "is"),
+        (check_file, "folder/sub/new", "folder", "lies in"),
+        (check_file, "new", "folder/sub/file", None),
+        (check_working, "link", "folder", "is"),
+        (check_working, "folder/sub", "folder", "lies in"),
+        (check_working, "folder", "folder/sub", None),
+    ],
+)
+def test_an_output_is_no_input(
+    check: Callable[[Path, Path], None], output: str, source: str, relation: str | None, tmp_path: Path
+) -> None:
+    fill(tmp_path, "folder/sub/file")
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "other").mkdir()
+    os.link(tmp_path / "folder/sub/file", tmp_path / "hard")
+    if relation is None:
+        check(tmp_path / output, tmp_path / source)
+        return
+    message = f"^output {tmp_path / output} {relation} data {tmp_path / source}, which is read; name another output$"
+    with pytest.raises(ValueError, match=message):
+        check(tmp_path / output, tmp_path / source)
+    assert (tmp_path / "folder/sub/file").read_text() == "mine"
+
+
+def test_a_file_is_replaced_if_it_was_asked_for_and_is_ours(tmp_path: Path) -> None:
+    path = tmp_path / "map"
+
+    def check(*, overwrite: bool, is_ours: bool = True) -> None:
+        check_output_file(str(path), lambda _: is_ours, "a map", {}, overwrite=overwrite, option="plot")
+
+    check(overwrite=False)
+    path.touch()
+    check(overwrite=False)
+    path.write_text("mine")
+    check(overwrite=True)
+    with pytest.raises(ValueError, match=f"^plot {path} exists; name another file or add --overwrite$"):
+        check(overwrite=False)
+    for overwrite in (True, False):
+        with pytest.raises(ValueError, match=f"^plot {path} is not a map and is not replaced; name another file$"):
+            check(overwrite=overwrite, is_ours=False)
+    with pytest.raises(ValueError, match=f"^output {path} exists; name another file$"):
+        check_new_file(str(path), {})
+
+
+@pytest.mark.parametrize("check", [check_folder, check_file, check_working])
+def test_places_where_nothing_can_be_written_are_refused(
+    check: Callable[[Path, Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, "file")
+    (tmp_path / "folder").mkdir()
+    taken, fault = ("folder", "a folder; name a file") if check is check_file else ("file", "a file; name a folder")
+    with pytest.raises(ValueError, match=f"output {tmp_path / taken} is {fault}"):
+        check(tmp_path / taken, tmp_path / "absent")
+    with pytest.raises(ValueError, match=f"lies below {tmp_path}/file, which is a file; name another place"):
+        check(tmp_path / "file" / "new", tmp_path / "absent")
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path / "folder")
+    with pytest.raises(ValueError, match=f"cannot be written: you may not write to {tmp_path}/folder; name another"):
+        check(tmp_path / "folder" / "new" / "deeper", tmp_path / "absent")
+
+
+def test_what_a_killed_writer_left_is_put_back_before_the_check(tmp_path: Path) -> None:
+    for name in ("new", "old"):
+        fill(tmp_path / ".data.tmp" / name, *KINDS[DATASET])
+    check_output_folder(str(tmp_path / "data"), DATASET, {}, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    with pytest.raises(ValueError, match=re.escape("add --overwrite")):
+        check_output_folder(str(tmp_path / "data"), DATASET, {}, overwrite=False)
