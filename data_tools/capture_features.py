@@ -22,9 +22,11 @@ from slipstream.data_tools.capture_index import build_index, check_output, load_
 from slipstream.data_tools.capture_options import CaptureConfig
 from slipstream.data_tools.command_line import run, show_table
 from slipstream.data_tools.feature_shards import Capturer, read_documents
+from slipstream.models.atomic import recover
 from slipstream.models.checkpoint import resolve
-from slipstream.models.feature_shard import write_shard
+from slipstream.models.feature_shard import shard_path, write_shard
 from slipstream.models.feature_store import INDEX, FeatureIndex, FeatureStore
+from slipstream.models.outputs import check_working_folder
 
 TIMED_PASSES = 3
 
@@ -54,6 +56,8 @@ def capture_features(config: CaptureConfig) -> None:
         verify_all(FeatureStore(output))
         return
     pending = find_pending(config, index)
+    if pending:
+        check_working_folder(config.output, {"data": [config.data], "target": [config.target]})
     accelerator.wait_for_everyone()  # from here on shards appear
     if not pending:
         accelerator.print(f"{output} is complete: {len(index.shards)} shards")
@@ -141,8 +145,8 @@ def confirm(config: CaptureConfig) -> None:
 
 def prepare_folder(output: Path, index: FeatureIndex) -> None:
     output.mkdir(parents=True, exist_ok=True)
-    for path in output.glob(".shard-*.tmp"):  # of a run that was killed
-        path.unlink()
+    for path in (output / INDEX, *(shard_path(output, number) for number in range(len(index.shards)))):
+        recover(path)
     if not (output / INDEX).exists():
         index.write(output)
 

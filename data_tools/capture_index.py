@@ -74,8 +74,11 @@ def choose_format(config: CaptureConfig, path: Path) -> FeatureFormat:
 
 
 def check_output(output: Path, index: FeatureIndex) -> None:
-    """Raises ValueError where `output` holds a capture of something else."""
+    """Raises ValueError where `output` holds a capture of something else, or shards of who knows what."""
     if not (output / INDEX).exists():
+        foreign = sorted(path.name for path in output.glob("shard-*.safetensors"))
+        if foreign:
+            raise ValueError(f"output {output} holds {foreign[0]} and no {INDEX} that tells of it; name another folder")
         return
     there, here = FeatureIndex.read(output).to_json(), index.to_json()
     different = [name for name in here if name != "command" and there[name] != here[name]]

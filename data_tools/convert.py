@@ -16,8 +16,10 @@ from typing import Any, Literal
 from slipstream.data_tools.command_line import run
 from slipstream.data_tools.draft_forms import FORMS, Form, Layout, names_in, read_target
 from slipstream.data_tools.layout_report import changes
-from slipstream.models.checkpoint import atomic_folder, read_draft_tensors, read_json, resolve, write_checkpoint
+from slipstream.models.atomic import atomic_folder
+from slipstream.models.checkpoint import read_draft_tensors, read_json, resolve, write_checkpoint
 from slipstream.models.drafter_names import drafter_of
+from slipstream.models.outputs import CHECKPOINT, check_output_folder
 from slipstream.models.weight_files import weight_files
 
 
@@ -30,7 +32,7 @@ class ConvertConfig:
     output: str = ""
     """Folder to write."""
     overwrite: bool = False
-    """Replace `output` if it exists."""
+    """Replace `output` if it is a draft checkpoint that was written here, and nothing else."""
     layout: Literal["sglang", "speculators"] = "sglang"
     """sglang: the public layout, ours too (SGLang, SpecForge, vLLM). speculators: what vLLM and that library load"""
     target: str = ""
@@ -54,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def convert(config: ConvertConfig) -> None:
     """Writes `config.output` and prints what changed."""
-    if Path(config.output).exists() and not config.overwrite:
-        raise ValueError(f"output {config.output} exists; name another folder or add --overwrite")
+    inputs = {"input": [config.input], "target": [config.target]}
+    check_output_folder(config.output, CHECKPOINT, inputs, overwrite=config.overwrite)
     path = resolve(config.input)
     values = read_json(path / "config.json")
     form = form_of(values, config.input)
@@ -64,7 +66,7 @@ def convert(config: ConvertConfig) -> None:
     provenance: dict[str, Any] = {"argv": sys.argv, "converted": config.input}
     if (path / "run.json").exists():
         provenance["run"] = read_json(path / "run.json")
-    with atomic_folder(Path(config.output)) as folder:
+    with atomic_folder(Path(config.output), CHECKPOINT.check) as folder:
         write_checkpoint(folder, written.values, written.tensors, provenance)
     print(f"{config.output}: {len(written.tensors)} tensors, layout {config.layout}")
 

@@ -1,12 +1,12 @@
 """Prepared datasets on disk: tokens and loss masks in two splits, and the report that says what they are.
 
 A folder that `datasets` loads (DatasetDict with "train" and "heldout"; columns input_ids list<int32>, loss_mask
-list<bool>) with report.json beside the splits. The folder appears whole or not at all.
+list<bool>) with report.json beside the splits. The folder appears whole or not at all, and replaces a prepared dataset
+only.
 """
 
 import hashlib
 import json
-import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,9 +16,11 @@ import numpy as np
 import pyarrow
 from datasets import Dataset, DatasetDict
 
-from slipstream.models.checkpoint import atomic_folder, read_json
+from slipstream.models.atomic import atomic_folder
+from slipstream.models.checkpoint import read_json
+from slipstream.models.outputs import DATASET
 
-REPORT = "report.json"
+REPORT, ROWS = "report.json", "rows.arrow"
 WRITE_ROWS = 1000
 SCHEMA = pyarrow.schema([("input_ids", pyarrow.list_(pyarrow.int32())), ("loss_mask", pyarrow.list_(pyarrow.bool_()))])
 Tokens = tuple[np.ndarray, np.ndarray]  # input_ids (S,) int32, loss_mask (S,) bool
@@ -82,9 +84,9 @@ def write_dataset(
     are left out of training. Returns the report: what `describe` says once all rows have passed, and the dataset's
     figures. Raises ValueError when no row is left for training, or `heldout_rows` are none.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        with RowWriter(Path(folder) / "rows.arrow") as writer:
+    with atomic_folder(path, DATASET.check) as folder:
+        rows_path = folder / ROWS
+        with RowWriter(rows_path) as writer:
             for ids, mask in rows:
                 writer.write(ids, mask)
             num_rows = writer.rows
@@ -107,13 +109,13 @@ def write_dataset(
             "split_rows": sizes,
             "copies_of_heldout": num_copies,
         }
-        rows_file = Dataset.from_file(str(Path(folder) / "rows.arrow"))
+        rows_file = Dataset.from_file(str(rows_path))
         dataset = DatasetDict({name: rows_file.select(numbers) for name, numbers in splits.items()})
         # An empty split saved in as many files as its size asks for, none, could not be loaded again.
         num_shards = {name: None if size else 1 for name, size in sizes.items()}
-        with atomic_folder(path) as draft:
-            dataset.save_to_disk(draft, num_shards=num_shards)
-            (draft / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+        dataset.save_to_disk(folder, num_shards=num_shards)
+        rows_path.unlink()
+        (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
     return report
 
 

@@ -30,9 +30,16 @@ from slipstream.data_tools.prepare import Tally
 from slipstream.data_tools.rows import read_rows
 from slipstream.data_tools.served_answers import tokenize_answers
 from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer
-from slipstream.data_tools.token_coverage import ACCEPT_RATES, check_accept_rates, coverage_table, plot_coverage
+from slipstream.data_tools.token_coverage import (
+    ACCEPT_RATES,
+    check_accept_rates,
+    coverage_table,
+    is_coverage_plot,
+    plot_coverage,
+)
 from slipstream.data_tools.tokenization import Outcome, RowTokenizer, tokenize_rows
-from slipstream.models.token_map import TokenMap
+from slipstream.models.outputs import check_output_file
+from slipstream.models.token_map import TokenMap, is_fr_spec_map, is_sglang_map, is_token_map
 
 SHARD_ROWS = 1024
 
@@ -43,6 +50,8 @@ class FrequencyMapConfig(TokenizeOptions):
 
     output: str = ""
     """Safetensors file to write."""
+    overwrite: bool = False
+    """Replace files that exist, if they are what would be written there: token maps, a coverage curve."""
     size: int | None = None
     """Tokens in the draft vocabulary. Default: a quarter of the target's."""
     merge: tuple[str, ...] = ()
@@ -91,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def frequency_map(config: FrequencyMapConfig) -> None:
     """Writes the files that `config` asks for and prints the coverage curve."""
+    check_files(config)
     token_map = build_map(count(config), config.size)
     token_map.write(Path(config.output))
     print(f"{config.output}:")
@@ -101,6 +111,22 @@ def frequency_map(config: FrequencyMapConfig) -> None:
     if config.plot is not None:
         plot_coverage(token_map, Path(config.plot), config.accept_rates)
     print(coverage_table(token_map, config.accept_rates))
+
+
+def check_files(config: FrequencyMapConfig) -> None:
+    """Raises ValueError unless every file may be written."""
+    inputs = {**config.inputs(), "merge": config.merge, "from_responses": config.from_responses}
+    kinds = {
+        "output": (is_token_map, "a token map"),
+        "sglang_pt": (is_sglang_map, "a token map of SGLang"),
+        "fr_spec": (is_fr_spec_map, "a frequency list of FR-Spec"),
+        "plot": (is_coverage_plot, "a coverage curve that frequency-map drew"),
+    }
+    named = {option: getattr(config, option) for option in kinds if getattr(config, option) is not None}
+    for option, name in named.items():
+        check_output_file(name, *kinds[option], inputs, overwrite=config.overwrite, option=option)
+    if len({Path(name).resolve() for name in named.values()}) < len(named):
+        raise ValueError(f"{' and '.join(named)} name the same file; name different ones")
 
 
 def count(config: FrequencyMapConfig) -> Counted:

@@ -3,43 +3,48 @@
 Invariant: every line in the file is whole; a row that was begun but not ended is cut off when the file is opened again.
 """
 
-import fcntl
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.models.checkpoint import atomic_file
+from slipstream.models.atomic import atomic_file, open_locked
 
 
 class Journal:
     """Rows with an `id`, appended and flushed one by one. `ids` are those in the file. A context manager.
 
-    Raises ValueError for a file that holds something else or that another process is writing.
+    Locks the file before it reads it or, with `anew`, empties it. Raises ValueError for a file that holds something
+    else or that another process is writing; neither is changed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, anew: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file = path.open("a+b")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"{path} is being written by another process; wait for it or name another file") from error
-        self._file.seek(0)
+        self.is_new = not path.exists()
         self.ids: set[str] = set()
-        whole = 0
-        for number, line in enumerate(self._file, 1):
-            if line.endswith(b"\n"):
-                self.ids.add(_row_id(path, number, line))
-                whole += len(line)
-        self._file.truncate(whole)
+        self._file = open_locked(path)
+        try:
+            self._file.truncate(0 if anew else self._read())
+        except BaseException:
+            self._file.close()
+            raise
 
     def __enter__(self) -> "Journal":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+    def _read(self) -> int:
+        """Fills `ids`; returns the number of bytes in whole lines."""
+        self._file.seek(0)
+        whole = 0
+        for number, line in enumerate(self._file, 1):
+            if line.endswith(b"\n"):
+                self.ids.add(_row_id(self.path, number, line))
+                whole += len(line)
+        return whole
 
     def append(self, row: Mapping[str, Any]) -> None:
         assert row["id"] not in self.ids
@@ -65,6 +70,4 @@ def _row_id(path: Path, number: int, line: bytes) -> str:
     try:
         return str(json.loads(line)["id"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path}, line {number}: holds no row with an id; name another file or add --overwrite"
-        ) from error
+        raise ValueError(f"{path}, line {number}: holds no row with an id; name another file") from error

@@ -1,5 +1,6 @@
 """Options that the data programs share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -44,6 +45,10 @@ class ConversationOptions:
         check_date(self.date)
         # Reports and files that are continued name the day, also where that was `today`.
         object.__setattr__(self, "date", date_of(self.date).isoformat())
+
+    def inputs(self) -> dict[str, Sequence[str | None]]:
+        """Option -> what it names to be read, which no program may write to."""
+        return {"data": self.data, "target": [self.target], "chat_template": [self.chat_template]}
 
     @property
     def conditions(self) -> dict[str, str]:

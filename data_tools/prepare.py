@@ -23,6 +23,7 @@ from slipstream.data_tools.options import TokenizeOptions
 from slipstream.data_tools.rows import read_rows
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.data_tools.tokenization import Outcome, RowTokenizer, tokenize_rows
+from slipstream.models.outputs import DATASET, check_output_folder
 
 EXAMPLES_PER_REASON = 3
 SHOWN_TOKENS = 300
@@ -35,7 +36,7 @@ class PrepareConfig(TokenizeOptions):
     output: str = ""
     """Folder to write."""
     overwrite: bool = False
-    """Replace `output` if it exists."""
+    """Replace `output` if it is a prepared dataset and nothing else."""
     heldout: float = 0.02
     """Share of the rows that goes to the held-out split."""
     heldout_data: tuple[str, ...] = ()
@@ -99,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def prepare(config: PrepareConfig) -> None:
     """Writes the dataset that `config` asks for and prints its report and one example."""
     output = Path(config.output)
-    if output.exists() and not config.overwrite:
-        raise ValueError(f"output {output} exists; name another folder or add --overwrite")
+    inputs = {**config.inputs(), "heldout_data": config.heldout_data}
+    check_output_folder(config.output, DATASET, inputs, overwrite=config.overwrite)
     target = load_target_tokenizer(config)
     tokenizer = RowTokenizer(target, config)
     tally = Tally()

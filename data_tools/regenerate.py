@@ -12,6 +12,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from slipstream.data_tools.engine_answers import EngineAnswers
 from slipstream.data_tools.journal import Journal, sort_rows
 from slipstream.data_tools.regenerate_options import RegenerateConfig
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
-from slipstream.models.checkpoint import atomic_file, read_json
+from slipstream.models.atomic import atomic_file
+from slipstream.models.checkpoint import read_json
+from slipstream.models.outputs import check_output_file
 from slipstream.serve.llm import LLM
 
 
@@ -74,21 +77,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 def regenerate(config: RegenerateConfig) -> None:
     """Writes, or continues, the file that `config` asks for. Raises ValueError at the end if rows failed."""
     output = Path(config.output)
-    if output.is_dir():
-        raise ValueError(f"output {output} is a folder; name the JSONL file to write")
     dropped_path, report_path = (output.with_name(output.name + ending) for ending in (".dropped", ".report"))
-    if config.overwrite or not output.exists():  # what lies beside a file that is gone tells of another run
-        for path in (output, dropped_path, report_path):
-            path.unlink(missing_ok=True)
-    check_options(config, output, dropped_path, report_path)
+    check_files(config, dropped_path, report_path)
+    if output.exists() and not config.overwrite:
+        check_options(config, output, dropped_path, report_path)
     reader = DialogueReader(config)
-    with Journal(output) as kept, Journal(dropped_path) as dropped, tqdm(unit=" rows", desc="regenerate") as bar:
+    with ExitStack() as stack:
+        kept = stack.enter_context(Journal(output, anew=config.overwrite))
+        # What lies beside a file that is gone tells of another run.
+        dropped = stack.enter_context(Journal(dropped_path, anew=config.overwrite or kept.is_new))
+        bar = stack.enter_context(tqdm(unit=" rows", desc="regenerate"))
         write_report(report_path, {"options": config.answer_options})
         progress = Progress(kept, dropped, bar)
         done = kept.ids | dropped.ids
         answer_all(config, (dialogue for dialogue in reader if dialogue.id not in done), progress)
-    for path in (output, dropped_path):
-        sort_rows(path, reader.ids)
+        for path in (output, dropped_path):
+            sort_rows(path, reader.ids)
     report = summary(config, reader, progress, dropped_path)
     write_report(report_path, report)
     print(f"{output}:")
@@ -147,6 +151,37 @@ def endpoint_options(config: RegenerateConfig, context: int | None) -> EndpointO
     )
 
 
+def check_files(config: RegenerateConfig, dropped_path: Path, report_path: Path) -> None:
+    """Raises ValueError, before anything is written, unless each file is absent, empty or of an earlier run, and none
+    is an input."""
+    kinds = (
+        (str(report_path), is_report, "a report of slipstream regenerate"),
+        (str(dropped_path), is_dropped, "a list of rows that slipstream regenerate dropped"),
+        (config.output, lambda _: is_report(report_path), f"a file of answers, with {report_path.name} beside it,"),
+    )
+    for name, is_ours, what in kinds:
+        check_output_file(name, is_ours, what, config.inputs(), overwrite=True)
+
+
+def is_report(path: Path) -> bool:
+    try:
+        return "max_tokens" in read_json(path)["options"]
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def is_dropped(path: Path) -> bool:
+    try:
+        return all(json.loads(line).keys() == {"id", "reason"} for line in whole_lines(path))
+    except (ValueError, AttributeError):
+        return False
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """The last one left out if a kill cut it off."""
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
 def check_options(config: RegenerateConfig, output: Path, dropped_path: Path, report_path: Path) -> None:
     """Raises ValueError when `output` holds rows made under other options, so that one file has one recipe.
 
@@ -154,10 +189,6 @@ def check_options(config: RegenerateConfig, output: Path, dropped_path: Path, re
     """
     if not any(path.exists() and path.stat().st_size for path in (output, dropped_path)):
         return
-    if not report_path.exists():
-        raise ValueError(
-            f"output {output} exists but not {report_path.name} beside it; name another or add --overwrite"
-        )
     earlier = read_json(report_path).get("options", {})
     for name, value in config.answer_options.items():
         if earlier.get(name) != value:

@@ -1,6 +1,7 @@
 """Options of `slipstream regenerate`."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ class RegenerateConfig(ConversationOptions):
     output: str = ""
     """JSONL file to write, or to continue."""
     overwrite: bool = False
-    """Start anew if `output` exists, instead of continuing it."""
+    """Start anew if `output` exists, instead of continuing it; only for files that regenerate wrote."""
     endpoint: tuple[str, ...] = ()
     """OpenAI-compatible endpoints that serve the target, such as http://localhost:8000/v1. With `target`, prompts are
     rendered here and sent as token ids; without it, messages are sent and the endpoint's template renders them."""
@@ -84,6 +85,10 @@ class RegenerateConfig(ConversationOptions):
                 raise ValueError(f"endpoint {url!r} is no URL: {error}") from error
             if parts.scheme not in ("http", "https") or not parts.host:
                 raise ValueError(f"endpoint is {url!r}; name a URL such as http://localhost:8000/v1")
+
+    def inputs(self) -> dict[str, Sequence[str | None]]:
+        given = ConversationOptions.inputs(self)
+        return {**given, "draft": [self.draft], "api_key_file": [self.api_key_file]}
 
     @property
     def answer_options(self) -> dict[str, Any]:

@@ -95,11 +95,16 @@ def _read_folder(path: Path, split: str) -> Iterator[Row]:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         yield from _read_dataset(load_from_disk(path), str(path), split)
         return
-    files = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and not file.name.startswith("."))
+    files = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and not _is_hidden(file, path))
     if not files:
         raise ValueError(f"data: folder {path} holds no file that ends in {', '.join(SUFFIXES)}")
     for file in files:
         yield from _read_file(file)
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    """Below `folder` in a hidden one, such as that in which another program is writing, or hidden itself."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _read_hub(name: str, options: ConversationOptions) -> Iterator[Row]:

@@ -8,12 +8,12 @@ Invariant: whether a conversation is held out depends on its id alone.
 import gzip
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import parse
+from slipstream.models.atomic import atomic_file
 
 HELD_OUT_SHARE = 0.05
 
@@ -78,9 +78,8 @@ def write_slice(options: Options) -> None:
         {"id": row["id"], "split": "train", "messages": row["messages"]} for row in training if row["id"] in chosen
     ]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    temporary = Path(options.output + ".tmp")
-    temporary.write_bytes(gzip.compress(text.encode(), compresslevel=9, mtime=0))
-    os.replace(temporary, options.output)
+    with atomic_file(Path(options.output)) as temporary:
+        temporary.write_bytes(gzip.compress(text.encode(), compresslevel=9, mtime=0))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -19,8 +19,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from slipstream.models.atomic import atomic_file
 from slipstream.models.token_map import TokenMap, ranking
 
+SOFTWARE = "slipstream frequency-map"  # in the file, by which it is known again
 BAR_WIDTH = 30
 PLOTTED_SIZES = 400
 BLUE, GREY = "#1f6feb", "#9aa5b1"
@@ -91,8 +93,15 @@ def plot_coverage(token_map: TokenMap, path: Path, accept_rates: Sequence[float]
     _mark(axes, size, float(curve[size]), is_right=size**2 > int(sizes[0]) * token_map.vocab_size)
     axes.legend(loc="lower right", facecolor="white", edgecolor="none", framealpha=1.0)
     axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png", metadata={"Software": SOFTWARE})
+
+
+def is_coverage_plot(path: Path) -> bool:
+    """Did `plot_coverage` draw this file?"""
+    with path.open("rb") as file:
+        start = file.read(1024)
+    return start.startswith(b"\x89PNG") and SOFTWARE.encode() in start
 
 
 def _mark(axes: Axes, size: int, share: float, *, is_right: bool) -> None:

@@ -20,7 +20,8 @@ from typing import Any
 from slipstream.config import parse
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import matches, read_rows
-from slipstream.models.checkpoint import atomic_file
+from slipstream.models.atomic import atomic_file
+from slipstream.models.outputs import check_new_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,8 @@ def vary(row: Mapping[str, Any], copy: int, seed: int) -> dict[str, Any]:
 
 
 def write(options: Options) -> int:
-    """Writes the file and returns its number of lines. Raises ValueError for data that cannot be read."""
+    """Writes the file and returns its number of lines. Raises ValueError if it exists, and for unreadable data."""
+    check_new_file(options.output, {"data": options.data})
     conditions = dict(condition.split("=", 1) for condition in options.where)
     read = ((row.place, row.columns()) for row in read_rows(ConversationOptions(data=options.data, target="none")))
     rows = [columns for place, columns in read if matches(columns, conditions, place)]

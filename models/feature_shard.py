@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from xxhash import xxh3_64
 
-from slipstream.models.checkpoint import atomic_file
+from slipstream.models.atomic import atomic_file
 from slipstream.models.feature_format import FeatureFormat
 
 TABLES = ("documents", "lengths", "checksums")

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.models.checkpoint import atomic_file, read_json
+from slipstream.models.atomic import atomic_file
+from slipstream.models.checkpoint import read_json
 from slipstream.models.feature_format import FeatureFormat
 from slipstream.models.feature_shard import MappedShard, ShardRange, open_shard, shard_path
 

@@ -7,6 +7,7 @@ reads the files of other programs.
 """
 
 import json
+import pickle
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slipstream.models.checkpoint import atomic_file, disk_errors
+from slipstream.models.atomic import atomic_file
+from slipstream.models.checkpoint import disk_errors
 
 METADATA_KEY = "token_map"
 SMALLEST_REPORTED_SIZE = 1024
@@ -157,6 +159,27 @@ class TokenMap:
         _save(self.ids_by_frequency().tolist(), path)
 
 
+def is_token_map(path: Path) -> bool:
+    """Is this a file as `TokenMap.write` writes it?"""
+    try:
+        TokenMap.read(path)
+    except ValueError:
+        return False
+    return True
+
+
+def is_sglang_map(path: Path) -> bool:
+    """Is this a file as `TokenMap.write_sglang` writes it?"""
+    value = _load(path)
+    return isinstance(value, Tensor) and value.ndim == 1 and value.dtype == torch.int64
+
+
+def is_fr_spec_map(path: Path) -> bool:
+    """Is this a file as `TokenMap.write_fr_spec` writes it?"""
+    value = _load(path)
+    return isinstance(value, list) and all(isinstance(token, int) for token in value)
+
+
 def check_tokenizer(token_map: TokenMap, tokenizer_hash: str, source: str = "the token map") -> None:
     """Raises ValueError if `token_map`, which the message calls `source`, was counted with another tokenizer than the
     one of `tokenizer_hash` (models/checkpoint.py). Public files do not say which it was and pass."""
@@ -193,6 +216,14 @@ def ranking(counts: np.ndarray, kept: list[int]) -> np.ndarray:
     is_kept = np.zeros(len(counts), np.bool_)
     is_kept[kept] = True
     return np.concatenate((np.array(kept, np.int64), order[~is_kept[order]]))
+
+
+def _load(path: Path) -> Any:
+    """What `_save` wrote; None for any other file."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError):
+        return None
 
 
 def _save(value: Any, path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from slipstream.data_tools import capture_features
 from slipstream.data_tools.capture_features import main
+from slipstream.models.atomic import staging_path
 from slipstream.models.feature_shard import shard_path, write_shard
 from slipstream.tests.data_tools.captures import Flags, shards
 
@@ -26,10 +27,12 @@ def test_a_stopped_capture_continues_with_what_is_missing(
 ) -> None:
     def write_three(folder: Path, number: int, *rest: Any) -> None:
         if number == 3:
-            (folder / ".shard-00003.safetensors.1.tmp").write_text("half")
+            staging_path(shard_path(folder, number)).mkdir()
+            (staging_path(shard_path(folder, number)) / "new").write_text("half")
             raise OSError("the process ends here")
         write_shard(folder, number, *rest)
 
+    (tmp_path / ".notes.tmp").touch()
     with monkeypatch.context() as patch:
         patch.setattr(capture_features, "write_shard", write_three)
         with pytest.raises(SystemExit):
@@ -39,7 +42,7 @@ def test_a_stopped_capture_continues_with_what_is_missing(
     main(flags(tmp_path))
     assert shards(tmp_path) == shards(captured)
     assert before == {path: path.stat().st_mtime_ns for path in before}
-    assert not list(tmp_path.glob("*.tmp"))
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [".notes.tmp"]
 
 
 def start(arguments: list[str], *launcher: str) -> subprocess.Popen[str]:
@@ -72,7 +75,28 @@ def test_killed_twenty_times(tmp_path: Path, flags: Flags, captured: Path) -> No
         program.communicate()
     main(flags(tmp_path))
     assert shards(tmp_path) == shards(captured)
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_files_that_no_capture_wrote_are_left_alone(
+    tmp_path: Path,
+    flags: Flags,
+    capture_data: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capture_features, "Capturer", None)  # all is refused before the target is loaded
+    (tmp_path / "file").touch()
+    shard_path(tmp_path, 2).write_text("mine")
+    for output, message in (
+        (tmp_path / "file", "file is a file; name a folder"),
+        (tmp_path, "holds shard-00002.safetensors and no index.json"),
+        (capture_data / "features", f"lies in data {capture_data}, which is read"),
+    ):
+        with pytest.raises(SystemExit):
+            main(flags(output))
+        assert message in capsys.readouterr().err
+    assert shard_path(tmp_path, 2).read_text() == "mine"
 
 
 def test_a_damaged_shard_is_named_and_made_anew_alone(

@@ -143,6 +143,8 @@ def save(folder: Path, kind: str) -> Path:
         write_jsonl(path / "a.jsonl", ROWS[:2])
         write_jsonl(path / "b.jsonl", ROWS[2:])
         (path / "README.md").write_text("no data")
+        (path / ".c.tmp" / "new").mkdir(parents=True)  # what another program is writing
+        write_jsonl(path / ".c.tmp" / "new" / "rows.jsonl", ROWS)
     return path
 
 

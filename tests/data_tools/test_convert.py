@@ -127,15 +127,29 @@ def test_what_cannot_be_converted_is_refused(runs: Runs, tmp_path: Path) -> None
 
 def test_an_existing_output_is_kept(runs: Runs, tmp_path: Path) -> None:
     draft, output = save(runs), tmp_path / "kept"
-    output.mkdir()
-    (output / "notes.txt").write_text("mine")
     arguments = ["--input", str(draft), "--output", str(output)]
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert f"output {output} exists; name another folder or add --overwrite" in runs.capsys.readouterr().err
-    assert [path.name for path in output.iterdir()] == ["notes.txt"]
-    main([*arguments, "--overwrite"])
+    main(arguments)
     assert sorted(path.name for path in output.iterdir()) == ["config.json", "model.safetensors", "run.json"]
+    (output / "run.json").write_text("{}")
+    for words, message in (
+        (arguments, f"output {output} exists; name another folder or add --overwrite"),
+        (["--input", str(output), "--output", str(output), "--overwrite"], f"output {output} is input {output}"),
+        (
+            [*arguments, "--target", str(runs.target), f"--output={runs.target}/new"],
+            f"new lies in target {runs.target}",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert message in runs.capsys.readouterr().err
+        assert json.loads((output / "run.json").read_text()) == {}
+    main([*arguments, "--overwrite"])
+    assert json.loads((output / "run.json").read_text())["converted"] == str(draft)
+    (output / "notes.txt").write_text("mine")
+    with pytest.raises(SystemExit):
+        main([*arguments, "--overwrite"])
+    assert "kept holds notes.txt beside a draft checkpoint and is not replaced" in runs.capsys.readouterr().err
+    assert (output / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -177,9 +177,13 @@ def test_a_journal_refuses_foreign_files_and_second_writers(tmp_path: Path) -> N
     path.write_text('{"id": "a"}\n{"text": "b"}\n')
     with pytest.raises(ValueError, match=r"rows.jsonl, line 2: holds no row with an id"):
         Journal(path)
-    path.unlink()
-    with Journal(path), pytest.raises(ValueError, match="being written by another process"):
-        Journal(path)
+    assert path.read_text() == '{"id": "a"}\n{"text": "b"}\n'
+    with Journal(path, anew=True) as journal:
+        journal.append({"id": "c"})
+        for anew in (False, True):
+            with pytest.raises(ValueError, match="being written by another process"):
+                Journal(path, anew=anew)
+    assert path.read_text() == '{"id": "c"}\n'
 
 
 def test_rows_are_put_in_the_order_of_the_input(tmp_path: Path) -> None:

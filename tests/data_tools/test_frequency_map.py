@@ -43,7 +43,7 @@ def chosen(counts: Counter[int], size: int) -> list[int]:
 
 
 def run(folder: Path, *arguments: object) -> TokenMap:
-    frequency_map.main([*map(str, arguments), "-o", str(folder / "map.safetensors")])
+    frequency_map.main([*map(str, arguments), "-o", str(folder / "map.safetensors"), "--overwrite"])
     return TokenMap.read(folder / "map.safetensors")
 
 
@@ -186,3 +186,30 @@ def test_impossible_runs_get_one_sentence(
 ) -> None:
     words = [str(data / "prepared") if word == "PREPARED" else word for word in arguments]
     assert message in error(capsys, tmp_path, *words)
+
+
+@pytest.mark.parametrize("option", ["--output", "--sglang-pt", "--fr-spec", "--plot"])
+def test_only_files_of_the_same_kind_are_replaced(
+    option: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, words = tmp_path / "file", ["--data", str(data / "prepared"), "--size", "40"]
+    words += [option, str(path)] if option == "--output" else [option, str(path), "--output", str(tmp_path / "map")]
+    frequency_map.main(words)
+    frequency_map.main([*words, "--overwrite"])
+    written = path.read_bytes()
+    assert not list(tmp_path.glob(".*"))
+
+    def refused(*more: str) -> str:
+        with pytest.raises(SystemExit):
+            frequency_map.main([*words, *more])
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(frequency_map, "count", None)  # all is refused before anything is counted
+    others = [] if option == "--output" else ["--output", str(tmp_path / "another")]
+    assert f"{path} exists; name another file or add --overwrite" in refused(*others)
+    assert path.read_bytes() == written
+    for foreign in (b"mine", b"\x89PNG mine", data.joinpath("prepared", "report.json").read_bytes()):
+        path.write_bytes(foreign)
+        assert f"{path} is not a" in refused("--overwrite")
+        assert path.read_bytes() == foreign
+    assert "which is read" in refused("--data", str(tmp_path), "--overwrite")

@@ -1,6 +1,7 @@
 """`slipstream regenerate` with an engine in the same process: answers, options, drops, interrupts."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from slipstream.data_tools import prepare, regenerate
+from slipstream.data_tools.journal import Journal
 from slipstream.models.checkpoint import tokenizer_hash
 from slipstream.serve.request import Output
-from slipstream.tests.data_tools.chats import CHATML, LLAMA, build_tokenizer, chat
+from slipstream.tests.data_tools.chats import CHATML, LLAMA, build_tokenizer, chat, write_jsonl
 from slipstream.tests.data_tools.fake_answers import FakeLLM
 from slipstream.tests.data_tools.regeneration import EXPECTED, ROWS, answered, error, lines, report, run
 from slipstream.tests.random_targets import SHAPE, save_random_target
@@ -146,8 +148,6 @@ def test_a_file_has_one_recipe(tmp_path: Path, target: Path, capsys: Any) -> Non
     (tmp_path / "out.jsonl.dropped").write_text('{"id": "row0", "reason": "cut_by_max_tokens"}\n')
     assert len(run(tmp_path, "--target", target, "--seed", 1, rows=ROWS[:2])) == 2
     assert report(tmp_path)["rows_dropped"] == {}
-    (tmp_path / "out.jsonl.report").unlink()
-    assert "name another or add --overwrite" in error(capsys, tmp_path, "--target", target)
 
 
 @pytest.mark.usefixtures("llms")
@@ -190,7 +190,53 @@ def test_bad_options_get_one_sentence(tmp_path: Path, options: tuple[str, ...], 
 def test_a_folder_is_no_output(tmp_path: Path, target: Path, capsys: Any) -> None:
     (tmp_path / "out.jsonl").mkdir()
     for more in ((), ("--overwrite",)):
-        assert "out.jsonl is a folder; name the JSONL" in error(capsys, tmp_path, "--target", target, *more)
+        assert "out.jsonl is a folder; name a file" in error(capsys, tmp_path, "--target", target, *more)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("out.jsonl", '{"id": "a"}\n{"id": "b"}', "is not a file of answers, with out.jsonl.report beside it,"),
+        ("out.jsonl.report", "mine", "is not a report of slipstream regenerate"),
+        ("out.jsonl.report", '{"options": []}', "is not a report of slipstream regenerate"),
+        (
+            "out.jsonl.dropped",
+            '{"id": "a", "text": "mine"}\n',
+            "is not a list of rows that slipstream regenerate dropped",
+        ),
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+def test_files_of_others_are_neither_continued_nor_replaced(
+    tmp_path: Path, name: str, content: str, message: str, more: tuple[str, ...], capsys: Any
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert f"{message} and is not replaced; name another file" in error(capsys, tmp_path, "--target", "/absent", *more)
+    assert (tmp_path / name).read_text() == content
+    assert {path.name for path in tmp_path.iterdir()} == {name, "rows.jsonl"}
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows", "rows.jsonl.report"])
+def test_an_input_is_no_output(tmp_path: Path, target: Path, name: str, capsys: Any) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    link = tmp_path / name
+    if not link.exists():
+        os.link(data, link)
+    words = ["--target", str(target), "--data", str(link), "--output", str(data), "--overwrite"]
+    with pytest.raises(SystemExit):
+        regenerate.main(words)
+    assert f" is data {link}, which is read" in capsys.readouterr().err
+    assert [json.loads(line) for line in data.read_text().splitlines()] == ROWS
+
+
+@pytest.mark.usefixtures("llms")
+def test_a_second_writer_is_refused_and_the_first_loses_nothing(tmp_path: Path, target: Path, capsys: Any) -> None:
+    whole = run(tmp_path, "--target", target)
+    with Journal(tmp_path / "out.jsonl") as first:
+        for more in ((), ("--overwrite",)):
+            assert "being written by another process" in error(capsys, tmp_path, "--target", target, *more)
+        first.append({"id": "last"})
+    assert lines(tmp_path) == [*whole, {"id": "last"}]
 
 
 @pytest.mark.usefixtures("llms")

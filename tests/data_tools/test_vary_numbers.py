@@ -27,6 +27,7 @@ ROWS = [
 
 def vary(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     source, output = folder / "rows.jsonl.gz", folder / "out.jsonl"
+    output.unlink(missing_ok=True)
     source.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode()))
     main(["--data", str(source), "--output", str(output), *arguments])
     return [json.loads(line) for line in output.read_text().splitlines()]
@@ -62,6 +63,7 @@ def test_a_copy_depends_on_its_conversation_and_seed_alone(tmp_path: Path) -> No
         (["--copies", "-1"], "copies is -1"),
         (["--where", "part=train"], "no column 'part'"),
         (["--data", "/nowhere.jsonl"], "/nowhere.jsonl does not exist"),
+        (["--output", __file__], f"output {__file__} exists; name another file"),
     ],
 )
 def test_bad_options_end_in_a_sentence(

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.models.checkpoint import atomic_file
 from slipstream.models.token_map import TokenMap, check_stop_ids, check_tokenizer, reported_sizes
 
 SPECIAL = [0, 1, 63]
@@ -164,19 +163,3 @@ def test_damaged_and_contradicting_files_are_refused(tmp_path: Path) -> None:
     save_file({**tensors, "d2t": tensors["d2t"] + 9}, path, {"token_map": "{}"})
     with pytest.raises(ValueError, match="ids 10 to 12 leave the vocabulary of 5"):
         TokenMap.read(path)
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    def fail() -> None:
-        with atomic_file(path) as temporary:
-            temporary.write_text("half")
-            raise RuntimeError
-
-    with pytest.raises(ValueError, match="is a folder; name a file"), atomic_file(tmp_path):
-        pass
-    path = tmp_path / "file"
-    path.write_text("old")
-    with pytest.raises(RuntimeError):
-        fail()
-    assert [file.name for file in tmp_path.iterdir()] == ["file"]
-    assert path.read_text() == "old"
