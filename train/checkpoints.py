@@ -1,14 +1,14 @@
 """The output folder of a run: step-N (servable, with the state to resume from) and best (servable).
 
-Invariant: a folder is written under a temporary name and renamed, so whatever bears its name is complete, and a run
-killed at any moment continues from the newest step-N as if it had not been, or begins anew where there is none yet.
+Invariants: whatever bears its name is complete (models/atomic.py), and a run killed at any moment continues from the
+newest step-N as if it had not been, or begins anew where there is none yet. Nothing is deleted or replaced but what a
+run wrote, and not before all checks have passed.
 """
 
 import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -23,7 +23,10 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-from slipstream.models.checkpoint import atomic_folder, disk_errors
+from slipstream.models.atomic import atomic_folder, check_staging, recover, remove_folder, staged_name
+from slipstream.models.checkpoint import disk_errors
+from slipstream.models.outputs import CHECKPOINT, STEP
+from slipstream.train.trackers import is_metrics
 
 WriteDraft = Callable[[Mapping[str, Tensor], Path, Mapping[str, Any]], None]  # state_dict, folder, contents of run.json
 # May differ when a run continues.
@@ -35,6 +38,7 @@ FREE_OPTIONS = (
 BY_CONTENT = {"target": "target_fingerprint", "data.path": "data_hash", "draft.vocabulary": "vocabulary_hash"}
 # For values that nobody gives by hand; for others it is to give the same one.
 REMEDIES = {hash: f"name what the run began with by {option}" for option, hash in BY_CONTENT.items()}
+OWN_NAMES = re.compile(r"best|step-\d+|metrics\.jsonl|report\.html")  # what a run, and a report of one, write
 SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
@@ -119,27 +123,30 @@ class Checkpoints:
     def resume(self, resume: str) -> Progress:
         """Loads the newest checkpoint, if there is one, into what the accelerator prepared. Raises ValueError if
         `resume` is "never" and the output holds anything of a run, or if that run differs from this one."""
-        if self.accelerator.is_main_process:
-            self.output.mkdir(parents=True, exist_ok=True)
-            clean(self.output)
-        self.accelerator.wait_for_everyone()
         found = step_folders(self.output)
         if resume == "never":
             self.check_empty(found)
-        if not found:
-            return Progress()
-        saved = json.loads((found[-1] / "state" / "progress.json").read_text())
+        progress = self.load(found[-1]) if found else Progress()
+        self.accelerator.wait_for_everyone()  # all have read
+        if self.accelerator.is_main_process:
+            self.output.mkdir(parents=True, exist_ok=True)
+            clean(self.output)
+        self.drop_old()  # which a kill just after the newest one was written has left
+        return progress
+
+    def load(self, folder: Path) -> Progress:
+        """Raises ValueError if it is a checkpoint of another run."""
+        saved = json.loads((folder / "state" / "progress.json").read_text())
         if "form" not in saved:
             raise ValueError(
-                f"{found[-1]} was written by an earlier version, which counted its place in the data in batches; name "
+                f"{folder} was written by an earlier version, which counted its place in the data in batches; name "
                 "another output to start afresh"
             )
-        self.check_identity(saved["identity"], found[-1])
-        self.check_form(saved["form"], found[-1])
+        self.check_identity(saved["identity"], folder)
+        self.check_form(saved["form"], folder)
         # Nothing in training draws from a global generator, so processes that find no state of one lack nothing.
-        self.accelerator.load_state(str(found[-1] / "state"))
+        self.accelerator.load_state(str(folder / "state"))
         self.accelerator.step = 0  # checkpoints lie between accumulation windows
-        self.drop_old()  # which a kill just after the newest one was written has left
         return Progress(**saved["progress"])
 
     def check_empty(self, found: list[Path]) -> None:
@@ -195,13 +202,13 @@ class Checkpoints:
         return folder
 
     def drop_old(self) -> None:
-        """Leaves the newest `keep` step checkpoints; once all processes have read or written them."""
+        """Leaves the newest `keep` step checkpoints, and those in which somebody put files of their own; once all
+        processes have read or written them."""
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             for old in step_folders(self.output)[: -self.keep]:
-                doomed = old.with_name(f".{old.name}.tmp")
-                old.rename(doomed)
-                shutil.rmtree(doomed)
+                if not STEP.foreign(old):
+                    remove_folder(old)
         self.accelerator.wait_for_everyone()
 
     def _save(self, path: Path, progress: Progress, *, with_state: bool) -> None:
@@ -209,7 +216,8 @@ class Checkpoints:
         with ExitStack() as stack:
             shared: list[Any] = [None]
             if self.accelerator.is_main_process:
-                shared = [stack.enter_context(atomic_folder(path))]
+                kind = STEP if with_state else CHECKPOINT
+                shared = [stack.enter_context(atomic_folder(path, kind.check))]
                 self.write_draft(tensors, shared[0], {**self.run, **asdict(progress)})
             folder = broadcast_object_list(shared)[0]
             if with_state:
@@ -239,21 +247,33 @@ def step_folders(output: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
+def check_run_folder(output: Path) -> None:
+    """Raises ValueError where something in `output` bears a name that a run would continue from or replace, and is
+    none of a run's."""
+    for step in step_folders(output):
+        missing = next((name for name in STEP.markers if not (step / name).is_file()), None)
+        if missing is not None:
+            raise ValueError(
+                f"output {output} holds {step.name}, which is no checkpoint to continue from (it has no {missing}); "
+                "move it away or name another output"
+            )
+    if (output / "best").exists():
+        CHECKPOINT.check(output / "best")
+    if not is_metrics(output / "metrics.jsonl"):
+        raise ValueError(
+            f"output {output} holds a metrics.jsonl that no training run wrote; move it away or name another output"
+        )
+    for path in interrupted(output):
+        check_staging(path)
+
+
 def clean(output: Path) -> None:
-    """Removes what a killed run was writing, and puts back a folder that it was about to replace."""
-    for path in output.glob(".*.old"):
-        original = output / path.name.split(".")[1]
-        if original.exists():
-            remove(path)
-        else:
-            path.rename(original)
-    for path in output.glob(".*.tmp"):
-        remove(path)
+    """Ends what a killed run or report was writing, and puts back what it was about to replace."""
+    for path in interrupted(output):
+        recover(path)
 
 
-def remove(path: Path) -> None:
-    """A folder, or the file that a killed report was writing."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def interrupted(output: Path) -> list[Path]:
+    """What a run or report was writing when it was killed, or is writing."""
+    names = (staged_name(path.name) for path in output.iterdir()) if output.is_dir() else ()
+    return [output / name for name in names if name is not None and OWN_NAMES.fullmatch(name)]

@@ -16,13 +16,14 @@ from slipstream.config import parse
 from slipstream.models.checkpoint import resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.config import ModelConfig
 from slipstream.models.frozen_target import FrozenTarget, empty_target, load_frozen_target
+from slipstream.models.outputs import check_working_folder
 from slipstream.models.pretrained import load_tokenizer
 from slipstream.models.sharded_target import sharding_mesh
 from slipstream.models.target import load_config
 from slipstream.models.token_map import check_tokenizer
 from slipstream.models.token_map_files import read_token_map
 from slipstream.train.batches import PackedRows, load_prepared
-from slipstream.train.checkpoints import provenance
+from slipstream.train.checkpoints import check_run_folder, provenance
 from slipstream.train.feature_source import open_features, read_features
 from slipstream.train.loop import dtype_of_weights, fit, start
 from slipstream.train.options import RunOptions
@@ -135,6 +136,8 @@ def run_program(
 
 def train(options: OptionsT, build: Build[OptionsT]) -> None:
     """`build` makes the draft, on the accelerator's device or not, and its training; the draft has a `config`."""
+    if not options.dry_run:
+        check_output(options)
     accelerator = start(options)
     target = TargetFiles.find(options)
     data = load_prepared(Path(options.data.path), target.tokenizer_hash)
@@ -167,6 +170,14 @@ def train(options: OptionsT, build: Build[OptionsT]) -> None:
     accelerator.print(
         f"best accept length {progress.best_accept_length:.3f} at step {progress.best_step}: {options.output}/best"
     )
+
+
+def check_output(options: DraftRunOptions) -> None:
+    """Raises ValueError, before anything is read or written, for an output that this run may not write to."""
+    data = options.data
+    inputs = {"target": (options.target,), "data.path": (data.path,), "data.features": (data.features,)}
+    check_working_folder(options.output, inputs)
+    check_run_folder(Path(options.output))
 
 
 def vocabulary_hash(target_ids: Tensor | None) -> str | None:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import parse
-from slipstream.models.checkpoint import atomic_file, read_json
+from slipstream.models.atomic import atomic_file
+from slipstream.models.checkpoint import read_json
+from slipstream.models.outputs import check_output_file
 from slipstream.train.checkpoints import flatten, step_folders
 from slipstream.train.report_style import STYLE
 from slipstream.train.samples import Sample
@@ -37,6 +39,7 @@ TITLES = {
 NOT_DRAWN = {"step", "tokens"}
 SHOWN_ABOVE = {"step", "tokens", "best_step", "best_accept_length", "metrics", "argv"}
 MAX_SAMPLES = 8
+START = "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +89,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 def write_report(config: ReportConfig) -> Path:
     """Writes the page and returns its path. Raises ValueError for a folder without a training run."""
     path = Path(config.output) if config.output else Path(config.run) / "report.html"
+    check_output_file(str(path), is_report, "a report of a training run", {}, overwrite=True)
     page = render(load_run(Path(config.run)))
     with atomic_file(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
     return path
+
+
+def is_report(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(START)) == START.encode()
 
 
 def load_run(folder: Path) -> Run:
@@ -124,8 +133,7 @@ def render(run: Run) -> str:
         _section("Code, system and data", table(flatten(provenance))),
     ]
     return (
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-        f"<title>{escape(run.name)}: training run</title><style>{STYLE}</style>"
+        f"{START}<title>{escape(run.name)}: training run</title><style>{STYLE}</style>"
         f"<h1>{escape(run.name)}</h1>{''.join(sections)}</html>\n"
     )
 

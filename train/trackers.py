@@ -6,7 +6,6 @@ All get the same metrics and samples. Weights & Biases also gets the options, th
 
 import importlib
 import json
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -15,9 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from slipstream.models.atomic import atomic_file
 from slipstream.train.options import TrackerOptions
 from slipstream.train.samples import Sample
 
+RECORD = '{"step": '  # how each begins
 BY_POSITION = "eval_accept_rate_"
 
 
@@ -32,9 +33,8 @@ class JsonLines:
 
     def __init__(self, path: Path, step: int) -> None:
         kept = [line for line in read_lines(path) if line["step"] <= step]
-        draft = path.with_suffix(".tmp")
-        draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(draft, path)
+        with atomic_file(path) as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         self.file = path.open("a")
 
     def log(self, step: int, values: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:
@@ -56,6 +56,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Of these, one for each step: those of sample answers left out."""
     return [line for line in read_lines(path) if "sample" not in line]
+
+
+def is_metrics(path: Path) -> bool:
+    """False for a file that holds anything else than a run's records, the last of which a kill may have cut off."""
+    if not path.exists():
+        return True
+    try:
+        last = path.read_text().rpartition("\n")[2]
+        return all("step" in line for line in read_lines(path)) and RECORD.startswith(last[: len(RECORD)])
+    except (ValueError, TypeError):
+        return False
 
 
 class TensorBoard:

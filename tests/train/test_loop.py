@@ -165,13 +165,16 @@ def test_best_follows_accept_length_and_survives_resume(
 
 
 def test_unfinished_writes_are_cleaned_up(tmp_path: Path) -> None:
-    for name in (".best.abc.tmp", ".best.abc.old", ".step-4.xyz.old", "step-4"):
-        (tmp_path / name).mkdir()
+    """Under the names that a run gives; a best that was about to be replaced, where names cannot be exchanged, is."""
+    others = (".step-4-good.tmp", ".best.old", ".cache.tmp", ".notes.tmp", "step-4")
+    for name in (".best.tmp/new", ".best.tmp/old", ".step-4.tmp/new", ".step-2.tmp/old", ".report.html.tmp", *others):
+        (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "was").write_text(name)
+    (tmp_path / ".report.html.tmp" / "was").rename(tmp_path / ".report.html.tmp" / "new")
     clean(tmp_path)
     assert {path.name: (path / "was").read_text() for path in tmp_path.iterdir()} == {
-        "best": ".best.abc.old",
-        "step-4": "step-4",
+        "best": ".best.tmp/new",
+        **{name: name for name in others},
     }
 
 

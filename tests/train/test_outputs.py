@@ -1,6 +1,7 @@
 """What an output folder may hold when a run begins: what is continued, what is refused, what is left alone."""
 
 import json
+import os
 import re
 import resource
 import shutil
@@ -15,7 +16,7 @@ from datasets import DatasetDict, load_from_disk
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.train import checkpoints, dflash, eagle, eagle3
-from slipstream.train.checkpoints import clean, provenance, step_folders
+from slipstream.train.checkpoints import provenance, step_folders
 from slipstream.train.trackers import read_metrics
 
 Arguments = Callable[..., list[str]]
@@ -138,24 +139,69 @@ def test_a_folder_named_like_a_step_is_left_alone(run: Path, arguments: Argument
     assert {path.name for path in run.glob("step-*")} == {"step-", "step-6", "step-6-good"}
 
 
-def test_files_that_a_kill_left_are_cleaned_up(tmp_path: Path) -> None:
-    (tmp_path / ".report.html.17.tmp").touch()
-    (tmp_path / "report.html").touch()
-    clean(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+OTHERS = {".notes.tmp": "notes", ".vimrc.old": "vimrc", ".cache.tmp/x": "cache", ".best.tmp/new/x": "half of a best"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("step-5/mine.txt", "holds step-5, which is no checkpoint to continue from (it has no state/progress.json)"),
+        ("best/mine.txt", "best holds mine.txt beside a draft checkpoint and is not replaced"),
+        ("best", "best is a file, not a draft checkpoint, and is not replaced"),
+        ("metrics.jsonl", "holds a metrics.jsonl that no training run wrote; move it away or name another output"),
+        (".step-7.tmp/mine", ".step-7.tmp/mine is in the way of"),
+    ],
+)
+def test_files_of_others_under_a_runs_names_are_refused_and_kept(
+    name: str, message: str, tmp_path: Path, finished: Path, arguments: Arguments
+) -> None:
+    """Before the target is read, and with nothing deleted or renamed."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    files = OTHERS | {name: "mine"}
+    if name == "best":
+        shutil.rmtree(tmp_path / "best")
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    before = sorted(tmp_path.rglob("*"))
+    for resume in ("auto", "never"):
+        assert message in refusal(arguments(tmp_path, resume=resume, target="/absent"))
+    assert sorted(tmp_path.rglob("*")) == before
+    assert {path: (tmp_path / path).read_text() for path in files} == files
+
+
+def test_only_a_run_that_may_begin_cleans_up_and_under_its_own_names(run: Path, arguments: Arguments) -> None:
+    for path, text in OTHERS.items():
+        (run / path).parent.mkdir(parents=True, exist_ok=True)
+        (run / path).write_text(text)
+    (run / "step-4" / "notes.txt").write_text("mine")
+    before = sorted(run.rglob("*"))
+    assert "holds a run" in refusal(arguments(run, resume="never"))
+    assert "optim.lr is 0.5" in refusal(arguments(run, optim__lr=0.5))
+    assert sorted(run.rglob("*")) == before
+    eagle3.main(arguments(run, checkpoint__keep=1))
+    assert sorted(run.rglob("*")) == [path for path in before if run / ".best.tmp" not in (path, *path.parents)]
+
+
+def test_an_output_that_cannot_be_is_refused_before_anything_is_read(
+    tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for output, changes, message in (
+        (tmp_path / "file", {}, f"output {tmp_path}/file is a file; name a folder"),
+        (tmp_path / "file" / "run", {}, f"lies below {tmp_path}/file, which is a file; name another place"),
+        (tmp_path / "run", {"target": tmp_path}, f"output {tmp_path}/run lies in target {tmp_path}, which is read"),
+    ):
+        assert message in refusal(arguments(output, **({"target": "/absent"} | changes), data__path="/absent"))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert f"you may not write to {tmp_path}; name another" in refusal(arguments(tmp_path / "run", target="/absent"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_machine_without_git_has_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert provenance("0123")["git_revision"] == checkpoints.git_revision()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance("0123")["git_revision"] is None
-
-
-def test_an_output_below_a_file_ends_in_a_sentence(tmp_path: Path, arguments: Arguments) -> None:
-    (tmp_path / "file").touch()
-    message = refusal(arguments(tmp_path / "file" / "run"))
-    assert message.startswith("train/eagle3.py: error: ")
-    assert str(tmp_path / "file") in message
 
 
 @pytest.mark.parametrize("largest", [20_000, 120_000])  # bytes: smaller than the draft's file, than the optimizer's

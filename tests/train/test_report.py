@@ -174,6 +174,15 @@ def test_runs_that_have_just_begun_or_are_none(tmp_path: Path) -> None:
             main([str(folder)])
 
 
+def test_only_a_report_is_replaced(tmp_path: Path) -> None:
+    write_run(tmp_path, [record(1)])
+    assert page_of(tmp_path)[0] == page_of(tmp_path)[0]
+    (tmp_path / "page.html").write_text("<!doctype html>mine")
+    with pytest.raises(SystemExit, match="page.html is not a report of a training run and is not replaced; name anoth"):
+        main([str(tmp_path), "--output", str(tmp_path / "page.html")])
+    assert (tmp_path / "page.html").read_text() == "<!doctype html>mine"
+
+
 def test_numbers_that_are_none_leave_a_gap_and_not_a_picture() -> None:
     text = chart("t", [Line(points=[(0, 1.0), (1, float("nan")), (2, 3.0)])], 2)
     (path,) = re.findall('polyline points="(.*?)"', text)

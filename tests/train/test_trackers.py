@@ -12,13 +12,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from slipstream.train.options import TrackerOptions
 from slipstream.train.samples import Sample
-from slipstream.train.trackers import JsonLines, Trackers, import_tracker, read_lines
+from slipstream.train.trackers import JsonLines, Trackers, import_tracker, is_metrics, read_lines
 
 SAMPLE = Sample("what is <2 + 2>?", "it is 4.", ((0, 2), (6, 8)))
 
 
 def test_json_lines_go_on_after_the_step_that_is_resumed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
+    (tmp_path / "metrics.tmp").write_text("mine")
     log = JsonLines(path, step=0)
     for step in range(1, 5):
         log.log(step, {"loss": 1 / step}, [SAMPLE] if step in (2, 4) else [])
@@ -35,7 +36,26 @@ def test_json_lines_go_on_after_the_step_that_is_resumed(tmp_path: Path) -> None
         {"step": 3, "loss": 1 / 3},
         {"step": 4, "loss": 9.0},
     ]
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.tmp"]
+    assert (tmp_path / "metrics.tmp").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"step": 1, "loss": 2.0}\n{"step": 1, "sample": {}}\n', True),
+        ('{"step": 1}\n{"step": 2, "lo', True),
+        ('{"st', True),
+        ("", True),
+        ("a note", False),
+        ('{"step": 1}\na note', False),
+        ('{"epoch": 1}\n', False),
+        ("5\n", False),
+    ],
+)
+def test_the_records_of_a_run_are_told_from_other_files(content: str, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(content)
+    assert is_metrics(tmp_path / "metrics.jsonl") is expected
 
 
 def test_tensorboard_has_the_content_of_metrics_jsonl(tmp_path: Path) -> None:
