@@ -33,4 +33,4 @@ lint: .venv/.installed
 	echo "installed in $$(cat $@) s"
 
 clean:
-	rm -rf .venv build *.egg-info runs
+	rm -rf .venv build *.egg-info

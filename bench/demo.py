@@ -10,27 +10,40 @@ import gzip
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from slipstream.bench.demo_report import Comparison, write_report
 from slipstream.bench.server import running_server
 from slipstream.config import parse
+from slipstream.models.atomic import remove_folder
+from slipstream.models.outputs import CHECKPOINT, DATASET, STEP, FolderKind, check_output_folder
 from slipstream.serve.load import LoadResult, run_load
 from slipstream.train.trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "assets" / "tiny-target"
 QUESTIONS = ROOT / "assets" / "gsm8k.jsonl.gz"
-QUESTIONS_FILE = "questions.jsonl"  # the first file in a demo's folder: by it one is known
+QUESTIONS_FILE = "questions.jsonl"
+MARKER = "demo.json"  # the first file in a demo's folder: by it one is known
+MADE = FolderKind(
+    "an earlier demo",
+    (MARKER,),
+    (
+        r"(questions|train|heldout|answers)\.jsonl|answers\.jsonl\.(dropped|report)|token_map\.safetensors",
+        r"report\.json|(training|acceptance)\.png|draft/(metrics\.jsonl|report\.html)",
+        *DATASET.below("dataset"),
+        *CHECKPOINT.below("draft/best"),
+        *STEP.below(r"draft/step-\d+"),
+    ),
+)
 CONCURRENCY = (1, 8)
 
 
@@ -56,21 +69,13 @@ class DemoConfig:
         for name in ("train_questions", "heldout_questions", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        output = Path(self.output)
-        if (
-            output.exists()
-            and not (output / QUESTIONS_FILE).exists()
-            and (not output.is_dir() or any(output.iterdir()))
-        ):
-            raise ValueError(f"output {output} exists and is no earlier demo's; name another folder")
 
 
 def demo(config: DemoConfig) -> None:
     began = time.perf_counter()
     output = Path(config.output)
     rows = choose_questions(config)
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
+    empty_output(config)
     (output / QUESTIONS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     questions = [row["messages"][0]["content"] for row in rows if row["split"] == "heldout"]
     with step("1/5 The target answers the questions itself"):
@@ -99,6 +104,16 @@ def demo(config: DemoConfig) -> None:
         )
         write_report(comparison, output)
     print_next_steps(draft, output)
+
+
+def empty_output(config: DemoConfig) -> None:
+    """Makes the output folder. Raises ValueError where one holds anything that no demo made."""
+    output = Path(config.output).resolve()
+    check_output_folder(config.output, MADE, {"target": [str(TARGET)], "data": [str(QUESTIONS)]}, overwrite=True)
+    if output.exists():
+        remove_folder(output)
+    output.mkdir(parents=True)
+    (output / MARKER).write_text(json.dumps(asdict(config), indent=2) + "\n")
 
 
 def choose_questions(config: DemoConfig) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from slipstream.models.atomic import atomic_file
 from slipstream.serve.load import LoadResult
 
 DIFFERENCES = "on a GPU rounding in bf16 decides between equals; in fp32, as on a CPU, this is a fault"
@@ -66,9 +67,8 @@ def write_report(comparison: Comparison, output: Path) -> None:
         "identical": num_identical == num_answers,
         "num_identical": num_identical,
     }
-    draft = output / ".report.json.tmp"
-    draft.write_text(json.dumps(report, indent=2) + "\n")
-    draft.rename(output / "report.json")
+    with atomic_file(output / "report.json") as temporary:
+        temporary.write_text(json.dumps(report, indent=2) + "\n")
     plot_training(comparison, output / "training.png")
     plot_acceptance(comparison, output / "acceptance.png")
 

@@ -35,8 +35,8 @@ from slipstream.bench.inflate_shapes import SHAPES, Shape, check, places, target
 from slipstream.bench.inflate_weights import Inflation, Layer, Part, read_parts, target_tensors
 from slipstream.bench.shards import ShardWriter
 from slipstream.config import parse
+from slipstream.models.atomic import atomic_folder
 from slipstream.models.checkpoint import (
-    atomic_folder,
     read_json,
     resolve,
     tokenizer_hash,
@@ -44,11 +44,17 @@ from slipstream.models.checkpoint import (
     write_checkpoint,
 )
 from slipstream.models.config import ModelConfig
+from slipstream.models.outputs import CHECKPOINT, FolderKind, check_output_folder
 from slipstream.models.target import load_config, load_target
 from slipstream.serve.drafters.base import drafter_name
 from slipstream.serve.options import EngineConfig, find_target
 
 DRAFTS: dict[str, type[Draft]] = {"eagle3": inflate_eagle3.Draft, "dflash": inflate_dflash.Draft}
+PAIR = FolderKind(
+    "an enlarged target and draft",
+    ("target/config.json", *(f"draft/{name}" for name in CHECKPOINT.markers)),
+    (r"target/[^/]+\.(json|safetensors|jinja|txt|model)", *CHECKPOINT.below("draft")),
+)
 COPIED = ("tokenizer*", "*.jinja", "generation_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
 
 
@@ -59,7 +65,7 @@ class InflateConfig:
     draft: str
     """Draft checkpoint of the small target."""
     output: str
-    """Folder for target/ and draft/; replaced if it exists."""
+    """Folder for target/ and draft/; an earlier pair there is replaced."""
     target: str = ""
     """The small target. Empty: the one that the draft names."""
     shape: str = "llama31-8b"
@@ -82,10 +88,12 @@ def inflate(config: InflateConfig) -> None:
     """Writes both checkpoints, or nothing. Raises ValueError for a pair that cannot reach this shape."""
     output = Path(config.output)
     _, source = find_target(EngineConfig(target=config.target, draft=config.draft))
+    inputs = {"draft": [config.draft], "target": [str(source)]}
+    check_output_folder(config.output, PAIR, inputs, overwrite=True)
     model = load_config(source)
     draft = load_draft(config.draft, model)
     check_pair(model, draft, SHAPES[config.shape])
-    with atomic_folder(output) as folder:
+    with atomic_folder(output, PAIR.check) as folder:
         write_target(config, model, source, folder / "target")
         write_draft(config, draft, folder / "draft", folder / "target", output / "target")
 

@@ -1,4 +1,4 @@
-"""Checkpoints in and out: strict, atomic, in the public key names (midlayer.*, d2t, t2d, fc, norm, lm_head).
+"""Checkpoints in and out: strict, in the public key names (midlayer.*, d2t, t2d, fc, norm, lm_head).
 
 Inside, projections that read the same input are fused (qkv_proj, gate_up_proj); files keep them apart, and are read
 either way.
@@ -6,10 +6,7 @@ either way.
 
 import hashlib
 import json
-import os
-import shutil
 import struct
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,40 +135,6 @@ def load_strict(module: nn.Module, tensors: Mapping[str, Tensor], source: Path |
     if faults:
         raise ValueError(f"{source} does not fit its config: {'; '.join(faults)}")
     module.load_state_dict(dict(tensors), assign=True)
-
-
-@contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """A fresh folder that takes the place of `path` only if the block succeeds.
-
-    A kill leaves `path` as it was; between the last two renames the old folder stands beside it as .NAME.*.old.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
-    try:
-        draft.chmod(0o755)
-        yield draft
-        old = draft.with_suffix(".old")
-        if path.exists():
-            path.rename(old)
-        draft.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary name that takes the place of `path` only if the block succeeds."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

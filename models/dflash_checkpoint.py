@@ -181,7 +181,7 @@ def _windows(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_dflash(module: DFlash, state: Mapping[str, Tensor], path: Path, run: Mapping[str, Any]) -> None:
-    """Writes a servable checkpoint into the existing folder `path` (see checkpoint.atomic_folder).
+    """Writes a servable checkpoint into the existing folder `path` (see atomic.atomic_folder).
 
     `state` is the module's state_dict, gathered by the caller where it is sharded; weights are written in bf16.
     """

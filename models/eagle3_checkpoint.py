@@ -132,7 +132,7 @@ def config_from_json(values: Mapping[str, Any], target: ModelConfig) -> Eagle3Co
 
 
 def save_eagle3(module: Eagle3, state: Mapping[str, Tensor], path: Path, run: Mapping[str, Any]) -> None:
-    """Writes a servable checkpoint into the existing folder `path` (see checkpoint.atomic_folder).
+    """Writes a servable checkpoint into the existing folder `path` (see atomic.atomic_folder).
 
     `state` is the module's state_dict, gathered by the caller where it is sharded; weights are written in bf16.
     """

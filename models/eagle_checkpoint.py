@@ -109,7 +109,7 @@ def _check_target(values: Mapping[str, Any], target: ModelConfig) -> None:
 
 
 def save_eagle(module: Eagle, state: Mapping[str, Tensor], path: Path, run: Mapping[str, Any]) -> None:
-    """Writes a servable checkpoint into the existing folder `path` (see checkpoint.atomic_folder).
+    """Writes a servable checkpoint into the existing folder `path` (see atomic.atomic_folder).
 
     `state` is the module's state_dict, gathered by the caller where it is sharded; weights are written in bf16.
     """

@@ -151,9 +151,21 @@ def test_what_does_not_fit_of_a_block_draft_is_named(fields: dict[str, Any], mes
 
 
 def test_other_drafters_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"drafter": "weights"}))
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({"drafter": "weights"}))
     with pytest.raises(SystemExit, match="is of drafter weights; only eagle3, dflash can be inflated"):
-        main(["--draft", str(tmp_path), "--target", str(TINY), "--shape", "small", "--output", str(tmp_path / "pair")])
+        main(
+            [
+                "--draft",
+                str(tmp_path / "draft"),
+                "--target",
+                str(TINY),
+                "--shape",
+                "small",
+                "--output",
+                str(tmp_path / "pair"),
+            ]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -210,13 +222,21 @@ def test_a_failure_leaves_the_old_pair(draft: Path, tmp_path: Path, monkeypatch:
     def break_off(*_: Any) -> None:
         raise OSError("disk full")
 
-    (tmp_path / "pair").mkdir()
-    (tmp_path / "pair" / "old").touch()
+    pair = tmp_path / "pair"
+    for name in program.PAIR.markers:
+        (pair / name).parent.mkdir(parents=True, exist_ok=True)
+        (pair / name).write_text("old")
     monkeypatch.setattr(program, "write_draft", break_off)
+    words = ["--draft", str(draft), "--shape", "small", "--output", str(pair)]
     with pytest.raises(SystemExit, match="inflate: error: disk full"):
-        main(["--draft", str(draft), "--shape", "small", "--output", str(tmp_path / "pair")])
+        main(words)
     assert [path.name for path in tmp_path.iterdir()] == ["pair"]
-    assert [path.name for path in (tmp_path / "pair").iterdir()] == ["old"]
+    assert {(pair / name).read_text() for name in program.PAIR.markers} == {"old"}
+    (pair / "notes.txt").touch()
+    with pytest.raises(
+        SystemExit, match=r"pair holds notes\.txt beside an enlarged target and draft and is not replaced"
+    ):
+        main(words)
 
 
 def test_shards_hold_what_came_and_the_index_says_where(tmp_path: Path) -> None:

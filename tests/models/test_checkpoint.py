@@ -1,4 +1,4 @@
-"""Checkpoint folders: which names they have, atomic replacement, fused keys, fingerprints of weights and tokenizers."""
+"""Checkpoint folders: where names lead, fused keys, fingerprints of weights and tokenizers."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 
 from slipstream.models import checkpoint
 from slipstream.models.checkpoint import (
-    atomic_folder,
     fuse,
     is_checkpoint,
     load_strict,
@@ -80,37 +79,6 @@ def test_strict_loading_names_every_fault() -> None:
         load_strict(nn.Linear(4, 3), tensors, "here")
     for fault in ("missing bias", "unexpected surprise", r"weight is [3, 3], the config says [3, 4]"):
         assert fault in str(caught.value)
-
-
-def test_a_folder_appears_whole(tmp_path: Path) -> None:
-    path = tmp_path / "runs" / "draft"
-    with atomic_folder(path) as folder:
-        (folder / "config.json").write_text("1")
-        assert not path.exists()
-    assert (path / "config.json").read_text() == "1"
-    assert path.stat().st_mode & 0o777 == 0o755
-    with atomic_folder(path) as folder:
-        (folder / "other.json").write_text("2")
-        assert (path / "config.json").exists(), "the old folder stays until the new one is whole"
-    assert [file.name for file in path.iterdir()] == ["other.json"]
-    assert list(path.parent.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_failure_leaves_the_old_folder(error: type[BaseException], tmp_path: Path) -> None:
-    path = tmp_path / "draft"
-    path.mkdir()
-    (path / "config.json").write_text("old")
-
-    def write() -> None:
-        with atomic_folder(path) as folder:
-            (folder / "config.json").write_text("new")
-            raise error
-
-    with pytest.raises(error):
-        write()
-    assert (path / "config.json").read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_fingerprint_notices_one_changed_tensor(make_target: Callable[[str], Path], tmp_path: Path) -> None:
