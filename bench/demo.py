@@ -160,7 +160,7 @@ def program(script: str, **options: Any) -> None:
 def train(config: DemoConfig, output: Path) -> None:
     launcher = Path(sys.executable).parent / "accelerate"
     call([str(launcher), "launch", "--config_file", "configs/accelerate/cpu.yaml", f"train/{config.drafter}.py",
-          "--config", f"configs/{config.drafter}/tiny.yaml", "--target", str(TARGET), "--data.path",
+          "--config", f"configs/{config.drafter}/tiny.yaml", "--target", str(TARGET.relative_to(ROOT)), "--data.path",
           str(output / "dataset"), "--draft.vocabulary", str(output / "token_map.safetensors"), "--output",
           str(output / "draft")])  # fmt: skip
 

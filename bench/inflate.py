@@ -143,7 +143,8 @@ def write_draft(config: InflateConfig, draft: Draft, folder: Path, target: Path,
     )
     folder.mkdir()
     values |= {"torch_dtype": "bfloat16"}
-    write_checkpoint(folder, values, dict(progress(tensors, "draft")), {"inflated": asdict(config)})
+    run = {"inflated": asdict(config), "target_path": str(target_name.resolve())}
+    write_checkpoint(folder, values, dict(progress(tensors, "draft")), run)
 
 
 def inflation(config: InflateConfig, hidden_size: int) -> Inflation:

@@ -17,7 +17,7 @@ from slipstream.data_tools.command_line import run
 from slipstream.data_tools.draft_forms import FORMS, Form, Layout, names_in, read_target
 from slipstream.data_tools.layout_report import changes
 from slipstream.models.atomic import atomic_folder
-from slipstream.models.checkpoint import read_draft_tensors, read_json, resolve, write_checkpoint
+from slipstream.models.checkpoint import named_target, read_draft_tensors, read_json, resolve, write_checkpoint
 from slipstream.models.drafter_names import drafter_of
 from slipstream.models.outputs import CHECKPOINT, check_output_folder
 from slipstream.models.weight_files import weight_files
@@ -61,11 +61,13 @@ def convert(config: ConvertConfig) -> None:
     path = resolve(config.input)
     values = read_json(path / "config.json")
     form = form_of(values, config.input)
-    layout, target = layout_of(form, config), read_target(config.target or target_of(values))
+    layout, target = layout_of(form, config), read_target(config.target or target_of(path))
     written = layout.write(form.read(path, target), target)
     provenance: dict[str, Any] = {"argv": sys.argv, "converted": config.input}
     if (path / "run.json").exists():
         provenance["run"] = read_json(path / "run.json")
+    if Path(target.name).is_dir():
+        provenance["target_path"] = str(Path(target.name).resolve())
     with atomic_folder(Path(config.output), CHECKPOINT.check) as folder:
         write_checkpoint(folder, written.values, written.tensors, provenance)
     print(f"{config.output}: {len(written.tensors)} tensors, layout {config.layout}")
@@ -94,13 +96,12 @@ def layout_of(form: Form, config: ConvertConfig) -> Layout:
     return form.layouts[config.layout]
 
 
-def target_of(values: Mapping[str, Any]) -> str:
+def target_of(path: Path) -> str:
     """The target that a draft names. Raises ValueError where it names none."""
-    verifier = (values.get("speculators_config") or {}).get("verifier") or {}
-    name = values.get("target") or verifier.get("name_or_path")
+    name = named_target(path)
     if not name:
         raise ValueError("the draft names no target; add --target with the model that it was trained for")
-    return str(name)
+    return name
 
 
 def tensor_names(path: Path) -> list[str]:

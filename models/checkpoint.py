@@ -53,6 +53,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def named_target(draft: Path) -> str:
+    """The target that the draft in the folder `draft` names: a hub id or a folder, "" where it names none.
+
+    A folder that is not found from the working directory is taken from where it lay in training, which run.json tells.
+    Raises ValueError if it is not there either.
+    """
+    values = read_json(draft / "config.json")
+    verifier = (values.get("speculators_config") or {}).get("verifier") or {}
+    name = str(values.get("target") or verifier.get("name_or_path") or "")
+    run = read_json(draft / "run.json") if (draft / "run.json").exists() else {}
+    folder = run.get("target_path")
+    if not name or not folder or Path(name).is_dir():
+        return name
+    if not Path(folder).is_dir():
+        raise ValueError(f"target {name} is no folder here, and {folder}, where it was in training, does not exist")
+    return str(folder)
+
+
 def check_numbers(values: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raises ValueError for fields of a draft's config.json that are absent, null or no numbers."""
     missing = [name for name in names if values.get(name) is None]

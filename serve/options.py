@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
+from slipstream.models.checkpoint import is_checkpoint, named_target, read_json, resolve
 from slipstream.models.messages import DEFAULT_DATE, check_date
 
 PREFILL_BLOCK = 32  # queries of which captured prefills are made; with 4 query heads to a KV head a tile of our kernel
@@ -136,13 +136,14 @@ def find_target(config: EngineConfig) -> tuple[str, Path]:
         return config.target, resolve(config.target, config.revision, trust_remote_code=config.trust_remote_code)
     if not is_checkpoint(config.draft):
         raise ValueError(f"target is empty and draft {config.draft!r} is not a checkpoint that names one; add --target")
-    named = read_json(resolve(config.draft) / "config.json")
-    if not named.get("target"):
-        raise ValueError(f"draft {config.draft} names no target; add --target")
-    name, revision = named["target"], config.revision or named.get("target_revision")
+    draft = resolve(config.draft)
     try:
-        return name, resolve(name, revision, trust_remote_code=config.trust_remote_code)
+        name = named_target(draft)
+        revision = config.revision or read_json(draft / "config.json").get("target_revision")
+        if name:
+            return name, resolve(name, revision, trust_remote_code=config.trust_remote_code)
     except ValueError as error:
         raise ValueError(
             f"the target that draft {config.draft} names cannot be read ({error}); add --target"
         ) from error
+    raise ValueError(f"draft {config.draft} names no target; add --target")

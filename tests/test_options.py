@@ -81,6 +81,27 @@ def test_the_target_is_the_one_asked_for_or_the_drafts(tmp_path: Path) -> None:
     assert find_target(EngineConfig(target=asked)) == (asked, folders["asked"])
 
 
+def test_the_drafts_target_is_sought_where_it_lay_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never on the hub, whose ids a relative folder may look like."""
+    monkeypatch.chdir(tmp_path)
+    draft, target = tmp_path / "draft", tmp_path / "old" / "models" / "target"
+    draft.mkdir()
+    target.mkdir(parents=True)
+    (draft / "config.json").write_text(json.dumps({"target": "models/target"}))
+    (draft / "run.json").write_text(json.dumps({"target_path": str(target)}))
+    assert find_target(EngineConfig(draft=str(draft))) == (str(target), target)
+    here = Path("models") / "target"
+    here.mkdir(parents=True)
+    assert find_target(EngineConfig(draft=str(draft))) == (str(here), here)
+    here.rmdir()
+    target.rmdir()
+    message = (
+        f"target models/target is no folder here, and {target}, where it was in training, does not exist.*--target"
+    )
+    with pytest.raises(ValueError, match=message):
+        find_target(EngineConfig(draft=str(draft)))
+
+
 def test_the_drafts_target_has_to_be_there(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"target": "/nowhere/model"}))
     with pytest.raises(ValueError, match="the target that draft .* names cannot be read .* add --target"):

@@ -78,13 +78,16 @@ class TargetFiles:
 
     def origin(self) -> dict[str, Any]:
         """What a draft's config says of the target that it was trained for."""
-        name = self.options.target
         return {
-            "target": str(self.path.resolve()) if Path(name).is_dir() else name,
+            "target": self.options.target,
             "target_revision": self.options.revision,
             "target_fingerprint": weights_fingerprint(self.path),
             "tokenizer_hash": self.tokenizer_hash,
         }
+
+    def place(self) -> dict[str, str]:
+        """For run.json: where a local target lies, for readers that do not find it by the name that was given."""
+        return {"target_path": str(self.path.resolve())} if Path(self.options.target).is_dir() else {}
 
     def freeze(self, feature_layers: tuple[int, ...], device: torch.device) -> FrozenTarget:
         if self.options.dry_run:
@@ -166,7 +169,8 @@ def train(options: OptionsT, build: Build[OptionsT]) -> None:
         "data_hash": data_hash,
         "vocabulary_hash": vocabulary_hash(draft.target_ids),
     }
-    progress = fit(accelerator, training, train_rows, heldout_rows, options, identity, provenance(data_hash))
+    run = {**provenance(data_hash), **target.place()}
+    progress = fit(accelerator, training, train_rows, heldout_rows, options, identity, run)
     accelerator.print(
         f"best accept length {progress.best_accept_length:.3f} at step {progress.best_step}: {options.output}/best"
     )

@@ -144,7 +144,7 @@ def test_an_existing_output_is_kept(runs: Runs, tmp_path: Path) -> None:
         assert message in runs.capsys.readouterr().err
         assert json.loads((output / "run.json").read_text()) == {}
     main([*arguments, "--overwrite"])
-    assert json.loads((output / "run.json").read_text())["converted"] == str(draft)
+    assert json.loads((output / "run.json").read_text())["target_path"] == str(runs.target)
     (output / "notes.txt").write_text("mine")
     with pytest.raises(SystemExit):
         main([*arguments, "--overwrite"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from datasets import DatasetDict, load_from_disk
 
+from slipstream.models.checkpoint import named_target
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.train import checkpoints, dflash, eagle, eagle3
@@ -196,6 +197,20 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_read(
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert f"you may not write to {tmp_path}; name another" in refusal(arguments(tmp_path / "run", target="/absent"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_target_is_named_as_it_was_given_and_found_from_elsewhere(
+    tmp_path: Path, arguments: Arguments, target_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(target_path.parent)
+    eagle3.main(arguments(tmp_path / "run", optim__steps=1, target=target_path.name))
+    best = tmp_path / "run" / "best"
+    assert json.loads((best / "config.json").read_text())["target"] == target_path.name
+    assert str(target_path.parent) not in (best / "config.json").read_text()
+    assert json.loads((best / "run.json").read_text())["target_path"] == str(target_path)
+    assert named_target(best) == target_path.name
+    monkeypatch.chdir(tmp_path)
+    assert named_target(best) == str(target_path)
 
 
 def test_a_machine_without_git_has_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
