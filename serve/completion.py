@@ -59,6 +59,8 @@ class Choice:
             self._completion.put(Delta(self._index, text, reason))
 
     def fail(self, error: Exception) -> None:
+        if isinstance(error, EngineError):  # not one that the engine refused, which was never served
+            self._completion.metrics.finished["error"] += 1
         self._completion.put(error)
 
     def _measure(self, num_tokens: int) -> None:

@@ -29,7 +29,7 @@ class Metrics:
     """What every request adds to. Requests that ended early count with what they had."""
 
     def __init__(self) -> None:
-        self.finished: Counter[str] = Counter()  # generated sequences by finish reason
+        self.finished: Counter[str] = Counter()  # sequences by finish reason; "error": the engine failed
         self.responses: Counter[int] = Counter()  # error responses by status
         self.totals = RequestStats()
         self.time_to_first_token = Histogram(TTFT_BOUNDS)
@@ -79,7 +79,8 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
     def _by_reason(self) -> dict[str, int]:
-        return {f'{{finish_reason="{reason}"}}': self.finished[reason] for reason in ("stop", "length", "abort")}
+        reasons = ("stop", "length", "abort", "error")
+        return {f'{{finish_reason="{reason}"}}': self.finished[reason] for reason in reasons}
 
     def _by_status(self) -> dict[str, int]:
         return {f'{{status="{status}"}}': count for status, count in sorted(self.responses.items())}

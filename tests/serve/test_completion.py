@@ -104,6 +104,7 @@ def test_what_came_before_a_failure_is_not_lost() -> None:
         hands.receivers["1"].fail(EngineError("the engine is gone"))
         with pytest.raises(RequestFailed, match="the engine is gone"):
             await take()
+        assert completion.metrics.finished == {"error": 1}
         assert hands.aborted == ["0", "1"]
         return texts
 
