@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from slipstream.models.messages import Message
 from slipstream.models.pretrained import load_tokenizer
 from slipstream.serve.control_tokens import PlainTextTokenizer
 from slipstream.serve.detokenize import Decoder
+from slipstream.serve.limits import Limits
 from slipstream.serve.options import ServeConfig, find_target
-from slipstream.serve.protocol import DEFAULT_COMPLETION_TOKENS, ApiError, Body, ChatBody, CompletionBody, check_text
+from slipstream.serve.protocol import DEFAULT_COMPLETION_TOKENS, ApiError, Body, ChatBody, CompletionBody
 from slipstream.serve.request import Request, SamplingParams, draw_seed, prompt_seed
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
@@ -35,11 +37,21 @@ class Frontend:
         self.plain_text = PlainTextTokenizer(self.tokenizer) if config.control_tokens_as_text else None
         self.decoder = Decoder(self.tokenizer)
         self.max_model_len, self.vocab_size = info.max_model_len, info.vocab_size
+        self.limits = Limits.of(config, info.max_model_len, self.tokenizer)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
             message = f"model {name!r} does not exist; this server has {self.model_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
+
+    def check_choices(self, body: Body) -> None:
+        num_asked = body.num_prompts * body.n
+        if num_asked > self.limits.choices:
+            message = (
+                f"{num_asked} choices in one call, prompts times n; this server takes {self.limits.choices}, half of "
+                "max_running + max_waiting"
+            )
+            raise ApiError(400, message, "n" if body.n > 1 else "prompt")
 
     def chat_prompt(self, body: ChatBody) -> list[int]:
         if self.template is None:
@@ -74,33 +86,39 @@ class Frontend:
             if isinstance(prompt, str):
                 prompts.append(self.encode(prompt, "prompt", add_special_tokens=True))
                 continue
-            wrong = [token for token in prompt if not 0 <= token < self.vocab_size]
-            if wrong:
-                message = f"prompt holds the token id {wrong[0]}; ids must be between 0 and {self.vocab_size - 1}"
+            wrong = next((token for token in prompt if not 0 <= token < self.vocab_size), None)
+            if wrong is not None:
+                message = f"prompt holds the token id {wrong}; ids must be between 0 and {self.vocab_size - 1}"
                 raise ApiError(400, message, "prompt")
             prompts.append(prompt)
         return prompts
 
     def encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
-        check_text(text, field)
+        most = self.limits.text_chars
+        if most is not None and len(text) > most:
+            context = f"this model's context holds {self.max_model_len} tokens, at most {most} characters"
+            message = f"the prompt has {len(text)} characters; {context}"
+            raise ApiError(400, message, field, "context_length_exceeded")
         if self.plain_text is not None:
             return self.plain_text(text, add_special_tokens=add_special_tokens)
-        return self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+        return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
 
     def requests(self, body: ChatBody | CompletionBody, response_id: str) -> list[Request]:
         """One per choice: all choices of the first prompt, then of the next. The first has the seed of the call."""
+        self.check_choices(body)
         if isinstance(body, ChatBody):
             field, prompts = "messages", [self.chat_prompt(body)]
         else:
             field, prompts = "prompt", self.completion_prompts(body)
         seed = draw_seed() if body.seed is None else body.seed
+        namespace = digest(body.cache_salt)
         requests: list[Request] = []
         for index, prompt in enumerate(prompts):
             params = self.sampling_params(body, len(prompt), prompt_seed(seed, index), field)
             for choice in range(body.n):
                 request_id = f"{response_id}-{len(requests)}"
                 requests.append(
-                    Request(id=request_id, prompt=prompt, params=params, choice=choice, namespace=body.cache_salt)
+                    Request(id=request_id, prompt=prompt, params=params, choice=choice, namespace=namespace)
                 )
         return requests
 
@@ -126,6 +144,11 @@ class Frontend:
             )
         except ValueError as error:
             raise ApiError(400, str(error), str(error).split()[0]) from error
+
+
+def digest(salt: str) -> str:
+    """A namespace for the engine, which keeps it with every cached prefix: of one size, however long the salt is."""
+    return blake2b(salt.encode(), digest_size=16).hexdigest() if salt else ""
 
 
 def read_sampling_defaults(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import logging
 import math
 import signal
@@ -105,6 +106,8 @@ async def serve(config: ServeConfig, make_engine: EngineFactory = build_engine) 
     """Runs until a signal or the engine's end. Returns the exit status: 1 if the engine ended by itself."""
     raise_file_limit()
     async with prepare(config, make_engine) as server:
+        gc.collect()
+        gc.freeze()  # what the modules hold: walking over it would stop every stream for tenths of a second
         await server.serve([server.listener])
     return server.status
 

@@ -4,12 +4,23 @@ A field is understood, or known and without effect at the value sent, or refused
 """
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 from slipstream.models import messages as chat
 from slipstream.models.messages import TEXT_PARTS, Message, MessageError
+from slipstream.serve import limits
+from slipstream.serve.neutral_fields import NEUTRAL, NEUTRAL_IN_STREAM_OPTIONS, Neutral
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions; a chat answer may fill the context
 ROLES = ("system", "developer", "user", "assistant")
@@ -20,11 +31,12 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.code = status, code
+        self.message, self.param = shortened(message), param and shortened(param)
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Retry-After": "1"} if self.status in (429, 503) else {}
+        return {"Retry-After": str(limits.RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
     @property
     def body(self) -> dict[str, Any]:
@@ -36,39 +48,13 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-# OpenAI's fields beyond those implemented, with the values that ask for nothing; null always does.
-# None: no value changes anything here.
-NEUTRAL: dict[str, tuple[Any, ...] | None] = {
-    "metadata": None,
-    "parallel_tool_calls": None,
-    "prompt_cache_key": None,
-    "prompt_cache_retention": None,
-    "safety_identifier": None,
-    "service_tier": None,
-    "store": None,
-    "user": None,
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "modalities": (["text"],),
-    "prediction": (),
-    "presence_penalty": (0,),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "verbosity": (),
-    "web_search_options": (),
-}
+def shortened(text: str) -> str:
+    """Messages may quote what a client sent, of any length."""
+    return text if len(text) <= limits.MAX_ERROR_CHARS else f"{text[: limits.MAX_ERROR_CHARS]}..."
+
+
 MESSAGE_FIELDS = {"role", "content", "name", "refusal"}
-NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...] | None] = {  # what an answer carries when it is sent back as a turn
+NEUTRAL_IN_MESSAGE: Neutral = {  # what an answer carries when it is sent back as a turn
     "annotations": None,
     "audio": (),
     "function_call": (),
@@ -76,9 +62,7 @@ NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...] | None] = {  # what an answer carr
 }
 
 
-def understood_fields(
-    body: dict[str, Any], understood: set[str], neutral: dict[str, tuple[Any, ...] | None], where: str = ""
-) -> dict[str, Any]:
+def understood_fields(body: dict[str, Any], understood: set[str], neutral: Neutral, where: str = "") -> dict[str, Any]:
     """`body` without nulls and without fields that ask for nothing. Raises ApiError naming any other field."""
     unknown = sorted(body.keys() - understood - neutral.keys())
     if unknown:
@@ -99,11 +83,21 @@ def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
 def read_messages(value: Any) -> list[Message]:
     """What the chat template gets. Raises ApiError naming the field that is wrong or unknown."""
     if isinstance(value, list):
+        check_length(value, limits.MAX_MESSAGES, "messages")
+        check_parts(value)
         value = [known_message(message, f"messages.{index}") for index, message in enumerate(value)]
     try:
         return chat.read_messages(value)
     except MessageError as error:
         raise ApiError(400, str(error), error.field) from error
+
+
+def check_parts(messages: list[Any]) -> None:
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    if num_parts > limits.MAX_PARTS:
+        message = f"messages have {num_parts} content parts; at most {limits.MAX_PARTS} are taken"
+        raise ApiError(400, message, "messages")
 
 
 def known_message(message: Any, where: str) -> Any:
@@ -132,24 +126,31 @@ def read_prompts(value: Any) -> list[str | list[int]]:
     return prompts
 
 
+def read_top_k(value: int) -> int:
+    return 0 if value == -1 else value  # two ways to switch it off
+
+
 def read_stop(value: Any) -> list[str]:
     strings = value if isinstance(value, list) else [value]
+    check_length(strings, limits.MAX_STOP_STRINGS, "stop")
     if not all(isinstance(string, str) and string for string in strings):
         raise ApiError(400, "stop must be a string or a list of strings, none of them empty", "stop")
+    longest = max(map(len, strings), default=0)
+    if longest > limits.MAX_STOP_CHARS:
+        raise ApiError(
+            400, f"stop has a string of {longest} characters; at most {limits.MAX_STOP_CHARS} are taken", "stop"
+        )
     return strings
 
 
-def check_text(text: str, field: str) -> str:
-    """JSON can carry halves of characters, which neither tokenizers nor the engine take."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ApiError(400, f"{field} is not valid text: {error}", field) from error
-    return text
+def check_stop_ids(value: Any) -> Any:
+    check_length(value if isinstance(value, list) else [], limits.MAX_STOP_IDS, "stop_token_ids")
+    return value
 
 
-def check_salt(value: str) -> str:
-    return check_text(value, "cache_salt")
+def check_length(items: list[Any], most: int, field: str) -> None:
+    if len(items) > most:
+        raise ApiError(400, f"{field} has {len(items)} entries; at most {most} are taken", field)
 
 
 class Body(BaseModel):
@@ -163,24 +164,26 @@ class Body(BaseModel):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Annotated[int, Field(lt=2**31)] | None = None
+    top_k: Annotated[int, Field(lt=2**31), AfterValidator(read_top_k)] | None = None
     min_p: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] = 1
-    stop: Annotated[list[str], BeforeValidator(read_stop)] = []
-    stop_token_ids: list[int] = []
+    n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES_PER_PROMPT)] = 1
+    stop: Annotated[list[str], PlainValidator(read_stop)] = []
+    stop_token_ids: Annotated[list[int], BeforeValidator(check_stop_ids)] = []
     ignore_eos: bool = False
     # Requests share cached prompt prefixes only with requests of the same salt.
-    cache_salt: Annotated[str, AfterValidator(check_salt)] = ""
+    cache_salt: str = ""
 
     @model_validator(mode="before")
     @classmethod
-    def check_fields(cls, body: Any) -> dict[str, Any]:
-        if isinstance(body, bytes):
-            raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
-        if not isinstance(body, dict):
-            raise ApiError(400, "the body must be a JSON object")
+    def check_fields(cls, body: dict[str, Any]) -> dict[str, Any]:
         return understood_fields(body, set(cls.model_fields), NEUTRAL)
+
+    @model_validator(mode="after")
+    def check_stream_options(self) -> "Body":
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options are for streams; add stream: true or leave them out", "stream_options")
+        return self
 
     @property
     def num_prompts(self) -> int:
@@ -192,9 +195,16 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True)
 
     include_usage: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_fields(cls, options: Any) -> Any:
+        if not isinstance(options, dict):
+            return options  # which pydantic refuses
+        return understood_fields(options, set(cls.model_fields), NEUTRAL_IN_STREAM_OPTIONS, "stream_options.")
 
 
 class ChatBody(Body):
@@ -217,8 +227,21 @@ class ChatBody(Body):
 class CompletionBody(Body):
     """POST /v1/completions."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(read_prompts)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts)]
 
     @property
     def num_prompts(self) -> int:
         return len(self.prompt)
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def read_body(kind: type[AnyBody], fields: dict[str, Any]) -> AnyBody:
+    """Raises ApiError for the first fault, named by its field."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        param = ".".join(str(part) for part in fault["loc"])
+        raise ApiError(400, f"{param}: {fault['msg']}", param) from error

@@ -2,22 +2,47 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+import logging
+import os
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
+from slipstream.serve.bodies import BodyReader, parse_json
+from slipstream.serve.bounded_pool import BoundedPool
 from slipstream.serve.client import EngineClient, EngineError, EngineStopped
 from slipstream.serve.completion import Completion, RequestFailed
 from slipstream.serve.frontend import Frontend
+from slipstream.serve.limits import MAX_LONG_WAITING, SHORT_BODY_BYTES
 from slipstream.serve.metrics import CONTENT_TYPE, Metrics
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.protocol import ApiError, Body, ChatBody, CompletionBody
+from slipstream.serve.protocol import ApiError, ChatBody, CompletionBody, read_body
+from slipstream.serve.request import Request as EngineRequest
 from slipstream.serve.responses import DONE, Shape, sse
 from slipstream.serve.scheduler import QueueFull
+
+CLIENT_LEFT = 499  # nginx's status for an answer that nobody reads
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+Kind = type[ChatBody] | type[CompletionBody]
+
+logger = logging.getLogger(__name__)
+
+
+class Call(NamedTuple):
+    """What is kept of a body while its answer is made."""
+
+    shape: Shape
+    requests: Sequence[EngineRequest]
+    stop: Sequence[str]
+    stream: bool
+    num_choices: int  # per prompt
 
 
 class Api:
@@ -28,20 +53,24 @@ class Api:
         self.max_open = config.max_running + config.max_waiting
         self.is_draining = False  # open requests are answered, new ones are not
         self._health_timeout = config.health_timeout
+        self.bodies = BodyReader(frontend.limits.body_bytes)
+        num_cores = os.cpu_count() or 1
+        self.short_pool = BoundedPool(min(max(num_cores // 2, 1), 8), self.max_open)
+        self.long_pool = BoundedPool(min(max(num_cores // 4, 1), 4), MAX_LONG_WAITING)
         self._watchers: set[asyncio.Task[None]] = set()  # a loop alone would not keep its tasks alive
 
-    async def chat(self, body: ChatBody, request: Request) -> Response:
-        return await self._answer(body, request)
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(ChatBody, request)
 
-    async def completions(self, body: CompletionBody, request: Request) -> Response:
-        return await self._answer(body, request)
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(CompletionBody, request)
 
-    async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._model()]}
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
 
-    async def model(self, name: str) -> dict[str, Any]:
-        self.frontend.check_model(name)
-        return self._model()
+    async def model(self, request: Request) -> Response:
+        self.frontend.check_model(request.path_params["name"])
+        return JSONResponse(self._model())
 
     @property
     def engine_problem(self) -> str | None:
@@ -52,7 +81,7 @@ class Api:
             return f"the engine has not answered for {seconds:.0f} s (health_timeout is {self._health_timeout:g} s)"
         return None
 
-    async def health(self) -> Response:
+    async def health(self, _: Request) -> Response:
         seconds = round(self.engine.unresponsive_seconds, 3)
         state = {"open_requests": self.engine.num_open, "engine_unresponsive_seconds": seconds}
         if self.is_draining:
@@ -61,7 +90,7 @@ class Api:
             return JSONResponse({"status": "unhealthy", "reason": problem, **state}, 503)
         return JSONResponse({"status": "ok", **state})
 
-    async def prometheus(self) -> Response:
+    async def prometheus(self, _: Request) -> Response:
         engine = self.engine
         text = self.metrics.render(engine.metrics, engine.num_open, is_healthy=self.engine_problem is None)
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
@@ -72,22 +101,48 @@ class Api:
         headers = {**error.headers, **(headers or {})}
         return Response(json.dumps(error.body), error.status, headers, media_type="application/json")
 
-    async def _answer(self, body: ChatBody | CompletionBody, request: Request) -> Response:
-        self.frontend.check_model(body.model)
-        self._check_room(body)  # before the work of tokenising
-        shape = Shape.of(body, self.frontend.model_name)
-        completion = Completion(self.engine, self.frontend.decoder, self.metrics, watched=body.stream)
-        # A long prompt takes seconds, in which streams and /health must go on.
-        requests = await asyncio.to_thread(self.frontend.requests, body, shape.id)
-        self._check_room(body)  # others may have come meanwhile
-        shape = shape._replace(seed=requests[0].seed)
-        completion.submit(requests, body.stop)
-        self._watch(request, completion)
-        if body.stream:
-            return StreamingResponse(self._events(body, shape, completion), media_type="text/event-stream")
-        return JSONResponse(await self._whole(body, shape, completion))
+    async def _answer(self, kind: Kind, request: Request) -> Response:
+        self._check_room(1)  # before the work of reading
+        try:
+            call, left = await self._take(kind, request)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_LEFT)
+        self._check_room(len(call.requests))
+        completion = Completion(self.engine, self.frontend.decoder, self.metrics, watched=call.stream)
+        completion.submit(call.requests, call.stop)
+        left.add_done_callback(lambda _: completion.abort())
+        if call.stream:
+            return StreamingResponse(self._events(call, completion), media_type="text/event-stream")
+        return JSONResponse(await self._whole(call, completion))
 
-    async def _whole(self, body: Body, shape: Shape, completion: Completion) -> dict[str, Any]:
+    async def _take(self, kind: Kind, request: Request) -> tuple[Call, asyncio.Task[None]]:
+        """The call, and a task that ends when the client leaves. Raises ClientDisconnect.
+
+        Parsing and tokenising take up to seconds, in which streams and /health go on.
+        """
+        async with self.bodies.read(request) as raw:
+            pool = self.short_pool if len(raw) <= SHORT_BODY_BYTES else self.long_pool
+            work = asyncio.create_task(pool.run(self._read, kind, raw))
+            left = self._watch(request)
+            left.add_done_callback(lambda _: work.cancel())
+            try:
+                return await work, left
+            except asyncio.CancelledError:
+                if left.done():
+                    raise ClientDisconnect from None
+                raise
+            except QueueFull as error:
+                raise api_error(error) from error
+
+    def _read(self, kind: Kind, raw: bytes) -> Call:
+        """Runs on a thread of a pool."""
+        body = read_body(kind, parse_json(raw, self.frontend.limits.values))
+        self.frontend.check_model(body.model)
+        shape = Shape.of(body, self.frontend.model_name)
+        requests = self.frontend.requests(body, shape.id)
+        return Call(shape._replace(seed=requests[0].seed), requests, body.stop, body.stream, body.n)
+
+    async def _whole(self, call: Call, completion: Completion) -> dict[str, Any]:
         texts, reasons = [""] * len(completion.choices), [""] * len(completion.choices)
         try:
             async for delta in completion.deltas():
@@ -97,50 +152,50 @@ class Api:
             raise api_error(error.cause) from error
         finally:
             completion.abort()
-        return shape.whole(texts, reasons, completion.usage(body.n))
+        return call.shape.whole(texts, reasons, completion.usage(call.num_choices))
 
-    async def _events(self, body: Body, shape: Shape, completion: Completion) -> AsyncIterator[str]:
+    async def _events(self, call: Call, completion: Completion) -> AsyncIterator[str]:
+        shape = call.shape
         try:
             for opening in shape.opening(len(completion.choices)):
                 yield sse(opening)
             async for delta in completion.deltas():
                 yield sse(shape.piece(delta))
-            if body.include_usage:
-                yield sse(shape.closing(completion.usage(body.n)))
+            if shape.include_usage:
+                yield sse(shape.closing(completion.usage(call.num_choices)))
             yield DONE
         except RequestFailed as error:
             failed = api_error(error.cause)
             self.metrics.responses[failed.status] += 1
             yield sse(failed.body)
+        except Exception as error:  # the answer has begun: only an event can tell
+            self.metrics.responses[500] += 1
+            yield sse(fault(error).body)
         finally:
             completion.abort()
 
-    def _check_room(self, body: Body) -> None:
+    def _check_room(self, num_asked: int) -> None:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="server_shutting_down")
         if (problem := self.engine_problem) is not None:
             raise ApiError(503, problem)
         if self.engine.is_congested:
             raise ApiError(503, "the engine does not take requests; try again later", code="server_overloaded")
-        num_asked = body.num_prompts * body.n
-        if num_asked > self.max_open:
-            message = f"{num_asked} choices in one call; this server takes {self.max_open} (max_running + max_waiting)"
-            raise ApiError(400, message, "n")
         if self.engine.num_open + num_asked > self.max_open:
             message = f"{self.engine.num_open} requests are open of at most {self.max_open}; try again later"
             raise ApiError(429, message, code="server_overloaded")
 
-    def _watch(self, request: Request, completion: Completion) -> None:
-        """Aborts what a client that hangs up has asked for, also while nothing is being written to it."""
+    def _watch(self, request: Request) -> asyncio.Task[None]:
+        """A task that ends when the client has hung up, or has its whole answer."""
 
         async def wait_for_end() -> None:
-            while (await request.receive())["type"] != "http.disconnect":  # also comes after a complete response
+            while (await request.receive())["type"] != "http.disconnect":
                 pass
-            completion.abort()
 
         task = asyncio.create_task(wait_for_end())
         self._watchers.add(task)
         task.add_done_callback(self._watchers.discard)
+        return task
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -153,58 +208,66 @@ class Api:
 
 
 def api_error(cause: Exception) -> ApiError:
-    """What a client is told of a failed request: overload, a dead engine, or a request that can not be served."""
+    """What a client is told of a failed request: overload, a dead engine, or a request that can not be served.
+
+    The texts of these errors are sentences of ours; that of any other is for the log alone.
+    """
     if isinstance(cause, QueueFull):
         return ApiError(429, str(cause), code="server_overloaded")
     if isinstance(cause, EngineStopped):
         return ApiError(503, str(cause), code="server_shutting_down")
     if isinstance(cause, EngineError):
         return ApiError(500, str(cause), code="engine_failed")
-    return ApiError(400, str(cause))
+    if isinstance(cause, ValueError):
+        return ApiError(400, str(cause))
+    return fault(cause)
 
 
-def validation_error(error: RequestValidationError) -> ApiError:
-    """The first fault, named by its field."""
-    fault = error.errors()[0]
-    if fault["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {fault['ctx']['error']} at character {fault['loc'][-1]}")
-    param = ".".join(str(part) for part in fault["loc"][1:])
-    if not param:
-        return ApiError(400, "the body must be a JSON object, with the header Content-Type: application/json")
-    return ApiError(400, f"{param}: {fault['msg']}", param)
+def fault(error: Exception) -> ApiError:
+    """Logs a fault of ours under an id, which is all that the client is told."""
+    name = uuid.uuid4().hex
+    logger.error("request failed, id %s", name, exc_info=error)
+    return ApiError(500, f"internal error; the server's log has it under the id {name}", code="internal_error")
 
 
-def create_app(api: Api) -> FastAPI:
-    app = FastAPI(title="Slipstream")
-    for method, path, endpoint in (
-        ("POST", "/v1/chat/completions", api.chat),
-        ("POST", "/v1/completions", api.completions),
-        ("GET", "/v1/models", api.models),
-        ("GET", "/v1/models/{name:path}", api.model),
-        ("GET", "/health", api.health),
-        ("GET", "/metrics", api.prometheus),
-    ):
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+def create_app(api: Api) -> Starlette:
+    routes = [
+        Route("/v1/chat/completions", guarded(api.chat), methods=["POST"]),
+        Route("/v1/completions", guarded(api.completions), methods=["POST"]),
+        Route("/v1/models", guarded(api.models)),
+        Route("/v1/models/{name:path}", guarded(api.model)),
+        Route("/health", guarded(api.health)),
+        Route("/metrics", guarded(api.prometheus)),
+    ]
+    known = ", ".join(route.path for route in routes if "{" not in route.path)
 
-    @app.exception_handler(ApiError)
-    async def on_api_error(_: Request, error: ApiError) -> Response:
+    async def on_api_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
         return api.error_response(error)
 
-    @app.exception_handler(EngineError)
-    async def on_engine_error(_: Request, error: EngineError) -> Response:
+    async def on_engine_error(_: Request, error: Exception) -> Response:
         return api.error_response(ApiError(503, f"no engine: {error}"))
 
-    @app.exception_handler(RequestValidationError)
-    async def on_validation_error(_: Request, error: RequestValidationError) -> Response:
-        return api.error_response(validation_error(error))
-
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> Response:
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
+        if error.status_code == 404:
+            message = f"{request.method} {request.url.path} is not supported; this server has {known}"
         return api.error_response(ApiError(error.status_code, message), dict(error.headers or {}))
 
-    @app.exception_handler(Exception)
-    async def on_fault(_: Request, error: Exception) -> Response:
-        return api.error_response(ApiError(500, f"{type(error).__name__}: {error}"))
+    handlers = {ApiError: on_api_error, EngineError: on_engine_error, HTTPException: on_http_error}
+    return Starlette(routes=routes, exception_handlers=handlers)
 
-    return app
+
+def guarded(endpoint: Endpoint) -> Endpoint:
+    """Answers with a fault's id. Starlette's own way for any exception raises it again, and the connection breaks."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except (ApiError, EngineError):
+            raise
+        except Exception as error:
+            raise fault(error) from error
+
+    return answer

@@ -21,7 +21,7 @@ ALLOWED = {
     "data_tools": ("config", "models", "data_tools", "serve.llm", "serve.options", "serve.request"),
 }
 TRACKERS = ("wandb", "tensorboard")
-HTTP = ("fastapi", "starlette", "uvicorn", "httpx")
+HTTP = ("starlette", "uvicorn", "httpx")
 # Modules (in one process) -> packages that none of them may load, not even through another module.
 NOT_LOADED = {
     ("scheduler", "cache", "sequence", "request", "detokenize"): ("torch", "transformers", *HTTP),

@@ -6,6 +6,7 @@ accepted. A request's namespace makes it misbehave: see `FakeEngine`.
 
 import time
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Output, Request, RequestStats
@@ -14,6 +15,8 @@ from slipstream.serve.scheduler import QueueFull
 ROUND = 3
 CONTEXT = 256
 VOCABULARY = 260  # 4 special tokens, 256 bytes
+MANNERS = ("refuse", "full", "crash", "error", "slow")
+SALTED = {blake2b(name.encode(), digest_size=16).hexdigest(): name for name in MANNERS}  # as the server sends salts
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +25,14 @@ class FakeInfo:
     vocab_size: int
 
 
+def manner(request: Request) -> str:
+    return SALTED.get(request.namespace, request.namespace)
+
+
 class FakeEngine:
-    """`namespace` of a request: "refuse" and "full" are refused, "crash" fails in the step, "error" ends with an error,
-    "slow" takes 10 ms per step, all others 1 ms: text that comes faster than it is sent would be joined."""
+    """By the namespace of a request, or the salt of a call: "refuse" and "full" are refused, "crash" fails in the step,
+    "error" ends with an error, "slow" takes 10 ms per step, all others 1 ms: text that comes faster than it is sent
+    would be joined."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.info = FakeInfo(config.max_model_len or CONTEXT, VOCABULARY)
@@ -38,9 +46,9 @@ class FakeEngine:
         return bool(self.running)
 
     def add(self, request: Request) -> None:
-        if request.namespace == "refuse":
+        if manner(request) == "refuse":
             raise ValueError("prompt is refused; ask for less")
-        if request.namespace == "full":
+        if manner(request) == "full":
             raise QueueFull("too many are waiting")
         self.running[request.id] = request
         self.stats[request.id] = RequestStats(prompt_tokens=len(request.prompt), prefills=1, cached_tokens=1)
@@ -53,14 +61,14 @@ class FakeEngine:
 
     def step(self) -> list[Output]:
         self.largest_batch = max(self.largest_batch, len(self.running))
-        is_slow = any(request.namespace == "slow" for request in self.running.values())
+        is_slow = any(manner(request) == "slow" for request in self.running.values())
         time.sleep(0.01 if is_slow else 0.001)
         return [self.advance(request) for request in list(self.running.values())]
 
     def advance(self, request: Request) -> Output:
-        if request.namespace == "crash":
+        if manner(request) == "crash":
             raise RuntimeError("the device is on fire")
-        if request.namespace == "error":
+        if manner(request) == "error":
             del self.running[request.id]
             return Output(request_id=request.id, tokens=[], finish_reason="abort", error="the request broke")
         stats, params = self.stats[request.id], request.params

@@ -13,9 +13,15 @@ import httpx
 import psutil
 import pytest
 
+from slipstream.serve.bodies import BodyReader
+from slipstream.serve.bounded_pool import BoundedPool
 from slipstream.serve.launch import Server
+from slipstream.serve.limits import MAX_BODIES_BYTES, SHORT_BODY_BYTES
 from slipstream.serve.options import ServeConfig
+from slipstream.serve.responses import Shape
 from slipstream.tests.serve.fake_server import COMPLETIONS, gauge, serving, wait_until
+
+LONG = "x" * SHORT_BODY_BYTES
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -119,7 +125,8 @@ def test_a_prompt_that_takes_long_to_tokenise_holds_up_nobody_else(
 
     monkeypatch.setattr(frontend, "encode", slow_encode)
     with ThreadPoolExecutor() as pool:
-        long = pool.submit(httpx.post, server.url + COMPLETIONS, json={"prompt": "long", "max_tokens": 4}, timeout=30)
+        body = {"prompt": "long", "max_tokens": 4, "user": LONG}
+        long = pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=30)
         try:
             assert started.wait(20)
             assert client.get("/health", timeout=10).status_code == 200
@@ -128,6 +135,72 @@ def test_a_prompt_that_takes_long_to_tokenise_holds_up_nobody_else(
         finally:
             go_on.set()
         assert long.result().json()["choices"][0]["text"] == "long"
+
+
+def test_a_client_that_leaves_before_its_prompt_is_tokenised_costs_nothing(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, started, go_on, prompts = server.api, threading.Event(), threading.Event(), []
+
+    def slow_encode(text: str, *_: object, **__: object) -> list[int]:
+        prompts.append(text)
+        started.set()
+        assert go_on.wait(20)
+        return [104]
+
+    def ask(prompt: str) -> httpx.Response:
+        return httpx.post(server.url + COMPLETIONS, json={"prompt": prompt, "max_tokens": 1, "user": LONG}, timeout=30)
+
+    monkeypatch.setattr(api.frontend, "encode", slow_encode)
+    monkeypatch.setattr(api, "long_pool", BoundedPool(1, max_waiting=2))
+    with ThreadPoolExecutor() as pool:
+        try:
+            running = pool.submit(ask, "first")
+            assert started.wait(20)
+            waiting = pool.submit(ask, "second")
+            wait_until(lambda: api.long_pool.num_waiting == 1, "the second waits for the thread")
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(server.url + COMPLETIONS, json={"prompt": "left", "user": LONG}, timeout=0.5)
+            wait_until(lambda: api.long_pool.num_waiting == 1, "the one that left waits no longer")
+        finally:
+            go_on.set()
+        assert [running.result().status_code, waiting.result().status_code] == [200, 200]
+    assert prompts == ["first", "second"]
+    assert api.bodies.num_bytes == 0
+
+
+def test_too_many_long_prompts_are_refused(
+    client: httpx.Client, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "user": LONG}
+    for attribute, value in (("long_pool", BoundedPool(1, max_waiting=0)), ("bodies", BodyReader(2**22))):
+        with monkeypatch.context() as patch:
+            patch.setattr(server.api, attribute, value)
+            server.api.bodies.num_bytes = MAX_BODIES_BYTES if attribute == "bodies" else 0
+            response = client.post(COMPLETIONS, json=body)
+            assert (response.status_code, response.headers["Retry-After"]) == (429, "1")
+            assert client.post(COMPLETIONS, json={"prompt": "x"}).status_code == 200, "short ones are served"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_is_told_by_an_id_and_logged_once(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    def break_down(*_: object) -> None:
+        raise RuntimeError("secret of /home/someone")
+
+    monkeypatch.setattr(Shape, "piece" if stream else "whole", break_down)
+    response = client.post(COMPLETIONS, json={"prompt": "x", "stream": stream})
+    error = (json.loads(response.text.removeprefix("data: ")) if stream else response.json())["error"]
+    assert response.status_code == (200 if stream else 500)
+    assert (error["type"], error["code"]) == ("server_error", "internal_error")
+    assert "secret" not in response.text
+    assert "RuntimeError" not in response.text
+    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert error["message"].split()[-1] in record.getMessage()
+    assert "secret of /home/someone" in caplog.text
+    assert client.get("/health").status_code == 200
+    assert client.get("/health").status_code == 200, "the connection was kept"
 
 
 def test_room_is_looked_for_again_after_tokenising(byte_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,5 +214,6 @@ def test_room_is_looked_for_again_after_tokenising(byte_target: str, monkeypatch
 
         monkeypatch.setattr(server.api.frontend, "encode", encode_together)
         body = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow"}
-        asked = [pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=30) for _ in range(2)]
+        bodies = [body, {**body, "user": LONG}]  # a thread each
+        asked = [pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=30) for body in bodies]
         assert sorted(call.result().status_code for call in asked) == [200, 429]

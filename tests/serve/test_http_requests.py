@@ -22,12 +22,16 @@ from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, 
         {"response_format": {"type": "text"}, "tools": None, "tool_choice": "none", "n": 1, "stream_options": None},
         {"tools": [], "tool_choice": "auto", "functions": [], "modalities": ["text"], "stop": None, "seed": None},
         {"max_completion_tokens": 3, "temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "model": MODEL},
+        {"top_k": -1, "repetition_penalty": 1.0, "length_penalty": 1.0, "min_tokens": 0, "skip_special_tokens": True},
+        {"include_stop_str_in_output": False, "guided_json": None, "priority": 0, "continue_final_message": False},
+        {"stream_options": {"include_obfuscation": False, "continuous_usage_stats": False}, "stream": True},
     ],
 )
 def test_fields_without_effect_are_accepted(client: httpx.Client, extra: dict[str, Any]) -> None:
     response = client.post(CHAT, json={"messages": HELLO, "max_tokens": 3, **extra})
     assert response.status_code == 200, response.text
-    assert response.json()["usage"]["completion_tokens"] == 3
+    if "stream" not in extra:
+        assert response.json()["usage"]["completion_tokens"] == 3
 
 
 REFUSE_ME = [{"role": "user", "content": "refuse me"}]
@@ -44,7 +48,7 @@ REFUSED = [
     (COMPLETIONS, {"prompt": "x", "temperature": "hot"}, 400, "temperature", ["number"]),
     (COMPLETIONS, {"prompt": "x", "temperature": -1}, 400, "temperature", ["-1"]),
     (COMPLETIONS, {"prompt": "x", "top_p": 0}, 400, "top_p", ["0"]),
-    (COMPLETIONS, {"prompt": "x", "top_k": -1}, 400, "top_k", ["-1"]),
+    (COMPLETIONS, {"prompt": "x", "top_k": -2}, 400, "top_k", ["-2"]),
     (COMPLETIONS, {"prompt": "x", "top_k": 2**40}, 400, "top_k", ["less"]),
     (COMPLETIONS, {"prompt": "x", "min_p": 2}, 400, "min_p", ["2"]),
     (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", ["0"]),
@@ -54,12 +58,30 @@ REFUSED = [
     (COMPLETIONS, {"prompt": ["x"] * 100, "n": 100}, 400, "n", ["10000"]),
     (COMPLETIONS, {"prompt": "x", "seed": 2**64}, 400, "seed", ["less"]),
     (COMPLETIONS, {"prompt": "x", "stream": "yes"}, 400, "stream", ["boolean"]),
-    (COMPLETIONS, {"prompt": "x", "stream_options": {"usage": True}}, 400, "stream_options.usage", ["not permitted"]),
+    (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options", ["stream: true"]),
+    *(
+        (
+            COMPLETIONS,
+            {"prompt": "x", "stream": True, "stream_options": {name: True}},
+            400,
+            f"stream_options.{name}",
+            words,
+        )
+        for name, words in (
+            ("usage", ["unknown"]),
+            ("include_obfuscation", ["not supported", "false"]),
+            ("continuous_usage_stats", ["not supported", "false"]),
+        )
+    ),
+    (COMPLETIONS, {"prompt": "x", "repetition_penalty": 1.1}, 400, "repetition_penalty", ["not supported", "1"]),
+    (COMPLETIONS, {"prompt": "x", "skip_special_tokens": False}, 400, "skip_special_tokens", ["send true"]),
+    (COMPLETIONS, {"prompt": "x", "min_tokens": 3}, 400, "min_tokens", ["send 0"]),
+    (COMPLETIONS, {"prompt": "x", "guided_json": {}}, 400, "guided_json", ["leave it out"]),
     (COMPLETIONS, {"prompt": "x", "stop": ""}, 400, "stop", ["empty"]),
     (COMPLETIONS, {"prompt": "x", "stop": [1]}, 400, "stop", ["strings"]),
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": ["a"]}, 400, "stop_token_ids.0", ["integer"]),
     (COMPLETIONS, {"prompt": "x", "cache_salt": 5}, 400, "cache_salt", ["string"]),
-    (COMPLETIONS, {"prompt": "x", "cache_salt": "\ud800"}, 400, "cache_salt", ["text"]),
+    (COMPLETIONS, {"prompt": "x", "cache_salt": "\ud800"}, 400, None, ["not valid JSON"]),
     (COMPLETIONS, {"prompt": ""}, 400, "prompt", ["empty"]),
     (COMPLETIONS, {"prompt": []}, 400, "prompt", ["empty"]),
     (COMPLETIONS, {"prompt": ["a", 3]}, 400, "prompt", ["prompt.1"]),
@@ -132,6 +154,7 @@ def test_refused(
     # httpx would send what has no UTF-8 form as it is; json.dumps escapes it, as clients can.
     response = client.post(path, content=json.dumps(fields), headers={"Content-Type": "application/json"})
     assert response.status_code == status, response.text
+    assert ("Retry-After" in response.headers) == (status == 429)
     assert response.json().keys() == {"error"}
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
@@ -153,11 +176,14 @@ def test_images_are_refused(client: httpx.Client) -> None:
         ('{"prompt": "x"', "application/json", 400, "JSON"),
         ("[1, 2]", "application/json", 400, "object"),
         ("", "application/json", 400, "object"),
-        ('{"prompt": "\\ud800"}', "application/json", 400, "text"),
+        ('{"prompt": "\\ud800"}', "application/json", 400, "JSON"),
+        ('{"prompt": "x", "temperature": NaN}', "application/json", 400, "JSON"),
+        (b'{"prompt": "\xff"}', "application/json", 400, "utf-8"),
+        ('{"prompt": "x", "max_tokens": 1' + "0" * 5000 + "}", "application/json", 400, "range"),
         ('{"prompt": "x"}', "text/plain", 415, "Content-Type"),
     ],
 )
-def test_broken_bodies(client: httpx.Client, content: str, kind: str, status: int, word: str) -> None:
+def test_broken_bodies(client: httpx.Client, content: str | bytes, kind: str, status: int, word: str) -> None:
     response = client.post(COMPLETIONS, content=content, headers={"Content-Type": kind})
     assert response.status_code == status
     assert word in response.json()["error"]["message"]
@@ -165,12 +191,25 @@ def test_broken_bodies(client: httpx.Client, content: str, kind: str, status: in
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", CHAT, 405), ("POST", "/v1/models", 405), ("GET", "/v1/nothing", 404), ("GET", "/v1/models/other", 404)],
+    [
+        ("GET", CHAT, 405),
+        ("POST", "/v1/models", 405),
+        ("GET", "/v1/nothing", 404),
+        ("POST", "/v1/responses", 404),
+        ("GET", "/v1/models/other", 404),
+    ],
 )
 def test_wrong_paths(client: httpx.Client, method: str, path: str, status: int) -> None:
     response = client.request(method, path)
     assert response.status_code == status
     assert response.json()["error"]["type"] == "invalid_request_error"
+    if path in ("/v1/nothing", "/v1/responses"):
+        assert f"{path} is not supported; this server has {CHAT}" in response.json()["error"]["message"]
+
+
+def test_load_balancers_may_ask_for_the_head_alone(client: httpx.Client) -> None:
+    response = client.head("/health")
+    assert (response.status_code, response.content) == (200, b"")
 
 
 def test_errors_of_a_stream_are_events(client: httpx.Client) -> None:
@@ -219,9 +258,14 @@ def test_prompts_of_a_call_have_seeds_of_their_own(tmp_path: Path) -> None:
 
 
 def test_choices_share_a_salt_and_differ_in_id(tmp_path: Path) -> None:
-    requests = frontend(tmp_path, {}).requests(CompletionBody(prompt=["ab", "c"], n=2, cache_salt="tenant"), "r")
+    front = frontend(tmp_path, {})
+    requests = front.requests(CompletionBody(prompt=["ab", "c"], n=2, cache_salt="tenant"), "r")
     assert len({request.id for request in requests}) == 4
-    assert {request.namespace for request in requests} == {"tenant"}
+    [namespace] = {request.namespace for request in requests}
+    [long] = {request.namespace for request in front.requests(CompletionBody(prompt="ab", cache_salt="s" * 10**6), "r")}
+    assert len(long) == len(namespace) == 32, "the engine keeps a digest with every cached prefix"
+    assert long != namespace
+    assert front.requests(CompletionBody(prompt="ab"), "r")[0].namespace == ""
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -201,7 +201,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
 
 
 def test_training_imports_no_tracker_and_no_server() -> None:
-    names = ("wandb", "tensorboard", "fastapi", "uvicorn", "deepspeed")
+    names = ("wandb", "tensorboard", "starlette", "uvicorn", "deepspeed")
     code = f"""
 import sys
 for name in {names}:

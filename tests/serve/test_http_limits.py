@@ -1,0 +1,231 @@
+"""What is too large is refused, by name and before it costs anything; what is just not too large is taken."""
+
+import json
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from slipstream.serve import limits
+from slipstream.serve.frontend import Frontend
+from slipstream.serve.launch import Server
+from slipstream.serve.limits import longest_text
+from slipstream.serve.options import ServeConfig
+from slipstream.serve.protocol import ApiError, CompletionBody
+from slipstream.tests.serve.fake_engine import CONTEXT, FakeInfo
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO
+from slipstream.tests.serve.test_detokenize import byte_fallback, byte_level
+from slipstream.tests.test_packaging import ROOT
+
+JSON = {"Content-Type": "application/json"}
+BODY_BYTES = 4 * 2**20
+EMPTY_PART = {"type": "text", "text": ""}
+COMPOSED = "\u1f82"  # of four characters, the most that become one
+PLACES = 64 + 256  # max_running and max_waiting
+
+
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth > 1 else []
+
+
+def fields_with(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "x", "max_tokens": 1, **fields}
+
+
+# (limit, path, fields of a given size, what is named)
+LIMITS: list[tuple[int, str, Callable[[int], dict[str, Any]], str]] = [
+    (16, COMPLETIONS, lambda size: fields_with(stop=["s"] * size), "stop"),
+    (256, COMPLETIONS, lambda size: fields_with(stop="s" * size), "stop"),
+    (64, COMPLETIONS, lambda size: fields_with(stop_token_ids=[7] * size), "stop_token_ids"),
+    (PLACES // 2, COMPLETIONS, lambda size: fields_with(prompt=["x"] * size), "prompt"),
+    (PLACES // 4, COMPLETIONS, lambda size: fields_with(prompt=["x"] * size, n=2), "n"),
+    (4096, CHAT, lambda size: {"messages": HELLO * size}, "messages"),
+    (4096, CHAT, lambda size: {"messages": [{"role": "user", "content": [EMPTY_PART] * size}]}, "messages"),
+    # Body and object are two levels. One string is the key, one its value; the rest are fields of every body here.
+    (62, CHAT, lambda size: {"messages": HELLO, "chat_template_kwargs": {"a": nested(size)}}, "chat_template_kwargs"),
+    (62, COMPLETIONS, lambda size: fields_with(metadata={"a": nested(size)}), "metadata"),
+    (2**16 - 6, COMPLETIONS, lambda size: fields_with(metadata=[""] * size), "metadata"),
+    (2**16 - 6, COMPLETIONS, lambda size: fields_with(metadata=[{}] * size), "metadata"),
+    (2**18 + 2**16 - 1, COMPLETIONS, lambda size: fields_with(metadata=[0] * size), "metadata"),
+]
+
+
+@pytest.mark.parametrize(("limit", "path", "fields", "param"), LIMITS)
+def test_each_limit_is_the_last_that_is_taken(
+    client: httpx.Client, limit: int, path: str, fields: Callable[[int], dict[str, Any]], param: str
+) -> None:
+    at_limit, beyond = (client.post(path, json=fields(size)) for size in (limit, limit + 1))
+    too_long = "context_length_exceeded"  # so many messages are none too many, only longer than this context
+    assert at_limit.status_code == 200 or at_limit.json()["error"]["code"] == too_long, at_limit.text
+    assert beyond.status_code == 400, beyond.text
+    error = beyond.json()["error"]
+    assert (error["param"], error["code"]) == (param, None)
+    assert param in error["message"] or "prompts times n" in error["message"]
+
+
+def test_text_that_can_not_fit_is_not_tokenised(client: httpx.Client) -> None:
+    most = CONTEXT * len("<|assistant|>")  # the longest token of this tokenizer, whose other tokens are bytes
+    messages = [client.post(COMPLETIONS, json={"prompt": "x" * size}).json()["error"] for size in (most, most + 1)]
+    assert [message["code"] for message in messages] == ["context_length_exceeded"] * 2
+    assert f"{most} tokens" in messages[0]["message"]
+    assert f"{most + 1} characters" in messages[1]["message"]
+
+
+def chunks(size: int) -> Iterator[bytes]:
+    """A body of exactly `size` bytes, without its length in the header."""
+    head = b'{"prompt": "x", "max_tokens": 1, "user": "'
+    yield head
+    yield b"x" * (size - len(head) - 2)
+    yield b'"}'
+
+
+def test_a_body_of_unknown_length_is_refused_while_it_is_read(client: httpx.Client, server: Server) -> None:
+    assert client.post(COMPLETIONS, content=chunks(BODY_BYTES), headers=JSON).status_code == 200
+    response = client.post(COMPLETIONS, content=chunks(BODY_BYTES + 1), headers=JSON)
+    assert response.status_code == 413
+    assert str(BODY_BYTES) in response.json()["error"]["message"]
+    assert client.post(COMPLETIONS, content=chunks(10 * BODY_BYTES), headers=JSON).status_code == 413
+    assert server.api.bodies.num_bytes == 0
+
+
+def test_a_body_that_says_it_is_too_long_need_not_be_sent(server: Server) -> None:
+    with socket.create_connection(server.listener.getsockname()[:2], timeout=20) as connection:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {BODY_BYTES + 1}\r\n\r\n".encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("text", ['{"a": "', "[" * 10**6, '{"a":' * 10**5, '"\\' * 10**6, '{"a": [' + '"b",' * 10**6])
+def test_broken_json_is_refused_however_deep(client: httpx.Client, text: str) -> None:
+    response = client.post(COMPLETIONS, content=text, headers=JSON)
+    assert response.status_code == 400
+    assert "JSON" in response.text or "64 levels" in response.text or "65536 strings" in response.text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"x" * 10**6: 1}, {f"field{index}": 1 for index in range(10**4)}, {"prompt": "x", "model": "m" * 10**6}],
+)
+def test_messages_stay_short_whatever_they_quote(client: httpx.Client, fields: dict[str, Any]) -> None:
+    response = client.post(COMPLETIONS, json=fields)
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 5000
+
+
+def test_limits_follow_the_context() -> None:
+    tokenizer = byte_level()
+    small, large = (limits.Limits.of(ServeConfig(), context, tokenizer) for context in (2048, 2**20))
+    assert (small.body_bytes, small.choices) == (BODY_BYTES, PLACES // 2)
+    assert large.body_bytes == 16 * 2**20
+    assert large.values > 2**20, "a context full of token ids"
+    assert limits.Limits.of(ServeConfig(max_running=1, max_waiting=0), 2048, tokenizer).choices == 1
+
+
+def with_parts(normalizer: Any = None, pre_tokenizer: Any = None, added: list[AddedToken] | None = None) -> Any:
+    """GPT-2 style: one token per byte, one for COMPOSED, and `<e>`."""
+    byte_level_step = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    [(composed, _)] = byte_level_step.pre_tokenize_str(COMPOSED)
+    first, second, third = composed
+    vocabulary = ["<e>", *sorted(pre_tokenizers.ByteLevel.alphabet()), first + second, composed]
+    merges = [(first, second), (first + second, third)]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(vocabulary)}, merges))
+    tokenizer.normalizer = normalizer
+    steps = [byte_level_step] if pre_tokenizer is None else [pre_tokenizer, byte_level_step]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>")
+    fast.add_tokens(added or [])
+    return fast
+
+
+def bundled() -> Any:
+    return AutoTokenizer.from_pretrained(ROOT / "assets/tiny-target")
+
+
+SOUND: dict[str, Any] = {
+    "bundled": bundled(),
+    "byte_level": byte_level(),
+    "byte_fallback": byte_fallback(),
+    "NFC": with_parts(normalizers.NFC()),
+    "NFKC": with_parts(normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])),
+    "replace": with_parts(normalizers.Replace("abcd", "x")),
+}
+# Composed from up to four characters, from one of more bytes, ligatures; runs that are one token; special tokens.
+PIECES = [
+    "\u03b1\u0313\u0300\u0345",
+    "e\u0301",
+    "\u1100\u1161\u11a8",
+    "\u212b",
+    "\ufb03",
+    "abcd",
+    " " * 40,
+    "\n" * 9,
+    "<e>",
+]
+PIECES += ["<|im_start|>", "querywithlocation", "▁the▁", "\U0001f9ff", "a", "\0"]
+TEXTS = st.lists(st.one_of(st.sampled_from(PIECES), st.characters(codec="utf-8")), max_size=60).map("".join)
+
+
+@pytest.mark.parametrize("name", SOUND)
+@given(text=TEXTS)
+@settings(max_examples=200, deadline=None)
+def test_no_text_that_fits_is_refused(name: str, text: str) -> None:
+    tokens = SOUND[name](text, add_special_tokens=False, verbose=False).input_ids
+    bound = longest_text(SOUND[name], len(tokens))
+    assert bound is not None
+    assert len(text) <= bound
+
+
+def test_the_bound_is_near() -> None:
+    assert longest_text(bundled(), 2048) == 2048 * len("querywithlocation")
+    assert longest_text(with_parts(normalizers.NFC()), 10) == 10 * 4 * len("<e>")
+
+
+class Trimming(PreTrainedTokenizerFast):
+    """A model's tokenizer with an encoding of its own."""
+
+    def _encode_plus(self, text: Any, *arguments: Any, **options: Any) -> Any:
+        return super()._encode_plus(text.strip(), *arguments, **options)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        with_parts(normalizers.Strip()),
+        with_parts(normalizers.Replace("a", "")),
+        with_parts(pre_tokenizer=pre_tokenizers.WhitespaceSplit()),
+        with_parts(pre_tokenizer=pre_tokenizers.Split(" ", "removed")),
+        with_parts(added=[AddedToken("<pad>", lstrip=True)]),
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<u>": 0}, unk_token="<u>"))),
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, []))),
+        Trimming(tokenizer_object=byte_level().backend_tokenizer),
+        object(),
+    ],
+)
+def test_where_text_may_vanish_there_is_no_bound(tokenizer: Any) -> None:
+    assert longest_text(tokenizer, 10) is None
+
+
+def test_a_prompt_that_is_too_long_is_told_to_the_client_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """transformers would warn of it, in the log."""
+    front = Frontend(ServeConfig(target=str(ROOT / "assets/tiny-target")), FakeInfo(2048, 4096))
+    logger = logging.getLogger("transformers")  # which hands nothing on to its parents
+    logger.addHandler(caplog.handler)
+    with pytest.raises(ApiError, match="has 3000 tokens"):
+        front.requests(CompletionBody(prompt="a\n" * 1500), "r")
+    logger.removeHandler(caplog.handler)
+    assert not caplog.records
+
+
+def test_a_long_body_of_json_is_read_as_json_does(client: httpx.Client) -> None:
+    """Whatever stands in strings is no structure."""
+    text = '[{"\\"\\\\' * 5000
+    body = json.dumps({"prompt": "ab", "max_tokens": 4, "user": text, "metadata": {text: [text]}})
+    assert client.post(COMPLETIONS, content=body, headers=JSON).json()["choices"][0]["text"] == "abab"
