@@ -108,7 +108,10 @@ async def serve(config: ServeConfig, make_engine: EngineFactory = build_engine) 
     async with prepare(config, make_engine) as server:
         gc.collect()
         gc.freeze()  # what the modules hold: walking over it would stop every stream for tenths of a second
-        await server.serve([server.listener])
+        try:
+            await server.serve([server.listener])
+        finally:
+            gc.unfreeze()  # else libraries report at exit what was never freed
     return server.status
 
 
