@@ -10,6 +10,8 @@ KV comes from memory as it does in a model. `--tune` times other ways to cut the
 one JSON line per result.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import argparse
 import time
 from collections.abc import Callable, Iterator

@@ -7,6 +7,8 @@ trained drafts on the target's own states, as a server does, whatever they were 
 stopped. Prints a table and ends in one JSON line.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

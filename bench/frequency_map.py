@@ -7,6 +7,8 @@ Both read the same files, by then in memory, in the same run and must give the s
 one JSON line.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import os
 import platform
 import tempfile

@@ -8,6 +8,8 @@ rows are copied or read through an index in random order; then the sample, or th
 index instead (kernels/gathered_head.py, choose_tiling). Prints tables and ends in one JSON line per row.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import date

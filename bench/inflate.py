@@ -18,6 +18,8 @@ embedding, head size and ratio of query to KV heads stay. The draft is of the sa
 (bench/inflate_eagle3.py) or a DFLASH draft (bench/inflate_dflash.py).
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import json
 import shutil
 import time

@@ -9,6 +9,8 @@ From 33 rows on they take turns over buffers larger than the L2 cache. Prints a 
 "-" stands where there is nothing to compare.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -8,6 +8,8 @@ alone, and the layers of an 8B target one behind another with the small kernels 
 one JSON line per row.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from functools import partial

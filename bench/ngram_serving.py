@@ -11,6 +11,8 @@ one round's tokens to the launch of the next, `drafter` the part that goes into 
 JSON line per level.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -15,6 +15,8 @@ same files read from end to end by a few threads in large pieces, both without a
 close to the second, the disk is the limit. Prints a line per epoch and per dtype and ends in JSON lines.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import os
 import time
 from collections.abc import Callable, Iterator

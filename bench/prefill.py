@@ -7,6 +7,8 @@ many rows, `attention_ms` FlashInfer's kernel on the same pages for all layers; 
 line.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -9,6 +9,8 @@ scale stands beside it: the tokens that transformers' own model in the target's 
 one JSON line per draft and concurrency.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence

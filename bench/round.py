@@ -8,6 +8,8 @@ the time to read the weights and the KV once per pass at the copy bandwidth meas
 the kernels of a round. Prints a table and ends in one JSON line per row.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import gc
 import time
 from collections.abc import Iterator

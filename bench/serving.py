@@ -11,6 +11,8 @@ JSON line per level and draft, in which times are milliseconds: `ms` is a round'
 of a request), TTFT and ITL are between outputs, which hold several tokens where drafts are accepted.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import gc
 import json
 import sys

@@ -9,6 +9,8 @@ rounds come first and do not count. Rows are written to OUTPUT/rows.jsonl as the
 it was interrupted. At the end OUTPUT has table.md and sweep.png, and each row is printed as a JSON line.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import json
 import zlib
 from collections.abc import Iterator, Sequence

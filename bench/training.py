@@ -10,6 +10,8 @@ lists the kernels by group and by name. Of several processes each has rows of it
 a second of all, the rest of one. Prints tables and ends in one JSON line.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import re
 import time
 from collections.abc import Callable

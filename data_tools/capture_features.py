@@ -6,6 +6,8 @@
 Shows size and time first, and asks. A run that was stopped continues with the shards that are missing.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import shutil
 import sys
 from collections.abc import Sequence

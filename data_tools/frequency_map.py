@@ -9,6 +9,8 @@ Invariant: special and added tokens are always in the map; equal counts go to th
 same file on every machine.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence

@@ -6,6 +6,8 @@
 Invariant: every row read is kept, or counted in report.json with the reason why it was not.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

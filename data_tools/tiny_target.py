@@ -7,6 +7,8 @@ generalises, since the answers of one that has memorised its data are noise. Inv
 also when the run is interrupted, `output` holds the model of lowest held-out loss so far.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import copy
 import json
 import math

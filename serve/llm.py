@@ -1,5 +1,6 @@
 """The offline API: `LLM(target, draft).generate(prompts, params)`, with the same engine as the server and no HTTP."""
 
+import logging
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from slipstream import runtime
 from slipstream.models.messages import check_text
 from slipstream.models.pretrained import load_tokenizer
 from slipstream.serve.detokenize import Decoder, Text, TextStream, WholeText
@@ -16,6 +18,8 @@ from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams, prompt_seed
 
 SHOWN_LEN = 40  # characters of a wrong value in an error
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,11 @@ class LLM:
         self.tokenizer = load_tokenizer(path, config.trust_remote_code)
         self.engine = Engine(config)
         self._decoder = Decoder(self.tokenizer)
+        if runtime.THREADS_SPIN and self.engine.device.type == "cpu":
+            logger.warning(
+                "torch was imported before slipstream, so its threads spin while they wait, which is slow beside other "
+                "busy programs; import slipstream first, or set GOMP_SPINCOUNT=1000"
+            )
 
     def generate(
         self,

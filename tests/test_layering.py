@@ -16,9 +16,9 @@ MODULES = {".".join(file.with_suffix("").parts): file for file in FILES}
 ALLOWED = {
     "kernels": ("kernels",),
     "models": ("kernels", "models"),
-    "train": ("config", "kernels", "models", "train"),
-    "serve": ("config", "kernels", "models", "serve"),
-    "data_tools": ("config", "models", "data_tools", "serve.llm", "serve.options", "serve.request"),
+    "train": ("config", "runtime", "kernels", "models", "train"),
+    "serve": ("config", "runtime", "kernels", "models", "serve"),
+    "data_tools": ("config", "runtime", "models", "data_tools", "serve.llm", "serve.options", "serve.request"),
 }
 TRACKERS = ("wandb", "tensorboard")
 HTTP = ("starlette", "uvicorn", "httpx")

@@ -5,6 +5,8 @@
 Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`). Run again, it continues.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

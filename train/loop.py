@@ -5,7 +5,6 @@ accumulation window, known before the first forward pass, so neither of them cha
 """
 
 import math
-import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers.integrations import unset_hf_deepspeed_config
 
+from slipstream import runtime
 from slipstream.train.batches import Batch, PackedRows, evaluation_batches, training_batches
 from slipstream.train.checkpoints import SHARDING, Checkpoints, Progress
 from slipstream.train.feature_source import read_ahead
@@ -52,10 +52,11 @@ def start(options: RunOptions) -> Accelerator:
             f"optim.name is 'muon', which needs whole matrices, and {accelerator.distributed_type.value} shards them; "
             "use adamw, or the ddp configuration"
         )
-    if on_cpu and torch.get_num_threads() < (os.cpu_count() or 1) // accelerator.num_processes:
-        accelerator.print(
-            f"uses {torch.get_num_threads()} of {os.cpu_count()} cores; OMP_NUM_THREADS sets their number"
-        )
+    if on_cpu:
+        # Of several processes each would take the others for busy programs.
+        cores = runtime.free_cores() if accelerator.num_processes == 1 else runtime.usable_cores()
+        if torch.get_num_threads() < cores // accelerator.num_processes:
+            accelerator.print(f"uses {torch.get_num_threads()} of {cores} cores; OMP_NUM_THREADS sets their number")
     accelerator.gradient_accumulation_steps = options.optim.accumulation
     if accelerator.distributed_type == DistributedType.DEEPSPEED:  # clips and accumulates by its own configuration
         accelerator.state.deepspeed_plugin.deepspeed_config |= {

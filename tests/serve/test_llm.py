@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from slipstream import runtime
 from slipstream.serve.drafters.ngram_core import NgramCore
 from slipstream.serve.frontend import Frontend
 from slipstream.serve.llm import LLM, Generation
@@ -256,3 +257,12 @@ def test_what_ngrams_have_learned_is_written_at_the_end(folders: tuple[Path, Pat
     assert NgramCore().load(path) is None
     with pytest.raises(ValueError, match=r"drafter.save .*nowhere/trie lies in a folder that does not exist"):
         LLM(str(folders[0]), "ngram", drafter={"save": str(tmp_path / "nowhere" / "trie")}, **options)
+
+
+@pytest.mark.parametrize("threads_spin", [False, True])
+def test_torch_imported_too_early_is_said(
+    folders: tuple[Path, Path], threads_spin: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runtime, "THREADS_SPIN", threads_spin)
+    with LLM(str(folders[0]), device="cpu", kv_cache_tokens=64):
+        assert ("import slipstream first, or set GOMP_SPINCOUNT=1000" in caplog.text) == threads_spin

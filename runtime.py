@@ -1,0 +1,48 @@
+"""Threads on a CPU that other programs use, too: how OpenMP's threads wait, and how busy the machine is.
+
+OpenMP's threads meet after every operator of a model. By default one that waits there spins for milliseconds, on the
+core that the last one needs: beside one other busy program that costs 80 to 95 % of the speed. Threads that sleep at
+once cost half of it on an idle machine, where waking a core takes longer than an operator. So they spin for some
+microseconds and then sleep (figures: docs/benchmarks.md).
+
+Importing this module, or any other of the package, sets that. It imports no torch: OpenMP reads its settings once, when
+torch is imported.
+"""
+
+import os
+import sys
+
+SPIN_COUNT = "1000"  # some 20 microseconds; also what GNU's OpenMP, torch's, takes itself for more threads than cores
+
+
+def set_thread_policy() -> bool:
+    """Sets how OpenMP's threads wait, in this process and in those that it starts; what the environment already says
+    of it stays. False if it is too late for this process: torch is imported."""
+    if os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
+        return True
+    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+    return "torch" not in sys.modules
+
+
+THREADS_SPIN = not set_thread_policy()
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def cores_in_use(seconds: float = 0.3) -> float:
+    """How many of the usable cores are busy, measured while this process sleeps for `seconds`."""
+    import psutil  # here, since every program imports this module and few ask
+
+    return psutil.cpu_percent(seconds) / 100 * usable_cores()
+
+
+def free_cores() -> int:
+    """The cores that other programs leave, at least one; says so on stderr where these take half of one or more."""
+    cores, used = usable_cores(), cores_in_use()
+    if used < 0.5:
+        return cores
+    message = f"the machine is busy: other programs use {used:.1f} of {cores} cores, so this takes longer than usual"
+    print(message, file=sys.stderr, flush=True)
+    return max(1, round(cores - used))

@@ -1,0 +1,78 @@
+"""How OpenMP's threads are told to wait, and what the programs load before they do so."""
+
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+
+from slipstream import runtime
+from slipstream.tests.test_packaging import ROOT, python_files
+
+NAMES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+OPENMP_USERS = ("torch", "accelerate", "transformers")  # importing one imports torch
+
+
+@pytest.mark.parametrize(
+    ("chosen", "torch_came_first", "is_in_time"),
+    [
+        ({}, False, True),
+        ({}, True, False),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, True, True),
+        ({"GOMP_SPINCOUNT": "7"}, False, True),
+    ],
+)
+def test_the_policy_is_set_unless_the_user_has_set_one(
+    chosen: dict[str, str], torch_came_first: bool, is_in_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that the end of the test restores it
+        monkeypatch.delenv(name)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    if not torch_came_first:
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert runtime.set_thread_policy() == is_in_time
+    assert {name: os.environ[name] for name in NAMES if name in os.environ} == (chosen or {"GOMP_SPINCOUNT": "1000"})
+
+
+def test_openmp_takes_it_in_a_training_program() -> None:
+    """Asked of OpenMP itself, which shows what it read when torch loaded it."""
+    environment = {name: value for name, value in os.environ.items() if name not in NAMES}
+    shown = subprocess.run(
+        [sys.executable, "train/eagle3.py", "--help"],
+        cwd=ROOT,
+        env=environment | {"OMP_DISPLAY_ENV": "VERBOSE"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stderr
+    assert "GOMP_SPINCOUNT = '1000'" in shown
+
+
+def test_every_program_sets_it_before_it_imports_torch() -> None:
+    late = []
+    for file in python_files():
+        tree = ast.parse((ROOT / file).read_text())
+        if file.parts[0] == "tests" or '__name__ == "__main__"' not in (ROOT / file).read_text():
+            continue
+        imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports]
+        packages = [str(name).split(".")[0] for name in names]
+        first = next((name for name in packages if name in ("slipstream", *OPENMP_USERS)), None)
+        late += [str(file)] if first in OPENMP_USERS else []
+    assert not late
+
+
+@pytest.mark.parametrize(
+    ("cores", "used", "free"), [(2, 0.1, 2), (2, 0.9, 1), (2, 2.0, 1), (8, 0.6, 7), (8, 7.9, 1), (1, 1.0, 1)]
+)
+def test_busy_cores_are_left_to_others_and_said(
+    cores: int, used: float, free: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runtime, "usable_cores", lambda: cores)
+    monkeypatch.setattr(runtime, "cores_in_use", lambda: used)
+    assert runtime.free_cores() == free
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"the machine is busy: other programs use {used} of {cores} cores") == (used >= 0.5)
