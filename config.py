@@ -4,6 +4,7 @@ Flags may be written with dashes (--max-length), switches without a value (--ski
 several words (--merge a b) or several flags (--endpoint a --endpoint b).
 """
 
+import argparse
 import json
 import re
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -30,10 +31,28 @@ WORDS = {  # of types, in messages; null is not worth one
 }
 
 
+class HelpFormatter(DefaultHelpFormatter):
+    """Spells options as the documentation does: --max-length, and --overlap/--no-overlap for a switch."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        flag, _, value = super()._format_action_invocation(action).partition(" ")
+        name = flag.replace("_", "-")
+        if value == "{true,false}":
+            return f"{name}/--no-{name.removeprefix('--')}"
+        return f"{name} {value}".strip()
+
+
 def build_parser(config_class: type, *, prog: str, description: str) -> ArgumentParser:
     """Parser with one dotted flag per field of `config_class` (nested dataclasses included), `--config` and
-    `--print_config`."""
-    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
+    `--print-config`."""
+    parser = ArgumentParser(
+        prog=prog,
+        usage="%(prog)s [options]",
+        description=description,
+        formatter_class=HelpFormatter,
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", action="config", help="YAML file with these options; may be given more than once")
     parser.add_class_arguments(config_class, as_group=False)
     return parser

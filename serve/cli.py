@@ -2,6 +2,8 @@
 
 serve --draft runs/my-draft                          # the checkpoint names its target
 serve --target Qwen/Qwen3-8B --draft none --port 9000
+
+`serve --help` loads neither torch nor the HTTP packages: what needs them is imported where it is used.
 """
 
 import argparse
@@ -13,12 +15,13 @@ from typing import Any
 
 from slipstream.config import parse, read_options
 from slipstream.serve.client import EngineError
-from slipstream.serve.drafters.base import options_of
-from slipstream.serve.launch import serve
-from slipstream.serve.options import ServeConfig
+from slipstream.serve.options import NoOptions, ServeConfig
 from slipstream.serve.worker import EngineFactory, build_engine
 
-DESCRIPTION = "OpenAI-compatible server with speculative decoding."
+DESCRIPTION = (
+    "OpenAI-compatible server with speculative decoding. The options of a draft, --drafter.*, are listed by "
+    "`serve --draft DRAFT --help`."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: ServeConfig, make_engine: EngineFactory = build_engine) -> int:
     """Serves until a signal or the engine's end; the process's exit status."""
+    from slipstream.serve.launch import serve
+
     try:
         return asyncio.run(serve(config, make_engine))
     except KeyboardInterrupt:
@@ -54,7 +59,12 @@ def read_config(argv: Sequence[str]) -> ServeConfig:
 
 def options_class(draft: str) -> Any:
     """ServeConfig in which `drafter` is the Options of this draft's drafter."""
-    drafter = ("drafter", options_of(draft))
+    own: type = NoOptions
+    if draft != ServeConfig().draft:
+        from slipstream.serve.drafters.base import options_of
+
+        own = options_of(draft)
+    drafter = ("drafter", own)
     return make_dataclass("ServeOptions", [drafter], bases=(ServeConfig,), frozen=True, kw_only=True)
 
 

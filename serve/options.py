@@ -1,15 +1,22 @@
-"""Options of the engine and of the server, and the rule that finds the target. Imports no HTTP package."""
+"""Options of the engine and of the server, and the rule that finds the target.
+
+Imports neither torch nor an HTTP package: `serve --help` is to answer at once.
+"""
 
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.models.checkpoint import is_checkpoint, named_target, read_json, resolve
 from slipstream.models.messages import DEFAULT_DATE, check_date
 
 PREFILL_BLOCK = 32  # queries of which captured prefills are made; with 4 query heads to a KV head a tile of our kernel
 MOST_RUNNING = 1024  # with 64 nodes each, the most rows that kernels count programs for (kernels/arrivals.py)
+
+
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """Options of a drafter that has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +139,8 @@ class ServeConfig(EngineConfig):
 
 def find_target(config: EngineConfig) -> tuple[str, Path]:
     """Name and folder of the target: `config.target`, else the one, and its revision, that the draft names."""
+    from slipstream.models.checkpoint import is_checkpoint, named_target, read_json, resolve
+
     if config.target:
         return config.target, resolve(config.target, config.revision, trust_remote_code=config.trust_remote_code)
     if not is_checkpoint(config.draft):

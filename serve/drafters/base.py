@@ -5,7 +5,7 @@ import importlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,14 +19,10 @@ from slipstream.models.drafter_names import drafter_of
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, HostProposal, KVSpec, Proposal, Rows, Verdict
+from slipstream.serve.options import NoOptions
 from slipstream.serve.request import Request
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class NoOptions:
-    """Options of a drafter that has none."""
 
 
 class Drafter(ABC):

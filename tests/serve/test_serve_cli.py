@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -130,9 +131,26 @@ def test_bad_files_end_with_a_sentence(
         assert word in error
 
 
+def test_help_loads_no_torch_and_spells_options_as_the_documentation_does() -> None:
+    script = """
+import sys
+from slipstream.serve.cli import main
+try:
+    main(["--help"])
+except SystemExit as ended:
+    assert ended.code == 0
+loaded = [name for name in ("torch", "transformers", "huggingface_hub", "fastapi", "uvicorn") if name in sys.modules]
+assert not loaded, loaded
+"""
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    for words in ("--max-model-len MAX_MODEL_LEN", "--overlap/--no-overlap", "serve --draft DRAFT --help"):
+        assert words in shown
+    assert not re.search(r"--\w*_", shown)
+
+
 def test_print_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        read_config(["--draft", draft_folder(tmp_path / "draft"), "--print_config"])
+        read_config(["--draft", draft_folder(tmp_path / "draft"), "--print-config"])
     assert ended.value.code == 0
     assert "depth: 3" in capsys.readouterr().out
 
