@@ -28,6 +28,10 @@ lint: .venv/.installed
 .venv/.installed: pyproject.toml setup.py $(wildcard serve/drafters/csrc/*)
 	@start=$$(date +%s); set -e; \
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
+	if $(BIN)/python -m pip show --quiet torch 2> /dev/null; \
+	then echo "Installing the package and what it needs into .venv: up to 2 GB, one to three minutes"; \
+	else echo "Installing the package and what it needs into .venv: torch with CUDA, about 8 GB, several minutes"; \
+		echo "(without a GPU: stop with Ctrl-C and install torch for the CPU first, as README.md says)"; fi; \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'; \
 	echo $$(( $$(date +%s) - start )) > $@; \
 	echo "installed in $$(cat $@) s"

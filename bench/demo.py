@@ -2,8 +2,8 @@
 
     python bench/demo.py [--drafter eagle3] [--output runs/demo]
 
-Each step is an ordinary command of this repository, printed before it runs. Ends with a table, two plots and
-report.json in the output folder.
+Each step is an ordinary command of this repository, printed before it runs, with as many threads as there are cores
+that nothing else uses. Ends with a table, two plots, report.json and the training run's page in the output folder.
 """
 
 import gzip
@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream import runtime
 from slipstream.bench.demo_report import Comparison, write_report
 from slipstream.bench.server import running_server
 from slipstream.config import parse
@@ -45,6 +46,7 @@ MADE = FolderKind(
     ),
 )
 CONCURRENCY = (1, 8)
+CHOSEN_THREADS = os.environ.get("OMP_NUM_THREADS")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,7 @@ def demo(config: DemoConfig) -> None:
         baseline = measure("none", questions, config)
         drafted = measure(str(draft), questions, config)
     with step("5/5 Report"):
+        program("train/report.py", run=output / "draft")
         comparison = Comparison(
             drafter=config.drafter,
             baseline=baseline,
@@ -103,7 +106,7 @@ def demo(config: DemoConfig) -> None:
             total_s=time.perf_counter() - began,
         )
         write_report(comparison, output)
-    print_next_steps(draft, output)
+    print_next_steps(draft, output, time.perf_counter() - began)
 
 
 def empty_output(config: DemoConfig) -> None:
@@ -146,10 +149,16 @@ def split_answers(output: Path) -> tuple[Path, Path]:
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
+    """Prints what begins and how long it took; sets the threads of the programs in between."""
     print(f"\n=== {title}", flush=True)
+    os.environ["OMP_NUM_THREADS"] = CHOSEN_THREADS or str(runtime.free_cores())  # accelerate would give one thread
     began = time.perf_counter()
     yield
-    print(f"--- {time.perf_counter() - began:.0f} s", flush=True)
+    print(f"--- {duration(time.perf_counter() - began)}", flush=True)
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
 
 
 def program(script: str, **options: Any) -> None:
@@ -168,9 +177,7 @@ def train(config: DemoConfig, output: Path) -> None:
 def call(command: Sequence[str]) -> None:
     shown = [relative(word) for word in command]
     print("$ " + shlex.join(shown), flush=True)
-    # accelerate would give a single process one thread.
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
-    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | threads)
+    subprocess.run(command, check=True, cwd=ROOT)
 
 
 def relative(word: str) -> str:
@@ -202,9 +209,12 @@ def read_install_time() -> float | None:
     return float(stamp.read_text()) if stamp.exists() and stamp.read_text().strip() else None
 
 
-def print_next_steps(draft: Path, output: Path) -> None:
+def print_next_steps(draft: Path, output: Path, seconds: float) -> None:
     print(
-        f"\nPlots and report: {output}/training.png, {output}/acceptance.png, {output}/report.json\n"
+        f"\nDone in {duration(seconds)}. Look at:\n"
+        f"  {output}/draft/report.html     the training run: curves, answers, options\n"
+        f"  {output}/acceptance.png, {output}/training.png\n"
+        f"  {output}/report.json           the figures above\n"
         "Try next:\n"
         f"  .venv/bin/serve --draft {draft}           # chat with it at http://127.0.0.1:8000/v1\n"
         f"  .venv/bin/serve --draft {draft} --help    # every option, those of this draft included\n"

@@ -1,6 +1,7 @@
 """The demo's table, plots and report.json."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from matplotlib.axes import Axes
 from slipstream.models.atomic import atomic_file
 from slipstream.serve.load import LoadResult
 
+BLUE, RED = "#1f6feb", "#c4373b"
 DIFFERENCES = "on a GPU rounding in bf16 decides between equals; in fp32, as on a CPU, this is a fault"
 
 
@@ -46,6 +48,9 @@ class Comparison:
         runs = self.drafted.values()
         equal = [answer.text == text for run in runs for answer, text in zip(run.answers, expected, strict=True)]
         return sum(equal), len(equal)
+
+    def speed_up(self, level: int) -> float:
+        return self.drafted[level].tokens_per_second / self.baseline[level].tokens_per_second
 
 
 def write_report(comparison: Comparison, output: Path) -> None:
@@ -84,14 +89,13 @@ def table(comparison: Comparison) -> str:
     ]
     rows = [heading]
     for level, drafted in comparison.drafted.items():
-        before, after = comparison.baseline[level].tokens_per_second, drafted.tokens_per_second
         rates = " ".join(f"{rate:.2f}" for rate in drafted.accept_rate_by_position)
         rows.append(
             [
                 str(level),
-                f"{before:.0f}",
-                f"{after:.0f}",
-                f"{after / before:.2f}x",
+                f"{comparison.baseline[level].tokens_per_second:.0f}",
+                f"{drafted.tokens_per_second:.0f}",
+                f"{comparison.speed_up(level):.2f}x",
                 f"{drafted.accept_length or 0:.2f}",
                 rates,
             ]
@@ -112,28 +116,45 @@ def plot_training(comparison: Comparison, path: Path) -> None:
     left.set(xlabel="optimizer step", ylabel="loss", title=f"{comparison.drafter}: training")
     right = left.twinx()
     evaluated = [(record["step"], record["eval_accept_length"]) for record in comparison.evaluations]
-    right.plot(*zip(*evaluated, strict=True), color="#1f6feb", marker="o", markersize=4)
-    right.set_ylabel("accept length on held-out answers", color="#1f6feb")
+    right.plot(*zip(*evaluated, strict=True), color=BLUE, marker="o", markersize=4)
+    right.set_ylabel("accept length on held-out answers", color=BLUE)
     right.set_ylim(1.0)
-    save(figure, left, path)
+    save(figure, [left, right], path)
 
 
 def plot_acceptance(comparison: Comparison, path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    """Left what one request at a time accepts, right what that gains by the number of requests."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     rates = comparison.first.accept_rate_by_position
-    bars = axes.bar(range(1, len(rates) + 1), rates, color="#1f6feb", width=0.6)
-    axes.bar_label(bars, fmt="%.2f")
-    axes.set(xlabel="position in the draft", ylabel="share of rounds that accepted it", ylim=(0, 1))
-    axes.set_xticks(range(1, len(rates) + 1))
-    levels = min(comparison.drafted)
-    speed_up = comparison.first.tokens_per_second / comparison.baseline[levels].tokens_per_second
-    axes.set_title(
-        f"{comparison.drafter}, served: accept length {comparison.first.accept_length:.2f}, speed-up {speed_up:.2f}x"
+    left.bar_label(left.bar(range(1, len(rates) + 1), rates, color=BLUE, width=0.6), fmt="%.2f")
+    left.set(xlabel="position in the draft", ylabel="share of rounds that accepted it", ylim=(0, 1))
+    left.set_xticks(range(1, len(rates) + 1))
+    left.set_title(f"{comparison.drafter}, one at a time: accept length {comparison.first.accept_length:.2f}")
+    plot_speed_up(comparison, right)
+    for axes in (left, right):
+        axes.spines["right"].set_visible(False)
+    save(figure, (left, right), path)
+
+
+def plot_speed_up(comparison: Comparison, axes: Axes) -> None:
+    """A bar per concurrency, red where it does not reach the line of serving without the draft."""
+    levels = list(comparison.drafted)
+    speed_ups = [comparison.speed_up(level) for level in levels]
+    colors = [BLUE if value >= 1 else RED for value in speed_ups]
+    bars = axes.bar(range(len(levels)), speed_ups, color=colors, width=0.5)
+    axes.bar_label(bars, [f"{value:.2f}x" for value in speed_ups], padding=3)
+    axes.axhline(1, color="#57606a", linewidth=1, linestyle="--")
+    axes.text(
+        0.99, 1, "without the draft", color="#57606a", ha="right", va="bottom", transform=axes.get_yaxis_transform()
     )
-    save(figure, axes, path)
+    axes.set_xticks(range(len(levels)), ["one at a time" if level == 1 else f"{level} at once" for level in levels])
+    axes.set(xlabel="requests", ylabel="speed with the draft / without", ylim=(0, 1.25 * max(1.0, *speed_ups)))
+    axes.set_xlim(-0.6, len(levels) - 0.1)
+    axes.set_title("speed-up" if min(speed_ups) >= 1 else "speed-up; red: the draft costs speed")
 
 
-def save(figure: Any, axes: Axes, path: Path) -> None:
-    axes.spines[["top"]].set_visible(False)
+def save(figure: Any, axes: Iterable[Axes], path: Path) -> None:
+    for one in axes:
+        one.spines["top"].set_visible(False)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot as plt
+from matplotlib.colors import to_hex
 
-from slipstream.bench.demo_report import Comparison, write_report
+from slipstream.bench.demo_report import BLUE, RED, Comparison, plot_speed_up, write_report
 from slipstream.serve.load import Answer, LoadResult
 
 
@@ -42,3 +44,23 @@ def test_the_report(
     assert report["accept_rate_by_position"] == [1.0, 0.5]
     assert (tmp_path / "training.png").stat().st_size > 0
     assert (tmp_path / "acceptance.png").stat().st_size > 0
+
+
+def test_a_loss_is_drawn_as_one() -> None:
+    comparison = Comparison(
+        drafter="eagle3",
+        baseline={1: level(1, ["a"], 4.0), 8: level(8, ["a"], 0.87)},
+        drafted={1: level(1, ["a"], 2.0), 8: level(8, ["a"], 1.0)},
+        history=[],
+        install_s=None,
+        total_s=9.0,
+    )
+    _, axes = plt.subplots()
+    plot_speed_up(comparison, axes)
+    assert [(round(bar.get_height(), 2), to_hex(bar.get_facecolor())) for bar in axes.patches] == [
+        (2.0, BLUE),
+        (0.87, RED),
+    ]
+    assert [text.get_text() for text in axes.texts] == ["2.00x", "0.87x", "without the draft"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["one at a time", "8 at once"]
+    plt.close()
