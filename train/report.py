@@ -58,11 +58,21 @@ class ReportConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    name: str
+    name: str  # of the folder
+    draft: Mapping[str, Any]  # config.json of the newest checkpoint; empty before the first one
     records: list[dict[str, Any]]  # one per optimizer step
     samples: list[tuple[int, Sample]]  # by rising step
     options: Mapping[str, Any]  # dotted names; empty before the first checkpoint
     provenance: Mapping[str, Any]  # run.json; empty before the first checkpoint
+
+    @property
+    def title(self) -> str:
+        """What was trained for which target; the folder's name before the first checkpoint."""
+        if not self.draft:
+            return self.name
+        target = str(self.draft.get("target", "")).rstrip("/")
+        name = Path(target).name if Path(target).is_absolute() else target  # a hub id keeps its owner
+        return f"{str(self.draft['drafter']).upper()} draft for {name}"
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -113,6 +123,7 @@ def load_run(folder: Path) -> Run:
     state = steps[-1] / "state" / "progress.json" if steps else None
     return Run(
         name=folder.resolve().name,
+        draft=read_json(newest / "config.json") if newest is not None else {},
         records=records,
         samples=[(line["step"], Sample.from_record(line)) for line in lines if "sample" in line],
         options=read_json(state)["identity"] if state is not None and state.exists() else {},
@@ -133,8 +144,8 @@ def render(run: Run) -> str:
         _section("Code, system and data", table(flatten(provenance))),
     ]
     return (
-        f"{START}<title>{escape(run.name)}: training run</title><style>{STYLE}</style>"
-        f"<h1>{escape(run.name)}</h1>{''.join(sections)}</html>\n"
+        f"{START}<title>{escape(run.title)}: {escape(run.name)}</title><style>{STYLE}</style>"
+        f"<h1>{escape(run.title)}</h1><p>Training run {escape(run.name)}</p>{''.join(sections)}</html>\n"
     )
 
 

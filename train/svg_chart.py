@@ -56,7 +56,7 @@ def chart(
 ) -> str:
     """A <figure> with title, legend and picture, x from 0 to `num_steps`; empty if no line has a finite point.
 
-    `is_log`: y, unless a point is not positive. `marked`: a point to ring, and its label.
+    `is_log`: y, unless a point is not positive; the title says so. `marked`: a point to ring, and its label.
     """
     finite = [[point for point in line.points if math.isfinite(point[1])] for line in lines]
     values = [y for points in finite for _, y in points]
@@ -68,6 +68,7 @@ def chart(
     named = [line for line in lines if line.name]
     legend = "".join(f'<span><i style="background:{line.color}"></i>{escape(line.name)}</span>' for line in named)
     picture = f"{_grid(across, up)}{''.join(drawn)}{ring}"
+    title += " (logarithmic axis)" if up.is_log else ""
     return (
         f"<figure><figcaption>{escape(title)}</figcaption><div class=legend>{legend}</div>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" {FONT}>{picture}</svg></figure>'

@@ -90,7 +90,7 @@ def test_every_curve_is_on_the_page(run: Path) -> None:
     text, page = page_of(run)
     titles = re.findall("<figcaption>(.*?)</figcaption>", text)
     assert titles[:4] == [
-        "Loss",
+        "Loss (logarithmic axis)",
         "Learning rate",
         "Accept length on held-out answers",
         "Accept rate by position, held out: share of rounds",
@@ -154,6 +154,7 @@ def test_a_run_of_the_trainer_is_drawn_with_its_options(
     cli.main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "page.html")])
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
+    assert re.search("<h1>EAGLE3 draft for [^/<]+</h1><p>Training run run</p>", text)
     assert "<th>optim.lr<td>0.01" in text
     assert "<th>versions.torch<td>" in text
     assert "<th>git_revision<td>" in text
