@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine, refuse_to_start
 from slipstream.tests.serve.fake_server import read_banner, start, write_target
 
-OPTIONS = [  # frozen: a new one is a decision, and there are never more than 25
+OPTIONS = [  # frozen: a new one is a decision, and there are never more than 27
     "attention",
     "control_tokens_as_text",
     "cuda_graph",
