@@ -11,6 +11,7 @@ import pytest
 from slipstream.serve.cli import read_config
 from slipstream.serve.engine import Engine
 from slipstream.serve.request import Request
+from slipstream.serve.widths import WidthPolicy
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import Answer, build_engine, make_request, random_prompt, run, tokens_of
 
@@ -76,11 +77,11 @@ def test_rounds_verify_no_more_than_was_drafted(target: Path, monkeypatch: pytes
     assert max(widths) == 16
 
 
-def test_rounds_verify_what_pays(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_verify_what_pays(target: Path) -> None:
     """Where a round costs by the node, the short matches of random text are left alone, long ones are not."""
     engine = build_engine(target, "ngram", drafter={"breadth": 1})
-    assert engine.policy is not None
-    monkeypatch.setattr(engine.policy, "ms", {(8, width): 1.0 + 0.3 * (width - 1) for width in engine.widths})
+    ms = {(8, width): 1.0 + 0.3 * (width - 1) for width in engine.widths}
+    engine.policy = WidthPolicy(engine.widths, ms)
     requests = requests_of(temperature=1.0)
     expected = tokens_of(run(build_engine(target), requests))
     first, again = run(engine, requests), run(engine, requests)

@@ -215,8 +215,12 @@ def test_n_grams_learn_of_a_request_no_more_than_it_says(build: Callable[..., En
     assert engine.metrics()["ngram_inserted_tokens"] == known
 
 
-def test_closing_a_stream_early_ends_what_is_in_flight(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_a_stream_early_ends_what_is_in_flight(
+    target: Path, byte_target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = llm_module.load_tokenizer(Path(byte_target))
     monkeypatch.setattr(llm_module, "Engine", OverlappingEngine)
+    monkeypatch.setattr(llm_module, "load_tokenizer", lambda *_: tokenizer)
     model = llm_module.LLM(str(target), max_running=4, kv_cache_tokens=2048)
     stream = model.stream([make_request(str(seed), random_prompt(9, seed), ignore_eos=True) for seed in range(3)])
     next(stream)
