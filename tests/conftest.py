@@ -1,5 +1,7 @@
 """Fixtures that the tests share. Nothing here needs a network or an accelerator."""
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import os
 from collections.abc import Callable
 from pathlib import Path

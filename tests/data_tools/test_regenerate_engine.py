@@ -154,7 +154,7 @@ def test_a_file_has_one_recipe(tmp_path: Path, target: Path, capsys: Any) -> Non
 def test_a_run_that_ended_before_its_first_row_binds_the_next_one_to_nothing(
     tmp_path: Path, target: Path, capsys: Any
 ) -> None:
-    assert "target /absent does not exist" in error(capsys, tmp_path, "--target", "/absent")
+    assert "checkpoint /absent does not exist" in error(capsys, tmp_path, "--target", "/absent")
     assert (tmp_path / "out.jsonl").read_text() == ""
     assert len(run(tmp_path, "--target", target, "--max-tokens", 3, "--cut", "drop")) < len(ROWS)
     (tmp_path / "out.jsonl").write_text("")  # what was dropped is the work of one recipe, too
@@ -180,7 +180,7 @@ def test_the_date_in_prompts_is_frozen(
         (("--target", "x", "--engine.speed", "9"), "engine has no option speed"),
         (("--target", "x", "--temperature", "-1"), "temperature is -1.0"),
         (("--target", "x", "--concurrency", "0"), "concurrency is 0"),
-        (("--target", "/absent"), "target /absent does not exist"),
+        (("--target", "/absent"), "checkpoint /absent does not exist"),
     ],
 )
 def test_bad_options_get_one_sentence(tmp_path: Path, options: tuple[str, ...], message: str, capsys: Any) -> None:
