@@ -149,7 +149,7 @@ def plot_speed_up(comparison: Comparison, axes: Axes) -> None:
     )
     axes.set_xticks(range(len(levels)), ["one at a time" if level == 1 else f"{level} at once" for level in levels])
     axes.set(xlabel="requests", ylabel="speed with the draft / without", ylim=(0, 1.25 * max(1.0, *speed_ups)))
-    axes.set_xlim(-0.6, len(levels) - 0.1)
+    axes.set_xlim(-0.6, len(levels) + 0.3)  # room for the line's label
     axes.set_title("speed-up" if min(speed_ups) >= 1 else "speed-up; red: the draft costs speed")
 
 
