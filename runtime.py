@@ -1,4 +1,4 @@
-"""Threads on a CPU that other programs use, too: how OpenMP's threads wait, and how busy the machine is.
+"""How programs run: threads on a CPU that other programs use, too, and the stages of a start.
 
 OpenMP's threads meet after every operator of a model. By default one that waits there spins for milliseconds, on the
 core that the last one needs: beside one other busy program that costs 80 to 95 % of the speed. Threads that sleep at
@@ -9,8 +9,14 @@ Importing this module, or any other of the package, sets that. It imports no tor
 torch is imported.
 """
 
+import logging
 import os
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
 
 SPIN_COUNT = "1000"  # some 20 microseconds; also what GNU's OpenMP, torch's, takes itself for more threads than cores
 
@@ -46,3 +52,11 @@ def free_cores() -> int:
     message = f"the machine is busy: other programs use {used:.1f} of {cores} cores, so this takes longer than usual"
     print(message, file=sys.stderr, flush=True)
     return max(1, round(cores - used))
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Logs how long a stage of a program's start took."""
+    began = time.monotonic()
+    yield
+    logger.info("%s: %.1f s", name, time.monotonic() - began)

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from slipstream import runtime
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config, load_target
 from slipstream.serve.attention.base import Hybrid, KVFormat, find_backends
@@ -54,8 +55,9 @@ class Engine:
         model = load_config(path, config.trust_remote_code)
         self.device = torch.device(pick_device(config.device))
         dtype = pick_dtype(config.dtype, path, self.device)
-        self.target = load_target(path, model, dtype, self.device, config.trust_remote_code)
-        self.drafter = load_drafter(config.draft, config.drafter, self.target)
+        with runtime.stage("loading the weights"):
+            self.target = load_target(path, model, dtype, self.device, config.trust_remote_code)
+            self.drafter = load_drafter(config.draft, config.drafter, self.target)
         warn_if_changed(config.draft, self.target)
         self.widths = pick_widths(config.width, self.drafter.widths)
         self.width = max(self.widths)
@@ -65,6 +67,7 @@ class Engine:
         phases = dict(zip(("prefill", "verify", "draft"), (specs[0], *specs), strict=False))
         formats = {phase: KVFormat(self.device, dtype, spec.head_dim) for phase, spec in phases.items()}
         self.backends = find_backends(config.attention, formats)
+        self.backends["prefill"].prepare(formats["prefill"])
         self.captures, self.overlap = self._pick_modes(phases)
 
         max_reserve = self.reserve * (MAX_ROUNDS_IN_FLIGHT if self.overlap else 1)
@@ -77,7 +80,8 @@ class Engine:
         self.state = runner.state
         graphs, prompts = self._capture(runner) if self.captures else (None, None)
         self.executor = Executor(runner, graphs, self.width, prompts)
-        self.policy = width_policy(runner, graphs, config.max_running, self.widths)
+        with runtime.stage("timing rounds"):
+            self.policy = width_policy(runner, graphs, config.max_running, self.widths)
         self.info = EngineInfo(
             target=target_name,
             draft=config.draft,
@@ -287,7 +291,7 @@ class Engine:
     def _measure(self, specs: list[KVSpec], dtype: torch.dtype, pages_per_row: int) -> int:
         """Bytes that the largest passes and the graphs need, found by running them over a cache of one dump page."""
         runner = self._build_runner(specs, dtype, 1, pages_per_row)
-        return measure_workspace(runner, self.config, self.width, len(self.widths) if self.captures else 0)
+        return measure_workspace(runner, self.config, self.width, self.widths if self.captures else [])
 
     def _capture(self, runner: Runner) -> tuple[RoundGraphs, PromptGraphs | None]:
         return capture_all(runner, self.config, self.widths)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Sampling modes with graphs of their own. In the second a request without filters has neutral ones.
 MODES: tuple[SamplingMode, ...] = ("plain", "full")
+TIMED_ROUNDS = 2  # of each size, width and mode at start-up: the faster one counts
 TimeTables = dict[SamplingMode, dict[tuple[int, int], float]]  # mode -> (batch size, width) -> milliseconds
 
 
@@ -106,22 +108,26 @@ class Capturer:
 class RoundGraphs:
     """Runs `runner.round` by replay."""
 
-    def __init__(self, runner: Runner, max_batch: int, capturer: Capturer) -> None:
+    def __init__(self, runner: Runner, max_batch: int, widths: Sequence[int], capturer: Capturer) -> None:
         state = runner.state
         self.runner, self.capturer = runner, capturer
-        self.sizes = buckets(max_batch)
-        self.widths: list[int] = []
+        self.sizes, self.widths = buckets(max_batch), sorted(widths)
         self.rows = torch.full((max_batch,), state.null, dtype=torch.int64, device=state.device)
         self.results = torch.zeros(max_batch, 1 + 2 * state.tokens.shape[1], dtype=torch.int32, device=state.device)
         self._columns: dict[int, int] = {}  # of the results, by width
         self._graphs: dict[tuple[int, int, SamplingMode], torch.cuda.CUDAGraph] = {}
         self._held: tuple[list[int], int] = ([], 0)  # what self.rows holds
 
-    def capture_all(self, widths: Sequence[int]) -> CaptureReport:
+    def run_all(self) -> None:
+        """Runs every batch size in every mode on padding, uncaptured."""
+        self._hold([], self.sizes[-1])
+        for key in self._keys():
+            self._round(*key)
+
+    def capture_all(self) -> CaptureReport:
         """Captures every batch size in every mode, largest first."""
         gc.collect()
         start, before = time.monotonic(), torch.cuda.mem_get_info()[0]
-        self.widths = sorted(widths)
         for key in tqdm(self._keys(), desc="capturing rounds", unit="graph", leave=False):
             self._capture(*key)
         used = before - torch.cuda.mem_get_info()[0]
@@ -166,12 +172,14 @@ class RoundGraphs:
         self._hold([], size)
         graph = self._graphs.get((size, width, mode))
         run = graph.replay if graph is not None else partial(self._round, size, width, mode)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
-        for event in events:
-            event.record()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_ROUNDS + 1)]
+        run()  # the first is slower
+        events[0].record()
+        for event in events[1:]:
             run()
+            event.record()
         torch.cuda.synchronize()  # sync
-        return min(start.elapsed_time(end) for start, end in zip(events[1:], events[2:], strict=False))
+        return min(start.elapsed_time(end) for start, end in pairwise(events))
 
     def _capture(self, size: int, width: int, mode: SamplingMode) -> None:
         """On null rows: nothing but the dump page is written."""

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from slipstream import runtime
+from slipstream.kernels.compile_ahead import compile_ahead
 from slipstream.serve.batch import Batch, SamplingMode
 from slipstream.serve.graphs import MODES, Capturer, RoundGraphs
 from slipstream.serve.options import PREFILL_BLOCK as BLOCK
@@ -90,19 +92,24 @@ class PromptGraphs:
         self.sampled = torch.zeros(self.num_requests, dtype=torch.int64, device=state.device)
         self._graphs: dict[tuple[int, SamplingMode], torch.cuda.CUDAGraph] = {}
 
+    def run_all(self) -> None:
+        """Runs every size in every mode on padding, uncaptured."""
+        for size, mode in self._keys():
+            self._hold([], size)
+            self.run(size, mode)
+
     def capture_all(self) -> PromptReport:
         """Captures every size in every mode, largest first."""
         gc.collect()
         start, before = time.monotonic(), torch.cuda.mem_get_info()[0]
-        keys = [(size, mode) for size in reversed(self.sizes) for mode in reversed(MODES)]
-        for key in tqdm(keys, desc="capturing prefills", unit="graph", leave=False):
+        for key in tqdm(self._keys(), desc="capturing prefills", unit="graph", leave=False):
             self._capture(*key)
         used = before - torch.cuda.mem_get_info()[0]
         return PromptReport(len(self._graphs), self.sizes, time.monotonic() - start, used)
 
     def prefill(self, chunks: Sequence[Chunk], mode: SamplingMode) -> Tensor | None:
         """The tokens (B,) int64 sampled after the chunks, on the device. None where no graph takes them: the context is
-        so long that kernels made for prompts are faster, or memory held no graph."""
+        so long that kernels made for prompts are faster (and compiled by now), or memory held no graph."""
         mode = "full" if mode == "full" else "plain"
         size = self._find(chunks, mode)
         if size is None:
@@ -111,9 +118,13 @@ class PromptGraphs:
         self._graphs[size, mode].replay()
         return self.sampled[: len(chunks)]
 
+    def _keys(self) -> list[tuple[int, SamplingMode]]:
+        return [(size, mode) for size in reversed(self.sizes) for mode in reversed(MODES)]
+
     def _find(self, chunks: Sequence[Chunk], mode: SamplingMode) -> int | None:
         pairs = sum((chunk.end - chunk.start) * (chunk.start + chunk.end) // 2 for chunk in chunks)
-        if pairs > MOST_PAIRS or len(chunks) > self.num_requests:
+        is_long = pairs > MOST_PAIRS and self.runner.attention.is_ready
+        if is_long or len(chunks) > self.num_requests:
             return None
         needed = num_blocks(chunks)
         return next((size for size in self.sizes if size >= needed and (size, mode) in self._graphs), None)
@@ -129,11 +140,12 @@ class PromptGraphs:
         self._hold([], size)
         what = f"a prefill of {size * BLOCK} tokens ({mode} sampling)"
         remedy = "lower prefill_graph_tokens or mem_fraction"
-        graph = self.capturer.capture(partial(self._prefill, size, mode), what, remedy)
+        graph = self.capturer.capture(partial(self.run, size, mode), what, remedy)
         if graph is not None:
             self._graphs[size, mode] = graph
 
-    def _prefill(self, size: int, mode: SamplingMode) -> None:
+    def run(self, size: int, mode: SamplingMode) -> None:
+        """The pass that is captured, on what `self.inputs` holds."""
         state, lengths = self.runner.state, field_sizes(size, self.num_requests)
         fields = Fields(*self.inputs[: sum(lengths)].split(lengths))
         offsets = torch.arange(BLOCK, device=state.device)
@@ -170,13 +182,18 @@ class PromptGraphs:
 
 
 def capture_all(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> tuple[RoundGraphs, PromptGraphs | None]:
-    """Rounds and, if any are asked for, prefills."""
+    """Rounds and, if any are asked for, prefills. Their kernels are compiled first, in parallel."""
     capturer, prompts = Capturer(), None
-    if config.captured_tokens >= BLOCK:  # first: the largest passes of all
+    if config.captured_tokens >= BLOCK:
         prompts = PromptGraphs(runner, config.captured_tokens, max(widths), capturer)
+    graphs = RoundGraphs(runner, config.max_running, widths, capturer)
+    with runtime.stage("compiling kernels"), compile_ahead("compiling kernels"):
+        if prompts is not None:
+            prompts.run_all()
+        graphs.run_all()
+    if prompts is not None:  # first: the largest passes of all
         logger.info("%s", prompts.capture_all())
-    graphs = RoundGraphs(runner, config.max_running, capturer)
-    logger.info("%s", graphs.capture_all(widths))
+    logger.info("%s", graphs.capture_all())
     return graphs, prompts
 
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.kernels.compile_ahead import dry_run
 from slipstream.serve.batch import Batch, KVSpec
-from slipstream.serve.graphs import MODES, buckets
+from slipstream.serve.graphs import MODES, Capturer, buckets
 from slipstream.serve.host_memory import available_bytes
-from slipstream.serve.options import PREFILL_BLOCK, EngineConfig
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.prompt_graphs import PromptGraphs
 from slipstream.serve.prompt_graphs import sizes as prefill_sizes
 from slipstream.serve.round import Runner
 
@@ -80,10 +82,11 @@ def free_bytes(device: torch.device, mem_fraction: float) -> int:
     return available_bytes() // 4
 
 
-def measure_workspace(runner: Runner, config: EngineConfig, width: int, num_widths: int) -> int:
-    """Bytes that the largest prefill and, with rounds captured in `num_widths`, the graphs need beyond those in use.
+def measure_workspace(runner: Runner, config: EngineConfig, width: int, widths: Sequence[int]) -> int:
+    """Bytes that the largest prefill and, with rounds captured in `widths`, the graphs need beyond those in use.
 
-    Runs both on the null row, which reads and writes the dump page only.
+    Runs both on padding, which reads and writes the dump page only. Passes to be captured run dry: their kernels, which
+    are not compiled yet, allocate nothing.
     """
     before = torch.cuda.memory_allocated()
 
@@ -94,16 +97,20 @@ def measure_workspace(runner: Runner, config: EngineConfig, width: int, num_widt
         return torch.cuda.max_memory_allocated() - before
 
     torch.cuda.synchronize()
-    prefills = prefill_sizes(config.captured_tokens) if num_widths else []
-    budget = prefills[-1] * PREFILL_BLOCK if prefills else config.prefill_budget
-    largest = peak(lambda: _prefill_null_row(runner, budget, width))
-    if num_widths == 0:
-        return largest
-    rows = torch.full((config.max_running,), runner.state.null, dtype=torch.int64, device=runner.state.device)
-    captured = peak(lambda: runner.round(rows, (0,) * config.max_running, "full", width, width))
-    if prefills:
-        captured = max(captured, largest)
-    num_graphs = len(MODES) * (len(buckets(config.max_running)) * num_widths + len(prefills))
+    if not widths:
+        return peak(lambda: _prefill_null_row(runner, config.prefill_budget, width))
+    most = config.max_running
+    rows = torch.full((most,), runner.state.null, dtype=torch.int64, device=runner.state.device)
+    prefills = prefill_sizes(config.captured_tokens)
+    with dry_run():
+        captured = peak(lambda: runner.round(rows, (0,) * most, "full", width, width))
+        if prefills:
+            prompts = PromptGraphs(runner, config.captured_tokens, width, Capturer())
+            largest = peak(lambda: prompts.run(prefills[-1], "full"))
+            captured = max(captured, largest)
+    if not prefills:
+        largest = peak(lambda: _prefill_null_row(runner, config.prefill_budget, width))
+    num_graphs = len(MODES) * (len(buckets(most)) * len(widths) + len(prefills))
     return largest + captured + GRAPH_BYTES * num_graphs
 
 

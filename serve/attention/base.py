@@ -38,6 +38,11 @@ class Backend(Attention, Protocol):
     flat: Tensor  # (L, 2, slots, G, D) the KV, for kernels that store several layers at once
     rope: RotaryEmbedding
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether its kernels for prompts are compiled. Where they are not, a pass waits until they are."""
+        ...
+
     def plan(self, batch: Batch) -> None:
         """Prepares one pass; `write` and `attend` of every layer follow."""
         ...
@@ -57,6 +62,11 @@ class PhaseBackend(Backend, Protocol):
         """Why it cannot read and write such a cache; empty if it can."""
         ...
 
+    @classmethod
+    def prepare(cls, kv: KVFormat) -> None:
+        """Starts what takes long and can be done in the background: compiling kernels."""
+        ...
+
 
 class Hybrid:
     """One backend for prefill, another for verify, over the same cache."""
@@ -66,6 +76,10 @@ class Hybrid:
         self.needs_host_lengths = verify.needs_host_lengths
         self.flat, self.rope = verify.flat, verify.rope
         self.active = verify
+
+    @property
+    def is_ready(self) -> bool:
+        return self.prefill.is_ready
 
     def plan(self, batch: Batch) -> None:
         self.active = self.verify if batch.next_tokens is None else self.prefill

@@ -6,7 +6,9 @@ kernels that FlashInfer chooses (on Hopper FA3), rounds FA2, which splits long c
 and a merge of the two: no mask of the context's size is built.
 """
 
+import logging
 import math
+import threading
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,12 +20,15 @@ from torch import Tensor
 try:
     import flashinfer
     from flashinfer.jit.cpp_ext import get_cuda_path
+    from flashinfer.prefill import get_batch_prefill_module
+    from flashinfer.utils import determine_attention_backend
 except ImportError as error:
     raise ValueError(
         f"attention backend 'flashinfer' cannot be loaded ({error}); "
         "pip install flashinfer-python, or choose another with attention"
     ) from error
 
+from slipstream import runtime
 from slipstream.kernels.norm import HeadNorms
 from slipstream.kernels.rope import rotate_and_store, store
 from slipstream.kernels.tree_attention import tree_attention
@@ -31,12 +36,36 @@ from slipstream.models.layers import Mask, RotaryEmbedding
 from slipstream.serve.attention.base import PHASES, KVFormat
 from slipstream.serve.batch import Batch
 
+logger = logging.getLogger(__name__)
+
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
 # Partial results of split contexts: 2 programs per multiprocessor, each Q / G heads x 128 rows x D fp32. Enough for 148
 # multiprocessors, D = 128 and 16 query heads per KV head.
 WORKSPACE_BYTES = 384 * 2**20
 TENSOR_CORE_GROUP = 4  # query heads per KV head from which decoding gains by tensor cores
+
+
+class Build(threading.Thread):
+    """Compiles the kernels for prompts, which takes about a minute unless FlashInfer's cache has them."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int, kernels: str) -> None:
+        super().__init__(daemon=True)
+        self.dtype, self.head_dim, self.kernels = dtype, head_dim, kernels
+        self.is_done = False
+
+    def run(self) -> None:
+        dtype, D, kernels = self.dtype, self.head_dim, self.kernels
+        options = (0, False, False)  # rotates nothing, no window, no soft cap
+        try:
+            with runtime.stage("FlashInfer's kernels for prompts, in the background"):
+                if kernels == "auto":
+                    shape = {"head_dim_qk": D, "head_dim_vo": D}
+                    kernels = determine_attention_backend(torch.device("cuda"), 0, False, False, dtype, dtype, **shape)
+                get_batch_prefill_module(kernels, dtype, dtype, dtype, torch.int32, D, D, *options, False)
+            self.is_done = True
+        except Exception as error:
+            logger.error("FlashInfer's kernels cannot be compiled; long prompts take other kernels: %s", error)
 
 
 class Planner:
@@ -78,6 +107,14 @@ class Backend:
                 "it compiles kernels at first use and finds no nvcc: install the CUDA toolkit or flashinfer-jit-cache"
             )
         return ""
+
+    @classmethod
+    def prepare(cls, kv: KVFormat) -> None:
+        _build(kv.dtype, kv.head_dim, cls.prompt_kernels)
+
+    @property
+    def is_ready(self) -> bool:
+        return _build(self.cache.dtype, self.cache.shape[-1], self.prompt_kernels).is_done
 
     def plan(self, batch: Batch) -> None:
         self.batch = batch
@@ -201,6 +238,13 @@ VARIANTS = {"fa2": FA2Backend, "fa3": FA3Backend}
 def _starts(counts: Tensor) -> Tensor:
     """counts (B,) int32 -> (B + 1,) int32: 0 and the sums of the first 1, 2, ... counts."""
     return torch.cat((counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)))
+
+
+@cache
+def _build(dtype: torch.dtype, head_dim: int, kernels: str) -> Build:
+    build = Build(dtype, head_dim, kernels)
+    build.start()
+    return build
 
 
 @cache

@@ -32,6 +32,7 @@ class Segment:
 
 
 class Backend:
+    is_ready = True
     needs_host_lengths = True  # the host's bounds are the shapes of what it gathers
     phases = frozenset(PHASES)
 
@@ -43,6 +44,10 @@ class Backend:
         self.cache = cache
         self.flat = cache.flatten(2, 3)  # (L, 2, slots, G, D), a view
         self.rope = rope
+
+    @classmethod
+    def prepare(cls, kv: KVFormat) -> None:
+        pass
 
     def plan(self, batch: Batch) -> None:
         self.batch = batch

@@ -13,6 +13,7 @@ from slipstream.serve.batch import Batch
 class Backend:
     """Every request of a pass asks as many queries, at most 64 with the nodes before; `write` takes any number."""
 
+    is_ready = True
     needs_host_lengths = False
     phases = frozenset({"verify", "draft"})
 
@@ -26,6 +27,10 @@ class Backend:
         if kv.head_dim > MAX_HEAD_DIM:
             return f"it has no kernels for head dim {kv.head_dim}, only up to {MAX_HEAD_DIM}"
         return ""
+
+    @classmethod
+    def prepare(cls, kv: KVFormat) -> None:
+        pass
 
     def plan(self, batch: Batch) -> None:
         self.batch = batch

@@ -150,6 +150,13 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     return out.to(v_a.dtype), merged
 
 
+compiled: list[tuple[object, ...]] = []
+
+
+def get_batch_prefill_module(*arguments: object) -> None:
+    compiled.append(arguments)
+
+
 class Event:
     """Stands for torch.cuda.Event."""
 
@@ -161,11 +168,14 @@ class Event:
 @contextmanager
 def installed(cuda_home: Path) -> Iterator[None]:
     """While it lasts, the backend is loaded anew and finds this for flashinfer, and nvcc nowhere but in `cuda_home`."""
-    package, folder, compiling = (ModuleType(name) for name in ("flashinfer", "flashinfer.jit", COMPILING))
+    names = ("flashinfer", "flashinfer.jit", COMPILING, "flashinfer.prefill", "flashinfer.utils")
+    modules = package, _, compiling, prefill, utils = [ModuleType(name) for name in names]
     for item in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper, merge_state):
         setattr(package, item.__name__, item)
     compiling.get_cuda_path = lambda: str(cuda_home)  # type: ignore[attr-defined]
-    with replaced_modules({module.__name__: module for module in (package, folder, compiling)}):
+    prefill.get_batch_prefill_module = get_batch_prefill_module  # type: ignore[attr-defined]
+    utils.determine_attention_backend = lambda *_, **__: "fa3"  # type: ignore[attr-defined]
+    with replaced_modules({module.__name__: module for module in modules}):
         yield
 
 

@@ -71,7 +71,7 @@ class PlayedPrompts(PromptGraphs):
         return sampled.clone()
 
     def _capture(self, size: int, mode: SamplingMode) -> None:
-        self._graphs[size, mode] = Replay(lambda: self._prefill(size, mode))  # type: ignore[assignment]
+        self._graphs[size, mode] = Replay(lambda: self.run(size, mode))  # type: ignore[assignment]
 
 
 class PlayingEngine(Engine):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.serve.attention.base import PhaseBackend, find_backends
+from slipstream.serve.attention.base import KVFormat, PhaseBackend, find_backends
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.batch import Batch
 from slipstream.tests.serve import fake_flashinfer
@@ -130,6 +130,26 @@ def test_passes_may_follow_each_other_without_waiting() -> None:
             outputs.append(attention.attend(*qkv, LAYER, "causal"))
     for out, reference in zip(outputs, expected * 5, strict=True):
         torch.testing.assert_close(out.float(), reference, atol=3e-2, rtol=1e-2)
+
+
+def test_kernels_for_prompts_are_compiled_in_the_background(
+    backend: type[PhaseBackend], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, dtype = sys.modules[backend.__module__], torch.bfloat16
+    backend.prepare(KVFormat(torch.device("cpu"), dtype, 64))
+    build = module._build(dtype, 64, "auto")
+    build.join()
+    assert build.is_done
+    assert fake_flashinfer.compiled[-1] == ("fa3", *[dtype] * 3, torch.int32, 64, 64, 0, False, False, False)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("nvcc: no such option")
+
+    monkeypatch.setattr(module, "get_batch_prefill_module", fail)
+    build = module._build(dtype, 128, "auto")
+    build.join()
+    assert not build.is_done
+    assert "nvcc: no such option" in caplog.text
 
 
 def one_request(batch: Batch, index: int) -> Batch:

@@ -124,6 +124,19 @@ def test_which_captured_prefill_takes_what(mode: SamplingMode, target: Path) -> 
     assert not taken(chunk_of(0, 33))
 
 
+def test_long_prompts_are_captured_ones_until_their_kernels_are_compiled(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = playing(target, "none", 96).executor.prompts
+    assert isinstance(prompts, PlayedPrompts)
+    monkeypatch.setattr("slipstream.serve.prompt_graphs.MOST_PAIRS", 0)
+    chunk = chunk_of(0, 33)
+    chunk.sequence.row = 0
+    for is_ready in (False, True):
+        monkeypatch.setattr(prompts.runner.attention.prefill, "is_ready", is_ready, raising=False)
+        assert (prompts.prefill([chunk], "greedy") is None) == is_ready
+
+
 def test_every_prompt_pass_fits_a_captured_one(target: Path) -> None:
     """Many short prompts at once, long ones among them: chunks are cut so that no pass runs kernel by kernel."""
     engine = playing(target, "none", 96, max_running=2 * MOST_REQUESTS, kv_cache_tokens=8192, page_size=1)
