@@ -29,7 +29,7 @@ def load_target_tokenizer(options: ConversationOptions) -> TargetTokenizer:
     tokenizer = load_tokenizer(folder, trust)
     if options.chat_template is not None:
         tokenizer.chat_template = Path(options.chat_template).read_text(encoding="utf-8")
-    end_ids = end_of_text_ids(folder, tokenizer)
+    end_ids = end_of_text_ids(folder, trust)
     kept = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), *end_ids}
     text = read_config(folder, trust).get_text_config() if (folder / "config.json").exists() else None
     vocab_size = len(tokenizer) if text is None else int(text.vocab_size)

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PretrainedConfig
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # Architecture -> does it carry q/k norms. Everything else that differs within the family is a config field.
 DENSE_ARCHITECTURES = {
@@ -12,6 +13,17 @@ DENSE_ARCHITECTURES = {
     "MistralForCausalLM": False,
     "Qwen2ForCausalLM": False,
     "Qwen3ForCausalLM": True,
+}
+# Fields whose defaults differ by family: a config.json that names them all says what transformers would make of it.
+NEEDED = frozenset(
+    ("hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads")
+    + ("num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "vocab_size")
+)
+NEEDED_TOO: dict[str, frozenset[str]] = {
+    "LlamaForCausalLM": frozenset(),
+    "MistralForCausalLM": frozenset({"sliding_window"}),
+    "Qwen2ForCausalLM": frozenset({"use_sliding_window"}),
+    "Qwen3ForCausalLM": frozenset({"use_sliding_window", "head_dim"}),
 }
 # Training runs these by transformers (frozen_target.py); models/target.py does not serve them.
 EXPERT_ARCHITECTURES = {"Qwen3MoeForCausalLM": True, "GptOssForCausalLM": False}
@@ -73,34 +85,39 @@ class ModelConfig:
     sliding_window: int | None = None
 
     @classmethod
-    def from_hf(cls, config: PretrainedConfig, *, is_served: bool = True) -> "ModelConfig":
-        """`is_served`: models/target.py is to run it; else it is only what drafts are trained for.
+    def from_hf(cls, config: "PretrainedConfig", *, is_served: bool = True) -> "ModelConfig":
+        """Of a transformers config; see `from_json`."""
+        return cls.from_json(config.to_dict(), is_served=is_served)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], *, is_served: bool = True) -> "ModelConfig":
+        """`values`: the fields of a transformers config, defaults included. `is_served`: models/target.py is to run it;
+        else it is only what drafts are trained for.
 
         Raises ValueError for another architecture or activation.
         """
-        architecture = (config.architectures or ["(none)"])[0]
+        architecture = (values.get("architectures") or ["(none)"])[0]
         supported = DENSE_ARCHITECTURES if is_served else DENSE_ARCHITECTURES | EXPERT_ARCHITECTURES
         if architecture not in supported:
             wanted = "served" if is_served else "a target of training"
             raise ValueError(f"architecture {architecture} cannot be {wanted}; supported: {', '.join(supported)}")
-        if config.hidden_act != "silu":
-            raise ValueError(f"hidden_act is {config.hidden_act!r}; only 'silu' is supported")
-        values = config.to_dict()
+        if values["hidden_act"] != "silu":
+            raise ValueError(f"hidden_act is {values['hidden_act']!r}; only 'silu' is supported")
         is_qwen2 = architecture == "Qwen2ForCausalLM"  # its q/k/v bias is fixed by the architecture, not by a field
         bias = bool(values.get("attention_bias", False))
         windows = values.get("layer_types") or []
         uses_window = "sliding_attention" in windows or (not windows and values.get("use_sliding_window", True))
         return cls(
             architecture=architecture,
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=values.get("num_key_value_heads") or config.num_attention_heads,
-            head_dim=values.get("head_dim") or config.hidden_size // config.num_attention_heads,
-            rms_norm_eps=config.rms_norm_eps,
-            max_position_embeddings=config.max_position_embeddings,
+            vocab_size=values["vocab_size"],
+            hidden_size=values["hidden_size"],
+            intermediate_size=values["intermediate_size"],
+            num_layers=values["num_hidden_layers"],
+            num_heads=values["num_attention_heads"],
+            num_kv_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
+            head_dim=values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"],
+            rms_norm_eps=values["rms_norm_eps"],
+            max_position_embeddings=values["max_position_embeddings"],
             rope=RopeConfig.from_json(values),
             qkv_bias=is_qwen2 or bias,
             output_bias=bias,
@@ -109,6 +126,14 @@ class ModelConfig:
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
             sliding_window=values.get("sliding_window") if uses_window else None,
         )
+
+
+def is_complete(values: Mapping[str, Any]) -> bool:
+    """Whether `ModelConfig.from_json` reads a config.json as it reads what transformers makes of it."""
+    needed = NEEDED_TOO.get((values.get("architectures") or [""])[0])
+    if needed is None or values.get("use_sliding_window") or "auto_map" in values:
+        return False
+    return values.keys() >= NEEDED | needed and bool(values.keys() & {"rope_theta", "rope_parameters"})
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.config import ModelConfig, RopeConfig
-from slipstream.models.layers import Attention, GatedMLP, Mask, OutputSplitLinear, RMSNorm, SelfAttention
+from slipstream.models.layers import Attention, Embedding, GatedMLP, Mask, OutputSplitLinear, RMSNorm, SelfAttention
 from slipstream.models.vocabulary import enter_vocabulary, ids_of, vocabulary_buffers
 
 
@@ -100,7 +100,7 @@ class Eagle(nn.Module):
     def __init__(self, config: EagleConfig, *, has_embedding: bool = False) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
         self.fc = OutputSplitLinear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([EagleLayer(config)])
         if config.draft_vocab_size is not None:

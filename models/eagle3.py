@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slipstream.kernels.norm import rms_norm_pair
 from slipstream.models.config import ModelConfig, RopeConfig, check_feature_layers
-from slipstream.models.layers import Attention, GatedMLP, Mask, OutputSplitLinear, RMSNorm, SelfAttention
+from slipstream.models.layers import Attention, Embedding, GatedMLP, Mask, OutputSplitLinear, RMSNorm, SelfAttention
 from slipstream.models.vocabulary import enter_vocabulary, ids_of, vocabulary_buffers
 
 
@@ -114,7 +114,7 @@ class Eagle3(nn.Module):
         super().__init__()
         self.config = config
         size = config.hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, size) if has_embedding else None
+        self.embed_tokens = Embedding(config.vocab_size, size) if has_embedding else None
         self.fc = OutputSplitLinear(config.target_hidden_size * len(config.feature_layers), size, bias=False)
         self.midlayer = Midlayer(config)
         self.norm = RMSNorm(size, config.rms_norm_eps)

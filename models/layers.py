@@ -7,8 +7,6 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.linear import few_on_gpu, gated_linear, linear
@@ -41,6 +39,11 @@ class Attention(Protocol):
         `window`: a query sees the last `window` positions only, its own included (with mask "causal").
         """
         ...
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Leaves the weights as they are: they are loaded. torch's way, on a meta device, imports its compiler."""
 
 
 class RMSNorm(nn.Module):
@@ -155,10 +158,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     if rope.rope_type == "default":
         return 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
-    # transformers' own functions take a model config: a one-head Llama has the fields that they read.
+    from transformers import PretrainedConfig  # here: the import takes a second
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    # They take a model config: one with a single head has the fields that they read.
     parameters = {"rope_theta": rope.theta, "rope_type": rope.rope_type, **rope.scaling}
     length = int(rope.scaling.get("original_max_position_embeddings", 2048) * rope.scaling.get("factor", 1))
-    config = LlamaConfig(
-        hidden_size=head_dim, num_attention_heads=1, max_position_embeddings=length, rope_parameters=parameters
+    config = PretrainedConfig.from_dict(
+        {
+            "hidden_size": head_dim,
+            "num_attention_heads": 1,
+            "max_position_embeddings": length,
+            "rope_parameters": parameters,
+        }
     )
     return ROPE_INIT_FUNCTIONS[rope.rope_type](config, torch.device("cpu"))

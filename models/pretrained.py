@@ -1,22 +1,33 @@
-"""What transformers reads of a target's folder beside the weights: config, tokenizer, end-of-text ids.
+"""What a target's folder holds beside the weights: config, tokenizer, end-of-text ids.
+
+transformers is imported where it is used: it takes seconds, more where torchvision or scikit-learn are installed, which
+it imports as well. An engine does without for most targets.
 
 A checkpoint's own Python code runs only with `trust_remote_code`; without it, that is an error and never a question on
 the terminal.
 """
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
 
-from slipstream.models.checkpoint import read_json
+from slipstream.models.checkpoint import is_checkpoint, read_json, resolve, tokenizer_hash, weights_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
 
 
-def read_config(path: Path, trust_remote_code: bool = False) -> PretrainedConfig:
+def read_config(path: Path, trust_remote_code: bool = False) -> "PretrainedConfig":
     """Raises ValueError for a folder without config.json, and for code that is not trusted."""
+    from transformers import AutoConfig
+
     read_json(path / "config.json")
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -25,14 +36,16 @@ def read_config(path: Path, trust_remote_code: bool = False) -> PretrainedConfig
         raise
 
 
-def find_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+def find_tokenizer(path: Path, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase | None":
     """As `load_tokenizer`; None for a folder without any file of one."""
     has_one = _has_vocabulary(path) or (path / "tokenizer_config.json").exists()
     return load_tokenizer(path, trust_remote_code) if has_one else None
 
 
-def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
     """Raises ValueError for a folder without a readable tokenizer, and for code that is not trusted."""
+    from transformers import AutoTokenizer
+
     missing = f"{path} has no tokenizer: tokenizer.json is missing; copy the model's tokenizer files there"
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -46,12 +59,39 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
     return tokenizer
 
 
-def end_of_text_ids(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+def end_of_text_ids(path: Path, trust_remote_code: bool = False) -> frozenset[int]:
     """The ids that end an answer: all that generation_config.json, config.json and the tokenizer name."""
     ids = _listed(path / "generation_config.json") | _listed(path / "config.json")
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(ids)
+    own = _end_token(path, trust_remote_code)
+    return frozenset(ids if own is None else ids | {own})
+
+
+def _end_token(path: Path, trust_remote_code: bool) -> int | None:
+    """Of the tokenizer, if there is one."""
+    file, settings = path / "tokenizer.json", path / "tokenizer_config.json"
+    values = read_json(settings) if file.exists() and settings.exists() else {}
+    token = values.get("eos_token")
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if isinstance(text, str) and "auto_map" not in values:
+        found = Tokenizer.from_file(str(file)).token_to_id(text)
+        if found is not None:
+            return found
+    tokenizer = find_tokenizer(path, trust_remote_code)
+    return None if tokenizer is None else tokenizer.eos_token_id
+
+
+def warn_if_changed(draft: str, target: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """A draft for another target still gives right output, only fewer accepted tokens: worth a warning, not an end."""
+    if not is_checkpoint(draft):
+        return
+    config = read_json(resolve(draft) / "config.json")
+    message = "draft %s was trained for other %s than %s holds: expect fewer accepted tokens"
+    expected = config.get("target_fingerprint")
+    if expected and expected != weights_fingerprint(target):
+        logger.warning(message, draft, "weights", target)
+    expected = config.get("tokenizer_hash")
+    if expected and expected != tokenizer_hash(tokenizer):
+        logger.warning(message, draft, "tokenizer rules", target)
 
 
 def _listed(file: Path) -> set[int]:

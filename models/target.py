@@ -1,19 +1,23 @@
 """The serving target: a dense Llama-family decoder (Llama, Mistral, Qwen2, Qwen3) with fused projections."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from slipstream.kernels.compile_ahead import is_dry
 from slipstream.kernels.linear import linear
-from slipstream.models.checkpoint import fuse, load_strict, read_tensors
-from slipstream.models.config import ModelConfig
+from slipstream.models.checkpoint import fuse, load_strict, read_json, read_tensors
+from slipstream.models.config import ModelConfig, is_complete
 from slipstream.models.draft_weights import EMBEDDING, HEAD
-from slipstream.models.layers import Attention, GatedMLP, Mask, OutputSplitLinear, RMSNorm, SelfAttention
+from slipstream.models.layers import Attention, Embedding, GatedMLP, Mask, OutputSplitLinear, RMSNorm, SelfAttention
 from slipstream.models.pretrained import end_of_text_ids, find_tokenizer, read_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and every loader recomputes
 
@@ -42,16 +46,15 @@ class DecoderLayer(nn.Module):
 
 
 class Target(nn.Module):
-    """Attributes: `config`; `path`, its folder, and the `tokenizer` there; `embed_tokens.weight` and `head` (V, H),
-    which drafters share."""
+    """Attributes: `config`; `path`, its folder; `embed_tokens.weight` and `head` (V, H), which drafters share."""
 
     path: Path | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
+    trust_remote_code = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
@@ -66,11 +69,17 @@ class Target(nn.Module):
         """Embedding and head (V, H), under the names that drafts' files have for copies of them."""
         return {EMBEDDING: self.embed_tokens.weight, HEAD: self.head}
 
-    @property
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """The one in `path`, if there is one. Read when first asked for, which takes seconds."""
+        assert self.path is not None
+        return find_tokenizer(self.path, self.trust_remote_code)
+
+    @cached_property
     def end_ids(self) -> frozenset[int]:
         """The ids that end an answer."""
         assert self.path is not None
-        return end_of_text_ids(self.path, self.tokenizer)
+        return end_of_text_ids(self.path, self.trust_remote_code)
 
     def forward(
         self, tokens: Tensor, attention: Attention, feature_layers: Sequence[int] = (), mask: Mask = "causal"
@@ -108,7 +117,10 @@ class Target(nn.Module):
 
 def load_config(path: Path, trust_remote_code: bool = False, *, is_served: bool = True) -> ModelConfig:
     """Raises ValueError where `path` has no config.json, one with code that is not trusted, or another architecture."""
-    return ModelConfig.from_hf(read_config(path, trust_remote_code), is_served=is_served)
+    values = read_json(path / "config.json")
+    if not is_complete(values):
+        values = read_config(path, trust_remote_code).to_dict()
+    return ModelConfig.from_json(values, is_served=is_served)
 
 
 def load_target(
@@ -119,7 +131,6 @@ def load_target(
     trust_remote_code: bool = False,
 ) -> Target:
     """Reads a transformers checkpoint folder, strictly."""
-    tokenizer = find_tokenizer(path, trust_remote_code)  # first: it may be refused, and takes no time
     with torch.device("meta"):
         target = Target(config)
     tensors = {
@@ -130,5 +141,5 @@ def load_target(
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     load_strict(target, fuse(tensors), path)
-    target.path, target.tokenizer = path, tokenizer
+    target.path, target.trust_remote_code = path, trust_remote_code
     return target.eval().requires_grad_(False)

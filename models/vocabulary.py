@@ -11,7 +11,9 @@ from torch import Tensor
 
 def vocabulary_buffers(vocab_size: int, draft_vocab_size: int) -> tuple[Tensor, Tensor]:
     """d2t and t2d of the first `draft_vocab_size` target ids."""
-    return torch.zeros(draft_vocab_size, dtype=torch.int64), torch.arange(vocab_size) < draft_vocab_size
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[:draft_vocab_size] = True
+    return torch.zeros(draft_vocab_size, dtype=torch.int64), t2d
 
 
 def enter_vocabulary(ids: Tensor, d2t: Tensor, t2d: Tensor) -> None:

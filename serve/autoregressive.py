@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.kernels.draft_tree import MAX_NODES, Candidates, Frontier, Place, TreeShape, choose, grow
 from slipstream.kernels.gathered_head import head_sample, head_topk
 from slipstream.kernels.head_topk import MAX_K
-from slipstream.models.layers import Attention, Mask
+from slipstream.models.layers import Attention, Embedding, Mask
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, KVSpec, Proposal, Rows, Verdict
@@ -71,7 +71,7 @@ class Network(Protocol):
     """What drafts: models/eagle.py, models/eagle3.py."""
 
     config: Any
-    embed_tokens: nn.Embedding | None
+    embed_tokens: Embedding | None
 
     def fuse(self, features: Tensor) -> Tensor: ...
 

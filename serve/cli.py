@@ -14,7 +14,8 @@ from dataclasses import asdict, fields, make_dataclass
 from typing import Any
 
 from slipstream.config import parse, read_options
-from slipstream.serve.client import EngineError
+from slipstream.serve.client import EngineClient, EngineError
+from slipstream.serve.listener import bind
 from slipstream.serve.options import NoOptions, ServeConfig
 from slipstream.serve.worker import EngineFactory, build_engine
 
@@ -30,15 +31,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(config: ServeConfig, make_engine: EngineFactory = build_engine) -> int:
     """Serves until a signal or the engine's end; the process's exit status."""
-    from slipstream.serve.launch import serve
-
+    engine = EngineClient(config, make_engine)
     try:
-        return asyncio.run(serve(config, make_engine))
+        listener = bind(config.host, config.port)
+        engine.spawn()  # first: it loads the model while this process loads the HTTP packages
+        from slipstream.serve.launch import serve
+
+        return asyncio.run(serve(config, listener, engine))
     except KeyboardInterrupt:
         return 0
     except (ValueError, OSError, EngineError) as error:
         print(f"serve: error: {error}", file=sys.stderr)
         return 1
+    finally:
+        engine.kill()
 
 
 def read_config(argv: Sequence[str]) -> ServeConfig:

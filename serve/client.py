@@ -81,19 +81,29 @@ class EngineClient:
         """Whether too much waits in memory because the engine's process does not read."""
         return self._writer is not None and self._writer.transport.get_write_buffer_size() > MAX_UNSENT
 
+    def spawn(self) -> None:
+        """Starts the process, which loads while the caller goes on: `start` waits for it. Needs no event loop."""
+        self._end_of_pipe, engine_end = socket.socketpair()
+        with engine_end:  # closed here, so that it closes with the engine's process
+            self._process = self._start_process(engine_end)
+
+    def kill(self) -> None:
+        """Ends a process that was spawned and not stopped, without an event loop."""
+        if self._process is not None:
+            self._process.kill()
+
     async def start(self) -> Any:
         """Waits for the engine and returns its EngineInfo. Raises EngineError with one sentence."""
+        if self._process is None:
+            self.spawn()
         self._info = asyncio.get_running_loop().create_future()
-        own_end, engine_end = socket.socketpair()
-        with engine_end:  # closed here, so that it closes with the engine's process
-            self._process = self._spawn(engine_end)
-        reader, self._writer = await asyncio.open_unix_connection(sock=own_end)
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._end_of_pipe)
         self._tasks.append(asyncio.create_task(self._listen(reader)))
         info = await self._info
         self._tasks.append(asyncio.create_task(self._ping()))
         return info
 
-    def _spawn(self, engine_end: socket.socket) -> BaseProcess:
+    def _start_process(self, engine_end: socket.socket) -> BaseProcess:
         arguments = (self._make_engine, self._config, engine_end)
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=run_engine, args=arguments, name="slipstream-engine", daemon=True)

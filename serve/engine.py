@@ -19,7 +19,7 @@ from slipstream.serve.attention.base import Hybrid, KVFormat, find_backends
 from slipstream.serve.batch import KVSpec, Rows
 from slipstream.serve.cache import PageCache
 from slipstream.serve.defaults import pick_device, pick_dtype, pick_max_model_len, pick_widths
-from slipstream.serve.drafters.base import load_drafter, warn_if_changed
+from slipstream.serve.drafters.base import load_drafter
 from slipstream.serve.executor import Arrival, Executor, Planned, Recipients
 from slipstream.serve.graphs import RoundGraphs
 from slipstream.serve.options import PREFILL_BLOCK, EngineConfig, find_target
@@ -58,7 +58,6 @@ class Engine:
         with runtime.stage("loading the weights"):
             self.target = load_target(path, model, dtype, self.device, config.trust_remote_code)
             self.drafter = load_drafter(config.draft, config.drafter, self.target)
-        warn_if_changed(config.draft, self.target)
         self.widths = pick_widths(config.width, self.drafter.widths)
         self.width = max(self.widths)
         self.reserve = self.width + self.drafter.scratch(self.width)

@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.models.chat_template import PromptTemplate, TemplateFailed, TemplateRefused
 from slipstream.models.checkpoint import read_json
 from slipstream.models.messages import Message
-from slipstream.models.pretrained import load_tokenizer
+from slipstream.models.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.control_tokens import PlainTextTokenizer
 from slipstream.serve.detokenize import Decoder
 from slipstream.serve.limits import Limits
@@ -22,16 +22,27 @@ SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 RESERVED_IN_TEMPLATES = ("self", "messages", "conversations", "strftime_now")
 
 
+def read_tokenizer(config: ServeConfig) -> Any:
+    """The target's. Logs a warning where the draft was trained for another target; ValueError if there is none."""
+    _, path = find_target(config)
+    tokenizer = load_tokenizer(path, config.trust_remote_code)
+    tokenizer("")  # its first call may change its settings, which fails while another thread uses it
+    warn_if_changed(config.draft, path, tokenizer)
+    return tokenizer
+
+
 class Frontend:
     """Tokenizer and rules of one target; holds nothing of a request. `requests` may run on several threads at once."""
 
-    def __init__(self, config: ServeConfig, info: Any) -> None:
-        """`info`: the running engine's EngineInfo. Raises ValueError for a target that can not be read."""
+    def __init__(self, config: ServeConfig, info: Any, tokenizer: Any = None) -> None:
+        """`info`: the running engine's EngineInfo; `tokenizer`: the target's, if it has been read.
+
+        Raises ValueError for a target that cannot be read.
+        """
         target, path = find_target(config)
         self.model_name = config.served_model_name or (path.resolve().name if Path(target).is_dir() else target)
         self.sampling_defaults = read_sampling_defaults(path)
-        self.tokenizer = load_tokenizer(path, config.trust_remote_code)
-        self.tokenizer("")  # its first call may change its settings, which fails while another thread uses it
+        self.tokenizer = tokenizer or read_tokenizer(config)
         has_template = bool(self.tokenizer.chat_template)
         self.template = PromptTemplate(self.tokenizer, date=config.date, variables={}) if has_template else None
         self.plain_text = PlainTextTokenizer(self.tokenizer) if config.control_tokens_as_text else None

@@ -1,7 +1,6 @@
 """Starts and ends the two processes of a server: this one (HTTP, tokenizer) and the engine's."""
 
 import asyncio
-import errno
 import gc
 import logging
 import math
@@ -16,10 +15,10 @@ import uvicorn
 
 from slipstream.serve.client import STOP_SECONDS, EngineClient
 from slipstream.serve.connections import ConnectionTracker, LoopErrors, connection_limit, raise_file_limit
-from slipstream.serve.frontend import Frontend
+from slipstream.serve.frontend import Frontend, read_tokenizer
+from slipstream.serve.listener import address
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.server import Api, create_app
-from slipstream.serve.worker import EngineFactory, build_engine
 
 GRACE_SECONDS = 3  # for open connections to take their last error when the server ends
 FAILURE_SECONDS = 5.0  # between the engine's end and the server's, in which /health says why
@@ -90,22 +89,20 @@ class Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def prepare(config: ServeConfig, make_engine: EngineFactory = build_engine) -> AsyncIterator[Server]:
+async def prepare(config: ServeConfig, listener: socket.socket, engine: EngineClient) -> AsyncIterator[Server]:
     """A server whose engine is ready. Raises ValueError or EngineError, with one sentence, where that fails."""
-    listener = bind(config.host, config.port)
-    engine = EngineClient(config, make_engine)
     try:
-        frontend = Frontend(config, await engine.start())
-        yield Server(Api(config, frontend, engine), config, listener)
+        info, tokenizer = await asyncio.gather(engine.start(), asyncio.to_thread(read_tokenizer, config))
+        yield Server(Api(config, Frontend(config, info, tokenizer), engine), config, listener)
     finally:
         await engine.stop()
         listener.close()
 
 
-async def serve(config: ServeConfig, make_engine: EngineFactory = build_engine) -> int:
+async def serve(config: ServeConfig, listener: socket.socket, engine: EngineClient) -> int:
     """Runs until a signal or the engine's end. Returns the exit status: 1 if the engine ended by itself."""
     raise_file_limit()
-    async with prepare(config, make_engine) as server:
+    async with prepare(config, listener, engine) as server:
         gc.collect()
         gc.freeze()  # what the modules hold: walking over it would stop every stream for tenths of a second
         try:
@@ -113,31 +110,6 @@ async def serve(config: ServeConfig, make_engine: EngineFactory = build_engine) 
         finally:
             gc.unfreeze()  # else libraries report at exit what was never freed
     return server.status
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Takes the port before anything is loaded; nobody can connect until the server listens."""
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ValueError(f"cannot listen on host {host!r} ({error.strerror}); choose another --host") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise ValueError(
-                f"cannot listen on host {host!r}: this machine has no such address; choose another --host"
-            ) from error
-        raise ValueError(f"cannot listen on {host} port {port} ({error.strerror}); choose another --port") from error
-    return listener
-
-
-def address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def banner(config: ServeConfig, frontend: Frontend, url: str) -> str:

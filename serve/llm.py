@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from slipstream import runtime
 from slipstream.models.messages import check_text
-from slipstream.models.pretrained import load_tokenizer
+from slipstream.models.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.detokenize import Decoder, Text, TextStream, WholeText
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig, find_target
@@ -42,6 +42,7 @@ class LLM:
         _, path = find_target(config)
         self.tokenizer = load_tokenizer(path, config.trust_remote_code)
         self.engine = Engine(config)
+        warn_if_changed(draft, path, self.tokenizer)
         self._decoder = Decoder(self.tokenizer)
         if runtime.THREADS_SPIN and self.engine.device.type == "cpu":
             logger.warning(

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
@@ -14,15 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.models.checkpoint import is_checkpoint, read_json, resolve, tokenizer_hash, weights_fingerprint
+from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
 from slipstream.models.drafter_names import drafter_of
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, HostProposal, KVSpec, Proposal, Rows, Verdict
 from slipstream.serve.options import NoOptions
 from slipstream.serve.request import Request
-
-logger = logging.getLogger(__name__)
 
 
 class Drafter(ABC):
@@ -139,21 +136,6 @@ def build_options(drafter: type[Drafter], values: dict[str, Any]) -> Any:
     if unknown:
         raise ValueError(f"drafter option {unknown[0]!r} does not exist; valid: {', '.join(names) or '(none)'}")
     return drafter.Options(**values)
-
-
-def warn_if_changed(draft: str, target: Target) -> None:
-    """A draft for another target still gives right output, only fewer accepted tokens: worth a warning, not an end."""
-    if not is_checkpoint(draft):
-        return
-    assert target.path is not None
-    config, tokenizer = read_json(resolve(draft) / "config.json"), target.tokenizer
-    message = "draft %s was trained for other %s than %s holds: expect fewer accepted tokens"
-    expected = config.get("target_fingerprint")
-    if expected and expected != weights_fingerprint(target.path):
-        logger.warning(message, draft, "weights", target.path)
-    expected = config.get("tokenizer_hash")
-    if expected and tokenizer is not None and expected != tokenizer_hash(tokenizer):
-        logger.warning(message, draft, "tokenizer rules", target.path)
 
 
 def chain_parents(batch_size: int, width: int, device: torch.device) -> Tensor:

@@ -1,16 +1,18 @@
 """The serving target equals transformers: logits and every feature, for each family and variant."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from slipstream.kernels.norm import HeadNorms, norm_heads
-from slipstream.models.config import ModelConfig, RopeConfig, check_feature_layers, default_feature_layers
+from slipstream.models.config import NEEDED, ModelConfig, RopeConfig, check_feature_layers, default_feature_layers
 from slipstream.models.layers import RotaryEmbedding, rotate
 from slipstream.models.target import load_config, load_target
 from slipstream.tests.random_targets import FAMILIES
@@ -61,6 +63,22 @@ def test_logits_and_features_equal_transformers(family: str, make_target: Callab
     torch.testing.assert_close(target.logits(hidden), expected.logits[0], atol=2e-5, rtol=1e-4)
     states = [expected.hidden_states[layer + 1] for layer in layers[:-1]] + [expected.hidden_states[-1]]
     torch.testing.assert_close(features, torch.cat(states, -1)[0], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("removed", [None, *sorted(NEEDED), "head_dim", "rope_parameters", "sliding_window"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_configs_are_read_as_transformers_reads_them(name: str, removed: str | None, tmp_path: Path) -> None:
+    """From config.json alone where it says everything, else by transformers, which knows each family's defaults."""
+    known = getattr(transformers, f"{name}Config")(architectures=[f"{name}ForCausalLM"], use_sliding_window=False)
+    newer = json.loads(known.to_json_string(use_diff=False))
+    older = {**newer, **newer["rope_parameters"], "rope_scaling": None}
+    for key in ("rope_parameters", "rope_type", "layer_types"):
+        older.pop(key, None)
+    for values in (newer, older, {**newer, "use_sliding_window": True, "sliding_window": 64}):
+        values = {key: value for key, value in values.items() if key != removed}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        expected = ModelConfig.from_hf(AutoConfig.from_pretrained(tmp_path))
+        assert load_config(tmp_path) == expected
 
 
 def test_foreign_architecture_is_refused_with_the_list() -> None:

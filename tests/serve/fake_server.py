@@ -16,7 +16,9 @@ import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from slipstream.serve.client import EngineClient
 from slipstream.serve.launch import Server, prepare
+from slipstream.serve.listener import bind
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine
 
@@ -62,7 +64,8 @@ def serving(config: ServeConfig) -> Iterator[Server]:
     servers: list[Server] = []
 
     async def run() -> None:
-        async with prepare(config, FakeEngine) as server:
+        listener = bind(config.host, config.port)
+        async with prepare(config, listener, EngineClient(config, FakeEngine)) as server:
             servers.append(server)
             await server.serve([server.listener])
 
