@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 from triton import AsyncCompileMode
@@ -69,7 +70,14 @@ class _Compiled(_Skipped):
         self._description = description
 
     def submit(self, key: str, compile_kernel: Callable[[], Any], *others: Any) -> None:
-        AsyncCompileMode.submit(self, key, compile_kernel, *others)  # once for each key
+        def compile_both() -> Any:
+            kernel = compile_kernel()
+            triton.runtime.driver.active.launcher_cls(
+                kernel.src, kernel.metadata
+            )  # Triton 3.6 runs a C compiler for it
+            return kernel
+
+        AsyncCompileMode.submit(self, key, compile_both, *others)  # once for each key
 
     def __exit__(self, *exception: Any) -> None:
         if exception[0] is None:

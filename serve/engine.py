@@ -70,12 +70,13 @@ class Engine:
         self.captures, self.overlap = self._pick_modes(phases)
 
         max_reserve = self.reserve * (MAX_ROUNDS_IN_FLIGHT if self.overlap else 1)
-        sizing = Sizing(config, specs, dtype, self.device, max_reserve)
-        longest = pick_max_model_len(config.max_model_len, model)
-        workspace = self._measure(specs, dtype, sizing.pages_for(longest)) if self.device.type == "cuda" else 0
-        num_pages = sizing.num_pages(longest, workspace)
-        max_model_len = sizing.fit_to_cache(longest, num_pages)
-        runner = self._build_runner(specs, dtype, num_pages, sizing.pages_for(max_model_len))
+        with runtime.stage("sizing the KV cache"):
+            sizing = Sizing(config, specs, dtype, self.device, max_reserve)
+            longest = pick_max_model_len(config.max_model_len, model)
+            workspace = self._measure(specs, dtype, sizing.pages_for(longest)) if self.device.type == "cuda" else 0
+            num_pages = sizing.num_pages(longest, workspace)
+            max_model_len = sizing.fit_to_cache(longest, num_pages)
+            runner = self._build_runner(specs, dtype, num_pages, sizing.pages_for(max_model_len))
         self.state = runner.state
         graphs, prompts = self._capture(runner) if self.captures else (None, None)
         self.executor = Executor(runner, graphs, self.width, prompts)

@@ -20,6 +20,12 @@ def add_number(x_ptr, out_ptr, number, BLOCK: tl.constexpr):
 class Hopper:
     """Triton's driver for one, as far as compilation asks."""
 
+    def __init__(self) -> None:
+        self.num_launchers = 0
+
+    def launcher_cls(self, source: object, metadata: object) -> None:
+        self.num_launchers += 1
+
     def get_current_device(self) -> int:
         return 0
 
@@ -40,7 +46,8 @@ def one_pass(block: int) -> int:
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(Hopper())
+    driver = Hopper()
+    triton.runtime.driver.set_active(driver)
     cache = add_number.device_caches[0][0]
     with dry_run():
         sums = [one_pass(64)]
@@ -49,13 +56,14 @@ def main() -> None:
         sums += [one_pass(block) for block in (64, 128, 64, 128, 256)]
         before_the_end = len([kernel for kernel in cache.values() if kernel is not None])
     compiled = [type(kernel).__name__ for kernel in cache.values()]
+    num_launchers = driver.num_launchers
     try:
         with compile_ahead("compiling"):
             one_pass(512)
             raise KeyError("a pass that fails")
     except KeyError:
         failed = "raised"
-    print(json.dumps([sums, skipped, before_the_end, compiled, failed, is_dry()]))
+    print(json.dumps([sums, skipped, before_the_end, compiled, num_launchers, failed, is_dry()]))
 
 
 if __name__ == "__main__":
