@@ -1,18 +1,23 @@
 # make demo   train a draft for the bundled target, serve both, measure the speed-up (2 cores, no GPU, no hub)
-# make test   every test that needs no accelerator; make lint checks style and types
+# make test   every test that needs no accelerator, in a few minutes; make lint checks style and types
+# make test-all   the long proofs, too
 PYTHON ?= python3
 DRAFT ?= eagle3
 BIN := .venv/bin
+# One thread in each process: two mostly wait for each other on small models, and tests start processes of their own. On
+# the CPU, where there is a GPU, too. A file's tests stay together: they share what is slow to make.
+PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test lint gpu-test clean
+.PHONY: demo test test-all lint gpu-test clean
 
 demo: .venv/.installed
 	$(BIN)/python bench/demo.py --drafter $(DRAFT)
 
-# On the CPU, where there is a GPU, too. One thread: two mostly wait for each other on small models, and tests start
-# processes of their own.
 test: .venv/.installed
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(PYTEST)
+
+test-all: .venv/.installed
+	$(PYTEST) -m "not gpu"
 
 gpu-test: .venv/.installed
 	$(BIN)/python -m pytest -m gpu
