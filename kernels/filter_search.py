@@ -10,7 +10,7 @@ before it hold. Logits are compared as they are, since a division by T keeps the
 import triton
 import triton.language as tl
 
-from slipstream.kernels.arrivals import arrives_last
+from slipstream.kernels.grid_sync import is_last_done
 
 NONE = tl.constexpr(0)  # kinds of search: the threshold is known
 RANK = tl.constexpr(1)  # top-k among the few x >= low, then top-p among those
@@ -85,7 +85,7 @@ def summarise(
         tl.store(partial + CHUNKS + 2, lowest)
         if tile == 0:
             tl.store(bins_ptr + row.to(tl.int64) * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int64))
-        if arrives_last(counters_ptr + row, tiles):
+        if is_last_done(counters_ptr + row, tiles):
             tl.store(search + RATE, rate)
             _begin_search(
                 search, thresholds_ptr + row, partials_ptr, V, tiles, temperature, rate, top_k, top_p, min_p,
@@ -177,7 +177,7 @@ def fill_bins(logits_ptr, searches_ptr, bins_ptr, counters_ptr, stride, V, tiles
         x = load_logits(logits_ptr + row.to(tl.int64) * stride, tile * TILE + tl.arange(0, TILE), V)
         weights = tl.where(kind == MASS, mass(x, peak, tl.load(search + RATE)), 1.0) * unit
         tl.atomic_add(bins_ptr + bin_of(x, peak, scale), weights.to(tl.int64), mask=x >= low, sem="relaxed")
-        if arrives_last(counters_ptr + row, tiles):
+        if is_last_done(counters_ptr + row, tiles):
             _choose_bin(search, bins_ptr, unit)
 
 

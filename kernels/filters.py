@@ -21,9 +21,9 @@ import torch
 import triton
 from torch import Tensor
 
-from slipstream.kernels.arrivals import MAX_ROWS, arrival_counters
 from slipstream.kernels.filter_finish import CANDIDATES, collect, finish
 from slipstream.kernels.filter_search import BINS, PARTIAL, SEARCH, fill_bins, summarise
+from slipstream.kernels.grid_sync import MAX_ROWS, done_counters
 
 TILE = 4096  # columns of a program that sums up
 SEARCH_TILE = 2048  # of one that searches
@@ -76,7 +76,7 @@ def filter_thresholds_triton(
     partials = torch.empty(R, tiles, PARTIAL.value, dtype=torch.float32, device=device)
     bins = torch.empty(R, BINS.value, dtype=torch.int64, device=device)
     candidates = torch.empty(R, CANDIDATES.value, dtype=torch.float32, device=device)
-    counters, shape, k, p = arrival_counters(device), (logits.stride(0), V), filters.top_k, filters.top_p
+    counters, shape, k, p = done_counters(device), (logits.stride(0), V), filters.top_k, filters.top_p
     if R:
         chunks, parts = CHUNKS if tiles <= 16 else CHUNKS // 2, triton.cdiv(V, SEARCH_TILE)
         summarise[(R, tiles)](

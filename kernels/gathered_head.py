@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from slipstream.kernels import gathered_head_kernel
-from slipstream.kernels.arrivals import arrival_counters
+from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.head_topk import MAX_K, empty_topk, merge_blocks, perturbed_topk
 from slipstream.kernels.launch import pdl_options
 from slipstream.kernels.linear import few_on_gpu, linear
@@ -105,7 +105,7 @@ def head_sample_triton(
     """Without filters. One launch."""
     out = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
     if len(hidden):
-        rows = best_ranks(hidden.device), arrival_counters(hidden.device), out
+        rows = best_ranks(hidden.device), done_counters(hidden.device), out
         _launch_fused(gathered_head_kernel.head_sample_kernel, head, hidden, positions, sampling, rows, tiling)
     return out
 

@@ -8,8 +8,8 @@ more than ROWS rows find them in the L2 cache.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.arrivals import arrives_last
 from slipstream.kernels.filter_search import parameter_entry
+from slipstream.kernels.grid_sync import is_last_done
 from slipstream.kernels.head_topk import merge_topk
 from slipstream.kernels.launch import wait_for_inputs
 from slipstream.kernels.sampling import (
@@ -63,7 +63,7 @@ def head_sample_kernel(
     rank, _ = _first_best(score_order(scores), outputs)
     mask = row < num_rows
     tl.atomic_max(best_ptr + row, rank, mask=mask, sem="relaxed")
-    if arrives_last(counters_ptr + tl.program_id(0), tiles):
+    if is_last_done(counters_ptr + tl.program_id(0), tiles):
         best = tl.atomic_xchg(best_ptr + row, tl.full((ROWS,), NO_SCORE, tl.int64), mask=mask, sem="relaxed")
         tl.store(out_ptr + row, rank_column(best), mask=mask)
 

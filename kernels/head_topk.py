@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.arrivals import MAX_ROWS, arrival_counters, arrives_last
 from slipstream.kernels.filters import filter_thresholds_triton
+from slipstream.kernels.grid_sync import MAX_ROWS, done_counters, is_last_done
 from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 from slipstream.kernels.sampling import (
     NO_SCORE,
@@ -65,7 +65,7 @@ def perturbed_topk_triton(
     if R:
         _perturbed_topk[(R, tiles)](
             logits, positions, sampling.keys, sampling.temperature, sampling.rows, thresholds, ids,
-            candidates, sums, arrival_counters(device), values, columns,
+            candidates, sums, done_counters(device), values, columns,
             logits.stride(0), V, sampling.repeats, tiles,
             K=k, TILE=TILE, **merge_blocks(tiles, k), num_warps=8, **pdl_options(device),
         )  # fmt: skip
@@ -114,7 +114,7 @@ def _perturbed_topk(
         best = tl.max(ranks, axis=0)
         ranks = tl.where(ranks == best, NO_SCORE, ranks)
         tl.store(candidates_ptr + place * K + choice, best)
-    if arrives_last(counters_ptr + row, tiles):
+    if is_last_done(counters_ptr + row, tiles):
         merge_topk(candidates_ptr, sums_ptr, values_ptr, columns_ptr, row, tiles, K, TILES, CANDIDATES)
 
 

@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from slipstream.kernels.arrivals import MAX_ROWS, arrival_counters, arrives_last
 from slipstream.kernels.filter_search import parameter_entry
 from slipstream.kernels.filters import Filters, filter_logits, filter_thresholds_triton
+from slipstream.kernels.grid_sync import MAX_ROWS, done_counters, is_last_done
 from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 
 MASK32 = 0xFFFFFFFF
@@ -120,7 +120,7 @@ def sample_triton(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Te
         tiles = triton.cdiv(V, TILE)
         _sample[(R, tiles)](
             logits, positions, sampling.keys, sampling.temperature, sampling.rows, thresholds, ids,
-            best_ranks(logits.device), arrival_counters(logits.device), out,
+            best_ranks(logits.device), done_counters(logits.device), out,
             logits.stride(0), V, sampling.repeats, tiles,
             TILE=TILE, num_warps=4, **pdl_options(logits.device),
         )  # fmt: skip
@@ -236,6 +236,6 @@ def _sample(
     best = tl.max(order, axis=0)
     column = tl.min(tl.where(order == best, columns, 0x7FFFFFFF), axis=0)
     tl.atomic_max(best_ptr + row, score_rank(best, column), sem="relaxed")
-    if arrives_last(counters_ptr + row, tiles):
+    if is_last_done(counters_ptr + row, tiles):
         rank = tl.atomic_xchg(best_ptr + row, NO_SCORE, sem="relaxed")
         tl.store(out_ptr + row, rank_column(rank))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.activation import silu_mul_reference
-from slipstream.kernels.arrivals import arrival_counters
+from slipstream.kernels.grid_sync import done_counters
 from slipstream.kernels.launch import pdl_options, use_triton
 from slipstream.kernels.skinny_kernel import linear_kernel
 
@@ -113,7 +113,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outputs: int, ti
 def _scratch(device: torch.device, size: int, split: int) -> tuple[Tensor | None, Tensor | None]:
     if split == 1:
         return None, None
-    return torch.empty(size, dtype=torch.float32, device=device), arrival_counters(device)
+    return torch.empty(size, dtype=torch.float32, device=device), done_counters(device)
 
 
 def _options(x: Tensor, tiling: Tiling) -> dict[str, Any]:

@@ -7,7 +7,7 @@ start once the last tile is loaded: earlier, its programs would only take room.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.arrivals import arrives_last
+from slipstream.kernels.grid_sync import is_last_done
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_outputs"])
@@ -83,7 +83,7 @@ def _merge(
     tile = tl.program_id(0)
     cells = partial_ptr + (tile * SPLIT * ROWS + row) * OUTPUTS + output
     tl.store(cells + tl.program_id(1) * ROWS * OUTPUTS, result, mask=row < num_rows)
-    is_last = arrives_last(counters_ptr + tile, SPLIT)
+    is_last = is_last_done(counters_ptr + tile, SPLIT)
     merging = row < tl.where(is_last, num_rows, 0)
     result = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for part in tl.static_range(SPLIT):

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.arrivals import MAX_ROWS, all_run, arrival_counters, meeting_points
+from slipstream.kernels.grid_sync import MAX_ROWS, all_resident, barriers, done_counters
 from slipstream.kernels.launch import pdl_options, shared_memory, use_triton
 from slipstream.kernels.tree_attention_kernel import attend_kernel
 from slipstream.kernels.tree_attention_reference import Mask, tree_attention_reference
@@ -124,7 +124,7 @@ def tree_attention_triton(
     parts = parts or choose_parts(B, tiles, blocks.rows, capacity, D)
     out = torch.empty_like(q)
     lse = torch.empty(B, N, Q, dtype=torch.float32, device=q.device) if return_lse else None
-    wait = all_run(q.device, parts.most)
+    wait = all_resident(q.device, parts.most)
     attend_kernel[(parts.most, tiles, B)](
         q, keys, values, pages, rows, lengths, ancestors if mask == "tree" else None, out, lse,
         *_scratch(q.device, B * tiles, parts.most, blocks.rows, block_dim, wait), scale / math.log(2), N, first_node,
@@ -203,4 +203,4 @@ def _scratch(
         return None, None, None
     assert tiles <= MAX_ROWS
     partial = torch.empty(tiles, splits, rows, block_dim, dtype=torch.float32, device=device)
-    return partial, partial.new_empty(tiles, splits, rows), (meeting_points if wait else arrival_counters)(device)
+    return partial, partial.new_empty(tiles, splits, rows), (barriers if wait else done_counters)(device)

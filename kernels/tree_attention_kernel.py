@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from slipstream.kernels.arrivals import arrives_last, wait_for_all
+from slipstream.kernels.grid_sync import barrier_wait, is_last_done
 
 
 @triton.jit(do_not_specialize=["N", "first_node", "table_width", "min_part"])
@@ -163,9 +163,9 @@ def _merge(
     if WAIT:
         start, step = tl.program_id(0) * SHARE, ROWS
         comers = tl.maximum(parts, tl.cdiv(num_rows, SHARE))
-        wait_for_all(counter_ptr, tl.program_id(0) == 0, comers, start < num_rows)
+        barrier_wait(counter_ptr, tl.program_id(0) == 0, comers, start < num_rows)
     else:
-        start, step = tl.where(arrives_last(counter_ptr, parts), 0, ROWS), SHARE
+        start, step = tl.where(is_last_done(counter_ptr, parts), 0, ROWS), SHARE
     for first in range(start, num_rows, step):
         shared = first + tl.arange(0, SHARE)
         top = tl.full((SHARE,), -1e30, tl.float32)

@@ -11,7 +11,7 @@ from typing import Any
 from slipstream.models.messages import DEFAULT_DATE, check_date
 
 PREFILL_BLOCK = 32  # queries of which captured prefills are made; with 4 query heads to a KV head a tile of our kernel
-MOST_RUNNING = 1024  # with 64 nodes each, the most rows that kernels count programs for (kernels/arrivals.py)
+MOST_RUNNING = 1024  # with 64 nodes each, the most rows that kernels count programs for (kernels/grid_sync.py)
 
 
 @dataclass(frozen=True, slots=True)

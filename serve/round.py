@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.kernels.kv import move_rows
+from slipstream.kernels.round_state import end_round, start_round, store_proposal
 from slipstream.kernels.sampling import sample
-from slipstream.kernels.turn import end_round, start_round, store_proposal
 from slipstream.kernels.verify import ancestor_masks, unpack, verify
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import tree_attention as module
-from slipstream.kernels.arrivals import arrival_counters, meeting_points
+from slipstream.kernels.grid_sync import barriers, done_counters
 from slipstream.kernels.tree_attention import (
     Blocks,
     Parts,
@@ -80,7 +80,7 @@ def test_fp32_under_the_interpreter(name: str) -> None:
 def test_any_cut_gives_the_same(blocks: Blocks, splits: int, device: str) -> None:
     scene = Scene(replace(CASES["parts of a long context"], lengths=(530, 0), mask="tree"), torch.float16, device)
     check(scene.run(tree_attention_triton, blocks=blocks, parts=Parts(splits)), scene.expected())
-    assert not arrival_counters(torch.device(device)).any(), "counters are left as they were found"
+    assert not done_counters(torch.device(device)).any(), "counters are left as they were found"
 
 
 def test_parts_shrink_as_the_batch_grows() -> None:
@@ -161,7 +161,7 @@ def test_repeats_are_bit_identical(name: str) -> None:
     expected = scene.run(tree_attention)
     for _ in range(100):
         assert all(map(torch.equal, scene.run(tree_attention), expected))
-    assert not (meeting_points(torch.device("cuda", 0)) & 0x7FFFFFFF).any()
+    assert not (barriers(torch.device("cuda", 0)) & 0x7FFFFFFF).any()
 
 
 @pytest.mark.gpu
@@ -171,9 +171,9 @@ def test_the_last_program_merges_what_all_would(name: str, monkeypatch: pytest.M
     """Of programs that may have to run one after another."""
     scene = Scene(GPU_CASES[name], torch.bfloat16, "cuda")
     expected = scene.run(tree_attention)
-    monkeypatch.setattr(module, "all_run", lambda *_: False)
+    monkeypatch.setattr(module, "all_resident", lambda *_: False)
     assert all(map(torch.equal, scene.run(tree_attention), expected))
-    assert not arrival_counters(torch.device("cuda", 0)).any()
+    assert not done_counters(torch.device("cuda", 0)).any()
 
 
 @pytest.mark.gpu

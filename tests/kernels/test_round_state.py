@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.turn import (
+from slipstream.kernels.round_state import (
     end_round_reference,
     end_round_triton,
     start_round_reference,

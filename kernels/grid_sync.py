@@ -1,4 +1,4 @@
-"""Programs of one launch that share a row: the last to arrive goes on with what all of them have stored, or all do."""
+"""Synchronisation between the programs of a grid: counters that tell the last one to finish, and a barrier."""
 
 import functools
 
@@ -11,8 +11,8 @@ MAX_ROWS = 1 << 16
 
 
 @functools.cache
-def arrival_counters(device: torch.device) -> Tensor:
-    """(MAX_ROWS,) int32 for `arrives_last`, zero between launches, which follow each other on one stream.
+def done_counters(device: torch.device) -> Tensor:
+    """(MAX_ROWS,) int32 for `is_last_done`, zero between launches, which follow each other on one stream.
 
     A graph must not be the first to ask: its memory is zeroed in replays only.
     """
@@ -20,8 +20,8 @@ def arrival_counters(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def meeting_points(device: torch.device) -> Tensor:
-    """(MAX_ROWS,) int32 for `wait_for_all`, on the conditions of `arrival_counters`; only the highest bit stays."""
+def barriers(device: torch.device) -> Tensor:
+    """(MAX_ROWS,) int32 for `barrier_wait`, on the conditions of `done_counters`; only the highest bit stays."""
     return _new_words(device)
 
 
@@ -31,7 +31,7 @@ def _new_words(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def all_run(device: torch.device, programs: int) -> bool:
+def all_resident(device: torch.device, programs: int) -> bool:
     """Whether so many programs next to each other in a grid, which start in order, run at the same time.
 
     Each of the device's multiprocessors runs one at least. The interpreter runs one after another.
@@ -40,7 +40,7 @@ def all_run(device: torch.device, programs: int) -> bool:
 
 
 @triton.jit
-def arrives_last(counter_ptr, arrivals):
+def is_last_done(counter_ptr, arrivals):
     """True in the last of `arrivals` programs. It must read what the others stored past the L1 cache (".cg").
 
     The barrier and the count's release order a program's stores before its arrival; the last one resets the counter.
@@ -53,8 +53,8 @@ def arrives_last(counter_ptr, arrivals):
 
 
 @triton.jit
-def wait_for_all(point_ptr, is_first, programs, waits):
-    """Returns when `programs` > 1 programs, for which `all_run` holds, have come here, or at once unless it waits.
+def barrier_wait(point_ptr, is_first, programs, waits):
+    """Returns when `programs` > 1 programs, for which `all_resident` holds, have arrived; at once without `waits`.
 
     What they stored before must then be read past the L1 cache (".cg"). is_first, true of one of them: it adds
     2**31 - (programs - 1), each other one 1. Together they turn over the highest bit and leave the others 0, as the
