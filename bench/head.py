@@ -34,7 +34,7 @@ from slipstream.kernels.gathered_head import (
     head_topk_triton,
 )
 from slipstream.kernels.sampling import Sampling
-from slipstream.kernels.skinny import Tiling
+from slipstream.kernels.small_m_gemm import Tiling
 
 COLD_BYTES = 400e6  # of weights that take turns: several times the L2 cache
 SETS = 2  # of ids and of copied rows, which take turns

@@ -4,8 +4,8 @@ alone, and the layers of an 8B target one behind another with the small kernels 
     python bench/linear.py --output bench/results/linear.jsonl
     python bench/linear.py --tune true --shapes "[qkv,o]"
 
---tune times the candidate tilings of the shapes instead (kernels/skinny.py, choose_tiling). Prints tables and ends in
-one JSON line per row.
+--tune times the candidate tilings of the shapes instead (kernels/small_m_gemm.py, choose_tiling). Prints tables and
+ends in one JSON line per row.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -25,7 +25,7 @@ from slipstream.bench.linear_chain import time_chains
 from slipstream.bench.lines import Lines
 from slipstream.config import parse
 from slipstream.kernels.activation import silu_mul
-from slipstream.kernels.skinny import (
+from slipstream.kernels.small_m_gemm import (
     MAX_GATED_ROWS,
     MAX_ROWS,
     Tiling,

@@ -16,7 +16,7 @@ from slipstream.kernels import launch
 from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.norm import add_rms_norm
 from slipstream.kernels.rope import rotate_and_store
-from slipstream.kernels.skinny import gated_linear_few_rows_triton, linear_few_rows_triton
+from slipstream.kernels.small_m_gemm import gated_linear_few_rows_triton, linear_few_rows_triton
 from slipstream.kernels.tree_attention import tree_attention
 
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 4096, 14336, 32, 8, 128, 16

@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.head_topk import MAX_K, rank_column, score_order, score_rank
 from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
-from slipstream.kernels.sampling import NO_SCORE
+from slipstream.kernels.sampling import MAX_K, NO_SCORE, rank_column, score_order, score_rank
 
 MAX_NODES = 64  # bits of an ancestor mask: frontier nodes of all levels but the last, and nodes of a proposal
 

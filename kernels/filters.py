@@ -1,17 +1,24 @@
 """Top-k, then top-p, then min-p as one number per row: the smallest logit that is kept, found without a sort.
 
-On the GPU the vocabulary is cut into tiles of constant size, one program each; of the programs that share a row, the
-last to arrive merges what all of them found. Four launches:
+On the GPU the vocabulary is cut into tiles of constant size, one program each; the last program of a row to finish
+merges what all of them found. Four launches:
 
   1. summarise  maximum, sum of exponentials, the maxima of parts of tiles: what is searched, and from where up
   2. fill_bins  sums of the weights in 1,024 bins between there and the maximum, and the bin where the sum from above
-                reaches the goal. For top-p the weights are probabilities and the goal a share of their sum; for a top-k
-                too large for step 4, ones and k
+                reaches the goal
   3. collect    the few logits of that bin
   4. finish     the exact answer from these
 
-A small top-k skips 2: the k-th largest of the maxima bounds the k-th largest logit from below. A row without
-filters, or greedy, does nothing. No row's threshold depends on the other rows.
+A search asks for the largest of a row's logits x with weight(x and all above it) >= goal. Top-k: every weight is 1, the
+goal k. Top-p: weights exp((x - peak) / T), the goal top_p of their sum. The weight from `low` up reaches it. Between
+`low` and the peak x falls into one of BINS equal bins; the answer lies in the first bin from above with which the sum
+reaches the goal, and `above` is what the bins before it hold. Weights are summed as integers, so no sum depends on the
+order. Logits are compared as they are, since a division by T keeps their order and costs more than all else.
+
+A small top-k skips 2: the k-th largest of the maxima bounds the k-th largest logit from below. The candidates of 3 are
+gathered in any order and each is compared with all others, which needs no sort. Where there are too many, or a large
+top-k goes with a top-p, one program finds the threshold over the whole row, four bits of it at a time: slower, and
+rare. A row without filters, or greedy, does nothing. No row's threshold depends on the other rows.
 Letters: R rows of logits, V their vocabulary, S tiles of a row, E entries of parameters.
 """
 
@@ -19,15 +26,40 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.filter_finish import CANDIDATES, collect, finish
-from slipstream.kernels.filter_search import BINS, PARTIAL, SEARCH, fill_bins, summarise
-from slipstream.kernels.grid_sync import MAX_ROWS, done_counters
+from slipstream.kernels.grid_sync import MAX_ROWS, done_counters, is_last_done
 
 TILE = 4096  # columns of a program that sums up
 SEARCH_TILE = 2048  # of one that searches
 CHUNKS = 16  # parts of a tile whose maxima are kept, half as many where there are more than 16 tiles
+
+NONE = tl.constexpr(0)  # kinds of search: the threshold is known
+RANK = tl.constexpr(1)  # top-k among the few x >= low, then top-p among those
+WIDE_RANK = tl.constexpr(2)  # top-k by bins
+MASS = tl.constexpr(3)  # top-p by bins
+
+# Floats of a row's search record.
+SEARCH = tl.constexpr(9)
+KIND = tl.constexpr(0)
+PEAK = tl.constexpr(1)
+LOW = tl.constexpr(2)
+SCALE = tl.constexpr(3)  # bins for each unit of x
+ABOVE = tl.constexpr(4)
+GOAL = tl.constexpr(5)
+FLOOR = tl.constexpr(6)  # what min-p keeps begins here
+BIN = tl.constexpr(7)  # where the answer lies
+RATE = tl.constexpr(8)  # log2(e) / T
+
+PARTIAL = tl.constexpr(32)  # floats that a program leaves for the last one
+FEW = tl.constexpr(768)  # candidates: three quarters of the room for them
+BINS = tl.constexpr(1024)  # from the peak downwards
+MASS_UNIT = tl.constexpr(2.0**40)  # integer units of the mass of the row's maximum
+LOG2_E = tl.constexpr(1.4426950408889634)
+CANDIDATES = tl.constexpr(1024)
+COMPARED = tl.constexpr(16)  # candidates that all others are compared with at a time
+SCANNED = tl.constexpr(1024)  # columns that a descent reads at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +119,267 @@ def filter_thresholds_triton(
         collect[(R, parts)](logits, searches, candidates, counters, *shape, TILE=SEARCH_TILE, num_warps=8)
         finish[(R,)](logits, searches, candidates, counters, *shape, rows, repeats, k, p, thresholds, num_warps=8)
     return thresholds
+
+
+@triton.jit
+def parameter_entry(row, rows_ptr, repeats):
+    """Where the parameters of a row of logits are, see Sampling."""
+    entry = row // repeats
+    return entry if rows_ptr is None else tl.load(rows_ptr + entry)
+
+
+@triton.jit
+def load_logits(row_ptr, columns, V):
+    return tl.load(row_ptr + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def mass(x, peak, rate):
+    """The probability of x over that of the peak."""
+    return tl.exp2((x - peak) * rate)
+
+
+@triton.jit(do_not_specialize=["repeats"])
+def summarise(
+    logits_ptr, temperature_ptr, rows_ptr, repeats, searches_ptr, bins_ptr, counters_ptr, stride, V, tiles,
+    partials_ptr, top_k_ptr, top_p_ptr, min_p_ptr, thresholds_ptr,
+    TILE: tl.constexpr, TILES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """A tile leaves its chunks' maxima, then its own maximum, sum of exponentials and smallest finite x. The first tile
+    empties the row's bins."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    entry = parameter_entry(row, rows_ptr, repeats)
+    temperature, top_k = tl.load(temperature_ptr + entry), tl.load(top_k_ptr + entry).to(tl.int32)
+    top_p, min_p = tl.load(top_p_ptr + entry), tl.load(min_p_ptr + entry)
+    search = searches_ptr + row * SEARCH
+    if (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
+        chunk, column = tl.arange(0, CHUNKS), tl.arange(0, TILE // CHUNKS)
+        columns = tile * TILE + chunk[:, None] * (TILE // CHUNKS) + column[None, :]
+        x = load_logits(logits_ptr + row.to(tl.int64) * stride, columns, V)
+        temperature = tl.maximum(temperature, 1e-6)
+        rate = LOG2_E / temperature
+        maxima = tl.max(x, axis=1)
+        peak = tl.max(maxima, axis=0)
+        total = tl.sum(mass(x, tl.maximum(peak, -1e30), rate))
+        lowest = tl.min(tl.where(x > float("-inf"), x, float("inf")))
+        partials_ptr += row.to(tl.int64) * tiles * PARTIAL
+        partial = partials_ptr + tile * PARTIAL
+        tl.store(partial + chunk, maxima)
+        tl.store(partial + CHUNKS, peak)
+        tl.store(partial + CHUNKS + 1, total)
+        tl.store(partial + CHUNKS + 2, lowest)
+        if tile == 0:
+            tl.store(bins_ptr + row.to(tl.int64) * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int64))
+        if is_last_done(counters_ptr + row, tiles):
+            tl.store(search + RATE, rate)
+            _begin_search(
+                search, thresholds_ptr + row, partials_ptr, V, tiles, temperature, rate, top_k, top_p, min_p,
+                TILES, CHUNKS,
+            )  # fmt: skip
+    else:
+        if tile == 0:
+            tl.store(search + KIND, 0.0)
+            tl.store(thresholds_ptr + row, float("-inf"))
+
+
+@triton.jit
+def _begin_search(
+    search, threshold_ptr, partials, V, tiles, temperature, rate, top_k, top_p, min_p,
+    TILES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.arange(0, TILES)
+    address, valid = partials + tile * PARTIAL + CHUNKS, tile < tiles
+    peaks = tl.load(address, mask=valid, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(address + 1, mask=valid, other=0.0, cache_modifier=".cg")
+    lowest = tl.min(tl.load(address + 2, mask=valid, other=float("inf"), cache_modifier=".cg"), axis=0)
+    peak = tl.max(peaks, axis=0)
+    total = tl.sum(totals * mass(peaks, tl.maximum(peak, -1e30), rate), axis=0)
+    distance = tl.minimum(tl.log(tl.maximum(min_p, 1e-30)), 0.0) * temperature
+    floor = tl.where(min_p > 0.0, peak + distance, float("-inf"))
+    # Of the x below peak - depth there are at most V: together they hold no more than 1 - top_p of the sum.
+    depth = (tl.log(V / (tl.maximum(1.0 - top_p, 1e-9) * total)) + 1e-3) * temperature + 1e-6 * tl.abs(peak)
+    low = tl.maximum(lowest, peak - depth)
+    kind = tl.where(top_p < 1.0, MASS, NONE)
+    goal = top_p * total
+    if (top_k > 0) & (top_k < V):
+        bound = _kth_largest_maximum(partials, tiles, top_k, TILES, CHUNKS)
+        low = tl.where((top_k <= tiles * CHUNKS) & (bound > float("-inf")), bound, lowest)
+        kind = tl.where(_expected(top_k, tiles * CHUNKS) < FEW, RANK, WIDE_RANK)
+        goal = top_k.to(tl.float32)
+    is_over = (top_p <= 0.0) | (peak == float("-inf"))
+    kind = tl.where(is_over, NONE, kind)
+    tl.store(threshold_ptr, tl.where(is_over, peak, floor))
+    tl.store(search + KIND, kind.to(tl.float32))
+    tl.store(search + PEAK, peak)
+    tl.store(search + LOW, low)
+    tl.store(search + SCALE, 1.0 / tl.maximum(peak - low, 1e-30) * BINS)
+    tl.store(search + ABOVE, 0.0)
+    tl.store(search + GOAL, goal)
+    tl.store(search + FLOOR, floor)
+    tl.store(search + BIN, 0.0)
+
+
+@triton.jit
+def _expected(top_k, num_maxima):
+    """How many x are not below the k-th largest of the maxima of as many random parts: m ln(m / (m - k))."""
+    rest = tl.maximum((num_maxima - top_k).to(tl.float32), 1e-30)
+    return num_maxima * tl.log(num_maxima / rest)
+
+
+@triton.jit
+def _kth_largest_maximum(partials, tiles, top_k, TILES: tl.constexpr, CHUNKS: tl.constexpr):
+    """At least top_k of the row's x are not below it, if there are as many maxima; -inf if they are not finite."""
+    chunk = tl.arange(0, TILES * CHUNKS)
+    address = partials + chunk // CHUNKS * PARTIAL + chunk % CHUNKS
+    maxima = tl.load(address, mask=chunk < tiles * CHUNKS, other=float("-inf"), cache_modifier=".cg")
+    rank = tl.zeros((TILES * CHUNKS,), tl.int32)
+    for start in range(0, tiles * CHUNKS, 64):
+        other = start + tl.arange(0, 64)
+        other_address = partials + other // CHUNKS * PARTIAL + other % CHUNKS
+        others = tl.load(other_address, mask=other < tiles * CHUNKS, other=float("-inf"), cache_modifier=".cg")
+        rank += tl.sum((others[:, None] > maxima[None, :]).to(tl.int32), axis=0)
+    return tl.min(tl.where(rank < top_k, maxima, float("inf")), axis=0)
+
+
+@triton.jit
+def bin_of(x, peak, scale):
+    """The bins of x, from the peak downwards; the last holds all that is further down."""
+    places = tl.minimum((peak - x) * scale, BINS - 1.0)
+    # In fp32, 2^23 and more have no fraction: the sum's last bits are the rounded place. A conversion costs eight times
+    # an addition.
+    return (places + 8388608.0).to(tl.int32, bitcast=True) & (BINS - 1)
+
+
+@triton.jit
+def fill_bins(logits_ptr, searches_ptr, bins_ptr, counters_ptr, stride, V, tiles, TILE: tl.constexpr):
+    """Sums the weights of each bin; the last program finds the answer's."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    search, bins_ptr = searches_ptr + row * SEARCH, bins_ptr + row.to(tl.int64) * BINS
+    kind = tl.load(search + KIND).to(tl.int32)
+    if kind >= WIDE_RANK:
+        peak, low, scale = tl.load(search + PEAK), tl.load(search + LOW), tl.load(search + SCALE)
+        unit = tl.where(kind == MASS, MASS_UNIT, 1.0)
+        x = load_logits(logits_ptr + row.to(tl.int64) * stride, tile * TILE + tl.arange(0, TILE), V)
+        weights = tl.where(kind == MASS, mass(x, peak, tl.load(search + RATE)), 1.0) * unit
+        tl.atomic_add(bins_ptr + bin_of(x, peak, scale), weights.to(tl.int64), mask=x >= low, sem="relaxed")
+        if is_last_done(counters_ptr + row, tiles):
+            _choose_bin(search, bins_ptr, unit)
+
+
+@triton.jit
+def _choose_bin(search, bins_ptr, unit):
+    index = tl.arange(0, BINS)
+    weights = tl.load(bins_ptr + index, cache_modifier=".cg")
+    sums = tl.cumsum(weights, axis=0)
+    reached = sums.to(tl.float32) / unit >= tl.load(search + GOAL)
+    last = tl.max(tl.where(weights > 0, index, 0), axis=0)  # where rounding keeps the sum below the goal
+    chosen = tl.min(tl.where(reached, index, last), axis=0)
+    above = tl.sum(tl.where(index == chosen, sums - weights, 0), axis=0)
+    tl.store(search + BIN, chosen.to(tl.float32))
+    tl.store(search + ABOVE, above.to(tl.float32) / unit)
+
+
+@triton.jit
+def collect(logits_ptr, searches_ptr, candidates_ptr, counters_ptr, stride, V, TILE: tl.constexpr):
+    """Appends the x in question to the row's candidates and counts them, also those beyond the last place."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    search = searches_ptr + row * SEARCH
+    kind = tl.load(search + KIND).to(tl.int32)
+    if kind != NONE:
+        x = load_logits(logits_ptr + row.to(tl.int64) * stride, tile * TILE + tl.arange(0, TILE), V)
+        answer = tl.load(search + BIN).to(tl.int32)
+        bins = bin_of(x, tl.load(search + PEAK), tl.load(search + SCALE))
+        inside = (x >= tl.load(search + LOW)) & (tl.where(kind == RANK, answer, bins) == answer)
+        # Few are inside, so that an addition for each costs less than to number them first.
+        counter = counters_ptr + row + tl.zeros((TILE,), tl.int32)
+        place = tl.atomic_add(counter, 1, mask=inside, sem="relaxed")
+        tl.store(candidates_ptr + row.to(tl.int64) * CANDIDATES + place, x, mask=inside & (place < CANDIDATES))
+
+
+@triton.jit(do_not_specialize=["repeats"])
+def finish(
+    logits_ptr, searches_ptr, candidates_ptr, counters_ptr, stride, V,
+    rows_ptr, repeats, top_k_ptr, top_p_ptr, thresholds_ptr,
+):  # fmt: skip
+    """One program per row. Resets the count of candidates."""
+    row = tl.program_id(0)
+    search = searches_ptr + row * SEARCH
+    kind = tl.load(search + KIND).to(tl.int32)
+    if kind != NONE:
+        entry = parameter_entry(row, rows_ptr, repeats)
+        top_k, top_p = tl.load(top_k_ptr + entry).to(tl.int32), tl.load(top_p_ptr + entry)
+        found = tl.atomic_xchg(counters_ptr + row, 0, sem="relaxed")
+        candidates_ptr += row.to(tl.int64) * CANDIDATES
+        is_short = (kind != WIDE_RANK) | (top_p >= 1.0)
+        if is_short & (found <= CANDIDATES // 4):
+            threshold = _among(candidates_ptr, found, search, kind, top_k, top_p, CANDIDATES // 4)
+        elif is_short & (found <= CANDIDATES):
+            threshold = _among(candidates_ptr, found, search, kind, top_k, top_p, CANDIDATES)
+        else:
+            threshold = _over_row(logits_ptr + row.to(tl.int64) * stride, V, search, kind, top_k, top_p)
+        tl.store(thresholds_ptr + row, tl.maximum(threshold, tl.load(search + FLOOR)))
+
+
+@triton.jit
+def _among(candidates_ptr, found, search, kind, top_k, top_p, LANES: tl.constexpr):
+    """The smallest kept candidate."""
+    peak, above, goal = tl.load(search + PEAK), tl.load(search + ABOVE), tl.load(search + GOAL)
+    rate = tl.load(search + RATE)
+    lane = tl.arange(0, LANES)
+    x = tl.load(candidates_ptr + lane, mask=lane < found, other=float("-inf"))
+    rank, larger_mass = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.int64)  # of the larger candidates
+    for start in range(0, found, COMPARED):
+        other = start + tl.arange(0, COMPARED)
+        others = tl.load(candidates_ptr + other, mask=other < found, other=float("-inf"))
+        masses = (mass(others, peak, rate) * MASS_UNIT).to(tl.int64)
+        is_larger = others[:, None] > x[None, :]
+        rank += tl.sum(is_larger.to(tl.int32), axis=0)
+        larger_mass += tl.sum(tl.where(is_larger, masses[:, None], 0), axis=0)
+    share = larger_mass.to(tl.float32) * (1.0 / MASS_UNIT)
+    keep = (lane < found) & (above + tl.where(kind == MASS, share, rank.to(tl.float32)) < goal)
+    if (kind == RANK) & (top_p < 1.0):  # of the x that tie for place k, the sum holds as many as have a place
+        kth = tl.min(tl.where(keep, x, float("inf")), axis=0)
+        num_larger, larger = tl.max(tl.where(keep, rank, 0), axis=0), tl.max(tl.where(keep, share, 0.0), axis=0)
+        num_tied = tl.minimum(top_k, found) - num_larger  # a row may have fewer finite x than top_k
+        keep = keep & (share < top_p * (larger + num_tied.to(tl.float32) * mass(kth, peak, rate)))
+    return tl.minimum(tl.min(tl.where(keep, x, float("inf")), axis=0), peak)
+
+
+@triton.jit
+def _over_row(row_ptr, V, search, kind, top_k, top_p):
+    peak, goal, rate = tl.load(search + PEAK), tl.load(search + GOAL), tl.load(search + RATE)
+    threshold = tl.full((), float("-inf"), tl.float32)
+    if kind != MASS:
+        threshold = _descend(row_ptr, V, peak, rate, top_k.to(tl.float32), False)
+        counts, masses = tl.zeros((SCANNED,), tl.float32), tl.zeros((SCANNED,), tl.float32)
+        for start in range(0, V, SCANNED):
+            x = load_logits(row_ptr, start + tl.arange(0, SCANNED), V)
+            counts += tl.where(x > threshold, 1.0, 0.0)
+            masses += tl.where(x > threshold, mass(x, peak, rate), 0.0)
+        num_larger, larger = tl.sum(counts, axis=0), tl.sum(masses, axis=0)
+        goal = top_p * (larger + (top_k.to(tl.float32) - num_larger) * mass(threshold, peak, rate))
+    if top_p < 1.0:
+        threshold = tl.maximum(threshold, _descend(row_ptr, V, peak, rate, goal, True))
+    return threshold
+
+
+@triton.jit
+def _descend(row_ptr, V, peak, rate, goal, BY_MASS: tl.constexpr):
+    """The largest x whose weight and that of all above it reach the goal, by the digits of its bits in order."""
+    digit = tl.arange(0, 16)
+    known, unit = tl.full((), 0, tl.uint32), tl.full((), 1 << 28, tl.uint32)  # leading digits of the answer
+    for _ in range(8):
+        pivots = known + digit.to(tl.uint32) * unit
+        weights = tl.zeros((16, SCANNED), tl.float32)
+        for start in range(0, V, SCANNED):
+            columns = start + tl.arange(0, SCANNED)
+            x = load_logits(row_ptr, columns, V)
+            bits = x.to(tl.uint32, bitcast=True)
+            order = tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
+            weight = tl.where(columns < V, mass(x, peak, rate) if BY_MASS else 1.0, 0.0)
+            weights += tl.where(order[None, :] >= pivots[:, None], weight[None, :], 0.0)
+        reached = tl.sum((tl.sum(weights, axis=1) >= goal).to(tl.int32), axis=0)
+        known = known + tl.maximum(reached - 1, 0).to(tl.uint32) * unit
+        unit = unit >> 4
+    bits = tl.where(known >= 0x80000000, known & 0x7FFFFFFF, ~known)
+    return bits.to(tl.float32, bitcast=True)

@@ -3,7 +3,9 @@
 The set may be rows of the target's whole head, read through an index: nothing is copied, so it can change between
 rounds. The layer is bound by reading its weights, four times fewer for 32,768 tokens than for 128,256 (FR-Spec, arXiv
 2502.14856). The fused kernels round a logit to the dtype of `hidden` and then go on in fp32, as if it had been stored:
-they give what the two steps give, up to the order in which a product is added up.
+they give what the two steps give, up to the order in which a product is added up. Weights stream through shared memory
+as in kernels/small_m_gemm.py. A program computes OUTPUTS logits (axis 1) of ROWS rows (axis 0). Programs of the same
+weights are neighbours, so that more than ROWS rows find them in the L2 cache.
 Letters: R rows, H hidden size, V target and Vd draft vocabulary.
 """
 
@@ -12,15 +14,31 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels import gathered_head_kernel
-from slipstream.kernels.grid_sync import done_counters
-from slipstream.kernels.head_topk import MAX_K, empty_topk, merge_blocks, perturbed_topk
-from slipstream.kernels.launch import pdl_options
+from slipstream.kernels.filters import parameter_entry
+from slipstream.kernels.grid_sync import done_counters, is_last_done
+from slipstream.kernels.launch import pdl_options, wait_for_inputs
 from slipstream.kernels.linear import few_on_gpu, linear
-from slipstream.kernels.sampling import Sampling, best_ranks, sample
-from slipstream.kernels.skinny import Tiling
+from slipstream.kernels.sampling import (
+    MAX_K,
+    NO_ORDER,
+    NO_SCORE,
+    Sampling,
+    best_ranks,
+    bits_to_gumbel,
+    empty_topk,
+    merge_blocks,
+    merge_topk,
+    perturbed_topk,
+    rank_column,
+    row_noise_bits,
+    sample,
+    score_order,
+    score_rank,
+)
+from slipstream.kernels.small_m_gemm import Tiling
 
 MOST_ROWS = 64  # of one program
 FUSED_ROWS = 32  # beyond them what follows the product costs the fused kernels too many registers
@@ -54,16 +72,18 @@ def choose_tiling(num_rows: int) -> Tiling:
     return Tiling(outputs=128, depth=64, split=1, stages=3, warps=8)
 
 
-def gathered_linear(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """hidden (R, H) @ weight (V, H)[ids].T -> (R, Vd) for ids (Vd,) int64, -inf where an id is -1.
-
-    Summed in fp32, rounded once. On the GPU nothing but the named rows of the 16-bit weights is read.
-    """
-    run = gathered_linear_triton if _fits_kernel(hidden, weight) else gathered_linear_reference
-    return run(hidden, weight, ids)
+def head_logits(head: DraftHead, hidden: Tensor) -> Tensor:
+    """(R, H) -> (R, Vd). Of a gathered head -inf at unused places, summed in fp32 and rounded once; on the GPU nothing
+    but the named rows of the 16-bit weights is read."""
+    if not head.gathered:
+        return linear(hidden, head.weight)
+    assert head.ids is not None
+    run = gathered_linear_triton if _fits_kernel(hidden, head.weight) else gathered_linear_reference
+    return run(hidden, head.weight, head.ids)
 
 
 def gathered_linear_reference(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """hidden (R, H) @ weight (V, H)[ids].T -> (R, Vd) for ids (Vd,) int64, -inf where an id is -1."""
     return linear(hidden, weight.index_select(0, ids.clamp(min=0))).masked_fill(ids < 0, -torch.inf)
 
 
@@ -71,18 +91,10 @@ def gathered_linear_triton(hidden: Tensor, weight: Tensor, ids: Tensor, tiling: 
     out = torch.empty(len(hidden), len(ids), dtype=hidden.dtype, device=hidden.device)
     if len(hidden):
         hidden, grid, options = _launch_options(hidden, weight, len(ids), tiling)
-        gathered_head_kernel.gathered_linear_kernel[grid](
+        gathered_linear_kernel[grid](
             hidden, weight, ids, out, hidden.stride(0), weight.stride(0), *out.shape, weight.shape[1], **options
         )
     return out
-
-
-def head_logits(head: DraftHead, hidden: Tensor) -> Tensor:
-    """(R, H) -> (R, Vd)."""
-    if head.gathered:
-        assert head.ids is not None
-        return gathered_linear(hidden, head.weight, head.ids)
-    return linear(hidden, head.weight)
 
 
 def head_sample(head: DraftHead, hidden: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
@@ -106,7 +118,7 @@ def head_sample_triton(
     out = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
     if len(hidden):
         rows = best_ranks(hidden.device), done_counters(hidden.device), out
-        _launch_fused(gathered_head_kernel.head_sample_kernel, head, hidden, positions, sampling, rows, tiling)
+        _launch_fused(head_sample_kernel, head, hidden, positions, sampling, rows, tiling)
     return out
 
 
@@ -136,8 +148,8 @@ def head_topk_triton(
     candidates, sums, values, places = empty_topk(R, tiles, k, hidden.device)
     if R:
         out = candidates, sums
-        _launch_fused(gathered_head_kernel.head_topk_kernel, head, hidden, positions, sampling, out, tiling, K=k)
-        gathered_head_kernel.merge_topk_kernel[(R,)](
+        _launch_fused(head_topk_kernel, head, hidden, positions, sampling, out, tiling, K=k)
+        merge_topk_kernel[(R,)](
             candidates, sums, values, places, tiles,
             K=k, **merge_blocks(tiles, k), num_warps=8, **pdl_options(hidden.device),
         )  # fmt: skip
@@ -181,3 +193,153 @@ def _launch_options(
     constants |= {"EVEN": num_inputs % tiling.depth == 0, "PRECISION": "ieee"}
     options = {"num_stages": tiling.stages, "num_warps": tiling.warps}
     return hidden, grid, constants | options | pdl_options(hidden.device)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_outputs"])
+def gathered_linear_kernel(
+    x_ptr, weight_ptr, ids_ptr, out_ptr, x_stride, weight_stride, num_rows, num_outputs, num_inputs,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out[r, j] = x[r] . weight[ids[j]], -inf where ids[j] is -1."""
+    row, outputs = _cells(ROWS, OUTPUTS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    ids = tl.load(ids_ptr + outputs, mask=outputs < num_outputs, other=-1)
+    acc = _logits(
+        x_ptr, weight_ptr, tl.maximum(ids, 0), row, x_stride, weight_stride, num_rows, num_inputs,
+        ROWS, OUTPUTS, DEPTH, EVEN, PRECISION, PDL,
+    )  # fmt: skip
+    result = tl.where((ids >= 0)[None, :], tl.trans(acc), float("-inf"))  # (ROWS, OUTPUTS)
+    cells = row[:, None].to(tl.int64) * num_outputs + outputs[None, :]
+    valid = (row < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    tl.store(out_ptr + cells, result.to(out_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_outputs", "repeats"])
+def head_sample_kernel(
+    x_ptr, weight_ptr, ids_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, best_ptr, counters_ptr, out_ptr,
+    x_stride, weight_stride, num_rows, num_outputs, num_inputs, repeats, tiles,
+    GATHERED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The best score of each row: one maximum per program, the last one to arrive stores what all have found."""
+    row, outputs = _cells(ROWS, OUTPUTS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    scores = _scores(
+        x_ptr, weight_ptr, ids_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, row, outputs,
+        x_stride, weight_stride, num_rows, num_outputs, num_inputs, repeats,
+        GATHERED, ROWS, OUTPUTS, DEPTH, EVEN, PRECISION, PDL,
+    )  # fmt: skip
+    rank, _ = _first_best(score_order(scores), outputs)
+    mask = row < num_rows
+    tl.atomic_max(best_ptr + row, rank, mask=mask, sem="relaxed")
+    if is_last_done(counters_ptr + tl.program_id(0), tiles):
+        best = tl.atomic_xchg(best_ptr + row, tl.full((ROWS,), NO_SCORE, tl.int64), mask=mask, sem="relaxed")
+        tl.store(out_ptr + row, rank_column(best), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_outputs", "repeats"])
+def head_topk_kernel(
+    x_ptr, weight_ptr, ids_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, candidates_ptr, sums_ptr,
+    x_stride, weight_stride, num_rows, num_outputs, num_inputs, repeats, tiles,
+    K: tl.constexpr, GATHERED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program leaves the K best of each of its rows, their maximum, and their sum of exponentials."""
+    row, outputs = _cells(ROWS, OUTPUTS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    scores = _scores(
+        x_ptr, weight_ptr, ids_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, row, outputs,
+        x_stride, weight_stride, num_rows, num_outputs, num_inputs, repeats,
+        GATHERED, ROWS, OUTPUTS, DEPTH, EVEN, PRECISION, PDL,
+    )  # fmt: skip
+    mask = row < num_rows
+    place = row.to(tl.int64) * tiles + tl.program_id(1)
+    peak = tl.max(scores, axis=0)
+    tl.store(sums_ptr + place * 2, peak, mask=mask)
+    total = tl.sum(tl.exp(scores - tl.maximum(peak, -1e30)[None, :]), axis=0)
+    tl.store(sums_ptr + place * 2 + 1, total, mask=mask)
+    order = score_order(scores)
+    for choice in range(K):
+        rank, column = _first_best(order, outputs)
+        order = tl.where(outputs[:, None] == column[None, :], NO_ORDER, order)
+        tl.store(candidates_ptr + place * K + choice, rank, mask=mask)
+
+
+@triton.jit
+def merge_topk_kernel(
+    candidates_ptr, sums_ptr, values_ptr, columns_ptr, tiles,
+    K: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per row. A launch of its own: the last program to arrive would have all rows to merge."""
+    wait_for_inputs(PDL)
+    merge_topk(candidates_ptr, sums_ptr, values_ptr, columns_ptr, tl.program_id(0), tiles, K, TILES, CANDIDATES)
+
+
+@triton.jit
+def _cells(ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    return row, tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+
+
+@triton.jit
+def _logits(
+    x_ptr, weight_ptr, places, row, x_stride, weight_stride, num_rows, num_inputs,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """(OUTPUTS, ROWS) fp32: the rows `places` of the weights times the rows `row` of x."""
+    weights = weight_ptr + places[:, None].to(tl.int64) * weight_stride
+    inputs = x_ptr + row[:, None].to(tl.int64) * x_stride
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for step in range(tl.cdiv(num_inputs, DEPTH)):
+        k = step * DEPTH + tl.arange(0, DEPTH)[None, :]
+        if EVEN:
+            x = tl.load(inputs + k, mask=(row < num_rows)[:, None], other=0.0)
+            weight = tl.load(weights + k)
+        else:
+            x = tl.load(inputs + k, mask=(row < num_rows)[:, None] & (k < num_inputs), other=0.0)
+            weight = tl.load(weights + k, mask=k < num_inputs, other=0.0)
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    return acc
+
+
+@triton.jit
+def _scores(
+    x_ptr, weight_ptr, ids_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, row, outputs,
+    x_stride, weight_stride, num_rows, num_outputs, num_inputs, repeats,
+    GATHERED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """(OUTPUTS, ROWS) fp32 logits with noise; -inf at unused places and beyond the last output."""
+    inside = outputs < num_outputs
+    ids = outputs if ids_ptr is None else tl.load(ids_ptr + outputs, mask=inside, other=-1)
+    places = tl.maximum(ids, 0) if GATHERED else tl.minimum(outputs, num_outputs - 1)
+    if temperature_ptr is not None:  # read here, where the wait is hidden
+        entry = parameter_entry(tl.minimum(row, num_rows - 1), rows_ptr, repeats)
+        temperature, key = tl.load(temperature_ptr + entry), tl.load(keys_ptr + entry)
+        position = tl.load(positions_ptr + row, mask=row < num_rows, other=0)
+    acc = _logits(
+        x_ptr, weight_ptr, places, row, x_stride, weight_stride, num_rows, num_inputs,
+        ROWS, OUTPUTS, DEPTH, EVEN, PRECISION, PDL,
+    )  # fmt: skip
+    scores = acc.to(x_ptr.dtype.element_ty).to(tl.float32)  # rounded as stored logits are
+    if temperature_ptr is not None:  # noqa: SIM102, decided when compiled
+        if tl.max(temperature, axis=0) > 0.0:
+            bits = row_noise_bits(key[None, :], position[None, :], ids[:, None])
+            scores += temperature[None, :] * bits_to_gumbel(bits)
+    used = inside & (ids >= 0) if GATHERED else inside
+    return tl.where(used[:, None], scores, float("-inf"))
+
+
+@triton.jit
+def _first_best(order, outputs):
+    """Of (OUTPUTS, ROWS) orders the rank of each row's best, and its column."""
+    best = tl.max(order, axis=0)
+    column = tl.min(tl.where(order == best[None, :], outputs[:, None], 0x7FFFFFFF), axis=0)
+    return score_rank(best, column), column

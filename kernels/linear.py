@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.launch import shared_memory, use_triton
-from slipstream.kernels.skinny import (
+from slipstream.kernels.small_m_gemm import (
     MAX_GATED_ROWS,
     MAX_OUTPUTS,
     MAX_ROWS,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.kernels.draft_tree import MAX_NODES, Candidates, Frontier, Place, TreeShape, choose, grow
 from slipstream.kernels.gathered_head import head_sample, head_topk
-from slipstream.kernels.head_topk import MAX_K
+from slipstream.kernels.sampling import MAX_K
 from slipstream.models.layers import Attention, Embedding, Mask
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from slipstream.kernels.kv import chain_slots
 from slipstream.kernels.sampling import Filters, Sampling, noise_key
-from slipstream.kernels.slots import chain_slots
 from slipstream.models.config import RopeConfig
 from slipstream.serve.request import Request
 

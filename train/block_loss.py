@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.label_cross_entropy import label_cross_entropy
+from slipstream.kernels.cross_entropy import label_cross_entropy
 
 GAMMAS = {8: 4.0, 10: 5.0, 16: 7.0}  # DFLASH's own choice by block size (arXiv 2602.06036)
 DPACE_ALPHA = 0.5  # arXiv 2605.18810

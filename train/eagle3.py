@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from slipstream.kernels.soft_cross_entropy import Kind, soft_cross_entropy
+from slipstream.kernels.cross_entropy import Kind, soft_cross_entropy
 from slipstream.models.config import default_feature_layers
 from slipstream.models.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.eagle3_checkpoint import save_eagle3

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.soft_cross_entropy import soft_cross_entropy
+from slipstream.kernels.cross_entropy import soft_cross_entropy
 from slipstream.train.block_loss import rows_at_once
 
 Teach = Callable[[slice], Tensor]  # rows -> the target's logits (n, Vd) there

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.context_kv import store_context
 from slipstream.kernels.gathered_head import head_sample
 from slipstream.kernels.linear import linear
+from slipstream.kernels.rope import store_context
 from slipstream.models.checkpoint import resolve
 from slipstream.models.dflash import DFlash
 from slipstream.models.dflash_checkpoint import load_dflash

@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.context_kv import store_context, store_context_reference, store_context_triton
 from slipstream.kernels.norm import rms_norm_triton
-from slipstream.kernels.rope import rotate_and_store_triton
+from slipstream.kernels.rope import (
+    rotate_and_store_triton,
+    store_context,
+    store_context_reference,
+    store_context_triton,
+)
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES
 
 EPS = 1e-6

@@ -9,7 +9,6 @@ from slipstream.kernels.gathered_head import (
     MOST_ROWS,
     DraftHead,
     choose_tiling,
-    gathered_linear,
     gathered_linear_reference,
     gathered_linear_triton,
     head_logits,
@@ -21,7 +20,7 @@ from slipstream.kernels.gathered_head import (
     head_topk_triton,
 )
 from slipstream.kernels.sampling import Sampling, gumbel, noise_key
-from slipstream.kernels.skinny import Tiling
+from slipstream.kernels.small_m_gemm import Tiling
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, replayed
 
 # The interpreter has no product of bfloat16.
@@ -196,7 +195,6 @@ def test_no_rows_and_the_cpu() -> None:
     hidden, weight, ids = random(4, torch.float32, "cpu")
     positions, sampling = torch.arange(4), sampling_of(4, "cpu")
     assert gathered_linear_triton(hidden[:0], weight, ids).shape == (0, VD)
-    torch.testing.assert_close(gathered_linear(hidden, weight, ids)[:, ids >= 0], hidden @ weight[ids[ids >= 0]].t())
     filters = Filters(*(torch.full((4,), value) for value in (1, 1.0, 0.0)))
     for head in heads(weight, ids):
         assert head_sample_triton(head, hidden[:0], positions[:0], sampling).shape == (0,)
@@ -276,7 +274,7 @@ def test_the_dispatch() -> None:
         sampling_of(2, "cuda"),
     )
     with torch.inference_mode():
-        assert torch.equal(gathered_linear(hidden, weight, ids), gathered_linear_triton(hidden, weight, ids))
+        assert torch.equal(head_logits(head, hidden), gathered_linear_triton(hidden, weight, ids))
         places = head_sample_triton(head, hidden, positions, sampling)
         assert torch.equal(head_sample(head, hidden, positions, sampling), places)
         assert torch.equal(head_sample_reference(head, hidden, positions, sampling), places)

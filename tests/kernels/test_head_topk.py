@@ -5,8 +5,17 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.filters import Filters
-from slipstream.kernels.head_topk import MAX_K, TILE, perturbed_topk, perturbed_topk_reference, perturbed_topk_triton
-from slipstream.kernels.sampling import Sampling, gumbel, noise_key, sample_reference
+from slipstream.kernels.sampling import (
+    MAX_K,
+    TILE,
+    Sampling,
+    gumbel,
+    noise_key,
+    perturbed_topk,
+    perturbed_topk_reference,
+    perturbed_topk_triton,
+    sample_reference,
+)
 from slipstream.tests.kernels.triton_runs import DEVICES, poisoned, replayed
 
 RUNS = [perturbed_topk_reference, perturbed_topk_triton]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels import label_cross_entropy as module
-from slipstream.kernels.label_cross_entropy import (
+from slipstream.kernels import cross_entropy as module
+from slipstream.kernels.cross_entropy import (
     label_cross_entropy,
     label_cross_entropy_reference,
     label_cross_entropy_triton,

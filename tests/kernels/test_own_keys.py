@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.own_keys import (
+from slipstream.kernels.packed_attention import (
     extend_attention_reference,
     extend_attention_triton,
     own_keys_gradients_reference,

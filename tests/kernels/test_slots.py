@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.kernels.slots import chain_slots, chain_slots_reference, chain_slots_triton
+from slipstream.kernels.kv import chain_slots, chain_slots_reference, chain_slots_triton
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels import soft_cross_entropy as module
-from slipstream.kernels.soft_cross_entropy import (
+from slipstream.kernels import cross_entropy as module
+from slipstream.kernels.cross_entropy import (
     Kind,
     soft_cross_entropy,
     soft_cross_entropy_reference,

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels import skinny
+from slipstream.kernels import small_m_gemm
 from slipstream.kernels.activation import silu_mul_reference, silu_mul_triton
 from slipstream.kernels.linear import gated_linear, linear
-from slipstream.kernels.skinny import Tiling
+from slipstream.kernels.small_m_gemm import Tiling
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, replayed
 
 # The interpreter has no product of bfloat16.
@@ -47,10 +47,9 @@ def test_small(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.
     x, weight, bias = random(*shape, dtype, device)
     for own_bias in (None, bias):
         with poisoned():
-            out = skinny.linear_few_rows_triton(x, weight, own_bias, tiling)
+            out = small_m_gemm.linear_few_rows_triton(x, weight, own_bias, tiling)
         added = 0 if own_bias is None else own_bias.double()
         check(out, x.double() @ weight.double().t() + added, dtype)
-        check(skinny.linear_few_rows_reference(x, weight, own_bias), x.double() @ weight.double().t() + added, dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -63,18 +62,17 @@ def test_small_gated(tiling: Tiling | None, shape: tuple[int, int, int], dtype: 
     rows, outputs, inputs = shape
     x, weight, _ = random(rows, 2 * outputs, inputs, dtype, device)
     with poisoned():
-        out = skinny.gated_linear_few_rows_triton(x, weight, tiling)
+        out = small_m_gemm.gated_linear_few_rows_triton(x, weight, tiling)
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
     check(out, F.silu(gate) * up, dtype)
-    check(skinny.gated_linear_few_rows_reference(x, weight), F.silu(gate) * up, dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gated_rounds_as_the_two_kernels(device: str) -> None:
     x, weight, _ = random(5, 64, 48, torch.float16, device)
     tiling = Tiling(16, 16, 1)
-    apart = silu_mul_triton(skinny.linear_few_rows_triton(x, weight, None, tiling))
-    assert torch.equal(skinny.gated_linear_few_rows_triton(x, weight, tiling), apart)
+    apart = silu_mul_triton(small_m_gemm.linear_few_rows_triton(x, weight, None, tiling))
+    assert torch.equal(small_m_gemm.gated_linear_few_rows_triton(x, weight, tiling), apart)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -82,24 +80,22 @@ def test_gated_rounds_as_the_two_kernels(device: str) -> None:
 def test_a_row_does_not_depend_on_the_others(tiling: Tiling, device: str) -> None:
     most = 16 if device == "cpu" else 32  # the interpreter's product of 32 rows adds in another order
     x, weight, bias = random(most, 40, 72, torch.float16, device)
-    out = skinny.linear_few_rows_triton(x, weight, bias, tiling)
+    out = small_m_gemm.linear_few_rows_triton(x, weight, bias, tiling)
     for rows in (1, 2, 5, 8, most):
-        assert torch.equal(skinny.linear_few_rows_triton(x[:rows], weight, bias, tiling), out[:rows])
+        assert torch.equal(small_m_gemm.linear_few_rows_triton(x[:rows], weight, bias, tiling), out[:rows])
 
 
 def test_tilings_fill_the_device_once() -> None:
-    for outputs, inputs in (shape for shape in LLAMA + DRAFT if 4000 < shape[0] <= skinny.MAX_OUTPUTS):
-        tiling = skinny.choose_tiling(outputs, inputs)
+    for outputs, inputs in (shape for shape in LLAMA + DRAFT if 4000 < shape[0] <= small_m_gemm.MAX_OUTPUTS):
+        tiling = small_m_gemm.choose_tiling(outputs, inputs)
         programs = -(-outputs // tiling.outputs) * tiling.split
-        assert skinny.PROGRAMS / 2 < programs <= skinny.PROGRAMS
+        assert small_m_gemm.PROGRAMS / 2 < programs <= small_m_gemm.PROGRAMS
 
 
 def test_no_rows_and_the_cpu() -> None:
     x, weight, bias = torch.randn(4, 24), torch.randn(10, 24), torch.randn(10)
-    assert skinny.linear_few_rows_triton(x[:0], weight, bias).shape == (0, 10)
-    torch.testing.assert_close(skinny.linear_few_rows(x, weight, bias), F.linear(x, weight, bias))
+    assert small_m_gemm.linear_few_rows_triton(x[:0], weight, bias).shape == (0, 10)
     expected = silu_mul_reference(F.linear(x, weight))
-    torch.testing.assert_close(skinny.gated_linear_few_rows(x, weight), expected)
     torch.testing.assert_close(gated_linear(x.view(2, 2, 24), weight), expected.view(2, 2, 5))
 
 
@@ -107,12 +103,12 @@ def test_no_rows_and_the_cpu() -> None:
 @pytest.mark.parametrize("shape", REAL)
 def test_real_shapes(shape: tuple[int, int], rows: int) -> None:
     x, weight, bias = random(rows, *shape, torch.bfloat16, "cuda")
-    first = skinny.linear_few_rows_triton(x, weight, bias)
+    first = small_m_gemm.linear_few_rows_triton(x, weight, bias)
     check(first, (x.float() @ weight.float().t() + bias.float()).double(), torch.bfloat16)
-    assert torch.equal(skinny.linear_few_rows_triton(x[:1], weight, bias), first[:1])
+    assert torch.equal(small_m_gemm.linear_few_rows_triton(x[:1], weight, bias), first[:1])
     for _ in range(5):
-        assert torch.equal(skinny.linear_few_rows_triton(x, weight, bias), first)
-    gated = skinny.gated_linear_few_rows_triton(x, weight)
+        assert torch.equal(small_m_gemm.linear_few_rows_triton(x, weight, bias), first)
+    gated = small_m_gemm.gated_linear_few_rows_triton(x, weight)
     apart = silu_mul_triton(F.linear(x.float(), weight.float()).to(torch.bfloat16))
     torch.testing.assert_close(gated, apart, atol=3e-2, rtol=3e-2)
 
@@ -123,18 +119,18 @@ def test_real_shapes(shape: tuple[int, int], rows: int) -> None:
 def test_gated_products_of_more_rows(shape: tuple[int, int], rows: int) -> None:
     """They round as few rows do, whatever their tiling."""
     x, weight, _ = random(rows, *shape, torch.bfloat16, "cuda")
-    gated = skinny.gated_linear_few_rows_triton(x, weight)
+    gated = small_m_gemm.gated_linear_few_rows_triton(x, weight)
     apart = silu_mul_triton(F.linear(x.float(), weight.float()).to(torch.bfloat16))
     torch.testing.assert_close(gated, apart, atol=3e-2, rtol=3e-2)
     for few in (1, 32, 50):
         few = min(few, rows)
-        assert torch.equal(skinny.gated_linear_few_rows_triton(x[:few], weight), gated[:few])
+        assert torch.equal(small_m_gemm.gated_linear_few_rows_triton(x[:few], weight), gated[:few])
     with torch.inference_mode():
         assert torch.equal(gated_linear(x, weight), gated)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("run", [skinny.linear_few_rows_triton, skinny.linear_few_rows])
+@pytest.mark.parametrize("run", [small_m_gemm.linear_few_rows_triton, linear])
 def test_a_graph_replays_a_chain(run: Callable[..., Tensor]) -> None:
     """Each kernel starts while the one before it runs, and reads what that one writes."""
     x, down, _ = random(4, 4096, 14336, torch.bfloat16, "cuda")
@@ -145,13 +141,13 @@ def test_a_graph_replays_a_chain(run: Callable[..., Tensor]) -> None:
 
     def chain(x: Tensor) -> Tensor:
         for _ in range(8):
-            x = bounded(skinny.gated_linear_few_rows_triton(run(x, down), gate_up))
+            x = bounded(small_m_gemm.gated_linear_few_rows_triton(run(x, down), gate_up))
         return x
 
     with torch.inference_mode():
         expected = x
         for _ in range(8):
-            expected = bounded(skinny.gated_linear_few_rows_triton(run(expected, down), gate_up))
+            expected = bounded(small_m_gemm.gated_linear_few_rows_triton(run(expected, down), gate_up))
             torch.cuda.synchronize()
         assert expected.isfinite().all()
         assert torch.equal(replayed(lambda: chain(x)), expected)
@@ -161,6 +157,6 @@ def test_a_graph_replays_a_chain(run: Callable[..., Tensor]) -> None:
 def test_the_dispatch() -> None:
     x, weight, _ = random(4, 4096, 4096, torch.bfloat16, "cuda")
     with torch.inference_mode():
-        assert torch.equal(linear(x, weight), skinny.linear_few_rows_triton(x, weight))
+        assert torch.equal(linear(x, weight), small_m_gemm.linear_few_rows_triton(x, weight))
         shaped = linear(x.view(2, 2, 4096), weight)
-    assert torch.equal(shaped.view(4, 4096), skinny.linear_few_rows_triton(x, weight))
+    assert torch.equal(shaped.view(4, 4096), small_m_gemm.linear_few_rows_triton(x, weight))

@@ -1,4 +1,5 @@
-"""Losses between a draft's and a target's distribution over the draft's vocabulary, fused: no softmax is written.
+"""Losses of a draft over its vocabulary, fused, so that no softmax is written: against the target's distribution
+(`soft_cross_entropy`), and against labels (`label_cross_entropy`).
 
 With p = softmax(teacher) and q = softmax(student), in fp32, a row's loss is
 
@@ -11,7 +12,7 @@ With p = softmax(teacher) and q = softmax(student), in fp32, a row's loss is
 
 The forward kernel reads each row once (tv and lk twice) with running maxima (Milakov & Gimelshein 2018, arXiv
 1805.02867), one program a row; the backward kernel computes both softmaxes again from a row's saved maxima and sums and
-can write the gradient over the student's logits.
+can write the gradient over the student's logits. Labels need no backward kernel: a program reads its row twice.
 Letters: N rows, V columns (the draft's vocabulary). reverse_kl is infinite where q > 0 meets a teacher's -inf; the
 others take -inf there as probability 0.
 """
@@ -95,7 +96,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         best = torch.empty(N, dtype=torch.int64, device=student.device)
         stats = torch.empty(N, NUM_STATS.value, dtype=torch.float32, device=student.device)
         if N:
-            _forward_kernel[(N,)](
+            _soft_forward[(N,)](
                 student, teacher, weights, losses, best, stats, student.stride(0), teacher.stride(0), V,
                 LOSS=kind, TILE=_tile(V), num_warps=NUM_WARPS,
             )  # fmt: skip
@@ -111,7 +112,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         gradient = student.detach() if ctx.in_place else torch.empty_like(student)
         tile = _tile(V)
         if N:
-            _backward_kernel[(N, triton.cdiv(V, tile))](
+            _soft_backward[(N, triton.cdiv(V, tile))](
                 student, teacher, weights, stats, upstream, gradient,
                 student.stride(0), teacher.stride(0), upstream.stride(0), gradient.stride(0), V,
                 LOSS=ctx.kind, TILE=tile, num_warps=NUM_WARPS,
@@ -126,7 +127,7 @@ def _tile(V: int) -> int:
 
 
 @triton.jit
-def _forward_kernel(
+def _soft_forward(
     student_ptr, teacher_ptr, weights_ptr, losses_ptr, best_ptr, stats_ptr, student_stride, teacher_stride, V,
     LOSS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -185,7 +186,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _soft_backward(
     student_ptr, teacher_ptr, weights_ptr, stats_ptr, upstream_ptr, gradient_ptr,
     student_stride, teacher_stride, upstream_stride, gradient_stride, V,
     LOSS: tl.constexpr, TILE: tl.constexpr,
@@ -233,3 +234,69 @@ def _store_stats(stats_ptr, s_peak, s_log, t_peak, t_log, first, second):
 def _is_below(q, p):
     """Derivative of min(p, q) by q; a half at ties, as in torch."""
     return tl.where(q < p, 1.0, tl.where(q == p, 0.5, 0.0))
+
+
+def label_cross_entropy(logits: Tensor, labels: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor]:
+    """(losses (N,) fp32; best (N,) int64, each row's likeliest column, ties to the lowest).
+
+    logits (N, V) of any float type, whose rows may lie apart; labels (N,) int64, of 0 .. V - 1. `with_gradient`: writes
+    the gradient of each row's loss, softmax - onehot, over its logits, computed in fp32 and rounded once. For the
+    forward of an autograd function: makes no graph itself.
+    """
+    assert not logits.requires_grad
+    run = label_cross_entropy_triton if logits.is_cuda else label_cross_entropy_reference
+    return run(logits, labels, with_gradient=with_gradient)
+
+
+def label_cross_entropy_reference(logits: Tensor, labels: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor]:
+    """float64 logits are computed in float64."""
+    label, best = labels.unsqueeze(1), logits.argmax(dim=-1)
+    log_q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+    losses = -log_q.gather(1, label).squeeze(1).float()
+    if with_gradient:
+        logits.copy_(log_q.exp_().scatter_add_(1, label, torch.full_like(label, -1, dtype=log_q.dtype)))
+    return losses, best
+
+
+def label_cross_entropy_triton(logits: Tensor, labels: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor]:
+    N, V = logits.shape
+    assert labels.shape == (N,)
+    assert logits.stride(1) == labels.stride(0) == 1
+    losses = torch.empty(N, dtype=torch.float32, device=logits.device)
+    best = torch.empty(N, dtype=torch.int64, device=logits.device)
+    if N:
+        sizes = {"WITH_GRADIENT": with_gradient, "TILE": _tile(V), "num_warps": NUM_WARPS}
+        _label_cross_entropy[(N,)](logits, labels, losses, best, logits.stride(0), V, **sizes)
+    return losses, best
+
+
+@triton.jit
+def _label_cross_entropy(
+    logits_ptr, labels_ptr, losses_ptr, best_ptr, stride, V, WITH_GRADIENT: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    logits_ptr += row * stride
+    label = tl.load(labels_ptr + row)
+    label_logit = tl.load(logits_ptr + label).to(tl.float32)
+    peak, total = -1e30, 0.0  # a finite stand-in for -inf: differences of maxima stay numbers
+    best_values, best_columns = tl.full((TILE,), float("-inf"), tl.float32), lanes
+    for start in range(0, V, TILE):
+        columns = start + lanes
+        x = _load_tile(logits_ptr, columns, V)
+        best_columns = tl.where(x > best_values, columns, best_columns)
+        best_values = tl.maximum(x, best_values)
+        higher = tl.maximum(peak, tl.max(x, axis=0))
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher), axis=0)
+        peak = higher
+
+    log_total = tl.log(total)
+    tl.store(losses_ptr + row, peak - label_logit + log_total)
+    best = tl.max(best_values, axis=0)
+    tl.store(best_ptr + row, tl.min(tl.where(best_values == best, best_columns, V - 1), axis=0).to(tl.int64))
+    if WITH_GRADIENT:
+        tl.debug_barrier()  # every warp has read the row before one writes over it
+        for start in range(0, V, TILE):
+            columns = start + lanes
+            x = _load_tile(logits_ptr, columns, V)
+            gradient = tl.exp(x - peak - log_total) - tl.where(columns == label, 1.0, 0.0)
+            tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < V)
