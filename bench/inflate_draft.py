@@ -13,8 +13,8 @@ from slipstream.bench.inflate_shapes import Shape, check_layer, check_room, plac
 from slipstream.bench.inflate_weights import Inflation, Part
 from slipstream.models.config import ModelConfig
 from slipstream.models.dflash import DFlashConfig
+from slipstream.models.draft import ids_of
 from slipstream.models.eagle3 import Eagle3Config
-from slipstream.models.vocabulary import ids_of
 
 CPU = torch.device("cpu")
 

@@ -38,9 +38,15 @@ from slipstream.bench.lines import Lines
 from slipstream.bench.training import clock, median
 from slipstream.bench.training_case import StepConfig, build, make_batch
 from slipstream.config import parse
-from slipstream.models.feature_format import FeatureFormat, encode
-from slipstream.models.feature_shard import ShardRange, new_shard, write_shard
-from slipstream.models.feature_store import FeatureIndex, FeatureStore
+from slipstream.models.feature_store import (
+    FeatureFormat,
+    FeatureIndex,
+    FeatureStore,
+    ShardRange,
+    encode,
+    new_shard,
+    write_shard,
+)
 from slipstream.train.batches import Batch, PackedRows
 from slipstream.train.feature_source import BATCHES_AHEAD, read_ahead, read_features
 from slipstream.train.loop import start

@@ -26,8 +26,7 @@ from slipstream.data_tools.command_line import run, show_table
 from slipstream.data_tools.feature_shards import Capturer, read_documents
 from slipstream.models.atomic import recover
 from slipstream.models.checkpoint import resolve
-from slipstream.models.feature_shard import shard_path, write_shard
-from slipstream.models.feature_store import INDEX, FeatureIndex, FeatureStore
+from slipstream.models.feature_store import INDEX, FeatureIndex, FeatureStore, shard_path, write_shard
 from slipstream.models.outputs import check_working_folder
 
 TIMED_PASSES = 3

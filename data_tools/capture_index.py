@@ -12,8 +12,7 @@ from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.models.checkpoint import resolve, weights_fingerprint
 from slipstream.models.config import check_feature_layers, default_feature_layers
 from slipstream.models.dflash import default_block_feature_layers
-from slipstream.models.feature_format import FeatureFormat
-from slipstream.models.feature_store import INDEX, FeatureIndex
+from slipstream.models.feature_store import INDEX, FeatureFormat, FeatureIndex
 from slipstream.models.pretrained import read_config
 
 BLOCK_DRAFT_LAYERS = 5  # train/dflash.py's default, which decides the states that it reads

@@ -17,10 +17,16 @@ from slipstream.data_tools.command_line import run
 from slipstream.data_tools.draft_forms import FORMS, Form, Layout, names_in, read_target
 from slipstream.data_tools.layout_report import changes
 from slipstream.models.atomic import atomic_folder
-from slipstream.models.checkpoint import named_target, read_draft_tensors, read_json, resolve, write_checkpoint
-from slipstream.models.drafter_names import drafter_of
+from slipstream.models.checkpoint import (
+    named_target,
+    read_draft_tensors,
+    read_json,
+    resolve,
+    weight_files,
+    write_checkpoint,
+)
+from slipstream.models.draft_checkpoint import drafter_of
 from slipstream.models.outputs import CHECKPOINT, check_output_folder
-from slipstream.models.weight_files import weight_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

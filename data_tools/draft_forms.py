@@ -12,12 +12,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slipstream.models import dflash_checkpoint, eagle3_checkpoint, eagle_checkpoint
-from slipstream.models.checkpoint import public_tensors, read_json, resolve
+from slipstream.models.checkpoint import public_tensors, read_json, resolve, weight_files
 from slipstream.models.config import ModelConfig
-from slipstream.models.draft_weights import EMBEDDING, HEAD
+from slipstream.models.draft_checkpoint import EMBEDDING, HEAD
 from slipstream.models.speculators_layout import layer_name, to_speculators
 from slipstream.models.target import load_config
-from slipstream.models.weight_files import weight_files
 
 CPU = torch.device("cpu")
 

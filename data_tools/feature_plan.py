@@ -12,8 +12,7 @@ import pyarrow.compute as pc
 from datasets import Dataset
 from tqdm import tqdm
 
-from slipstream.models.feature_format import FeatureFormat
-from slipstream.models.feature_shard import ShardRange
+from slipstream.models.feature_store import FeatureFormat, ShardRange
 
 SCAN_ROWS = 4096  # documents measured at once
 
@@ -27,7 +26,7 @@ class Needs:
 
 
 def measure(dataset: Dataset, max_length: int) -> Needs:
-    """What documents cut at `max_length` need (models/feature_format.needed_tokens, here for many at once)."""
+    """What documents cut at `max_length` need (models/feature_store.needed_tokens, here for many at once)."""
     tokens, supervised = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     tables = dataset.with_format("arrow").iter(batch_size=SCAN_ROWS)
     num_tables = -(-len(dataset) // SCAN_ROWS)

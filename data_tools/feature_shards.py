@@ -13,8 +13,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from slipstream.models.feature_format import FeatureFormat, encode, needed_tokens
-from slipstream.models.feature_shard import ShardRange, ShardTensors, new_shard
+from slipstream.models.feature_store import FeatureFormat, ShardRange, ShardTensors, encode, needed_tokens, new_shard
 from slipstream.models.frozen_target import FrozenTarget, load_frozen_target
 
 

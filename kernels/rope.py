@@ -63,12 +63,13 @@ def rotate_and_store_reference(
     """Same signature as `rotate_and_store`, in plain torch."""
     q, k = norm_heads(q, k, norms)
     cos, sin = cos[positions, None], sin[positions, None]  # (T, 1, D)
-    keys.index_copy_(0, slots, _rotate(k, cos, sin))
+    keys.index_copy_(0, slots, rotate_halves(k, cos, sin))
     values.index_copy_(0, slots, v)
-    return _rotate(q, cos, sin)
+    return rotate_halves(q, cos, sin)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x (..., heads, D) by the "half" convention: pairs are (i, i + D / 2)."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -82,7 +83,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    return _rotate(x, cos[positions, None], sin[positions, None]).to(dtype)
+    return rotate_halves(x, cos[positions, None], sin[positions, None]).to(dtype)
 
 
 def rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:

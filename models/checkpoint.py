@@ -6,21 +6,24 @@ either way.
 
 import hashlib
 import json
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from slipstream.models import hub
-from slipstream.models.weight_files import weight_files
-
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")
+IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and every loader recomputes
 
 
 def is_checkpoint(name: str) -> bool:
@@ -38,7 +41,96 @@ def resolve(name: str, revision: str | None = None, *, trust_remote_code: bool =
         return path
     if path.is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise ValueError(f"checkpoint {name} does not exist; name a folder or a hub id such as owner/model")
-    return hub.download(name, revision, trust_remote_code=trust_remote_code, weights=weights)
+    return _download(name, revision, trust_remote_code=trust_remote_code, weights=weights)
+
+
+def _download(name: str, revision: str | None, *, trust_remote_code: bool, weights: bool) -> Path:
+    """The local folder of a hub id's files; `trust_remote_code` adds its Python files.
+
+    Weights come as safetensors only. Raises ValueError if the hub can not be reached or refuses.
+    """
+    code = ("*.py",) if trust_remote_code else ()
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*SMALL_FILES, *code]))
+        if weights:
+            _fetch_weights(name, folder)
+    except (LocalEntryNotFoundError, ConnectionError, TimeoutError) as error:
+        raise ValueError(
+            f"checkpoint {name} is not a local folder, and the hub could not be reached ({_reason(error)}); check the "
+            "network, or give the path of a folder that holds the checkpoint"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ValueError(
+            f"checkpoint {name} is not a local folder, and the hub does not give it out ({_reason(error)}); check the "
+            "name and the revision, and log in with `hf auth login` if it is private or gated"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"checkpoint {name} could not be downloaded ({_reason(error)})") from error
+    return folder
+
+
+def _fetch_weights(name: str, folder: Path) -> None:
+    """The files that `weight_files` will choose, of the commit in whose folder the small files lie."""
+    index = folder / INDEX
+    choices = [["model.safetensors"], ["model*.safetensors"], ["*.safetensors"]]
+    for patterns in [indexed_names(index)] if index.exists() else choices:
+        # Subfolders hold other formats (onnx/, original/).
+        snapshot_download(name, revision=folder.name, allow_patterns=patterns, ignore_patterns=["*/*"])
+        if any(any(folder.glob(pattern)) for pattern in patterns):
+            return
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what the hub's client met first; its own advice is about its environment variables."""
+    return (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files named by model.safetensors.index.json, else model.safetensors, else model*.safetensors, else the only
+    safetensors file; sorted, empty if the folder has none.
+
+    Raises ValueError for a shard that is missing, and for several files none of which is called model*.
+    """
+    if (path / INDEX).exists():
+        names = indexed_names(path / INDEX)
+        missing = [name for name in names if not (path / name).exists()]
+        if missing:
+            raise ValueError(f"{path / missing[0]} is missing, but {INDEX} names it; download the checkpoint again")
+        return [path / name for name in names]
+    if (path / "model.safetensors").exists():
+        return [path / "model.safetensors"]
+    files = sorted(path.glob("model*.safetensors"))
+    if files:
+        _check_number(files)
+        return files
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) > 1:
+        raise ValueError(
+            f"{path} holds {', '.join(file.name for file in files)} and no {INDEX}; name the one with the weights "
+            "model.safetensors"
+        )
+    return files
+
+
+def indexed_names(index: Path) -> list[str]:
+    """The distinct file names in an index, sorted. Raises ValueError for a file that is not an index."""
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is damaged: it has no weight_map; download the checkpoint again") from error
+    if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
+        raise ValueError(f"{index}: weight_map must name files in the same folder; download the checkpoint again")
+    return names
+
+
+def _check_number(files: list[Path]) -> None:
+    """Raises ValueError unless shards that say how many they are are all there."""
+    totals = [int(match[1]) for file in files if (match := SHARD.search(file.name))]
+    if totals and len(totals) != totals[0]:
+        raise ValueError(
+            f"{files[0].parent} holds {len(totals)} of the {totals[0]} shards of its weights; download the "
+            "checkpoint again"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -71,16 +163,6 @@ def named_target(draft: Path) -> str:
     return str(folder)
 
 
-def check_numbers(values: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raises ValueError for fields of a draft's config.json that are absent, null or no numbers."""
-    missing = [name for name in names if values.get(name) is None]
-    if missing:
-        raise ValueError(f"draft config lacks {', '.join(missing)}")
-    for name in names:
-        if not isinstance(values[name], int | float):
-            raise ValueError(f"draft config: {name} is {values[name]!r}; it must be a number")
-
-
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Every tensor of a folder's weight files. Raises ValueError for none, or for a damaged file."""
     files = weight_files(path)
@@ -92,7 +174,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             tensors |= load_file(file)
         except Exception as error:
             raise ValueError(f"{file} is damaged or cut short ({error}); fetch or train it again") from error
-    return tensors
+    return _without_ignored(tensors)
 
 
 def read_draft_tensors(path: Path) -> dict[str, Tensor]:
@@ -101,9 +183,13 @@ def read_draft_tensors(path: Path) -> dict[str, Tensor]:
     if not pickled.exists() or weight_files(path):
         return read_tensors(path)
     try:
-        return torch.load(pickled, map_location="cpu", weights_only=True)
+        return _without_ignored(torch.load(pickled, map_location="cpu", weights_only=True))
     except Exception as error:
         raise ValueError(f"{pickled} is damaged or holds more than tensors ({error}); fetch it again") from error
+
+
+def _without_ignored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: tensor for key, tensor in tensors.items() if not key.endswith(IGNORED_KEYS)}
 
 
 def fuse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -197,16 +283,21 @@ def weights_fingerprint(path: Path) -> str:
     """
     digest = hashlib.sha256()
     for file in weight_files(path):
-        with safe_open(file, "pt") as tensors:
-            names = sorted(tensors.keys())
+        with safe_open(file, "pt"):  # raises for a file that is cut short
+            header, base = read_header(file)
         with file.open("rb") as stream:
-            (header_size,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(header_size))
-            for name in names:
+            for name in sorted(header.keys() - {"__metadata__"}):
                 start, end = header[name]["data_offsets"]
                 digest.update(f"{name} {header[name]['dtype']} {header[name]['shape']}".encode())
-                digest.update(_sample(stream, 8 + header_size, start, end))
+                digest.update(_sample(stream, base, start, end))
     return digest.hexdigest()
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Of a safetensors file that is whole: dtype, shape and place of each tensor, and where places count from."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return json.loads(file.read(length)), 8 + length
 
 
 def _sample(stream: Any, base: int, start: int, end: int, size: int = 4096) -> bytes:

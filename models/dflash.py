@@ -5,53 +5,38 @@ passes through no layer, those of the block from the block's own states. Embeddi
 bring embeddings and take final states to the head. The same module trains and serves: attention arrives as an object.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
-from slipstream.models.config import ModelConfig, RopeConfig, check_feature_layers, default_feature_layers
-from slipstream.models.layers import Attention, GatedMLP, Mask, OutputSplitLinear, RMSNorm, SelfAttention
-from slipstream.models.vocabulary import enter_vocabulary, ids_of, vocabulary_buffers
+from slipstream.models.config import ModelConfig, check_feature_layers, default_feature_layers
+from slipstream.models.draft import DraftConfig, DraftNetwork
+from slipstream.models.layers import Attention, GatedMLP, Linear, Mask, RMSNorm, SelfAttention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DFlashConfig:
-    """Shapes of the draft and what it was trained for. `feature_layers` are output ids (models/config.py)."""
+class DFlashConfig(DraftConfig):
+    """`feature_layers` are output ids (models/config.py)."""
 
-    hidden_size: int
-    intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    target_num_layers: int
     feature_layers: tuple[int, ...]
     mask_token_id: int
     block_size: int = 16  # tokens of a block, the anchor (last emitted token) included
     sample_from_anchor: bool = False  # slot k predicts the token behind its own, as in DeepSpec's drafts; ours never do
     sliding_window: int | None = None  # tokens that a windowed layer sees, its own included
     windowed_layers: tuple[int, ...] = ()  # which layers have the window; inside the block these are causal
-    draft_vocab_size: int | None = None  # None: the target's
-    rope: RopeConfig = field(default_factory=RopeConfig)
     attention_bias: bool = False
-    target: str = ""
-    target_revision: str | None = None
-    target_fingerprint: str = ""
-    tokenizer_hash: str = ""
 
     def __post_init__(self) -> None:
+        DraftConfig.__post_init__(self)
         check_feature_layers(self.feature_layers, self.target_num_layers)
         if not 2 <= self.block_size <= 64:
             raise ValueError(f"block_size is {self.block_size}; it must be between 2 and 64")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id is {self.mask_token_id}; the target has {self.vocab_size} tokens")
-        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; the target has {self.vocab_size} tokens")
         if any(not 0 <= layer < self.num_layers for layer in self.windowed_layers):
             raise ValueError(f"windowed_layers is {list(self.windowed_layers)}; the draft has {self.num_layers} layers")
         if bool(self.windowed_layers) != (self.sliding_window is not None):
@@ -59,32 +44,10 @@ class DFlashConfig:
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window is {self.sliding_window}; it must be at least 1")
 
-    @classmethod
-    def from_target(cls, model: ModelConfig, /, **fields: Any) -> "DFlashConfig":
-        """A draft as wide as the target `model`. `fields` override or add others (num_layers, mask_token_id, ...)."""
-        shared = ["hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"]
-        shared += ["rms_norm_eps", "max_position_embeddings", "rope"]
-        values = {name: getattr(model, name) for name in shared} | fields
-        return cls(target_num_layers=model.num_layers, **values)
-
     def layer_config(self) -> ModelConfig:
         """The draft's layers seen as a model."""
-        return ModelConfig(
-            architecture="dflash",
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rms_norm_eps=self.rms_norm_eps,
-            max_position_embeddings=self.max_position_embeddings,
-            rope=self.rope,
-            qkv_bias=self.attention_bias,
-            output_bias=self.attention_bias,
-            qk_norm=True,
-        )
+        biases = {"qkv_bias": self.attention_bias, "output_bias": self.attention_bias}
+        return self.decoder_config(architecture="dflash", num_layers=self.num_layers, qk_norm=True, **biases)
 
 
 def default_block_feature_layers(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -98,6 +61,25 @@ def default_block_feature_layers(num_target_layers: int, num_draft_layers: int) 
         return default_feature_layers(num_target_layers)
     step = (num_target_layers - 4) / (num_draft_layers - 1)
     return tuple(round(1 + index * step) for index in range(num_draft_layers))
+
+
+def default_mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[int, str]:
+    """The token that stands for "not drafted yet" in a block, and where it is from: the tokenizer's mask token, the
+    first embedding that no token uses, or a token that answers hardly contain. `vocab_size` is the number of the
+    target's embeddings.
+
+    Raises ValueError if the tokenizer has nothing of the kind.
+    """
+    if tokenizer.mask_token_id is not None:
+        return tokenizer.mask_token_id, "the tokenizer's mask token"
+    unused = max(tokenizer.get_vocab().values()) + 1
+    if unused < vocab_size:
+        return unused, "the first unused embedding"
+    for name in ("pad", "eos", "unk"):
+        token = getattr(tokenizer, f"{name}_token_id")
+        if token is not None:
+            return token, f"the tokenizer's {name} token"
+    raise ValueError("the tokenizer has no mask, unused, pad, eos or unk token; name one by draft.mask_token_id")
 
 
 class BlockLayer(nn.Module):
@@ -134,33 +116,18 @@ class ContextProjection(NamedTuple):
     k_norm: Tensor  # (L, D)
 
 
-class DFlash(nn.Module):
-    """Leading dims are free. A reduced vocabulary has the buffers d2t (Vd,) int64 offsets and t2d (V,) bool."""
+class DFlash(DraftNetwork):
+    """Leading dims are free."""
 
-    d2t: Tensor
-    t2d: Tensor
+    config: DFlashConfig
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         size = config.hidden_size
-        self.fc = OutputSplitLinear(size * len(config.feature_layers), size, bias=False)
+        self.fc = Linear(size * len(config.feature_layers), size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(size, config.rms_norm_eps)
-        if config.draft_vocab_size is not None:
-            d2t, t2d = vocabulary_buffers(config.vocab_size, config.draft_vocab_size)
-            self.register_buffer("d2t", d2t)
-            self.register_buffer("t2d", t2d)
-
-    def set_vocabulary(self, ids: Tensor) -> None:
-        """ids (Vd,) int64: the target ids that the draft can propose, ascending and distinct."""
-        enter_vocabulary(ids, self.d2t, self.t2d)
-
-    @property
-    def target_ids(self) -> Tensor | None:
-        """(Vd,) int64 target id of each draft id; None where they are the same."""
-        return None if self.config.draft_vocab_size is None else ids_of(self.d2t)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target states (..., K * H) -> the context (..., H) that every layer projects to keys and values."""

@@ -10,28 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.checkpoint import (
-    check_numbers,
-    fuse,
-    load_strict,
-    public_tensors,
-    read_json,
-    read_tensors,
-    write_checkpoint,
-)
-from slipstream.models.config import ModelConfig, RopeConfig
+from slipstream.models.checkpoint import read_json, read_tensors
+from slipstream.models.config import ModelConfig
 from slipstream.models.dflash import DFlash, DFlashConfig, default_block_feature_layers
-from slipstream.models.draft_weights import EMBEDDING, HEAD, check_fc, check_finite, refuse_own
+from slipstream.models.draft_checkpoint import (
+    EMBEDDING,
+    HEAD,
+    REQUIRED_FIELDS,
+    check_fc,
+    check_numbers,
+    check_target,
+    complete_vocabulary,
+    decoder_from_json,
+    decoder_to_json,
+    fill,
+    refuse_own,
+    write_draft,
+)
 from slipstream.models.speculators_layout import from_speculators, is_speculators, without_last_layer
-from slipstream.models.vocabulary import complete_vocabulary
 
 ARCHITECTURE = "DFlashDraftModel"
 DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"
-REQUIRED_FIELDS = [
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps"),
-    "max_position_embeddings",
-]
-OWN_FIELDS = ("target", "target_revision", "target_fingerprint", "tokenizer_hash")
 # Settings of other trainers and servers that change the network or what is made of its output -> the values that do
 # not. A checkpoint with another value is refused by name.
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
@@ -48,7 +47,6 @@ ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "
 def config_to_json(config: DFlashConfig) -> dict[str, Any]:
     """config.json of a checkpoint. Layer ids count outputs, which is also the convention of the public field."""
     windowed = [layer in config.windowed_layers for layer in range(config.num_layers)]
-    reduced = {} if config.draft_vocab_size is None else {"draft_vocab_size": config.draft_vocab_size}
     shifted = {"sample_from_anchor": True} if config.sample_from_anchor else {}
     return {
         "architectures": [ARCHITECTURE],
@@ -59,26 +57,14 @@ def config_to_json(config: DFlashConfig) -> dict[str, Any]:
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.feature_layers),
         },
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
         "attention_bias": config.attention_bias,
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
-        **config.rope.to_json(),
+        **decoder_to_json(config),
         "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
         "sliding_window": config.sliding_window,
         "use_sliding_window": config.sliding_window is not None,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": False,
-        **reduced,
         **shifted,
         "drafter": "dflash",
-        **{name: getattr(config, name) for name in OWN_FIELDS},
     }
 
 
@@ -87,34 +73,23 @@ def config_from_json(values: Mapping[str, Any], target: ModelConfig) -> DFlashCo
 
     Raises ValueError for what the network here cannot run and for a draft that does not fit `target`.
     """
-    check_numbers(values, REQUIRED_FIELDS)
+    check_numbers(values, (*REQUIRED_FIELDS, "num_hidden_layers"))
     own = {**values, **(values.get("dflash_config") or {})}  # where a field may stand, trainers disagree
     _refuse_unsupported(own)
-    _check_target(values, target)
-    heads, num_layers = values["num_attention_heads"], values["num_hidden_layers"]
-    reduced = values.get("draft_vocab_size") or values["vocab_size"]
+    expected = {"num_target_layers": target.num_layers, "target_hidden_size": target.hidden_size}
+    check_target(values, **expected, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
+    num_layers = values["num_hidden_layers"]
     return DFlashConfig(
-        hidden_size=values["hidden_size"],
-        intermediate_size=values["intermediate_size"],
+        **decoder_from_json(values, target),
         num_layers=num_layers,
-        num_heads=heads,
-        num_kv_heads=values.get("num_key_value_heads") or heads,
-        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-        vocab_size=values["vocab_size"],
-        draft_vocab_size=None if reduced == values["vocab_size"] else reduced,
-        rms_norm_eps=values["rms_norm_eps"],
-        max_position_embeddings=values["max_position_embeddings"],
-        target_num_layers=target.num_layers,
         feature_layers=tuple(
             own.get("target_layer_ids") or default_block_feature_layers(target.num_layers, num_layers)
         ),
         mask_token_id=_mask_token(own),
         block_size=_block_size(values),
         sample_from_anchor=bool(own.get("sample_from_anchor", DEEPSPEC_ARCHITECTURE in _architectures(values))),
-        rope=RopeConfig.from_json(values),
         attention_bias=bool(values.get("attention_bias", False)),
         **_windows(values),
-        **{name: values[name] for name in OWN_FIELDS if values.get(name) is not None},
     )
 
 
@@ -128,17 +103,6 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
             raise ValueError(f"draft config sets {name} to {values[name]!r}, which is not supported")
     if values.get("hidden_act", "silu") != "silu":
         raise ValueError(f"draft config: hidden_act is {values['hidden_act']!r}; only 'silu' is supported")
-
-
-def _check_target(values: Mapping[str, Any], target: ModelConfig) -> None:
-    expected = {"num_target_layers": target.num_layers, "target_hidden_size": target.hidden_size}
-    expected |= {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-    for name, actual in expected.items():
-        if values.get(name) not in (None, actual):
-            raise ValueError(
-                f"draft does not fit the target: {name} is {values[name]} in the draft and {actual} in the target; "
-                "serve the target it was trained for"
-            )
 
 
 def _mask_token(values: Mapping[str, Any]) -> int:
@@ -181,15 +145,8 @@ def _windows(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_dflash(module: DFlash, state: Mapping[str, Tensor], path: Path, run: Mapping[str, Any]) -> None:
-    """Writes a servable checkpoint into the existing folder `path` (see atomic.atomic_folder).
-
-    `state` is the module's state_dict, gathered by the caller where it is sharded; weights are written in bf16.
-    """
-    tensors = {
-        key: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-        for key, tensor in public_tensors(module.config, state).items()
-    }
-    write_checkpoint(path, config_to_json(module.config) | {"torch_dtype": "bfloat16"}, tensors, run)
+    """See write_draft."""
+    write_draft(module, config_to_json(module.config), state, path, run)
 
 
 def load_dflash(
@@ -217,12 +174,7 @@ def load_dflash(
     complete_vocabulary(tensors, config.vocab_size, path)
     for key in (EMBEDDING, HEAD):
         refuse_own(tensors, key, shared, path)
-    tensors = {
-        key: tensor.to(device, dtype if tensor.is_floating_point() else None) for key, tensor in fuse(tensors).items()
-    }
-    load_strict(module, tensors, path)
-    check_finite(tensors, path)
-    return module.eval().requires_grad_(False)
+    return fill(module, tensors, dtype, device, path)
 
 
 def read_public(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -5,78 +5,32 @@ The same module trains and serves: attention arrives as an object. Draft ids are
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.norm import rms_norm_pair
-from slipstream.models.config import ModelConfig, RopeConfig, check_feature_layers
-from slipstream.models.layers import Attention, Embedding, GatedMLP, Mask, OutputSplitLinear, RMSNorm, SelfAttention
-from slipstream.models.vocabulary import enter_vocabulary, ids_of, vocabulary_buffers
+from slipstream.models.config import ModelConfig, check_feature_layers
+from slipstream.models.draft import DraftConfig, DraftNetwork, ids_of
+from slipstream.models.layers import Attention, Embedding, GatedMLP, Linear, Mask, RMSNorm, SelfAttention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eagle3Config:
-    """Shapes of the draft and what it was trained for. `feature_layers` are output ids (models/config.py)."""
+class Eagle3Config(DraftConfig):
+    """`feature_layers` are output ids (models/config.py)."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
     draft_vocab_size: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    target_hidden_size: int
-    target_num_layers: int
     feature_layers: tuple[int, ...]
-    rope: RopeConfig = field(default_factory=RopeConfig)
     attention_bias: bool = False
-    target: str = ""
-    target_revision: str | None = None
-    target_fingerprint: str = ""
-    tokenizer_hash: str = ""
 
     def __post_init__(self) -> None:
-        if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; the target has {self.vocab_size} tokens")
+        DraftConfig.__post_init__(self)
         check_feature_layers(self.feature_layers, self.target_num_layers)
-
-    @classmethod
-    def from_target(
-        cls, model: ModelConfig, /, *, draft_vocab_size: int, feature_layers: tuple[int, ...], **fields: Any
-    ) -> "Eagle3Config":
-        """A draft as wide as the target `model`. `fields` override or add others (intermediate_size, target, ...)."""
-        shared = ["hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"]
-        shared += ["rms_norm_eps", "max_position_embeddings", "rope"]
-        values = {name: getattr(model, name) for name in shared} | fields
-        return cls(
-            draft_vocab_size=draft_vocab_size,
-            feature_layers=feature_layers,
-            target_hidden_size=model.hidden_size,
-            target_num_layers=model.num_layers,
-            **values,
-        )
 
     def layer_config(self) -> ModelConfig:
         """The draft's one layer seen as a one-layer model."""
-        return ModelConfig(
-            architecture="eagle3",
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=1,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rms_norm_eps=self.rms_norm_eps,
-            max_position_embeddings=self.max_position_embeddings,
-            rope=self.rope,
-            qkv_bias=self.attention_bias,
-        )
+        return self.decoder_config(architecture="eagle3", num_layers=1, qkv_bias=self.attention_bias)
 
 
 class Midlayer(nn.Module):
@@ -101,31 +55,19 @@ class Midlayer(nn.Module):
         return rms_norm_pair(embeds, hidden, weights, self.hidden_norm.eps)
 
 
-class Eagle3(nn.Module):
-    """Leading dims are free. Buffers: d2t (Vd,) int64 offsets, t2d (V,) bool.
+class Eagle3(DraftNetwork):
+    """Leading dims are free. `embed_tokens` is its own embedding (V, H); None: it was trained with the target's."""
 
-    `embed_tokens` is its own embedding (V, H), None where it was trained with the target's.
-    """
-
-    d2t: Tensor
-    t2d: Tensor
+    config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, *, has_embedding: bool = False) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         size = config.hidden_size
         self.embed_tokens = Embedding(config.vocab_size, size) if has_embedding else None
-        self.fc = OutputSplitLinear(config.target_hidden_size * len(config.feature_layers), size, bias=False)
+        self.fc = Linear(config.target_hidden_size * len(config.feature_layers), size, bias=False)
         self.midlayer = Midlayer(config)
         self.norm = RMSNorm(size, config.rms_norm_eps)
-        self.lm_head = OutputSplitLinear(size, config.draft_vocab_size, bias=False)
-        d2t, t2d = vocabulary_buffers(config.vocab_size, config.draft_vocab_size)
-        self.register_buffer("d2t", d2t)
-        self.register_buffer("t2d", t2d)
-
-    def set_vocabulary(self, ids: Tensor) -> None:
-        """ids (Vd,) int64: the target ids that the draft can propose, ascending and distinct."""
-        enter_vocabulary(ids, self.d2t, self.t2d)
+        self.lm_head = Linear(size, config.draft_vocab_size, bias=False)
 
     @property
     def target_ids(self) -> Tensor:

@@ -67,21 +67,13 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-class OutputSplitLinear(Linear):
-    """A linear layer whose output features would be split over devices (column parallel)."""
-
-
-class InputSplitLinear(Linear):
-    """A linear layer whose input features would be split over devices (row parallel)."""
-
-
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up fused in one projection."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate_up_proj = OutputSplitLinear(hidden_size, 2 * intermediate_size, bias=bias)
-        self.down_proj = InputSplitLinear(intermediate_size, hidden_size, bias=bias)
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate_up_proj.bias is None and few_on_gpu(x, self.gate_up_proj.weight, gated=True):
@@ -101,8 +93,8 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         width = sum(self.sizes) * config.head_dim
-        self.qkv_proj = OutputSplitLinear(input_size or config.hidden_size, width, bias=config.qkv_bias)
-        self.o_proj = InputSplitLinear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
+        self.qkv_proj = Linear(input_size or config.hidden_size, width, bias=config.qkv_bias)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -147,12 +139,6 @@ class RotaryEmbedding:
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin (..., 1, D) fp32 for integer positions (...), broadcastable over heads."""
         return self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x (..., heads, D) by the "half" convention: pairs are (i, i + D / 2)."""
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

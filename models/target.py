@@ -12,14 +12,12 @@ from slipstream.kernels.compile_ahead import is_dry
 from slipstream.kernels.linear import linear
 from slipstream.models.checkpoint import fuse, load_strict, read_json, read_tensors
 from slipstream.models.config import ModelConfig, is_complete
-from slipstream.models.draft_weights import EMBEDDING, HEAD
-from slipstream.models.layers import Attention, Embedding, GatedMLP, Mask, OutputSplitLinear, RMSNorm, SelfAttention
+from slipstream.models.draft_checkpoint import EMBEDDING, HEAD
+from slipstream.models.layers import Attention, Embedding, GatedMLP, Linear, Mask, RMSNorm, SelfAttention
 from slipstream.models.pretrained import end_of_text_ids, find_tokenizer, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and every loader recomputes
 
 
 class DecoderLayer(nn.Module):
@@ -58,7 +56,7 @@ class Target(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
-            self.lm_head = OutputSplitLinear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
     def head(self) -> Tensor:
@@ -133,11 +131,7 @@ def load_target(
     """Reads a transformers checkpoint folder, strictly."""
     with torch.device("meta"):
         target = Target(config)
-    tensors = {
-        key.removeprefix("model."): tensor.to(device, dtype)
-        for key, tensor in read_tensors(path).items()
-        if not key.endswith(IGNORED_KEYS)
-    }
+    tensors = {key.removeprefix("model."): tensor.to(device, dtype) for key, tensor in read_tensors(path).items()}
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     load_strict(target, fuse(tensors), path)

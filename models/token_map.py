@@ -2,12 +2,17 @@
 
 Invariant: `ids` is ascending in memory and in every file but FR-Spec's, so draft id i is always the i-th smallest of
 them; `counts` covers the whole vocabulary, so any other size can be cut from the same file. A drafter that gathers rows
-of the target's head lays them out by `ids_by_frequency`, where every prefix is the map of that size. token_map_files.py
-reads the files of other programs.
+of the target's head lays them out by `ids_by_frequency`, where every prefix is the map of that size.
+
+`read_token_map` also reads the files of other programs, which do not say which tokenizer they belong to:
+
+    FR-Spec           .pt, a list of target ids, most frequent first: entry i is draft id i
+    SGLang            .pt, a 1-D tensor of the same, or ascending; its --speculative-token-map reads both
+    SpecForge         .pt, a dict of d2t, offsets of ascending ids, and t2d
+    EAGLE3 drafts     .safetensors with d2t, as in a checkpoint
 """
 
 import json
-import pickle
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +29,7 @@ from slipstream.models.checkpoint import disk_errors
 
 METADATA_KEY = "token_map"
 SMALLEST_REPORTED_SIZE = 1024
+REMEDY = "make a map with slipstream frequency-map"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,14 +139,7 @@ class TokenMap:
     @classmethod
     def read(cls, path: Path) -> "TokenMap":
         """Raises ValueError for a file that is damaged, is no token map or contradicts itself."""
-        try:
-            with safe_open(path, "pt") as file:
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
-                metadata = file.metadata() or {}
-        except Exception as error:
-            raise ValueError(
-                f"{path} is missing, damaged or no safetensors file ({error}); make it with slipstream frequency-map"
-            ) from error
+        tensors, metadata = _load_safetensors(path)
         missing = {"d2t", "t2d", "counts"} - tensors.keys()
         if missing or METADATA_KEY not in metadata:
             raise ValueError(f"{path} is no token map: it lacks {', '.join(sorted(missing)) or 'metadata'}")
@@ -159,6 +158,74 @@ class TokenMap:
         _save(self.ids_by_frequency().tolist(), path)
 
 
+def read_token_map(path: Path, vocab_size: int) -> TokenMap:
+    """The map in `path`, ours or one of the public files above, for a target of `vocab_size` tokens.
+
+    Raises ValueError for a damaged file, another vocabulary, ids out of range, and ids that stand there twice.
+    """
+    is_safetensors = path.suffix == ".safetensors"
+    content = _load_safetensors(path)[0] if is_safetensors else _load_pickle(path)
+    if is_safetensors and "counts" in content:
+        token_map = TokenMap.read(path)
+        _check_vocab_size(path, token_map.vocab_size, vocab_size)
+        return token_map
+    ids = _listed_ids(path, content)
+    _check_ids(path, ids, vocab_size)
+    if isinstance(content, dict) and "t2d" in content:
+        _check_t2d(path, ids, content["t2d"], vocab_size)
+    ranked = not bool((ids[1:] > ids[:-1]).all())  # ascending ids say nothing about frequency
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    counts[ids] = torch.arange(len(ids), 0, -1) if ranked else 1
+    return TokenMap(ids.sort().values, counts, {"kept_ids": [], "source": str(path), "ranked": ranked})
+
+
+def _listed_ids(path: Path, content: Any) -> Tensor:
+    """(n,) int64 target ids in the order of the file."""
+    if isinstance(content, dict) and _is_integers(content.get("d2t")):
+        return content["d2t"].long() + torch.arange(len(content["d2t"]))
+    if isinstance(content, list) and content and all(type(token) is int for token in content):
+        return torch.tensor(content)
+    if _is_integers(content):
+        return content.long()
+    raise ValueError(f"{path} holds no token map: no list or 1-D tensor of token ids, no d2t; {REMEDY}")
+
+
+def _is_integers(content: Any) -> bool:
+    integers = (torch.int64, torch.int32)
+    return isinstance(content, Tensor) and content.ndim == 1 and len(content) > 0 and content.dtype in integers
+
+
+def _check_ids(path: Path, ids: Tensor, vocab_size: int) -> None:
+    outside = (ids < 0) | (ids >= vocab_size)
+    if outside.any():
+        place = int(outside.nonzero()[0])
+        raise ValueError(
+            f"{path}: entry {place} is token id {int(ids[place])}, outside the target's vocabulary of {vocab_size}; it "
+            f"was made for another target: {REMEDY}"
+        )
+    values, first, number = ids.unique(return_inverse=True, return_counts=True)
+    if len(values) < len(ids):
+        twice = int(values[number > 1][0])
+        places = (ids == twice).nonzero().flatten().tolist()
+        raise ValueError(
+            f"{path}: token id {twice} stands at entries {places[0]} and {places[1]}, so draft ids are not distinct "
+            f"({len(ids) - len(values)} entries too many); drop the later ones or {REMEDY}"
+        )
+
+
+def _check_vocab_size(path: Path, found: int, vocab_size: int) -> None:
+    if found != vocab_size:
+        raise ValueError(f"{path} was counted over {found} tokens, the target has {vocab_size}; {REMEDY}")
+
+
+def _check_t2d(path: Path, ids: Tensor, t2d: Any, vocab_size: int) -> None:
+    if not isinstance(t2d, Tensor) or t2d.ndim != 1:
+        raise ValueError(f"{path}: t2d is no 1-D tensor; {REMEDY}")
+    _check_vocab_size(path, len(t2d), vocab_size)
+    if not torch.equal(t2d.bool().nonzero().flatten(), ids.sort().values):
+        raise ValueError(f"{path}: d2t and t2d name different tokens; {REMEDY}")
+
+
 def is_token_map(path: Path) -> bool:
     """Is this a file as `TokenMap.write` writes it?"""
     try:
@@ -170,13 +237,13 @@ def is_token_map(path: Path) -> bool:
 
 def is_sglang_map(path: Path) -> bool:
     """Is this a file as `TokenMap.write_sglang` writes it?"""
-    value = _load(path)
+    value = _loaded(path)
     return isinstance(value, Tensor) and value.ndim == 1 and value.dtype == torch.int64
 
 
 def is_fr_spec_map(path: Path) -> bool:
     """Is this a file as `TokenMap.write_fr_spec` writes it?"""
-    value = _load(path)
+    value = _loaded(path)
     return isinstance(value, list) and all(isinstance(token, int) for token in value)
 
 
@@ -218,12 +285,30 @@ def ranking(counts: np.ndarray, kept: list[int]) -> np.ndarray:
     return np.concatenate((np.array(kept, np.int64), order[~is_kept[order]]))
 
 
-def _load(path: Path) -> Any:
-    """What `_save` wrote; None for any other file."""
+def _load_pickle(path: Path) -> Any:
+    """Plain data only."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError):
+    except Exception as error:
+        raise ValueError(f"{path} is missing, damaged or holds more than token ids ({error}); {REMEDY}") from error
+
+
+def _loaded(path: Path) -> Any:
+    """As `_load_pickle`; None for any other file."""
+    try:
+        return _load_pickle(path)
+    except ValueError:
         return None
+
+
+def _load_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The map's tensors and the metadata; a checkpoint's weights stay unread."""
+    try:
+        with safe_open(path, "pt") as file:
+            names = {"d2t", "t2d", "counts"}.intersection(file.keys())
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
+    except Exception as error:
+        raise ValueError(f"{path} is missing, damaged or no safetensors file ({error}); {REMEDY}") from error
 
 
 def _save(value: Any, path: Path) -> None:

@@ -15,8 +15,7 @@ from torch import Tensor
 from slipstream.kernels.gathered_head import DraftHead
 from slipstream.models.checkpoint import tokenizer_hash
 from slipstream.models.target import Target
-from slipstream.models.token_map import check_tokenizer
-from slipstream.models.token_map_files import read_token_map
+from slipstream.models.token_map import check_tokenizer, read_token_map
 from slipstream.serve.batch import Batch, Verdict
 from slipstream.serve.request import Request
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.feature_format import decode
+from slipstream.models.feature_store import decode
 from slipstream.models.frozen_target import FrozenTarget
 
 

@@ -17,11 +17,10 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from slipstream.models.checkpoint import fuse
-from slipstream.models.dflash import DFlash, DFlashConfig, default_block_feature_layers
+from slipstream.models.dflash import DFlash, DFlashConfig, default_block_feature_layers, default_mask_token
 from slipstream.models.dflash_checkpoint import save_dflash
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
-from slipstream.models.mask_token import default_mask_token
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch
 from slipstream.train.block_attention import BlockAttention, block_attention

@@ -20,8 +20,7 @@ from slipstream.models.outputs import check_working_folder
 from slipstream.models.pretrained import load_tokenizer
 from slipstream.models.sharded_target import sharding_mesh
 from slipstream.models.target import load_config
-from slipstream.models.token_map import check_tokenizer
-from slipstream.models.token_map_files import read_token_map
+from slipstream.models.token_map import check_tokenizer, read_token_map
 from slipstream.train.batches import PackedRows, load_prepared
 from slipstream.train.checkpoints import check_run_folder, provenance
 from slipstream.train.feature_source import open_features, read_features

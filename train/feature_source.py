@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.models.feature_format import DTYPES
-from slipstream.models.feature_store import FeatureStore
+from slipstream.models.feature_store import DTYPES, FeatureStore
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.train.batches import Batch, PackedRows
 from slipstream.train.cached_states import CachedStates

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from slipstream.models.feature_format import FeatureFormat
+from slipstream.models.feature_store import FeatureFormat
 from slipstream.models.frozen_target import VOCABULARY_CHUNK
 from slipstream.train.batches import PackedRows, measure
 from slipstream.train.checkpoints import Progress

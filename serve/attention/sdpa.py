@@ -8,9 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.kernels.norm import HeadNorms, norm_heads
-from slipstream.kernels.rope import rotate_and_store
+from slipstream.kernels.rope import rotate_and_store, rotate_halves
 from slipstream.kernels.verify import unpack
-from slipstream.models.layers import Mask, RotaryEmbedding, rotate
+from slipstream.models.layers import Mask, RotaryEmbedding
 from slipstream.serve.attention.base import PHASES, KVFormat
 from slipstream.serve.batch import Batch
 
@@ -61,7 +61,7 @@ class Backend:
 
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
         keys, values = self.flat[layer]
-        keys.index_copy_(0, self.batch.slots, rotate(k, self.cos, self.sin))
+        keys.index_copy_(0, self.batch.slots, rotate_halves(k, self.cos, self.sin))
         values.index_copy_(0, self.batch.slots, v)
 
     def attend(
@@ -81,7 +81,7 @@ class Backend:
         else:
             q, k = norm_heads(q, k, norms)
             self.write(k, v, layer)
-            q = rotate(q, self.cos, self.sin)
+            q = rotate_halves(q, self.cos, self.sin)
         parts = [self._attend(q[segment.queries], layer, mask, window, segment) for segment in self.segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -19,8 +19,7 @@ from slipstream.data_tools.capture_features import main
 from slipstream.data_tools.capture_options import CaptureConfig
 from slipstream.data_tools.dataset import write_dataset
 from slipstream.data_tools.feature_plan import measure, plan_shards
-from slipstream.models.feature_format import FeatureFormat, needed_tokens
-from slipstream.models.feature_store import FeatureStore
+from slipstream.models.feature_store import FeatureFormat, FeatureStore, needed_tokens
 from slipstream.tests.data_tools.captures import MAX_LENGTH, Flags, random_row, shards
 
 

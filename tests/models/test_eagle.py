@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.kernels.norm import HeadNorms
+from slipstream.kernels.rope import rotate_halves
 from slipstream.models.eagle import Eagle, EagleConfig
 from slipstream.models.eagle_checkpoint import config_from_json, config_to_json, load_eagle, save_eagle
-from slipstream.models.layers import RotaryEmbedding, rotate
+from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config
 from slipstream.tests.naive_eagle import NaiveEagle
 
@@ -37,7 +38,7 @@ class CausalAttention:
         norms: HeadNorms | None = None,
     ) -> Tensor:
         assert (layer, mask, window, norms) == (0, "causal", None, None)
-        q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
+        q, k = rotate_halves(q, self.cos, self.sin), rotate_halves(k, self.cos, self.sin)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(0, 1)

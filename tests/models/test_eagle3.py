@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.norm import HeadNorms
+from slipstream.kernels.rope import rotate_halves
 from slipstream.models.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.eagle3_checkpoint import save_eagle3
-from slipstream.models.layers import RotaryEmbedding, rotate
+from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config, load_target
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 
@@ -26,7 +27,7 @@ class RecordingAttention:
 
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
         assert layer == 0
-        self.k, self.v = rotate(k, self.cos, self.sin), v
+        self.k, self.v = rotate_halves(k, self.cos, self.sin), v
 
     def attend(
         self,
@@ -40,7 +41,7 @@ class RecordingAttention:
     ) -> Tensor:
         assert (mask, norms) == ("causal", None)
         self.write(k, v, layer)
-        q, k, v = (x.transpose(-2, -3) for x in (rotate(q, self.cos, self.sin), self.k, self.v))
+        q, k, v = (x.transpose(-2, -3) for x in (rotate_halves(q, self.cos, self.sin), self.k, self.v))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(-2, -3)
 

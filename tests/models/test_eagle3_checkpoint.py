@@ -13,9 +13,9 @@ from torch import Tensor
 
 from slipstream.models.checkpoint import fuse
 from slipstream.models.config import RopeConfig, default_feature_layers
+from slipstream.models.draft_checkpoint import OWN_FIELDS
 from slipstream.models.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.eagle3_checkpoint import (
-    OWN_FIELDS,
     UNSUPPORTED_FLAGS,
     config_from_json,
     config_to_json,
@@ -185,7 +185,16 @@ def test_shards_load(draft: Draft) -> None:
 
 def test_a_foreign_config_loads(draft: Draft) -> None:
     """No target, no layer ids, no head_dim, rope as older trainers write it: rule and target fill the gaps."""
-    absent = (*OWN_FIELDS, "drafter", "eagle_config", AUX_LAYERS, "head_dim", "target_hidden_size", "attention_bias")
+    absent = (
+        *OWN_FIELDS,
+        "target_num_layers",
+        "drafter",
+        "eagle_config",
+        AUX_LAYERS,
+        "head_dim",
+        "target_hidden_size",
+        "attention_bias",
+    )
     draft.change(values=dict.fromkeys(absent))
     config = draft.load().config
     assert config.feature_layers == default_feature_layers(4)

@@ -14,10 +14,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.models import feature_shard
-from slipstream.models.feature_format import DTYPES, FeatureFormat, decode, encode, needed_tokens
-from slipstream.models.feature_shard import ShardRange, ShardTensors, new_shard, open_shard, shard_path, write_shard
-from slipstream.models.feature_store import FeatureIndex, FeatureStore
+from slipstream.models import feature_store
+from slipstream.models.feature_store import (
+    DTYPES,
+    FeatureFormat,
+    FeatureIndex,
+    FeatureStore,
+    ShardRange,
+    ShardTensors,
+    decode,
+    encode,
+    needed_tokens,
+    new_shard,
+    open_shard,
+    shard_path,
+    write_shard,
+)
 
 SHARDS = (ShardRange("train", 0, 3, 9, 3), ShardRange("train", 3, 2, 4, 2), ShardRange("heldout", 0, 2, 5, 1))
 LENGTHS = ((4, 0, 5), (3, 1), (0, 5))
@@ -138,7 +150,7 @@ def test_a_shard_is_mapped_and_not_loaded(tmp_path: Path) -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Requests to read ahead (first byte, number of bytes), which are cut to 48 bytes."""
     requests: list[tuple[int, int]] = []
-    monkeypatch.setattr(feature_shard, "READ_AHEAD_BYTES", 48)
+    monkeypatch.setattr(feature_store, "READ_AHEAD_BYTES", 48)
 
     def record(_file: int, first: int, count: int, advice: int) -> None:
         assert advice == os.POSIX_FADV_WILLNEED

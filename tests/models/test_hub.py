@@ -13,13 +13,13 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundEr
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 
-from slipstream.models import hub
+from slipstream.models import checkpoint
 from slipstream.models.checkpoint import read_tensors, resolve, weights_fingerprint
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./draft", "bare", "too/many/parts"])
 def test_missing_folders_are_not_sought_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr(checkpoint, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(ValueError, match=f"checkpoint {name} does not exist; name a folder or a hub id"):
         resolve(name)
 
@@ -67,7 +67,7 @@ def test_the_hub_is_asked_for_what_is_read_and_no_more(
             shutil.copy(tmp_path / "hub" / file, commit / file)
         return str(commit)
 
-    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    monkeypatch.setattr(checkpoint, "snapshot_download", fetch)
     assert resolve("owner/model", "v1", weights=weights, trust_remote_code=trust_remote_code) == commit
     assert asked[0] == ("owner/model", "v1")
     assert set(asked[1:]) <= {("owner/model", "c0ffee")}
@@ -130,6 +130,6 @@ def test_the_hubs_errors_are_sentences(error: OSError, message: str, monkeypatch
     def fail(*_: object, **__: object) -> str:
         raise error
 
-    monkeypatch.setattr(hub, "snapshot_download", fail)
+    monkeypatch.setattr(checkpoint, "snapshot_download", fail)
     with pytest.raises(ValueError, match=message):
         resolve("owner/model")

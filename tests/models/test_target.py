@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from slipstream.kernels.norm import HeadNorms, norm_heads
+from slipstream.kernels.rope import rotate_halves
 from slipstream.models.config import NEEDED, ModelConfig, RopeConfig, check_feature_layers, default_feature_layers
-from slipstream.models.layers import RotaryEmbedding, rotate
+from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config, load_target
 from slipstream.tests.random_targets import FAMILIES
 
@@ -40,7 +41,7 @@ class FullAttention:
         norms: HeadNorms | None = None,
     ) -> Tensor:
         q, k = norm_heads(q, k, norms)
-        q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
+        q, k = rotate_halves(q, self.cos, self.sin), rotate_halves(k, self.cos, self.sin)
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5

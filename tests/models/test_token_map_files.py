@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slipstream.models.token_map import TokenMap, check_tokenizer
-from slipstream.models.token_map_files import read_token_map
+from slipstream.models.token_map import TokenMap, check_tokenizer, read_token_map
 
 VOCAB_SIZE = 10
 LISTED = [7, 2, 9, 0]  # most frequent first

@@ -15,7 +15,7 @@ from datasets import load_from_disk
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slipstream.models.feature_shard import shard_path
+from slipstream.models.feature_store import shard_path
 from slipstream.tests.train.conftest import MAX_LENGTH, CaptureTo, random_dataset
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import PackedRows

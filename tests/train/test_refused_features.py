@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.models.feature_shard import shard_path
+from slipstream.models.feature_store import shard_path
 from slipstream.tests.train.conftest import CaptureTo
 from slipstream.train import eagle3
 from slipstream.train.trackers import read_metrics

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slipstream.models import draft_weights
+from slipstream.models import draft_checkpoint
 from slipstream.models.dflash_checkpoint import load_dflash
-from slipstream.models.draft_weights import is_copy, pop_own
+from slipstream.models.draft_checkpoint import is_copy, pop_own
 from slipstream.models.eagle3_checkpoint import load_eagle3
 from slipstream.models.eagle_checkpoint import load_eagle
 from slipstream.models.target import load_config
@@ -23,7 +23,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_weights, "ROWS", 7)
+    monkeypatch.setattr(draft_checkpoint, "ROWS", 7)
 
 
 @pytest.mark.parametrize("served", FLOATS)
