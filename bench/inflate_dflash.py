@@ -17,8 +17,7 @@ from slipstream.bench.inflate_draft import CPU, big_fields, check_draft, feature
 from slipstream.bench.inflate_shapes import Shape, check_room, places
 from slipstream.bench.inflate_weights import LIFT, Inflation, Layer, Part, read_parts, take
 from slipstream.models.config import ModelConfig
-from slipstream.models.dflash import DFlashConfig
-from slipstream.models.dflash_checkpoint import config_to_json, load_dflash
+from slipstream.models.dflash import DFlashConfig, config_to_json, load_dflash
 
 NUM_LAYERS = 5
 NUM_STATES = 5

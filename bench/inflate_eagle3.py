@@ -12,8 +12,7 @@ from slipstream.bench.inflate_draft import CPU, big_fields, check_draft, feature
 from slipstream.bench.inflate_shapes import Shape
 from slipstream.bench.inflate_weights import LIFT, Inflation, Layer, Part, read_parts, take, within
 from slipstream.models.config import ModelConfig
-from slipstream.models.eagle3 import Eagle3Config
-from slipstream.models.eagle3_checkpoint import config_to_json, load_eagle3
+from slipstream.models.eagle3 import Eagle3Config, config_to_json, load_eagle3
 
 NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 

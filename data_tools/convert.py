@@ -25,7 +25,7 @@ from slipstream.models.checkpoint import (
     weight_files,
     write_checkpoint,
 )
-from slipstream.models.draft_checkpoint import drafter_of
+from slipstream.models.draft import drafter_of
 from slipstream.models.outputs import CHECKPOINT, check_output_folder
 
 

@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from slipstream.models import dflash_checkpoint, eagle3_checkpoint, eagle_checkpoint
+from slipstream.models import dflash, eagle, eagle3
 from slipstream.models.checkpoint import public_tensors, read_json, resolve, weight_files
 from slipstream.models.config import ModelConfig
-from slipstream.models.draft_checkpoint import EMBEDDING, HEAD
+from slipstream.models.draft import EMBEDDING, HEAD
 from slipstream.models.speculators_layout import layer_name, to_speculators
 from slipstream.models.target import load_config
 
@@ -77,18 +77,18 @@ def names_in(file: Path) -> list[str]:
 
 def read_dflash(path: Path, target: TargetFiles) -> Draft:
     """In the public layout, with the file's dtypes; names its target."""
-    module = dflash_checkpoint.load_dflash(path, target.config, None, CPU, target.shared)
-    return _public_draft(module, module.fc.weight.dtype, dflash_checkpoint.config_to_json(module.config), target)
+    module = dflash.load_dflash(path, target.config, None, CPU, target.shared)
+    return _public_draft(module, module.fc.weight.dtype, dflash.config_to_json(module.config), target)
 
 
 def read_eagle3(path: Path, target: TargetFiles) -> Draft:
-    module = eagle3_checkpoint.load_eagle3(path, target.config, None, CPU, target.shared)
-    return _public_draft(module, module.fc.weight.dtype, eagle3_checkpoint.config_to_json(module.config), target)
+    module = eagle3.load_eagle3(path, target.config, None, CPU, target.shared)
+    return _public_draft(module, module.fc.weight.dtype, eagle3.config_to_json(module.config), target)
 
 
 def read_eagle(path: Path, target: TargetFiles) -> Draft:
-    module = eagle_checkpoint.load_eagle(path, target.config, None, CPU, target.shared)
-    draft = _public_draft(module, module.fc.weight.dtype, eagle_checkpoint.config_to_json(module.config), target)
+    module = eagle.load_eagle(path, target.config, None, CPU, target.shared)
+    draft = _public_draft(module, module.fc.weight.dtype, eagle.config_to_json(module.config), target)
     return draft._replace(layers=())
 
 
@@ -142,12 +142,12 @@ def _speculators_draft(
 FORMS = {
     "dflash": Form(
         read_dflash,
-        dflash_checkpoint.public_name,
+        dflash.public_name,
         {"sglang": Layout(dflash_to_sglang), "speculators": Layout(dflash_to_speculators)},
     ),
     "eagle3": Form(
         read_eagle3,
-        eagle3_checkpoint.public_name,
+        eagle3.public_name,
         {"sglang": Layout(as_it_is), "speculators": Layout(eagle3_to_speculators, layer_name)},
     ),
     "eagle": Form(read_eagle, eagle_name, {"sglang": Layout(as_it_is)}),

@@ -59,13 +59,6 @@ class FeatureFormat:
     dtype: Literal["bf16", "fp8", "fp32"]
     last_hidden: bool  # keep state n of supervised tokens, too
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "FeatureFormat":
-        return cls(**{**values, "layers": tuple(values["layers"])})
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "layers": list(self.layers)}
-
     @property
     def has_final_state(self) -> bool:
         """Whether state n of every supervised token can be read."""
@@ -166,15 +159,12 @@ class MappedShard(ShardTensors):
         self.path = path
         self.start = start
 
-    def byte_ranges(self, slot: int) -> list[tuple[int, int]]:
-        """Where in the file one document's part of each tensor lies: first byte, number of bytes."""
-        parts = self.document(slot).values()
-        return [(part.data_ptr() - self.start, part.nbytes) for part in parts if part.nbytes]
-
     def ask_for(self, slot: int) -> None:
         """Has the kernel read a document's bytes ahead; does not wait for them."""
+        parts = self.document(slot).values()
+        ranges = [(part.data_ptr() - self.start, part.nbytes) for part in parts if part.nbytes]
         with suppress(FileNotFoundError):  # a map can be read when its file's name is gone
-            will_need(self.path, self.byte_ranges(slot))
+            will_need(self.path, ranges)
 
 
 def checksum(tensors: dict[str, Tensor]) -> int:
@@ -275,16 +265,8 @@ class FeatureIndex:
     command: str
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "target_fingerprint": self.target_fingerprint,
-            "tokenizer_hash": self.tokenizer_hash,
-            "data_hash": self.data_hash,
-            "max_length": self.max_length,
-            "format": self.form.to_json(),
-            "shards": [asdict(shard) for shard in self.shards],
-            "command": self.command,
-        }
+        values = asdict(self)
+        return {"version": VERSION, "format": values.pop("form"), **values}
 
     @classmethod
     def read(cls, folder: Path) -> "FeatureIndex":
@@ -296,10 +278,10 @@ class FeatureIndex:
             raise ValueError(
                 f"{folder / INDEX} has version {values.get('version')}, this program reads {VERSION}; capture again"
             )
-        names = ("target_fingerprint", "tokenizer_hash", "data_hash", "max_length", "command")
+        form, names = values["format"], ("target_fingerprint", "tokenizer_hash", "data_hash", "max_length", "command")
         return cls(
             **{name: values[name] for name in names},
-            form=FeatureFormat.from_json(values["format"]),
+            form=FeatureFormat(**form | {"layers": tuple(form["layers"])}),
             shards=tuple(ShardRange(**shard) for shard in values["shards"]),
         )
 

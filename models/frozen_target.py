@@ -168,19 +168,13 @@ def load_frozen_target(
     layers out among them (sharded_target.py); the first one reads the files.
     """
     if mesh is not None:
-        return load_sharded_target(path, feature_layers, device, trust_remote_code, mesh)
+        model = empty_model(path, trust_remote_code)
+        source = read_model(path, device, trust_remote_code) if mesh.get_local_rank() == 0 else None
+        share_out(model, decoder_layers(model), source, mesh, device)
+        return FrozenTarget(model, feature_layers)
     model = read_model(path, device, trust_remote_code)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()) if heads_only else (model,):
         nn.Module.to(module, device)
-    return FrozenTarget(model, feature_layers)
-
-
-def load_sharded_target(
-    path: Path, feature_layers: tuple[int, ...], device: torch.device, trust_remote_code: bool, mesh: DeviceMesh
-) -> FrozenTarget:
-    model = empty_model(path, trust_remote_code)
-    source = read_model(path, device, trust_remote_code) if mesh.get_local_rank() == 0 else None
-    share_out(model, decoder_layers(model), source, mesh, device)
     return FrozenTarget(model, feature_layers)
 
 
@@ -205,10 +199,7 @@ def read_model(path: Path, device: torch.device, trust_remote_code: bool) -> Pre
 def empty_model(path: Path, trust_remote_code: bool) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=config.dtype or torch.float32,
-            trust_remote_code=trust_remote_code,
-        )
+        dtype = config.dtype or torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     model.tie_weights()  # moving parameters to the meta device parted them
     return model

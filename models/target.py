@@ -12,7 +12,7 @@ from slipstream.kernels.compile_ahead import is_dry
 from slipstream.kernels.linear import linear
 from slipstream.models.checkpoint import fuse, load_strict, read_json, read_tensors
 from slipstream.models.config import ModelConfig, is_complete
-from slipstream.models.draft_checkpoint import EMBEDDING, HEAD
+from slipstream.models.draft import EMBEDDING, HEAD
 from slipstream.models.layers import Attention, Embedding, GatedMLP, Linear, Mask, RMSNorm, SelfAttention
 from slipstream.models.pretrained import end_of_text_ids, find_tokenizer, read_config
 

@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slipstream.models.dflash import DFlash, DFlashConfig
-from slipstream.models.dflash_checkpoint import save_dflash
-from slipstream.models.eagle import Eagle, EagleConfig
-from slipstream.models.eagle3 import Eagle3, Eagle3Config
-from slipstream.models.eagle3_checkpoint import save_eagle3
-from slipstream.models.eagle_checkpoint import save_eagle
+from slipstream.models.dflash import DFlash, DFlashConfig, save_dflash
+from slipstream.models.eagle import Eagle, EagleConfig, save_eagle
+from slipstream.models.eagle3 import Eagle3, Eagle3Config, save_eagle3
 from slipstream.models.target import load_config, load_target
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.naive_eagle import NaiveEagle

@@ -17,8 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from slipstream.models.checkpoint import fuse
-from slipstream.models.dflash import DFlash, DFlashConfig, default_block_feature_layers, default_mask_token
-from slipstream.models.dflash_checkpoint import save_dflash
+from slipstream.models.dflash import DFlash, DFlashConfig, default_block_feature_layers, default_mask_token, save_dflash
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.train.acceptance import count_accepted

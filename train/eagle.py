@@ -17,8 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from slipstream.models.eagle import Eagle, EagleConfig
-from slipstream.models.eagle_checkpoint import save_eagle
+from slipstream.models.eagle import Eagle, EagleConfig, save_eagle
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.train.acceptance import count_accepted

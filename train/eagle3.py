@@ -18,8 +18,7 @@ from torch import Tensor
 
 from slipstream.kernels.cross_entropy import Kind, soft_cross_entropy
 from slipstream.models.config import default_feature_layers
-from slipstream.models.eagle3 import Eagle3, Eagle3Config
-from slipstream.models.eagle3_checkpoint import save_eagle3
+from slipstream.models.eagle3 import Eagle3, Eagle3Config, save_eagle3
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.train.acceptance import count_accepted

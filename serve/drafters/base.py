@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
-from slipstream.models.draft_checkpoint import drafter_of
+from slipstream.models.draft import drafter_of
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, HostProposal, KVSpec, Proposal, Rows, Verdict

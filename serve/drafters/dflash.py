@@ -13,8 +13,7 @@ from slipstream.kernels.gathered_head import head_sample
 from slipstream.kernels.linear import linear
 from slipstream.kernels.rope import store_context
 from slipstream.models.checkpoint import resolve
-from slipstream.models.dflash import DFlash
-from slipstream.models.dflash_checkpoint import load_dflash
+from slipstream.models.dflash import DFlash, load_dflash
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, KVSpec, Proposal, Rows, Verdict

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from slipstream.models.checkpoint import resolve
-from slipstream.models.eagle import Eagle
-from slipstream.models.eagle_checkpoint import load_eagle
+from slipstream.models.eagle import Eagle, load_eagle
 from slipstream.models.target import Target
 from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
 from slipstream.serve.draft_vocabulary import TokenMapOptions, target_vocabulary

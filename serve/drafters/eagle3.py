@@ -6,8 +6,7 @@ from torch import Tensor
 
 from slipstream.kernels.gathered_head import DraftHead
 from slipstream.models.checkpoint import resolve
-from slipstream.models.eagle3 import Eagle3
-from slipstream.models.eagle3_checkpoint import load_eagle3
+from slipstream.models.eagle3 import Eagle3, load_eagle3
 from slipstream.models.target import Target
 from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
 from slipstream.serve.draft_vocabulary import DraftVocabulary

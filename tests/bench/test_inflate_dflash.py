@@ -14,7 +14,7 @@ from slipstream.bench.inflate_shapes import SHAPES
 from slipstream.bench.inflate_weights import CONSTANT, QUIET, SPREAD, Inflation
 from slipstream.kernels.norm import HeadNorms, norm_heads
 from slipstream.models.checkpoint import read_json, read_tensors
-from slipstream.models.dflash_checkpoint import load_dflash
+from slipstream.models.dflash import load_dflash
 from slipstream.models.target import load_config
 from slipstream.tests.bench.inflated import CPU, SMALL_VOCAB, TINY, answers, check_same_but_for_ties, read_questions
 from slipstream.tests.naive_dflash import NaiveDFlash

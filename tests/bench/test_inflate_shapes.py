@@ -19,10 +19,8 @@ from slipstream.bench.inflate_weights import CONSTANT, SPREAD
 from slipstream.bench.shards import ShardWriter
 from slipstream.models.checkpoint import read_json, read_tensors, weights_fingerprint
 from slipstream.models.config import ModelConfig
-from slipstream.models.dflash import DFlash, DFlashConfig
-from slipstream.models.dflash_checkpoint import load_dflash
-from slipstream.models.eagle3 import Eagle3, Eagle3Config
-from slipstream.models.eagle3_checkpoint import load_eagle3
+from slipstream.models.dflash import DFlash, DFlashConfig, load_dflash
+from slipstream.models.eagle3 import Eagle3, Eagle3Config, load_eagle3
 from slipstream.models.target import Target, load_config, load_target
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 

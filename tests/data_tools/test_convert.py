@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.data_tools.convert import main
-from slipstream.models.dflash_checkpoint import load_dflash
+from slipstream.models.dflash import load_dflash
 from slipstream.models.target import load_config
 from slipstream.serve.drafters.base import find_drafter
 from slipstream.tests.data_tools.conversion import Runs, change

@@ -11,10 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from slipstream.models.checkpoint import fuse
-from slipstream.models.eagle import Eagle, EagleConfig
-from slipstream.models.eagle3 import Eagle3, Eagle3Config
-from slipstream.models.eagle3_checkpoint import load_eagle3, save_eagle3
-from slipstream.models.eagle_checkpoint import save_eagle
+from slipstream.models.eagle import Eagle, EagleConfig, save_eagle
+from slipstream.models.eagle3 import Eagle3, Eagle3Config, load_eagle3, save_eagle3
 from slipstream.models.speculators_layout import AUX_LAYERS
 from slipstream.models.target import load_config
 from slipstream.serve.drafters.base import find_drafter

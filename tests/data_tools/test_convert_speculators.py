@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from slipstream.models.config import default_feature_layers
-from slipstream.models.eagle3 import Eagle3, Eagle3Config
-from slipstream.models.eagle3_checkpoint import load_eagle3, save_eagle3
+from slipstream.models.eagle3 import Eagle3, Eagle3Config, load_eagle3, save_eagle3
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config

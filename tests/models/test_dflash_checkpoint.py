@@ -12,15 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.models.config import RopeConfig
-from slipstream.models.dflash import DFlash, DFlashConfig
-from slipstream.models.dflash_checkpoint import (
+from slipstream.models.dflash import (
     UNSUPPORTED,
+    DFlash,
+    DFlashConfig,
     config_from_json,
     config_to_json,
     load_dflash,
     save_dflash,
 )
-from slipstream.models.draft_checkpoint import OWN_FIELDS
+from slipstream.models.draft import OWN_FIELDS
 from slipstream.models.speculators_layout import to_speculators
 from slipstream.models.target import load_config
 

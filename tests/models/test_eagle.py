@@ -12,8 +12,7 @@ from torch import Tensor
 
 from slipstream.kernels.norm import HeadNorms
 from slipstream.kernels.rope import rotate_halves
-from slipstream.models.eagle import Eagle, EagleConfig
-from slipstream.models.eagle_checkpoint import config_from_json, config_to_json, load_eagle, save_eagle
+from slipstream.models.eagle import Eagle, EagleConfig, config_from_json, config_to_json, load_eagle, save_eagle
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config
 from slipstream.tests.naive_eagle import NaiveEagle

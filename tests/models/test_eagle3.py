@@ -10,8 +10,7 @@ from torch import Tensor
 
 from slipstream.kernels.norm import HeadNorms
 from slipstream.kernels.rope import rotate_halves
-from slipstream.models.eagle3 import Eagle3, Eagle3Config
-from slipstream.models.eagle3_checkpoint import save_eagle3
+from slipstream.models.eagle3 import Eagle3, Eagle3Config, save_eagle3
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config, load_target
 from slipstream.tests.naive_eagle3 import NaiveEagle3

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from slipstream.models.checkpoint import fuse
 from slipstream.models.config import RopeConfig, default_feature_layers
-from slipstream.models.draft_checkpoint import OWN_FIELDS
-from slipstream.models.eagle3 import Eagle3, Eagle3Config
-from slipstream.models.eagle3_checkpoint import (
+from slipstream.models.draft import OWN_FIELDS
+from slipstream.models.eagle3 import (
     UNSUPPORTED_FLAGS,
+    Eagle3,
+    Eagle3Config,
     config_from_json,
     config_to_json,
     load_eagle3,

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.models.config import default_feature_layers
-from slipstream.models.eagle3_checkpoint import config_from_json, config_to_json, load_eagle3
+from slipstream.models.eagle3 import config_from_json, config_to_json, load_eagle3
 from slipstream.models.speculators_layout import AUX_LAYERS
 from slipstream.tests.models.test_eagle3_checkpoint import CPU, Draft
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from slipstream.models.config import ModelConfig
-from slipstream.models.dflash import default_mask_token
-from slipstream.models.dflash_checkpoint import load_dflash
+from slipstream.models.dflash import default_mask_token, load_dflash
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.train.dflash import main
 from slipstream.train.trackers import read_metrics

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.models.dflash_checkpoint import load_dflash
+from slipstream.models.dflash import load_dflash
 from slipstream.models.frozen_target import load_frozen_target
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from slipstream.models.config import ModelConfig
-from slipstream.models.eagle_checkpoint import load_eagle
+from slipstream.models.eagle import load_eagle
 from slipstream.models.frozen_target import load_frozen_target
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config

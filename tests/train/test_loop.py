@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from slipstream.models.config import ModelConfig
-from slipstream.models.eagle3_checkpoint import load_eagle3
+from slipstream.models.eagle3 import load_eagle3
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE, SaveData, random_dataset
 from slipstream.train import draft_setup, loop
