@@ -90,7 +90,8 @@ class DraftNetwork(nn.Module):
         self.config = config
         if config.draft_vocab_size is not None:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+            self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
+            self.t2d[config.draft_vocab_size :] = False
 
     def set_vocabulary(self, ids: Tensor) -> None:
         """ids (Vd,) int64: the target ids that the draft can propose. Raises ValueError unless they are distinct,
