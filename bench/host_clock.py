@@ -94,7 +94,7 @@ class Landing:
     flight: Any
     clock: HostClock
 
-    def read(self, *meanwhile: Any) -> Any:
-        found = self.flight.read(*meanwhile)
+    def read(self) -> Any:
+        found = self.flight.read()
         self.clock.landed()
         return found

@@ -42,7 +42,7 @@ class Pass:
 
     kind: Literal["prefill", "round"]
     sequences: list[Sequence | None]  # whose tokens arrive; None: a token that does not count
-    read: Callable[..., Arrival]  # waits: see Flight.read
+    read: Callable[[], Arrival]  # waits
     commit: Callable[[Arrival], list[Output]]  # hands them to the scheduler
 
 
@@ -153,8 +153,7 @@ class Engine:
         planned = self._next_round()
         flights = [(flight, self.executor.recipients(flight.sequences)) for flight in self._flights]
         self._flights.clear()
-        meanwhile = self.executor.meanwhile([row for _, to in flights for row in to.rows], self.policy)
-        arrived = [flight.read(meanwhile) for flight, _ in flights]
+        arrived = [flight.read() for flight, _ in flights]
         landed = time.perf_counter()
         for (_, recipients), results in zip(flights, arrived, strict=True):
             self._draft_on_host(recipients, results, is_last=True)  # or what follows is stored over it

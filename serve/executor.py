@@ -3,7 +3,6 @@
 Nothing here waits for the device but `Flight.read`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,10 +14,9 @@ from torch import Tensor
 from slipstream.serve.batch import Batch, HostProposal, SamplingMode
 from slipstream.serve.graphs import RoundGraphs
 from slipstream.serve.prompt_graphs import PromptGraphs
-from slipstream.serve.rehearsal import Rehearsal, paced
 from slipstream.serve.round import Runner
 from slipstream.serve.sequence import Chunk, Sequence
-from slipstream.serve.widths import Offer, WidthPolicy
+from slipstream.serve.widths import Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +57,10 @@ class Flight:
         landed.record()
         return cls(Arrival(host.numpy(), width), landed)
 
-    def read(self, meanwhile: Callable[[], None] | None = None) -> Arrival:
-        """Waits. `meanwhile` is called again and again until the pass has landed."""
-        if self.landed is not None and meanwhile is None:
+    def read(self) -> Arrival:
+        """Waits until the pass has landed."""
+        if self.landed is not None:
             self.landed.synchronize()  # sync
-        elif self.landed is not None and meanwhile is not None:
-            while not self.landed.query():  # sync
-                meanwhile()
         return self.arrival
 
 
@@ -100,7 +95,6 @@ class Executor:
     ) -> None:
         self.runner, self.graphs, self.width, self.prompts = runner, graphs, width, prompts
         self.state = runner.state
-        self._rehearsal = Rehearsal(runner.drafter, runner.state, width)
         self._offers: dict[int, Offer] = {}  # each row's stored proposal
         self._num_uploaded = [0] * self.state.null  # pages of each row that the device knows
 
@@ -148,11 +142,6 @@ class Executor:
         places = [place for place, row in enumerate(rows) if row >= 0]
         rows = [rows[place] for place in places]
         return Recipients(places, rows, self.state.upload(rows))
-
-    def meanwhile(self, rows: list[int], policy: WidthPolicy | None) -> Callable[[], None]:
-        """What the host does until it can tell its drafter what `rows` have gained; see Flight.read."""
-        rows = list(dict.fromkeys(rows))  # one comes twice if its request has ended and the next one's prompt runs
-        return paced(self._rehearsal.steps(rows, self.offers(rows), policy))
 
     def store(self, to: Recipients, proposal: HostProposal) -> None:
         """Takes proposals made on the host."""

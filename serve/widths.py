@@ -43,7 +43,11 @@ class WidthPolicy:
         """The width of the next round. The device drafts as many nodes as it is asked for, up to `least`; for more the
         round has to wait for the host."""
         self.ms = self._tables[filtered]
-        rates = self.weigh(offers, least)
+        numbers = Counter(offers)  # a large batch has few different ones
+        if least > 1:
+            numbers = Counter((max(least, nodes), kind) for nodes, kind in offers)
+        most, _ = max(numbers)
+        rates = self.rates(numbers, self.widths[: bisect_left(self.widths, most) + 1], least)
         offered = list(rates)
         best = max(offered, key=rates.__getitem__)
         current = min(self.width, offered[-1])
@@ -51,14 +55,6 @@ class WidthPolicy:
             current = best
         self.width = current
         return self._probe(len(offers), offered[offered.index(current) + 1 :], least)
-
-    def weigh(self, offers: Sequence[Offer], least: int) -> dict[int, float]:
-        """Expected tokens per millisecond by width, of those that the offers can fill. Changes nothing."""
-        numbers = Counter(offers)  # a large batch has few different ones
-        if least > 1:
-            numbers = Counter((max(least, nodes), kind) for nodes, kind in offers)
-        most, _ = max(numbers)
-        return self.rates(numbers, self.widths[: bisect_left(self.widths, most) + 1], least)
 
     def rates(self, offers: Counter[Offer], widths: Sequence[int], least: int) -> dict[int, float]:
         """Expected tokens per millisecond of the batch, by width."""

@@ -80,10 +80,6 @@ class Drafter(ABC):
         """
         raise NotImplementedError(f"{type(self).__module__} drafts on the host and does not say how")
 
-    def warm(self, rows: Sequence[int], width: int) -> None:
-        """On the host: `draft` for `rows` (B,) is about to come, and what it reads may be brought into the cache, in
-        some microseconds. Changes nothing."""
-
     def release(self, row: int, tokens: list[int]) -> None:
         """The request in `row` ended or was preempted; `tokens` is all of it."""
 

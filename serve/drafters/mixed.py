@@ -114,9 +114,6 @@ class Drafter(base.Drafter):
         counts = [count if count > 1 and match >= self.first else 0 for count, match in pairs]
         return HostProposal(proposal.nodes, counts, proposal.kinds)
 
-    def warm(self, rows: Sequence[int], width: int) -> None:
-        self.ngram.warm(rows, min(width, self.ngram.options.nodes))
-
     def release(self, row: int, tokens: list[int]) -> None:
         self.network.release(row, tokens)
         self.ngram.release(row, tokens)

@@ -114,9 +114,6 @@ class Drafter(base.Drafter):
         lengths = matches.tolist()
         return HostProposal(nodes, counts, list(map(int.bit_length, lengths))), lengths
 
-    def warm(self, rows: Sequence[int], width: int) -> None:
-        self.core.warm(rows, width)
-
     def release(self, row: int, tokens: list[int]) -> None:
         self.core.release(row, len(tokens))
 

@@ -20,7 +20,6 @@ class Stats(TypedDict):
     evicted_nodes: int
     drafted_tokens: int
     match_lengths: list[int]  # [length]: proposals whose longest match had it; [0]: that found none
-    insert_seconds: float  # that the inserting thread has worked
 
 class NgramCore:
     def __init__(
@@ -34,40 +33,18 @@ class NgramCore:
         order: str = "probability",
         breadth: int = 4,
         queue_tokens: int = 65_536,
-        insert_prompts: bool = False,
     ) -> None:
         """Raises ValueError with the option, its value and its range.
 
         rows: requests at the same time. capacity: nodes of the trie, 57 to 62 bytes each. branch_length: tokens that a
         branch may share. min_match, max_match: how many last tokens are looked up. order: "probability", or "breadth"
         for level by level. breadth: most children of a drafted node; 1 drafts chains. queue_tokens: what may wait for
-        its insertion. insert_prompts: all of them (up to half the queue), not only their last branch_length tokens.
+        its insertion.
         """
 
     def admit(self, row: int, tokens: ArrayLike, namespace: str = "") -> None:
-        """A request begins in `row` with these tokens (S,); it sees and feeds the texts of its namespace."""
-
-    def extend(self, rows: ArrayLike, tokens: ArrayLike) -> None:
-        """Requests `rows` (B,) have gained tokens (B, K), each up to its first -1.
-
-        They count for the request at once, for others when the inserting thread has come to them: within a round or
-        two, after at most 4 ms of sleep. What the queue cannot take is dropped and counted.
-        """
-
-    def propose(
-        self,
-        rows: ArrayLike,
-        tokens: NDArray[np.int32],
-        parents: NDArray[np.int32],
-        matches: NDArray[np.int32],
-        ancestors: NDArray[np.int64] | None = None,
-    ) -> list[int]:
-        """Writes a tree for each of `rows` (B,) into the caller's arrays; returns how many nodes each has.
-
-        tokens, parents (B, N) with N <= 64: as in serve/batch.py's Proposal, the root being the request's last token.
-        matches (B,): length of the longest match, 0 where nothing is drafted. ancestors (B, N): bit masks as in
-        kernels/verify.py.
-        """
+        """A request begins in `row` with these tokens (S,); it sees and feeds the texts of its namespace. Of the prompt
+        the last branch_length tokens are inserted for others."""
 
     def advance(
         self,
@@ -77,16 +54,16 @@ class NgramCore:
         parents: NDArray[np.int32],
         matches: NDArray[np.int32],
     ) -> list[int]:
-        """`extend` and `propose` in one: requests `rows` (B,) have gained what a round has `emitted` (B, 1 + K), the
-        number of tokens first, and get a tree each.
+        """Requests `rows` (B,) have gained what a round has `emitted` (B, 1 + K), the number of tokens first, and get a
+        tree each, written into the caller's arrays. Returns how many nodes each tree has.
 
-        For others these tokens count when the request has gained more or has ended: only then is it certain that it
-        has not ended within them.
+        tokens, parents (B, N) with N <= 64: as in serve/batch.py's Proposal, the root being the request's last token.
+        matches (B,): length of the longest match, 0 where nothing is drafted.
+
+        The request itself sees its tokens at once; others when it has gained more or has ended, since only then is it
+        certain that it has not ended within them, and the inserting thread has come to them: within a round or two,
+        after at most 4 ms of sleep. What the queue cannot take is dropped and counted.
         """
-
-    def warm(self, rows: ArrayLike, width: int) -> None:
-        """Requests `rows` (B,) are about to `advance` and will get `width` nodes: what that reads is brought into the
-        cache, about 3 microseconds each. Changes nothing; does nothing while a text is being inserted."""
 
     def release(self, row: int, num_tokens: int | None = None) -> None:
         """The request in `row` ended with so many tokens, prompt included; None: with all it has. They stay, and what

@@ -20,10 +20,11 @@ NAMES = ("", "a", "x" * 100)
 Tree = tuple[list[int], list[int], int]  # tokens, parents, length of the match
 
 
-def propose(core: Any, row: int, width: int) -> Tree:
+def advance(core: Any, row: int, width: int, *gained: int) -> Tree:
+    """The request's tree after it has gained these tokens."""
     tokens, parents = np.full((2, 1, width), -7, np.int32)
     matches = np.full(1, -7, np.int32)
-    core.propose([row], tokens, parents, matches)
+    core.advance([row], [[len(gained), *gained]], tokens, parents, matches)
     return tokens[0].tolist(), parents[0].tolist(), int(matches[0])
 
 
@@ -124,41 +125,16 @@ class Fuzz:
             text = self.drafts[row] if self.rng.random() < 0.4 else self.text(most)
             gained[row] = text[: self.rng.randint(0, most)]
         width = self.rng.choice((1, 2, 8, 16, 64))
-        if self.rng.random() < 0.5:  # the model knows nothing of it
-            self.core.warm(self.rng.choices(rows, k=self.rng.randint(1, 6)), width)
-        (self.advance if self.rng.random() < 0.5 else self.extend)(gained, most, width)
-        self.num_operations += 2 * len(rows)
-
-    def advance(self, gained: dict[int, list[int]], most: int, width: int) -> None:
-        tokens, parents = np.full((2, len(gained), width), -7, np.int32)
-        matches = np.full(len(gained), -7, np.int32)
+        tokens, parents = np.full((2, len(rows), width), -7, np.int32)
+        matches = np.full(len(rows), -7, np.int32)
         emitted = [[len(text), *text, *[9] * (most - len(text))] for text in gained.values()]
-        counts = self.core.advance(list(gained), emitted, tokens, parents, matches)
+        counts = self.core.advance(rows, emitted, tokens, parents, matches)
         self.core.flush()
         assert counts == (tokens >= 0).sum(axis=1).tolist(), self.place()
         trees = zip(tokens.tolist(), parents.tolist(), matches.tolist(), strict=True)
         assert list(trees) == self.model.advance(gained, width), self.place()
-        self.drafts = {row: own[1:count] for row, own, count in zip(gained, tokens.tolist(), counts, strict=True)}
-
-    def extend(self, gained: dict[int, list[int]], most: int, width: int) -> None:
-        for row, text in gained.items():
-            self.model.extend(row, text)
-        self.core.extend(list(gained), [text + [-1] * (most - len(text)) for text in gained.values()])
-        self.core.flush()
-        self.compare_trees(list(gained), width)
-
-    def compare_trees(self, rows: list[int], width: int) -> None:
-        tokens, parents = np.full((2, len(rows), width), -7, np.int32)
-        matches, ancestors = np.full(len(rows), -7, np.int32), np.full((len(rows), width), -7, np.int64)
-        counts = self.core.propose(rows, tokens, parents, matches, ancestors)
-        assert counts == (tokens >= 0).sum(axis=1).tolist(), self.place()
-        for index, row in enumerate(rows):
-            tree = (tokens[index].tolist(), parents[index].tolist(), int(matches[index]))
-            assert tree == self.model.propose(row, width), self.place()
-            above = ancestors[index].view(np.uint64).tolist()
-            for node, parent in enumerate(tree[1]):
-                assert above[node] == 1 << node | (above[max(parent, 0)] if node else 0), self.place()
-            self.drafts[row] = [token for token in tree[0][1:] if token >= 0]
+        self.drafts = {row: own[1:count] for row, own, count in zip(rows, tokens.tolist(), counts, strict=True)}
+        self.num_operations += 2 * len(rows)
 
     def compare_counts(self) -> None:
         stats = self.core.stats()

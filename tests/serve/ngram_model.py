@@ -44,13 +44,17 @@ class NgramModel:
         for token in tokens[-self.trie.branch_length :]:
             self.trie.append(self.requests[row].writer, token)
 
-    def advance(self, gained: dict[int, list[int]], width: int) -> list[tuple[list[int], list[int], int]]:
-        """By row; what `propose` returns for each."""
+    def advance(
+        self, gained: dict[int, list[int]], width: int, dropped: bool = False
+    ) -> list[tuple[list[int], list[int], int]]:
+        """By row; what `propose` returns for each. `dropped`: the queue has no room for the tokens gained before."""
         for row, tokens in gained.items():
             self.requests[row].tokens += tokens
         trees = [self.propose(row, width) for row in gained]
         for row, tokens in gained.items():
-            self.share(row, len(self.requests[row].private))
+            self.share(row, 0 if dropped else len(self.requests[row].private))
+            if dropped:
+                self.requests[row].writer = Writer(self.requests[row].writer.root)
             self.requests[row].private = tokens
         return trees
 
@@ -59,16 +63,6 @@ class NgramModel:
         for token in request.private[:count]:
             self.trie.append(request.writer, token)
         request.private = []
-
-    def extend(self, row: int, tokens: list[int], dropped: bool = False) -> None:
-        request = self.requests[row]
-        self.share(row, len(request.private))
-        request.tokens += tokens
-        if dropped:
-            request.writer = Writer(request.writer.root)
-            return
-        for token in tokens:
-            self.trie.append(request.writer, token)
 
     def insert(self, tokens: list[int], name: str) -> None:
         writer = Writer(self.trie.root(name))

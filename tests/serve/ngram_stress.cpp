@@ -41,7 +41,6 @@ void serve(ngram::Ngram& core, int64_t first_row, uint32_t seed) {
   for (size_t index = 0; index < BATCH; ++index) rows[index] = first_row + static_cast<int64_t>(index);
   std::vector<int32_t> tokens(BATCH * WIDTH), parents(BATCH * WIDTH), matches(BATCH);
   std::vector<int32_t> emitted(BATCH * (1 + GAINED));
-  std::vector<int64_t> ancestors(BATCH * WIDTH);
   while (!is_over) {
     for (const int64_t row : rows) {
       const std::vector<int32_t> prompt = text(random, 1 + random() % 100);
@@ -49,18 +48,12 @@ void serve(ngram::Ngram& core, int64_t first_row, uint32_t seed) {
     }
     for (int round = 0; round < ANSWER_ROUNDS; ++round) {
       const std::vector<int32_t> gained = text(random, BATCH * GAINED);
-      core.warm(rows.data(), BATCH, WIDTH);
-      if (round % 2 == 0) {
-        core.extend(rows.data(), BATCH, gained.data(), GAINED);
-        core.propose(rows.data(), BATCH, WIDTH, tokens.data(), parents.data(), matches.data(), ancestors.data());
-      } else {
-        for (size_t index = 0; index < BATCH; ++index) {
-          emitted[index * (1 + GAINED)] = GAINED;
-          std::copy_n(&gained[index * GAINED], GAINED, &emitted[index * (1 + GAINED) + 1]);
-        }
-        core.advance(rows.data(), BATCH, emitted.data(), 1 + GAINED, WIDTH, tokens.data(), parents.data(),
-                     matches.data());
+      for (size_t index = 0; index < BATCH; ++index) {
+        emitted[index * (1 + GAINED)] = GAINED;
+        std::copy_n(&gained[index * GAINED], GAINED, &emitted[index * (1 + GAINED) + 1]);
       }
+      core.advance(rows.data(), BATCH, emitted.data(), 1 + GAINED, WIDTH, tokens.data(), parents.data(),
+                   matches.data());
       for (size_t index = 0; index < BATCH; ++index) {
         require(tokens[index * WIDTH] == gained[index * GAINED + GAINED - 1], "a root is not the last token");
       }
@@ -92,7 +85,7 @@ void watch(ngram::Ngram& core, const std::string& path) {
 
 int main(int argc, char** argv) {
   require(argc == 3, "arguments: SECONDS FILE");
-  ngram::Ngram core({2 * BATCH, 5000, 18, 1, 12, "probability", 4, 4096, false});
+  ngram::Ngram core({2 * BATCH, 5000, 18, 1, 12, "probability", 4, 4096});
   core.insert(std::vector<int32_t>{1, 2, 3}.data(), 3, "");
   std::vector<std::thread> threads;
   threads.emplace_back(serve, std::ref(core), 0, 1);

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.serve.drafters.ngram_core import NgramCore
-from slipstream.tests.serve.ngram_fuzz import propose, random_texts
+from slipstream.tests.serve.ngram_fuzz import advance, random_texts
 
 
 def filled_core() -> NgramCore:
@@ -35,7 +35,7 @@ def test_a_loaded_trie_drafts_like_the_saved_one(tmp_path: Path) -> None:
         for core in (saved, loaded):
             core.admit(0, prompt, name)
             core.flush()
-            trees.append(propose(core, 0, 16))
+            trees.append(advance(core, 0, 16))
             core.release(0)
         assert trees[0] == trees[1]
     assert [path.name for path in tmp_path.iterdir()] == ["trie"]

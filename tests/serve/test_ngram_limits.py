@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.serve.drafters.ngram_core import NgramCore
-from slipstream.tests.serve.ngram_fuzz import propose
+from slipstream.tests.serve.ngram_fuzz import advance
 
 
 @pytest.mark.parametrize("capacity", [1_000_000, 1 << 20, (1 << 20) + 1, 6 * (1 << 18) - 1, 12 * (1 << 17)])
@@ -61,9 +61,7 @@ def test_threads_may_do_everything_at_once(tmp_path: Path) -> None:
             for row in rows:
                 core.admit(row, text[:20], str(row % 2))
             for end in range(20, 200, 6):
-                core.extend(rows, np.stack([text[end : end + 6]] * 2)[:, : len(text) - end])
-                core.warm(rows, 8)
-                core.propose(rows, tokens, parents, matches)
+                core.advance(rows, [[6, *text[end : end + 6]]] * 2, tokens, parents, matches)
             for row in rows:
                 core.release(row)
 
@@ -132,14 +130,8 @@ def test_bad_arguments_change_nothing() -> None:
         ("admit", (1, [3, -1]), "a token is -1; it must be between 0 and 2097151"),
         ("admit", (1, [[3, 1]]), r"tokens has shape \(1, 2\)"),
         ("insert", ([1 << 21],), "a token is 2097152"),
-        ("extend", ([1], [[1]]), "row 1 is not in use; admit a request first"),
-        ("extend", ([0], [[1, -2]]), "a token is -2"),
-        ("extend", ([0, 0], [[1]]), r"tokens has shape \(1, 1\); it must be \(2, 1\)"),
         ("release", (1,), "row 1 is not in use"),
-        ("propose", ([1], *arrays), "row 1 is not in use"),
-        ("advance", ([1], [[1, 3]], *arrays), "row 1 is not in use"),
-        ("warm", ([0, 1], 8), "row 1 is not in use"),
-        ("warm", ([0], 65), "width is 65; it must be between 1 and 64"),
+        ("advance", ([1], [[1, 3]], *arrays), "row 1 is not in use; admit a request first"),
         ("advance", ([0], [[2, 3]], *arrays), "a number of tokens is 2; it must be between 0 and 1"),
         ("advance", ([0], [[-1, 3]], *arrays), "a number of tokens is -1"),
         ("advance", ([0], [[1, -1]], *arrays), "a token is -1"),
@@ -147,20 +139,17 @@ def test_bad_arguments_change_nothing() -> None:
         (
             "advance",
             ([0], [[1, 3]], np.zeros((1, 65), np.int32), np.zeros((1, 65), np.int32), arrays[2]),
-            "width is 65",
+            "width is 65; it must be between 1 and 64",
         ),
+        ("advance", ([0], [[0]], np.zeros((1, 0), np.int32), np.zeros((1, 0), np.int32), arrays[2]), "width is 0"),
         ("advance", ([0], [[1, 3]], arrays[0], np.zeros((2, 4), np.int32), arrays[2]), "parents has shape"),
-        ("propose", ([0], np.zeros((1, 65), np.int32), np.zeros((1, 65), np.int32), arrays[2]), "width is 65"),
-        ("propose", ([0], np.zeros((1, 0), np.int32), np.zeros((1, 0), np.int32), arrays[2]), "width is 0"),
-        ("propose", ([0], arrays[0], np.zeros((2, 4), np.int32), arrays[2]), "parents has shape"),
-        ("propose", ([0], *arrays, np.zeros((1, 5), np.int64)), "ancestors has shape"),
     ]
     for method, arguments, message in calls:
         with pytest.raises(ValueError, match=message):
             getattr(core, method)(*arguments)
     for copied in (arrays[0].astype(np.int64), np.zeros((1, 8), np.int32)[:, ::2]):
         with pytest.raises(TypeError):  # what is written into must be the caller's own
-            core.propose([0], copied, arrays[1], arrays[2])
-    assert propose(core, 0, 4) == ([1, 2, 1, 2], [-1, 0, 1, 2], 1)
+            core.advance([0], [[0]], copied, arrays[1], arrays[2])
+    assert advance(core, 0, 4) == ([1, 2, 1, 2], [-1, 0, 1, 2], 1)
     core.flush()
     assert core.stats()["inserted_tokens"] == 3

@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from slipstream.kernels.verify import ancestor_masks
 from slipstream.serve.drafters.ngram_core import NgramCore
-from slipstream.tests.serve.ngram_fuzz import Fuzz, Tree, propose, random_texts
+from slipstream.tests.serve.ngram_fuzz import Fuzz, Tree, advance, random_texts
 from slipstream.tests.serve.ngram_model import NgramModel
 
 
@@ -53,7 +51,7 @@ def test_longest_match_and_what_follows_it_are_those_of_brute_force(seed: int) -
         part = rng.choice(history)[rng.randrange(40) :][: rng.randint(1, 8)]
         context = [rng.randrange(12) for _ in range(rng.randint(1, 30))] + part
         core.admit(0, context)
-        tree = propose(core, 0, 32)
+        tree = advance(core, 0, 32)
         core.release(0)
         core.flush()
         own = context[:-1]  # what its last token's match may reach
@@ -88,82 +86,46 @@ def test_every_branch_is_found_and_counted_at_least_as_often_as_it_occurs() -> N
 def test_own_text_is_seen_at_once_and_other_texts_when_inserted() -> None:
     core = NgramCore(rows=2)
     core.admit(0, [1, 2, 3, 4, 9, 1, 2])
-    assert propose(core, 0, 4) == ([2, 3, 4, 9], [-1, 0, 1, 2], 2)
-    core.extend([0], [[3, 4, 5, 6]])
-    core.extend([0], [[7, -1, -1, -1]])
+    assert advance(core, 0, 4) == ([2, 3, 4, 9], [-1, 0, 1, 2], 2)
+    advance(core, 0, 1, 3, 4, 5, 6)
+    advance(core, 0, 1, 7)
+    advance(core, 0, 1)
     core.flush()
     core.admit(1, [8, 4, 5])
-    assert propose(core, 1, 4) == ([5, 6, 7, -1], [-1, 0, 1, -1], 2)
-    core.extend([0], [[8]])
+    assert advance(core, 1, 4) == ([5, 6, 7, -1], [-1, 0, 1, -1], 2)
+    advance(core, 0, 1, 8)
+    advance(core, 0, 1)
     core.flush()
-    assert propose(core, 1, 4) == ([5, 6, 7, 8], [-1, 0, 1, 2], 2)
+    assert advance(core, 1, 4) == ([5, 6, 7, 8], [-1, 0, 1, 2], 2)
 
 
 def test_others_see_what_a_round_emitted_once_the_request_goes_on_or_ends() -> None:
     core = NgramCore(rows=2)
-    tokens, parents = np.zeros((2, 1, 4), np.int32)
-    matches = np.zeros(1, np.int32)
 
-    def advance(*emitted: int) -> list[int]:
-        core.advance([0], [[len(emitted), *emitted, *[9] * (4 - len(emitted))]], tokens, parents, matches)
+    def round_of_first(*emitted: int) -> list[int]:
+        tokens, _, _ = advance(core, 0, 4, *emitted)
         core.flush()
-        return tokens[0].tolist()
+        return tokens
 
     core.admit(0, [1, 2, 3, 7, 1])
     core.admit(1, [8, 3])
-    assert advance(2, 3) == [3, 7, 1, 2], "the request itself sees them at once"
     core.flush()
-    assert propose(core, 1, 4)[0] == [3, 7, 1, -1]
-    assert advance(4) == [4, -1, -1, -1]
-    assert propose(core, 1, 4)[0][:2] == [3, 7]
-    core.extend([1], [[2]])
-    assert propose(core, 1, 3) == ([2, 3, 7], [-1, 0, 1], 1)
-    advance(5, 6, 0)
+    assert round_of_first(2, 3) == [3, 7, 1, 2], "the request itself sees them at once"
+    assert advance(core, 1, 4)[0] == [3, 7, 1, -1]
+    assert round_of_first(4) == [4, -1, -1, -1]
+    assert advance(core, 1, 4)[0][:2] == [3, 7]
+    assert advance(core, 1, 3, 2) == ([2, 3, 7], [-1, 0, 1], 1)
+    round_of_first(5, 6, 0)
     core.release(0, 10)
     core.flush()
-    assert core.stats()["inserted_tokens"] == 10 + 3
-    core.extend([1], [[4]])
-    assert propose(core, 1, 4) == ([4, 5, 6, -1], [-1, 0, 1, -1], 1), "it ended before the 0"
-
-
-def test_a_request_may_stand_in_a_batch_twice() -> None:
-    core = NgramCore(rows=2)
-    core.insert(list(range(10, 30)))
-    core.admit(0, [10, 11, 12])
-    core.admit(1, [20, 21])
-    tokens, parents = np.zeros((2, 4, 3), np.int32)
-    matches = np.zeros(4, np.int32)
-    core.propose([0, 0, 1, 0], tokens, parents, matches)
-    assert tokens.tolist() == [[12, 13, 14], [12, 13, 14], [21, 22, 23], [12, 13, 14]]
-    assert matches.tolist() == [3, 3, 2, 3]
-
-
-def test_reading_ahead_changes_nothing() -> None:
-    """Neither what is drafted nor which branches are the next to go, while nodes are given up all the time."""
-    texts, cores = random_texts(3, 4, 200, vocab=9), [NgramCore(rows=4, capacity=150) for _ in range(2)]
-    for row, text in enumerate(texts):
-        for core in cores:
-            core.admit(row, text[:20])
-    for start in range(20, 198, 3):
-        arrays = []
-        for core in cores:
-            core.flush()
-            tokens, parents, matches = *np.zeros((2, 4, 8), np.int32), np.zeros(4, np.int32)
-            core.advance(range(4), [[3, *text[start : start + 3]] for text in texts], tokens, parents, matches)
-            arrays.append([tokens.tolist(), parents.tolist(), matches.tolist()])
-        assert arrays[0] == arrays[1]
-        cores[1].warm([2, 0, 3, 1, 2], 8)
-        assert cores[0].branches() == cores[1].branches()
-    kept = ("nodes", "inserted_tokens", "evicted_nodes", "drafted_tokens", "match_lengths")
-    assert [cores[0].stats()[name] for name in kept] == [cores[1].stats()[name] for name in kept]
-    assert cores[0].stats()["evicted_nodes"] > 100
-    cores[1].check()
+    assert core.stats()["inserted_tokens"] == 10 + 2
+    assert advance(core, 1, 4, 4) == ([4, 5, 6, -1], [-1, 0, 1, -1], 1), "it ended before the 0"
 
 
 def test_repeating_text_is_drafted_beyond_its_end() -> None:
     core = NgramCore()
     core.admit(0, [5, 1, 2, 1, 2])
-    assert propose(core, 0, 8)[0] == [2, 1, 2, 1, 2, 1, 2, 1]
+    assert advance(core, 0, 8)[0] == [2, 1, 2, 1, 2, 1, 2, 1]
 
 
 def test_drafts_are_longer_than_a_branch() -> None:
@@ -171,7 +133,7 @@ def test_drafts_are_longer_than_a_branch() -> None:
     core = NgramCore(branch_length=4, max_match=3)
     core.insert(text)
     core.admit(0, text[:2])
-    assert propose(core, 0, 64)[0] == text[1:65]
+    assert advance(core, 0, 64)[0] == text[1:65]
 
 
 def test_namespaces_keep_texts_apart() -> None:
@@ -180,7 +142,7 @@ def test_namespaces_keep_texts_apart() -> None:
     core.admit(0, [1, 2])
     core.admit(1, [1, 2], "b")
     core.admit(2, [1, 2], "a" * 1000)
-    assert [propose(core, row, 3)[0] for row in range(3)] == [[2, -1, -1], [2, -1, -1], [2, 3, 4]]
+    assert [advance(core, row, 3)[0] for row in range(3)] == [[2, -1, -1], [2, -1, -1], [2, 3, 4]]
     assert all(len(name) <= 64 for name, _, _ in core.branches())
 
 
@@ -200,7 +162,7 @@ def test_breadth_1_drafts_chains(order: str) -> None:
     for text in random_texts(1, 20, 50, vocab=5):
         core.insert(text)
     core.admit(0, [1, 2, 3, 1, 2])
-    tokens, parents, _ = propose(core, 0, 16)
+    tokens, parents, _ = advance(core, 0, 16)
     assert parents == list(range(-1, 15))
     assert min(tokens) >= 0
 
@@ -213,7 +175,7 @@ def test_likeliest_first_and_last_used_first() -> None:
         for text in texts:
             core.insert(text)
         core.admit(0, [9, 1])
-        trees[order] = propose(core, 0, 8)
+        trees[order] = advance(core, 0, 8)
     # 2: 4 / (5 + 2), 3: 2's times 3 / (4 + 2 / 2), 5: 1 / 7, 4: 2's times 1 / 5
     assert trees["probability"] == ([1, 2, 3, 5, 4, -1, -1, -1], [-1, 0, 1, 0, 1, -1, -1, -1], 1)
     assert trees["breadth"] == ([1, 5, 2, 4, -1, -1, -1, -1], [-1, 0, 0, 2, -1, -1, -1, -1], 1)
@@ -227,9 +189,7 @@ def test_trees_are_well_formed(width: int) -> None:
     for row in rows:
         core.admit(row, texts[row])
     tokens, parents = np.full((2, 20, width), -7, np.int32)
-    matches, ancestors = np.zeros(20, np.int32), np.full((20, width), -7, np.int64)
-    core.propose(rows, tokens, parents, matches, ancestors)
-    assert ancestors.tolist() == ancestor_masks(torch.from_numpy(parents)).tolist()
+    core.advance(rows, [[0]] * 20, tokens, parents, np.zeros(20, np.int32))
     for row in rows:
         used = int((tokens[row] >= 0).sum())
         assert used == width  # six tokens repeat all the time
@@ -246,24 +206,13 @@ def test_dropped_tokens_are_counted_and_the_next_ones_are_a_new_text() -> None:
     core.admit(0, [1, 2, 3])
     core.flush()
     model.admit(0, [1, 2, 3], "")
-    for text, dropped in ([4, 5], False), (list(range(10, 19)), True), ([4, 5, 6], False), ([7], False):
-        core.extend([0], [text])
+    rounds = [([4, 5], False), (list(range(10, 19)), False), ([4, 5, 6], True), ([7], False), ([8], False)]
+    for text, dropped in rounds:  # what was gained the round before
+        tree = advance(core, 0, 8, *text)
         core.flush()
-        model.extend(0, text, dropped)
-        assert propose(core, 0, 8) == model.propose(0, 8)
+        assert [tree] == model.advance({0: text}, 8, dropped)
     assert core.stats()["dropped_tokens"] == 9
     assert core.branches() == model.trie.branches()
-
-
-def test_insert_prompts() -> None:
-    prompt = list(range(50))
-    lengths = {}
-    for insert_prompts in (False, True):
-        core = NgramCore(insert_prompts=insert_prompts, branch_length=8, max_match=7)
-        core.admit(0, prompt)
-        core.flush()
-        lengths[insert_prompts] = core.stats()["inserted_tokens"]
-    assert lengths == {False: 8, True: 50}
 
 
 def test_statistics() -> None:
@@ -272,11 +221,10 @@ def test_statistics() -> None:
     core.admit(1, [5, 6, 7])
     tokens, parents = np.zeros((2, 2, 4), np.int32)
     matches = np.zeros(2, np.int32)
-    core.propose([0, 1], tokens, parents, matches)
+    core.advance([0, 1], [[0], [0]], tokens, parents, matches)
     core.flush()
     stats = core.stats()
     assert matches.tolist() == [1, 0]
     assert stats["match_lengths"] == [1, 1, 0, 0]
     assert (stats["drafted_tokens"], stats["inserted_tokens"], stats["waiting_tokens"]) == (3, 6, 0)
     assert stats["nodes"] == 5
-    assert stats["insert_seconds"] > 0

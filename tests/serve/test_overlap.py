@@ -149,8 +149,6 @@ class Switched:
     def choose(self, offers: list[tuple[int, int]], least: int = 1, *, filtered: bool = False) -> int:
         return min(self.width, max(nodes for nodes, _ in offers))
 
-    def weigh(self, *_: Any) -> None: ...
-
     def record(self, *_: Any) -> None: ...
 
 

@@ -26,7 +26,6 @@ namespace {
 using Ints = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
 using Longs = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 using IntsOut = py::array_t<int32_t, py::array::c_style>;
-using LongsOut = py::array_t<int64_t, py::array::c_style>;
 
 constexpr size_t MAX_NAME = 64;
 
@@ -52,31 +51,6 @@ void admit(Ngram& self, int64_t row, const Ints& tokens, const std::string& name
   self.admit(row, tokens.data(), static_cast<size_t>(tokens.size()), short_name);
 }
 
-void extend(Ngram& self, const Longs& rows, const Ints& tokens) {
-  const py::ssize_t width = tokens.ndim() == 2 ? tokens.shape(1) : 1;
-  expect_shape("rows", rows, {rows.size()});
-  expect_shape("tokens", tokens, {rows.size(), width});
-  py::gil_scoped_release release;
-  self.extend(rows.data(), static_cast<size_t>(rows.size()), tokens.data(), static_cast<size_t>(width));
-}
-
-std::vector<uint32_t> propose(Ngram& self, const Longs& rows, IntsOut tokens, IntsOut parents, IntsOut matches,
-                              std::optional<LongsOut> ancestors) {
-  const py::ssize_t width = tokens.ndim() == 2 ? tokens.shape(1) : 1;
-  expect_shape("rows", rows, {rows.size()});
-  expect_shape("tokens", tokens, {rows.size(), width});
-  expect_shape("parents", parents, {rows.size(), width});
-  expect_shape("matches", matches, {rows.size()});
-  if (ancestors) expect_shape("ancestors", *ancestors, {rows.size(), width});
-  int32_t* tokens_out = tokens.mutable_data();
-  int32_t* parents_out = parents.mutable_data();
-  int32_t* matches_out = matches.mutable_data();
-  int64_t* ancestors_out = ancestors ? ancestors->mutable_data() : nullptr;
-  py::gil_scoped_release release;
-  return self.propose(rows.data(), static_cast<size_t>(rows.size()), static_cast<size_t>(width), tokens_out,
-                      parents_out, matches_out, ancestors_out);
-}
-
 std::vector<uint32_t> advance(Ngram& self, const Longs& rows, const Ints& emitted, IntsOut tokens, IntsOut parents,
                               IntsOut matches) {
   const py::ssize_t num_columns = emitted.ndim() == 2 ? std::max<py::ssize_t>(1, emitted.shape(1)) : 1;
@@ -92,12 +66,6 @@ std::vector<uint32_t> advance(Ngram& self, const Longs& rows, const Ints& emitte
   py::gil_scoped_release release;
   return self.advance(rows.data(), static_cast<size_t>(rows.size()), emitted.data(), static_cast<size_t>(num_columns),
                       static_cast<size_t>(width), tokens_out, parents_out, matches_out);
-}
-
-void warm(Ngram& self, const Longs& rows, size_t width) {
-  expect_shape("rows", rows, {rows.size()});
-  py::gil_scoped_release release;
-  self.warm(rows.data(), static_cast<size_t>(rows.size()), width);
 }
 
 void release(Ngram& self, int64_t row, std::optional<size_t> num_tokens) {
@@ -138,7 +106,6 @@ py::dict stats(Ngram& self) {
   result["evicted_nodes"] = stats.evicted_nodes;
   result["drafted_tokens"] = stats.drafted_tokens;
   result["match_lengths"] = stats.match_lengths;
-  result["insert_seconds"] = stats.insert_seconds;
   return result;
 }
 
@@ -154,9 +121,9 @@ py::list branches(Ngram& self) {
 }
 
 std::unique_ptr<Ngram> make(int64_t rows, int64_t capacity, int64_t branch_length, int64_t min_match, int64_t max_match,
-                            const std::string& order, int64_t breadth, int64_t queue_tokens, bool insert_prompts) {
+                            const std::string& order, int64_t breadth, int64_t queue_tokens) {
   return std::make_unique<Ngram>(ngram::Options{rows, capacity, branch_length, min_match, max_match, order, breadth,
-                                                queue_tokens, insert_prompts});
+                                                queue_tokens});
 }
 
 void translate(std::exception_ptr pointer) {
@@ -178,15 +145,10 @@ PYBIND11_MODULE(ngram_core, module) {
   py::class_<Ngram>(module, "NgramCore")
       .def(py::init(&make), py::kw_only(), py::arg("rows") = 64, py::arg("capacity") = 1'000'000,
            py::arg("branch_length") = 18, py::arg("min_match") = 1, py::arg("max_match") = 12,
-           py::arg("order") = "probability", py::arg("breadth") = 4, py::arg("queue_tokens") = 65'536,
-           py::arg("insert_prompts") = false)
+           py::arg("order") = "probability", py::arg("breadth") = 4, py::arg("queue_tokens") = 65'536)
       .def("admit", &admit, py::arg("row"), py::arg("tokens"), py::arg("namespace") = "")
-      .def("extend", &extend, py::arg("rows"), py::arg("tokens"))
-      .def("propose", &propose, py::arg("rows"), py::arg("tokens").noconvert(), py::arg("parents").noconvert(),
-           py::arg("matches").noconvert(), py::arg("ancestors").noconvert() = py::none())
       .def("advance", &advance, py::arg("rows"), py::arg("emitted"), py::arg("tokens").noconvert(),
            py::arg("parents").noconvert(), py::arg("matches").noconvert())
-      .def("warm", &warm, py::arg("rows"), py::arg("width"))
       .def("release", &release, py::arg("row"), py::arg("num_tokens") = py::none())
       .def("insert", &insert, py::arg("tokens"), py::arg("namespace") = "")
       .def("flush", &Ngram::flush, unlocked())

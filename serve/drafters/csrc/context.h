@@ -56,8 +56,6 @@ class Context {
   Context(uint32_t min_match, uint32_t max_match);
   // Adds tokens to the text. `index` must follow before the next `search`.
   void append(const int32_t* tokens, const int32_t* end) { text_.insert(text_.end(), tokens, end); }
-  // Takes back the last tokens, which have not been indexed.
-  void drop(size_t count) { text_.resize(text_.size() - count); }
   void index();
   // Fetch what these will read, one behind the other; see GramIndex.
   void prefetch_end() const { prefetch(text_.data() + text_.size()); }

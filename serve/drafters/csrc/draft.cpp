@@ -37,7 +37,6 @@ uint32_t Draft::propose(const Context& context, const History& history, const Ro
     uint32_t node = 0;
     if (place(candidate, row, node)) follow(candidate.behind, node, candidate.length, ranked.score);
   }
-  if (row.ancestors != nullptr) write_ancestors(row);
   return longest;
 }
 
@@ -163,14 +162,6 @@ uint32_t Draft::child(const Row& row, uint32_t parent, int32_t token) const {
 uint32_t Draft::limit(uint32_t node) const {
   if (order_ == Order::PROBABILITY) return breadth_;
   return breadth_ > depth_[node] ? breadth_ - depth_[node] : 1;
-}
-
-void Draft::write_ancestors(const Row& row) const {
-  row.ancestors[0] = 1;
-  for (uint32_t node = 1; node < row.width; ++node) {
-    const int64_t above = row.ancestors[std::max(row.parents[node], 0)];
-    row.ancestors[node] = above | static_cast<int64_t>(uint64_t{1} << node);
-  }
 }
 
 }  // namespace ngram

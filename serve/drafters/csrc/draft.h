@@ -10,14 +10,13 @@
 
 namespace ngram {
 
-constexpr uint32_t MAX_WIDTH = 64;  // nodes of a tree: ancestors fit into 64 bits
+constexpr uint32_t MAX_WIDTH = 64;  // nodes of a tree: the engine keeps ancestors in 64 bits
 
 // One request's row of the caller's arrays, `width` entries each. Unused nodes are -1.
 struct Row {
   uint32_t width;
   int32_t* tokens;
   int32_t* parents;
-  int64_t* ancestors;  // bit j of entry i: node j is i or above it; may be null
 };
 
 enum class Order {
@@ -66,7 +65,6 @@ class Draft {
   bool place(const Candidate& candidate, const Row& row, uint32_t& node);
   uint32_t child(const Row& row, uint32_t parent, int32_t token) const;
   uint32_t limit(uint32_t node) const;
-  void write_ancestors(const Row& row) const;
 
   const Trie& trie_;
   uint32_t min_match_;

@@ -1,7 +1,6 @@
 #include "ngram.h"
 
 #include <algorithm>
-#include <chrono>
 #include <stdexcept>
 
 #include "snapshot.h"
@@ -10,6 +9,7 @@ namespace ngram {
 
 namespace {
 
+constexpr uint32_t NUM_FETCHED = 4;  // occurrences in the own text
 constexpr size_t SLICE_TOKENS = 16;  // inserted while the trie is locked: some microseconds
 
 const Options& validated(const Options& options) {
@@ -65,8 +65,7 @@ void Ngram::admit(int64_t row, const int32_t* tokens, size_t num_tokens, const s
   request.context.append(tokens, tokens + num_tokens);
   request.context.index();
   request.num_shared = num_tokens;
-  const int64_t most = options_.insert_prompts ? options_.queue_tokens / 2 : options_.branch_length;
-  const size_t count = std::min(num_tokens, static_cast<size_t>(most));
+  const size_t count = std::min(num_tokens, static_cast<size_t>(options_.branch_length));
   queue_.set_busy(++num_running_ > 0);
   queue(row, JobKind::BEGIN, tokens + num_tokens - count, count);
 }
@@ -92,6 +91,77 @@ void Ngram::check_rows(const int64_t* rows, size_t batch) {
   for (size_t index = 0; index < batch; ++index) running(rows[index]);
 }
 
+// Every step is taken for all requests before the next one; see warm_up.h.
+std::vector<uint32_t> Ngram::advance(const int64_t* rows, size_t batch, const int32_t* emitted, size_t num_columns,
+                                     size_t width, int32_t* tokens, int32_t* parents, int32_t* matches) {
+  std::lock_guard front(front_);
+  check_rows(rows, batch);
+  within("width", static_cast<int64_t>(width), 1, MAX_WIDTH);
+  for (size_t index = 0; index < batch; ++index) {
+    const int32_t* row = emitted + index * num_columns;
+    within("a number of tokens", row[0], 0, static_cast<int64_t>(num_columns) - 1);
+    check_tokens(row + 1, static_cast<size_t>(row[0]));
+    running(rows[index]).context.prefetch_end();
+  }
+  for (size_t index = 0; index < batch; ++index) {
+    const int32_t* row = emitted + index * num_columns;
+    running(rows[index]).context.append(row + 1, row + 1 + row[0]);
+  }
+  index_texts(rows, batch);
+  std::vector<uint32_t> sizes = draft(rows, batch, width, tokens, parents, matches);
+  for (size_t index = 0; index < batch; ++index) {
+    const size_t count = static_cast<size_t>(emitted[index * num_columns]);
+    share(rows[index], running(rows[index]).context.text().size() - count);
+  }
+  return sizes;
+}
+
+std::vector<uint32_t> Ngram::draft(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents,
+                                   int32_t* matches) {
+  std::vector<uint32_t> sizes(batch);
+  std::lock_guard turn(turns_);
+  follow(rows, batch);
+  for (size_t index = 0; index < batch; ++index) {
+    const Request& request = running(rows[index]);
+    const size_t start = index * width;
+    const Row row{static_cast<uint32_t>(width), tokens + start, parents + start};
+    const uint32_t match = draft_.propose(request.context, request.history, row);
+    matches[index] = static_cast<int32_t>(match);
+    if (width > 1) ++match_lengths_[match];
+    sizes[index] = draft_.size();
+    drafted_tokens_ += draft_.size() - 1;
+  }
+  return sizes;
+}
+
+// Takes in what their texts have gained.
+void Ngram::index_texts(const int64_t* rows, size_t batch) {
+  for (size_t index = 0; index < batch; ++index) running(rows[index]).context.prefetch_slots();
+  for (size_t index = 0; index < batch; ++index) running(rows[index]).context.prefetch_grams();
+  for (size_t index = 0; index < batch; ++index) running(rows[index]).context.index();
+  for (uint32_t newer = 0; newer < NUM_FETCHED; ++newer) {
+    for (size_t index = 0; index < batch; ++index) running(rows[index]).context.prefetch_search(newer);
+  }
+}
+
+// Moves the requests' histories to the ends of their texts.
+void Ngram::follow(const int64_t* rows, size_t batch) {
+  num_steps_.clear();
+  warm_up_.clear();
+  for (size_t index = 0; index < batch; ++index) {
+    const Request& request = running(rows[index]);
+    num_steps_.push_back(warm_up_.add(request.history, request.context.text()));
+  }
+  const uint32_t* firsts = warm_up_.steps().data();
+  for (size_t index = 0; index < batch; ++index) {
+    Request& request = running(rows[index]);
+    request.history.advance(trie_, request.context.text(), static_cast<uint32_t>(options_.max_match), firsts);
+    firsts += num_steps_[index];
+    warm_up_.add_match(request.history);
+  }
+  warm_up_.drafts();
+}
+
 void Ngram::share(int64_t row, size_t num_tokens) {
   Request& request = running(row);
   if (num_tokens <= request.num_shared) return;
@@ -111,7 +181,6 @@ void Ngram::queue(int64_t row, JobKind kind, const int32_t* tokens, size_t num_t
 void Ngram::work() {
   InsertQueue::Batch batch;
   while (queue_.take(batch)) {
-    const auto start = std::chrono::steady_clock::now();
     const int32_t* tokens = batch.tokens.data();
     for (const Job& job : batch.jobs) {
       Writer& writer = writers_[static_cast<size_t>(job.row)];
@@ -124,8 +193,6 @@ void Ngram::work() {
       append_in_slices(writer, tokens, num_tokens);
       tokens += num_tokens;
     }
-    LastTurn turn(turns_);
-    insert_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
 }
 
@@ -186,7 +253,6 @@ Stats Ngram::stats() {
   stats.evicted_nodes = trie_.num_evicted();
   stats.drafted_tokens = drafted_tokens_;
   stats.match_lengths = match_lengths_;
-  stats.insert_seconds = insert_seconds_;
   return stats;
 }
 

@@ -24,7 +24,6 @@ struct Stats {
   uint64_t inserted_tokens, dropped_tokens, waiting_tokens, evicted_nodes;
   uint64_t drafted_tokens;
   std::vector<uint64_t> match_lengths;  // [length]: proposals whose longest match had it; [0]: that found none
-  double insert_seconds;                // that the thread has spent
 };
 
 // Every method may be called from any thread. Bad arguments are std::invalid_argument, and then nothing has changed.
@@ -35,19 +34,12 @@ class Ngram {
 
   // A request begins in `row`.
   void admit(int64_t row, const int32_t* tokens, size_t num_tokens, const std::string& name);
-  // Requests have gained tokens: (B, K), each row up to its first -1.
-  void extend(const int64_t* rows, size_t batch, const int32_t* tokens, size_t width);
-  // A tree of `width` nodes for each request: tokens and parents (B, N), the lengths of the longest matches (B,), and
-  // ancestors (B, N) unless null. Returns how many nodes each tree has (B,).
-  std::vector<uint32_t> propose(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents,
-                                int32_t* matches, int64_t* ancestors);
-  // Both at once, of what a round has emitted: (B, 1 + K), the number of tokens first. Other requests see them when
-  // this one has gained more or has ended, and then no more of them than `release` says.
+  // Requests have gained what a round emitted, (B, 1 + K) with the number of tokens first, and get a tree of `width`
+  // nodes each: tokens and parents (B, N), the lengths of the longest matches (B,). Returns how many nodes each tree
+  // has (B,). Other requests see these tokens when this one has gained more or has ended, and then no more of them than
+  // `release` says.
   std::vector<uint32_t> advance(const int64_t* rows, size_t batch, const int32_t* emitted, size_t num_columns,
                                 size_t width, int32_t* tokens, int32_t* parents, int32_t* matches);
-  // Requests will gain tokens soon: brings what `advance` will read then into the cache. Changes nothing that can be
-  // seen; does nothing while the trie is in use.
-  void warm(const int64_t* rows, size_t batch, size_t width);
   // The request in `row` ended with `num_tokens`, prompt included.
   void release(int64_t row, size_t num_tokens);
 
@@ -81,9 +73,8 @@ class Ngram {
   // Queues what its text has gained, up to its first `num_tokens`.
   void share(int64_t row, size_t num_tokens);
   std::vector<uint32_t> draft(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents,
-                              int32_t* matches, int64_t* ancestors);
+                              int32_t* matches);
   void follow(const int64_t* rows, size_t batch);
-  void rehearse(const int64_t* rows, size_t batch, uint32_t width);
   void queue(int64_t row, JobKind kind, const int32_t* tokens, size_t num_tokens);
   void work();
   void append_in_slices(Writer& writer, const int32_t* tokens, size_t num_tokens);
@@ -93,17 +84,14 @@ class Ngram {
   std::vector<Request> requests_;
   int64_t num_running_ = 0;
   std::vector<size_t> num_steps_;  // of a batch: tokens to follow for each request
-  std::vector<History> kept_;      // of a batch that is rehearsed, as all below
-  std::vector<size_t> num_guessed_;
   uint64_t drafted_tokens_ = 0, dropped_tokens_ = 0;
   std::vector<uint64_t> match_lengths_;
 
-  Turns turns_;  // trie, writers and insert_seconds
+  Turns turns_;  // trie and writers
   Trie trie_;
   Draft draft_;
   WarmUp warm_up_;
   std::vector<Writer> writers_;
-  double insert_seconds_ = 0;
 
   std::mutex inserting_;  // keeps `insert` and `load` apart; locked first
   InsertQueue queue_;

@@ -17,10 +17,8 @@ inline void within(const char* name, int64_t value, int64_t least, int64_t most,
                               std::to_string(least) + " and " + std::to_string(most) + why);
 }
 
-inline void check_tokens(const int32_t* tokens, size_t num_tokens, bool is_padded = false) {
-  for (size_t index = 0; index < num_tokens; ++index) {
-    if (!is_padded || tokens[index] != NO_TOKEN) within("a token", tokens[index], 0, MAX_TOKEN);
-  }
+inline void check_tokens(const int32_t* tokens, size_t num_tokens) {
+  for (size_t index = 0; index < num_tokens; ++index) within("a token", tokens[index], 0, MAX_TOKEN);
 }
 
 struct Options {
@@ -32,7 +30,6 @@ struct Options {
   std::string order;      // "probability" or "breadth"
   int64_t breadth;        // children of a drafted node
   int64_t queue_tokens;   // tokens that may wait for their insertion
-  bool insert_prompts;    // up to half the queue; otherwise only their last branch_length tokens
 
   // Throws std::invalid_argument.
   void validate() const {

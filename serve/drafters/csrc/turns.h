@@ -19,7 +19,6 @@ class Turns {
     mutex_.lock();
     num_waiting_.fetch_sub(1);
   }
-  bool try_lock() { return mutex_.try_lock(); }
   void lock_last() {
     while (num_waiting_.load() > 0) std::this_thread::yield();
     mutex_.lock();
