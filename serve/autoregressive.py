@@ -8,7 +8,6 @@ Letters: B requests, N nodes of a proposal, k frontier nodes of a tree's level, 
 import logging
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +15,8 @@ from torch import Tensor
 from slipstream.kernels.draft_tree import MAX_NODES, Candidates, Frontier, Place, TreeShape, choose, grow
 from slipstream.kernels.gathered_head import head_sample, head_topk
 from slipstream.kernels.sampling import MAX_K
-from slipstream.models.layers import Attention, Embedding, Mask
+from slipstream.models.eagle import Eagle
+from slipstream.models.eagle3 import Eagle3
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, KVSpec, Proposal, Rows, Verdict
@@ -67,24 +67,11 @@ class TreeOptions:
         return self.nodes or (min(DEFAULT_NODES, self.most_nodes) if self.topk > 1 else self.depth + 1)
 
 
-class Network(Protocol):
-    """What drafts: models/eagle.py, models/eagle3.py."""
-
-    config: Any
-    embed_tokens: Embedding | None
-
-    def fuse(self, features: Tensor) -> Tensor: ...
-
-    def write_context(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> None: ...
-
-    def __call__(self, embeds: Tensor, hidden: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor: ...
-
-
 class AutoregressiveDrafter(base.Drafter):
     Options = TreeOptions
     lookahead = 1
 
-    def __init__(self, module: Network, vocabulary: DraftVocabulary, options: TreeOptions) -> None:
+    def __init__(self, module: Eagle | Eagle3, vocabulary: DraftVocabulary, options: TreeOptions) -> None:
         if options.topk > vocabulary.num_tokens:
             raise ValueError(
                 f"drafter.topk is {options.topk}; the draft has {vocabulary.num_tokens} tokens to choose from"

@@ -29,6 +29,11 @@ class KVSpec(NamedTuple):
     head_dim: int
     rope: RopeConfig
 
+    def allocate(self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(L, 2, num_pages, page_size, G, D), zero; page 0 is the dump page, which takes what nobody reads."""
+        shape = self.num_layers, 2, num_pages, page_size, self.num_kv_heads, self.head_dim
+        return torch.zeros(shape, dtype=dtype, device=device)
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:

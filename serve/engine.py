@@ -8,29 +8,30 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from slipstream import runtime
+from slipstream.models.checkpoint import read_json
+from slipstream.models.config import ModelConfig
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config, load_target
 from slipstream.serve.attention.base import Hybrid, KVFormat, find_backends
 from slipstream.serve.batch import KVSpec, Rows
 from slipstream.serve.cache import PageCache
-from slipstream.serve.defaults import pick_device, pick_dtype, pick_max_model_len, pick_widths
 from slipstream.serve.drafters.base import load_drafter
-from slipstream.serve.executor import Arrival, Executor, Planned, Recipients
+from slipstream.serve.executor import Executor, Flight, Planned, Recipients
 from slipstream.serve.graphs import RoundGraphs
 from slipstream.serve.options import PREFILL_BLOCK, EngineConfig, find_target
-from slipstream.serve.pool import KVPool
 from slipstream.serve.prompt_graphs import PromptGraphs, capture_all
 from slipstream.serve.request import EngineInfo, Output, Request
 from slipstream.serve.round import Runner
 from slipstream.serve.round_times import width_policy
 from slipstream.serve.scheduler import Scheduler, Sequence
 from slipstream.serve.sizing import Sizing, measure_workspace
-from slipstream.serve.widths import PATIENCE, Offer
+from slipstream.serve.widths import PATIENCE
 
 MAX_ROUNDS_IN_FLIGHT = 2  # with overlap: one runs, the next one waits behind it
 WAIT_DECAY = 0.95  # weight of a round's wait for the host after one more round
@@ -42,8 +43,8 @@ class Pass:
 
     kind: Literal["prefill", "round"]
     sequences: list[Sequence | None]  # whose tokens arrive; None: a token that does not count
-    read: Callable[[], Arrival]  # waits
-    commit: Callable[[Arrival], list[Output]]  # hands them to the scheduler
+    read: Callable[[], Flight]  # waits
+    commit: Callable[[Flight], list[Output]]  # hands them to the scheduler
 
 
 class Engine:
@@ -94,7 +95,6 @@ class Engine:
         self.scheduler = Scheduler(
             cache=PageCache(num_pages, config.page_size),
             max_running=config.max_running,
-            max_waiting=2**31,  # the front end limits what waits
             max_model_len=max_model_len,
             prefill_budget=config.prefill_budget if prompts is None else config.captured_tokens,
             prefill_block=1 if prompts is None else PREFILL_BLOCK,
@@ -137,11 +137,11 @@ class Engine:
         With overlap it waits for the oldest pass alone, while younger ones run; else for all that it launches.
         """
         if not self.overlap:
-            return [*self._landed(self._prefill()), *self._landed(self._round())]
+            return [*self._landed(self._prefill()), *self._landed(self._launch(self._plan_round()))]
         if self._waits_for_host and self._has_room():
             return self._step_between()
         while self._has_room():
-            flights = [flight for flight in (self._prefill(), self._round()) if flight is not None]
+            flights = [flight for flight in (self._prefill(), self._launch(self._plan_round())) if flight is not None]
             self._flights += flights
             if not flights:
                 break
@@ -150,7 +150,7 @@ class Engine:
     def _step_between(self) -> list[Output]:
         """For a drafter on the host: the device waits while it drafts, but for nothing else. The next round gets its
         pages while the last one runs, whose tokens are handed to the scheduler once the next one does."""
-        planned = self._next_round()
+        planned = self._plan_round()
         flights = [(flight, self.executor.recipients(flight.sequences)) for flight in self._flights]
         self._flights.clear()
         arrived = [flight.read() for flight, _ in flights]
@@ -188,7 +188,7 @@ class Engine:
         if not chunks:
             return None
 
-        def commit(arrived: Arrival) -> list[Output]:
+        def commit(arrived: Flight) -> list[Output]:
             firsts = zip(chunks, arrived.tokens(), strict=True)
             tokens = [token if chunk.is_last else None for chunk, (token,) in firsts]
             return self.scheduler.commit_prefill(chunks, tokens)
@@ -198,22 +198,20 @@ class Engine:
         self.scheduler.launched(chunks)
         return Pass("prefill", ending, flight.read, commit)
 
-    def _round(self) -> Pass | None:
-        return self._launch(self._next_round())
-
-    def _next_round(self) -> Planned:
+    def _plan_round(self) -> Planned:
         return self.executor.plan(self.scheduler.next_round(self.reserve))
 
     def _launch(self, planned: Planned) -> Pass | None:
         if not planned.sequences:
             return None
-        offers = self.executor.offers(planned.rows)
-        width = self._pick_width(offers, filtered=planned.mode == "full")
-        is_without = self.policy is not None and width <= self.drafter.device_width
+        offers, least, width = self.executor.offers(planned.rows), self.drafter.device_width, self.width
+        if self.policy is not None:
+            width = self.policy.choose(offers, least, filtered=planned.mode == "full")
+        is_without = self.policy is not None and width <= least
         self._rounds_without_host = self._rounds_without_host + 1 if is_without else 0
         flight = self.executor.round(planned, width)
 
-        def commit(arrived: Arrival) -> list[Output]:
+        def commit(arrived: Flight) -> list[Output]:
             if self.policy is not None and width > 1:
                 self.policy.record(offers, width, arrived.accepted())
             drafted = [min(nodes, width) - 1 for nodes, _ in offers]
@@ -221,12 +219,7 @@ class Engine:
 
         return Pass("round", list(planned.sequences), flight.read, commit)
 
-    def _pick_width(self, offers: list[Offer], *, filtered: bool) -> int:
-        """As many nodes as pay at this load, where that is known, and no more than the host has drafted."""
-        least = self.drafter.device_width
-        return self.width if self.policy is None else self.policy.choose(offers, least, filtered=filtered)
-
-    def _draft_on_host(self, recipients: Recipients, arrived: Arrival, *, is_last: bool) -> None:
+    def _draft_on_host(self, recipients: Recipients, arrived: Flight, *, is_last: bool) -> None:
         """Tells a drafter on the host what its requests have gained, and stores what it proposes for them; or, if their
         next round is on its way already, only sees whether it would have paid to wait.
 
@@ -277,13 +270,13 @@ class Engine:
     def _build_runner(self, specs: list[KVSpec], dtype: torch.dtype, num_pages: int, pages_per_row: int) -> Runner:
         config, device = self.config, self.device
         state = Rows(config.max_running, pages_per_row, config.page_size, self.width, device)
-        pool = KVPool(specs, num_pages, config.page_size, dtype, device)
+        groups = [spec.allocate(num_pages, config.page_size, dtype, device) for spec in specs]
         positions = pages_per_row * config.page_size
         ropes = [RotaryEmbedding(spec.rope, spec.head_dim, positions).to(device) for spec in specs]
-        attention = Hybrid(*(self.backends[phase](pool.groups[0], ropes[0]) for phase in ("prefill", "verify")))
-        draft_attention = self.backends["draft"](pool.groups[1], ropes[1]) if self.drafter.kv else None
+        attention = Hybrid(*(self.backends[phase](groups[0], ropes[0]) for phase in ("prefill", "verify")))
+        draft_attention = self.backends["draft"](groups[1], ropes[1]) if self.drafter.kv else None
         self.drafter.attach(self.target, state, draft_attention)
-        caches = tuple(group.flatten(2, 3) for group in pool.groups)
+        caches = tuple(group.flatten(2, 3) for group in groups)
         host_alone = self.drafter.on_host and self.drafter.device_width == 1 and not self.overlap
         return Runner(self.target, attention, self.drafter, state, caches, config.simulate_accept_length, host_alone)
 
@@ -294,3 +287,34 @@ class Engine:
 
     def _capture(self, runner: Runner) -> tuple[RoundGraphs, PromptGraphs | None]:
         return capture_all(runner, self.config, self.widths)
+
+
+def pick_max_model_len(asked: int | None, model: ModelConfig) -> int:
+    """The context length: at most the target's positions, and its sliding window, which is not implemented."""
+    limit = min(model.max_position_embeddings, model.sliding_window or model.max_position_embeddings)
+    if asked is not None and asked > limit:
+        raise ValueError(f"max_model_len is {asked}; this target allows at most {limit}")
+    return asked or limit
+
+
+def pick_widths(asked: int | None, offered: tuple[int, ...]) -> tuple[int, ...]:
+    if asked is None:
+        return offered
+    if asked not in offered:
+        raise ValueError(f"width is {asked}; this drafter offers {', '.join(map(str, offered))}")
+    return (asked,)
+
+
+def pick_device(device: str) -> str:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda' and torch finds none; choose cpu, or install a CUDA build of torch")
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def pick_dtype(name: str, path: Path, device: torch.device) -> torch.dtype:
+    if name == "auto" and device.type == "cpu":
+        return torch.float32
+    if name == "auto":
+        config = read_json(path / "config.json")
+        name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    return getattr(torch, name)

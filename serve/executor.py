@@ -15,16 +15,34 @@ from slipstream.serve.batch import Batch, HostProposal, SamplingMode
 from slipstream.serve.graphs import RoundGraphs
 from slipstream.serve.prompt_graphs import PromptGraphs
 from slipstream.serve.round import Runner
-from slipstream.serve.sequence import Chunk, Sequence
+from slipstream.serve.scheduler import Chunk, Sequence
 from slipstream.serve.widths import Offer
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """What a pass has brought."""
+class Flight:
+    """A launched pass and what it brings."""
 
-    results: NDArray[np.int32]  # (B, 1 + N or 1 + 2 * N): see Runner.round
+    results: NDArray[np.int32]  # (B, 1 + N or 1 + 2 * N): see Runner.round; written once `landed` has passed
     width: int  # N
+    landed: torch.cuda.Event | None
+
+    @classmethod
+    def launch(cls, results: Tensor, width: int) -> "Flight":
+        """Starts the copy of the results to the host."""
+        if results.device.type != "cuda":
+            return cls(results.numpy(), width, None)
+        host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
+        host.copy_(results, non_blocking=True)
+        landed = torch.cuda.Event()
+        landed.record()
+        return cls(host.numpy(), width, landed)
+
+    def read(self) -> "Flight":
+        """Waits until the results are on the host."""
+        if self.landed is not None:
+            self.landed.synchronize()  # sync
+        return self
 
     def tokens(self) -> list[list[int]]:
         """Of each request."""
@@ -37,31 +55,6 @@ class Arrival:
             return [list(range(1, count)) for count in counts]
         nodes = self.results[:, 2 + self.width :].tolist()  # behind the roots
         return [row[: count - 1] for row, count in zip(nodes, counts, strict=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A launched pass: where its tokens arrive, and when."""
-
-    arrival: Arrival  # written once `landed` has passed
-    landed: torch.cuda.Event | None
-
-    @classmethod
-    def launch(cls, results: Tensor, width: int) -> "Flight":
-        """Starts the copy of the results to the host."""
-        if results.device.type != "cuda":
-            return cls(Arrival(results.numpy(), width), None)
-        host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
-        host.copy_(results, non_blocking=True)
-        landed = torch.cuda.Event()
-        landed.record()
-        return cls(Arrival(host.numpy(), width), landed)
-
-    def read(self) -> Arrival:
-        """Waits until the pass has landed."""
-        if self.landed is not None:
-            self.landed.synchronize()  # sync
-        return self.arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +74,7 @@ class Recipients:
     rows: list[int]  # (B,)
     rows_on_device: Tensor  # (B,) the same
 
-    def part_of(self, arrived: Arrival) -> NDArray[np.int32]:
+    def part_of(self, arrived: Flight) -> NDArray[np.int32]:
         """Their results."""
         return arrived.results if len(self.places) == len(arrived.results) else arrived.results[self.places]
 
@@ -163,7 +156,7 @@ class Executor:
             return captured
         # Of what is in flight this round is the last.
         bounds = tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in planned.sequences)
-        return self.runner.round(self.state.upload(planned.rows), bounds, planned.mode, width, width)
+        return self.runner.round(self.state.upload(planned.rows), bounds, planned.mode, width)
 
     def _prefill(self, chunks: list[Chunk]) -> Tensor:
         """The tokens (B,) sampled behind the chunks, one request's packed after the other's."""

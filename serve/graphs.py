@@ -192,6 +192,6 @@ class RoundGraphs:
             self._graphs[size, width, mode] = graph
 
     def _round(self, size: int, width: int, mode: SamplingMode) -> None:
-        results = self.runner.round(self.rows[:size], (0,) * size, mode, width, width)
+        results = self.runner.round(self.rows[:size], (0,) * size, mode, width)
         self._columns[width] = results.shape[1]
         self.results[:size, : results.shape[1]] = results

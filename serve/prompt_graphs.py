@@ -27,7 +27,7 @@ from slipstream.serve.graphs import MODES, Capturer, RoundGraphs
 from slipstream.serve.options import PREFILL_BLOCK as BLOCK
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.round import Runner
-from slipstream.serve.sequence import Chunk
+from slipstream.serve.scheduler import Chunk
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, Proposal, Rows, SamplingMode, Verdict
 from slipstream.serve.drafters.base import Drafter
-from slipstream.serve.simulate import simulate
+
+GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: its multiples modulo 2^32 spread evenly
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Runner:
     drafter: Drafter
     state: Rows
     caches: tuple[Tensor, ...]  # (L, 2, slots, G, D) views of the pool's groups
-    accept_length: float | None = None  # simulated: serve/simulate.py
+    accept_length: float | None = None  # simulated: see `simulate`
     host_alone: bool = False  # every proposal comes from the host before it is verified: none is made here
 
     @torch.inference_mode()
@@ -69,8 +70,8 @@ class Runner:
         return sampled
 
     @torch.inference_mode()
-    def round(self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int, next_width: int) -> Tensor:
-        """Verifies the stored proposals of `rows` (B,), cut to `width` nodes, and stores the next ones.
+    def round(self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int) -> Tensor:
+        """Verifies the stored proposals of `rows` (B,), cut to `width` nodes, and stores the next ones, as wide.
 
         `bounds`: host upper bound of each request's committed tokens before the round.
         Returns (B, 1 + N) int32: how many tokens each request emits, and which, -1 padded; of trees (B, 1 + 2 * N): the
@@ -88,7 +89,7 @@ class Runner:
         end = end_round(self.state.lengths, rows, self.state.null, batch.lengths, verdict.tokens, verdict.lengths)
         self.drafter.observe(batch, features, verdict)
         if not self.host_alone:
-            self._propose(replace(batch, lengths=end.lengths, roots=end.roots), next_width)
+            self._propose(replace(batch, lengths=end.lengths, roots=end.roots), width)
         return end.results if batch.ancestors is None else torch.cat((end.results, verdict.nodes), dim=1)
 
     def attention_for(self, batch: Batch) -> Backend:
@@ -135,3 +136,19 @@ class Runner:
     def _propose(self, batch: Batch, width: int) -> None:
         proposal = self.drafter.propose(batch, width)
         store_proposal(self.state.tokens, self.state.parents, batch.rows, proposal.tokens, proposal.parents)
+
+
+def simulate(sampled: Tensor, keys: Tensor, positions: Tensor, accept_length: float) -> Verdict:
+    """A verdict for benchmarks of the runtime alone: its tokens are wrong. Accepts as many nodes of each chain as give
+    `accept_length` tokens a round on average.
+
+    sampled (B, N): the target's token after each node; keys (B,) and positions (B,) draw the fraction's coin, in few
+    launches, since what a simulation costs is measured with the round.
+    """
+    N = sampled.shape[1]
+    whole, fraction = int(accept_length), accept_length % 1
+    coin = (positions * GOLDEN + keys) & 0xFFFFFFFF  # (B,) in [0, 2^32)
+    lengths = (whole + (coin < int(fraction * 2**32))).clamp(max=N).int()
+    nodes = torch.arange(N, dtype=torch.int32, device=sampled.device).expand(len(sampled), N)
+    padding = nodes >= lengths[:, None]
+    return Verdict(nodes.masked_fill(padding, -1), sampled.int().masked_fill(padding, -1), lengths)

@@ -64,5 +64,5 @@ def _time(runner: Runner, size: int, width: int, mode: SamplingMode) -> float:
     # The CPU's clock leaves out what other processes take of it.
     clock = time.thread_time if state.device.type == "cpu" else time.perf_counter
     start = clock()
-    runner.round(rows, (bound,) * size, mode, width, width).tolist()  # sync
+    runner.round(rows, (bound,) * size, mode, width).tolist()  # sync
     return 1000 * (clock() - start)

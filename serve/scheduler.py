@@ -11,14 +11,98 @@ same order but perhaps later, when further passes have been launched: they are t
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
-from slipstream.serve.cache import PageCache
-from slipstream.serve.request import FinishReason, Output, Request
-from slipstream.serve.sequence import Chunk, Sequence
+from slipstream.serve.cache import PageCache, PageTable
+from slipstream.serve.request import FinishReason, Output, Request, RequestStats
 
 
 class QueueFull(Exception):
     """So many requests wait that a new one is refused; it may be sent again later."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One request's state. While it decodes, tokens[num_computed:] is the next round's root, or empty until the token
+    sampled behind the prompt arrives. A preempted sequence goes on as a new object."""
+
+    request: Request
+    tokens: list[int]  # prompt + emitted
+    stop_ids: frozenset[int]
+    table: PageTable
+    stats: RequestStats
+    row: int = -1  # -1: not running
+    num_computed: int = 0  # tokens whose KV is committed
+    decoding: bool = False  # its prefill is done, or on its way
+    in_flight: deque[int] = field(default_factory=deque)  # KV rows that each launched pass may commit, tokens unread
+    num_preemptions: int = 0
+
+    @classmethod
+    def of(cls, request: Request, stop_ids: frozenset[int], lookahead: int) -> "Sequence":
+        params = request.params
+        own = stop_ids if not params.ignore_eos else frozenset()
+        return cls(
+            request=request,
+            tokens=list(request.prompt),
+            stop_ids=own.union(params.stop_token_ids),
+            table=PageTable(request.namespace, lookahead),
+            stats=RequestStats(prompt_tokens=len(request.prompt)),
+        )
+
+    @property
+    def pages(self) -> list[int]:
+        return self.table.pages
+
+    @property
+    def kv_bound(self) -> int:
+        """Most tokens whose KV is committed once every launched pass is done."""
+        return self.num_computed + sum(self.in_flight)
+
+    @property
+    def is_ending(self) -> bool:
+        """Launched passes emit at least one token each: are they the last ones that max_tokens allows?"""
+        return self.stats.completion_tokens + len(self.in_flight) >= self.request.params.max_tokens
+
+    def resumed(self) -> "Sequence":
+        """The sequence as it waits after a preemption; passes in flight for the old object are lost on it."""
+        table = PageTable(self.table.namespace, self.table.lookahead)
+        return replace(
+            self,
+            table=table,
+            row=-1,
+            num_computed=0,
+            decoding=False,
+            in_flight=deque(),
+            num_preemptions=self.num_preemptions + 1,
+        )
+
+    def cut(self, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
+        """The tokens up to the first stop id (which stays) and max_tokens, and why the sequence ends, if it does."""
+        assert emitted, "every round and every prefill emits at least one token"
+        num_left = self.request.params.max_tokens - self.stats.completion_tokens
+        for index, token in enumerate(emitted[:num_left]):
+            if token in self.stop_ids:
+                return emitted[: index + 1], "stop"
+        return emitted[:num_left], "length" if len(emitted) >= num_left else None
+
+    def count_round(self, drafted: int, num_accepted: int) -> None:
+        """Statistics of one round that proposed `drafted` tokens, `num_accepted` of which are part of the answer."""
+        self.stats.rounds += 1
+        self.stats.drafted_tokens += drafted
+        accepted = self.stats.accepted_by_position
+        accepted += [0] * (num_accepted - len(accepted))
+        for position in range(num_accepted):
+            accepted[position] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, end) of a sequence, to be computed in one prefill step."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    is_last: bool  # end was len(sequence.tokens) when the chunk was made: a token is to be sampled behind it
 
 
 class Scheduler:
@@ -39,7 +123,6 @@ class Scheduler:
         *,
         cache: PageCache,
         max_running: int,  # rows 0..max_running-1
-        max_waiting: int,  # requests that may wait beyond those that a free row can take
         max_model_len: int,  # prompt + answer, in tokens
         prefill_budget: int,  # tokens per next_prefill, with those that fill up the last block of a chunk
         stop_ids: frozenset[int],  # the model's end-of-text ids
@@ -52,7 +135,6 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self.max_running = max_running
-        self.max_waiting = max_waiting
         self.max_model_len = max_model_len
         self.prefill_blocks, self.prefill_block = prefill_budget // prefill_block, prefill_block
         self.max_chunks = max_chunks
@@ -81,10 +163,8 @@ class Scheduler:
         return len(self._running)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises ValueError if it can never run, QueueFull if it may be sent again later."""
+        """Queue a request. Raises ValueError if it can never run."""
         self.validate(request)
-        if len(self._waiting) >= self.max_waiting + len(self._free_rows):
-            raise QueueFull(f"{len(self._waiting)} requests are waiting already (max_waiting is {self.max_waiting})")
         sequence = Sequence.of(request, self.stop_ids, self.lookahead)
         self._sequences[request.id] = sequence
         self._waiting.append(sequence)

@@ -103,7 +103,7 @@ def measure_workspace(runner: Runner, config: EngineConfig, width: int, widths: 
     rows = torch.full((most,), runner.state.null, dtype=torch.int64, device=runner.state.device)
     prefills = prefill_sizes(config.captured_tokens)
     with dry_run():
-        captured = peak(lambda: runner.round(rows, (0,) * most, "full", width, width))
+        captured = peak(lambda: runner.round(rows, (0,) * most, "full", width))
         if prefills:
             prompts = PromptGraphs(runner, config.captured_tokens, width, Capturer())
             largest = peak(lambda: prompts.run(prefills[-1], "full"))

@@ -24,7 +24,7 @@ TRACKERS = ("wandb", "tensorboard")
 HTTP = ("starlette", "uvicorn", "httpx")
 # Modules (in one process) -> packages that none of them may load, not even through another module.
 NOT_LOADED = {
-    ("scheduler", "cache", "sequence", "request", "detokenize"): ("torch", "transformers", *HTTP),
+    ("scheduler", "cache", "request", "detokenize"): ("torch", "transformers", *HTTP),
     ("engine", "llm"): (*HTTP, *TRACKERS),
 }
 

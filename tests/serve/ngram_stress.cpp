@@ -96,7 +96,7 @@ int main(int argc, char** argv) {
   std::this_thread::sleep_for(std::chrono::duration<double>(std::atof(argv[1])));
   is_over = true;
   for (std::thread& thread : threads) thread.join();
-  core.load(argv[2]);
+  core.load(argv[2], ngram::MAX_TOKEN + 1);
   core.check();
   const ngram::Stats stats = core.stats();
   uint64_t num_proposals = 0;

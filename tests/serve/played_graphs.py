@@ -11,7 +11,7 @@ from slipstream.serve.graphs import MODES, Capturer, RoundGraphs, TimeTables, bu
 from slipstream.serve.options import PREFILL_BLOCK
 from slipstream.serve.prompt_graphs import PromptGraphs, num_blocks
 from slipstream.serve.round import Runner
-from slipstream.serve.sequence import Chunk
+from slipstream.serve.scheduler import Chunk
 
 
 class Replay:
@@ -43,7 +43,7 @@ class PlayedGraphs(RoundGraphs):
         def play() -> None:
             key = size, width, mode
             self.num_rounds[key] = self.num_rounds.get(key, 0) + 1
-            results = self.runner.round(self.rows[:size], (bound,) * size, mode, width, width)
+            results = self.runner.round(self.rows[:size], (bound,) * size, mode, width)
             self._columns[width] = results.shape[1]
             self.results[:size, : results.shape[1]] = results
 

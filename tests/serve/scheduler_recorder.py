@@ -4,8 +4,7 @@ from typing import Any
 
 from slipstream.serve.cache import PageCache
 from slipstream.serve.request import Output, Request, SamplingParams
-from slipstream.serve.scheduler import Scheduler
-from slipstream.serve.sequence import Sequence
+from slipstream.serve.scheduler import Scheduler, Sequence
 
 STOP_ID = 99
 RESERVE = 4
@@ -19,7 +18,6 @@ class Recorder:
         *,
         num_pages: int = 100,
         max_running: int = 4,
-        max_waiting: int = 100,
         prefill_budget: int = 1000,
         lookahead: int = 0,
         **limits: int,
@@ -29,7 +27,6 @@ class Recorder:
         self.scheduler = Scheduler(
             cache=self.cache,
             max_running=max_running,
-            max_waiting=max_waiting,
             max_model_len=200,
             prefill_budget=prefill_budget,
             stop_ids=frozenset({STOP_ID}),

@@ -167,8 +167,8 @@ def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:
     for name in ("medusa", "base", ""):
         with pytest.raises(ValueError, match=f"drafter '{name}' does not exist; name .* one of: .*eagle3, .*none"):
             find_drafter(name)
-    with pytest.raises(ValueError, match="checkpoint ../engine does not exist"):
-        find_drafter("../engine")
+    with pytest.raises(ValueError, match="checkpoint ../medusa does not exist"):
+        find_drafter("../medusa")
     with pytest.raises(ValueError, match=r"config\.json is missing"):
         find_drafter(str(tmp_path))
 

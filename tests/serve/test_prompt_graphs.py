@@ -12,7 +12,7 @@ from slipstream.serve.executor import Flight
 from slipstream.serve.options import PREFILL_BLOCK, EngineConfig
 from slipstream.serve.prompt_graphs import MOST_REQUESTS, num_blocks, sizes
 from slipstream.serve.request import Request
-from slipstream.serve.sequence import Chunk, Sequence
+from slipstream.serve.scheduler import Chunk, Sequence
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.serve.engine_runs import cut_alike, make_request, random_prompt, run, tokens_of
 from slipstream.tests.serve.played_graphs import PlayedPrompts, PlayingEngine

@@ -14,7 +14,7 @@ from slipstream.serve.batch import SamplingMode
 from slipstream.serve.drafters import base
 from slipstream.serve.engine import Engine
 from slipstream.serve.request import Request
-from slipstream.serve.round import Runner
+from slipstream.serve.round import Runner, simulate
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import acceptance, build_engine, make_request, random_prompt, run, tokens_of
 from slipstream.tests.serve.tree_drafter import TreeDrafter
@@ -62,8 +62,8 @@ class VaryingWidths:
     def prefill(self, *arguments: Any, **options: Any) -> Tensor:
         return self.runner.prefill(*arguments, **options)
 
-    def round(self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int, next_width: int) -> Tensor:
-        return self.runner.round(rows, bounds, mode, self.rng.choice(self.widths), self.rng.choice(self.widths))
+    def round(self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, _: int) -> Tensor:
+        return self.runner.round(rows, bounds, mode, self.rng.choice(self.widths))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "plain", "full"])
@@ -121,9 +121,29 @@ def test_a_shorter_proposal_leaves_no_nodes_of_the_one_before(
     (sequence,) = engine.scheduler.next_round(engine.reserve)
     rows, bound = torch.tensor([sequence.row]), sequence.num_computed
     engine.executor.prepare([sequence])
-    for width, next_width in zip(widths, widths[1:], strict=False):
-        ((count, *_),) = engine.executor.runner.round(rows, (bound,), "greedy", width, next_width).tolist()
+    for width in widths:
+        ((count, *_),) = engine.executor.runner.round(rows, (bound,), "greedy", width).tolist()
         bound += count
         stored = engine.state.tokens[sequence.row]
-        assert (stored[:next_width] >= 0).all()
-        assert (stored[next_width:] == -1).all()
+        assert (stored[:width] >= 0).all()
+        assert (stored[width:] == -1).all()
+
+
+@pytest.mark.parametrize("accept_length", [1.0, 1.3, 2.99, 4.0])
+def test_the_mean_is_the_one_asked_for(accept_length: float) -> None:
+    sampled = torch.arange(4000 * 4).view(4000, 4)
+    keys, positions = torch.arange(4000), torch.arange(4000) % 97
+    verdict = simulate(sampled, keys, positions, accept_length)
+    assert float(verdict.lengths.float().mean()) == pytest.approx(accept_length, abs=0.03)
+    assert {int(accept_length), int(accept_length + 0.999)} >= set(verdict.lengths.tolist())
+    for index in range(0, 4000, 371):
+        count = int(verdict.lengths[index])
+        assert verdict.tokens[index].tolist() == sampled[index, :count].tolist() + [-1] * (4 - count)
+        assert verdict.nodes[index].tolist() == [*range(count), *[-1] * (4 - count)]
+
+
+def test_an_engine_emits_that_many(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+    save_random_draft(make_target("llama"), tmp_path / "draft")
+    engine = build_engine(make_target("llama"), tmp_path / "draft", simulate_accept_length=3.0)
+    (answer,) = run(engine, [make_request("0", random_prompt(9, 0), max_tokens=61, ignore_eos=True)]).values()
+    assert (answer.counts.rounds, answer.counts.accepted_tokens) == (20, 40)

@@ -1,26 +1,14 @@
 """Each rule of the scheduler by itself; tests/serve/test_scheduler_simulation.py tries them all together."""
 
+from typing import Any
+
 import pytest
 
-from slipstream.serve.request import Output
-from slipstream.serve.scheduler import QueueFull
+from slipstream.serve.request import Output, Request, SamplingParams
+from slipstream.serve.scheduler import Sequence
 from slipstream.tests.serve.scheduler_recorder import STOP_ID, Recorder, count
 
 # Adding
-
-
-def test_queue_is_full_beyond_free_rows_and_max_waiting() -> None:
-    recorder = Recorder(max_running=1, max_waiting=2)
-    for name in "abc":
-        recorder.add(name, [5])
-    with pytest.raises(QueueFull, match="3 requests are waiting already .max_waiting is 2"):
-        recorder.add("d", [5])
-    recorder.prefill()
-    with pytest.raises(QueueFull, match="2 requests"):
-        recorder.add("d", [5])
-    recorder.scheduler.abort("b")
-    recorder.add("d", [5])
-    assert (recorder.scheduler.num_running, recorder.scheduler.num_waiting) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -209,3 +197,50 @@ def test_work_that_was_under_way_for_a_lost_sequence_is_passed_over() -> None:
     recorder.scheduler.abort("b")
     assert recorder.scheduler.commit_round(sequences, [[7]], [3]) == []
     assert not recorder.scheduler.has_work
+
+
+# A sequence by itself
+
+
+def make_sequence(**params: Any) -> Sequence:
+    request = Request(id="a", prompt=[5], params=SamplingParams(**params))
+    return Sequence.of(request, frozenset({STOP_ID}), lookahead=0)
+
+
+@pytest.mark.parametrize(
+    ("emitted", "kept", "reason"),
+    [
+        ([1, 2], [1, 2], None),
+        ([1, 2, 3], [1, 2, 3], "length"),
+        ([1, 2, 3, 4], [1, 2, 3], "length"),
+        ([1, STOP_ID, 3, 4], [1, STOP_ID], "stop"),
+        ([1, 2, STOP_ID], [1, 2, STOP_ID], "stop"),
+        ([1, 2, 3, STOP_ID], [1, 2, 3], "length"),
+        ([STOP_ID], [STOP_ID], "stop"),
+    ],
+)
+def test_an_answer_ends_at_the_first_stop_id_or_max_tokens(
+    emitted: list[int], kept: list[int], reason: str | None
+) -> None:
+    assert make_sequence(max_tokens=3).cut(emitted) == (kept, reason)
+
+
+@pytest.mark.parametrize(
+    ("params", "stop_ids"),
+    [
+        ({}, {STOP_ID}),
+        ({"stop_token_ids": (7, 8)}, {STOP_ID, 7, 8}),
+        ({"ignore_eos": True}, set()),
+        ({"ignore_eos": True, "stop_token_ids": (7,)}, {7}),
+    ],
+)
+def test_stop_ids_are_the_models_and_the_requests(params: dict[str, object], stop_ids: set[int]) -> None:
+    assert make_sequence(max_tokens=3, **params).stop_ids == stop_ids
+
+
+def test_rounds_are_counted_by_position() -> None:
+    sequence = make_sequence(max_tokens=50)
+    for num_accepted in (2, 0, 3, 1):
+        sequence.count_round(4, num_accepted)
+    assert sequence.stats.accepted_by_position == [3, 2, 1]
+    assert (sequence.stats.rounds, sequence.stats.drafted_tokens, sequence.stats.accepted_tokens) == (4, 16, 6)
