@@ -1,6 +1,7 @@
 """What the engine's tests share: engines over tiny targets, prompts, and running requests to their end."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,24 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, Answer]:
     for answer in answers.values():
         assert answer.finish_reason is not None
         assert answer.counts.completion_tokens == len(answer.tokens)
+    return answers
+
+
+def run_checked(
+    engine: Engine, oracle: Callable[[list[int], Request], tuple[list[int], list[int]]], requests: list[Request]
+) -> dict[str, Answer]:
+    """As `run`. After every step each decoding request's stored proposal, tokens and parents, must be the oracle's for
+    its text."""
+    answers: dict[str, Answer] = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        collect(engine.step(), answers)
+        for sequence in engine.scheduler._running:
+            if sequence.decoding:
+                stored = tuple(nodes[sequence.row].tolist() for nodes in (engine.state.tokens, engine.state.parents))
+                assert stored == oracle(sequence.tokens, sequence.request), sequence.request.id
+    engine.scheduler.check()
     return answers
 
 

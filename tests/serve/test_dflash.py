@@ -1,21 +1,33 @@
-"""DFLASH in the engine: every proposal is what a draft computed from nothing would propose.
+"""DFLASH in the engine: every proposal is what a draft computed from nothing would propose; and the drafter by itself.
 
 Wrong draft KV never shows in the output, only in fewer accepted tokens. So stored proposals are compared with
 transformers' hidden states put through tests/naive_dflash.py. Lossless output is tests/serve/test_lossless.py's.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from slipstream.serve.batch import Batch, Proposal
+from slipstream.kernels.sampling import noise_key
+from slipstream.models.layers import RotaryEmbedding
+from slipstream.models.target import Target, load_config, load_target
+from slipstream.serve.attention.sdpa import Backend as SDPABackend
+from slipstream.serve.batch import Batch, Proposal, Rows, Verdict
+from slipstream.serve.drafters.base import build_options, find_drafter
 from slipstream.serve.drafters.dflash import Drafter
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig
-from slipstream.tests.serve.dflash_drafts import VARIANTS, MakeDraft, Oracle, requests_of, variants_maker
+from slipstream.serve.request import Request
+from slipstream.tests.naive_dflash import NaiveDFlash
+from slipstream.tests.pairwise import rotating
+from slipstream.tests.random_drafts import dflash_states, save_random_dflash
 from slipstream.tests.serve.engine_runs import (
     Answer,
     acceptance,
@@ -24,28 +36,89 @@ from slipstream.tests.serve.engine_runs import (
     make_request,
     random_prompt,
     run,
+    run_checked,
+    texts_of,
     tokens_of,
 )
 from slipstream.tests.serve.played_graphs import PlayingEngine
-from slipstream.tests.serve.test_drafters import partial_rounds, run_checked
 
 OURS = "prefill=sdpa,verify=triton,draft=triton"  # on the CPU their kernels' references
+MakeDraft = Callable[[str, str], Path]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "windows": {"sliding_window": 6, "windowed_layers": (0, 1)},
+    "one window, few tokens, one feature": {
+        "sliding_window": 20,
+        "windowed_layers": (1,),
+        "draft_vocab_size": 100,
+        "feature_layers": (2,),
+    },
+    "from the anchor": {"sample_from_anchor": True},
+    "bias, three layers": {"attention_bias": True, "num_layers": 3, "feature_layers": (0, 1, 2, 4)},
+}
+
+
+def requests_of(temperature: float = 0.7, lengths: tuple[int, ...] = (1, 9, 33), **params: Any) -> list[Request]:
+    return [
+        make_request(str(length), random_prompt(length, length), temperature=temperature, seed=length, **params)
+        for length in lengths
+    ]
 
 
 @pytest.fixture(scope="module")
 def make_draft(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> MakeDraft:
-    return variants_maker(make_target, tmp_path_factory)
+    """(family, variant) -> folder of a draft that knows the first two answers to `requests_of`."""
+    folders: dict[tuple[str, str], Path] = {}
+
+    def make(family: str, variant: str) -> Path:
+        if (family, variant) not in folders:
+            target, folder = make_target(family), tmp_path_factory.mktemp("drafts") / family
+            save_random_dflash(target, folder, texts_of(target, requests_of()[:2]), **VARIANTS[variant])
+            folders[family, variant] = folder
+        return folders[family, variant]
+
+    return make
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+class Oracle:
+    """`width` nodes that the draft should propose behind any text. `slots`: of its blocks; else as many as needed."""
+
+    def __init__(self, target: Path, draft: Path, width: int, slots: int = 0) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
+        weights = (layer.weight.detach() for layer in (self.model.get_input_embeddings(), self.model.lm_head))
+        self.naive = NaiveDFlash(draft, *weights)
+        self.layers = self.naive.config["dflash_config"]["target_layer_ids"]
+        self.width = width
+        self.slots = slots or (width - 1 if self.naive.config.get("sample_from_anchor") else width)
+
+    @torch.no_grad()
+    def __call__(self, tokens: list[int], request: Request) -> tuple[list[int], list[int]]:
+        states = dflash_states(self.model, tokens[:-1])
+        features = torch.cat([states[layer] for layer in self.layers], dim=-1)
+        key = noise_key(request.seed, request.choice)
+        chain = self.naive.chain(features, tokens, self.width, self.slots, key, request.params.temperature)
+        return [tokens[-1], *chain], list(range(-1, self.width - 1))
+
+
+def partial_rounds(answers: dict[str, Answer], depth: int) -> tuple[int, int, int]:
+    """Rounds that accepted none, some and all of the `depth` drafted tokens."""
+    counts = [answer.counts for answer in answers.values()]
+    at_least = [sum(one.rounds for one in counts)]
+    at_least += [sum((one.accepted_by_position + [0] * depth)[j] for one in counts) for j in range(depth)]
+    return at_least[0] - at_least[1], at_least[1] - at_least[depth], at_least[depth]
+
+
 @pytest.mark.parametrize(
-    "options", [{"page_size": 16}, {"page_size": 1, "prefill_budget": 7}, {"page_size": 64, "attention": OURS}]
+    ("variant", "options"),
+    rotating(
+        VARIANTS, [{"page_size": 16}, {"page_size": 1, "prefill_budget": 7}, {"page_size": 64, "attention": OURS}]
+    ),
 )
 def test_proposals_of_a_batch_equal_the_oracle(
     variant: str, options: dict[str, Any], make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
     engine = build_engine(make_target("qwen3"), make_draft("qwen3", variant), **options)
-    oracle = Oracle(make_target("qwen3"), make_draft("qwen3", variant))
+    oracle = Oracle(make_target("qwen3"), make_draft("qwen3", variant), engine.width)
     answers = run_checked(engine, oracle, requests_of())
     assert tokens_of(answers) == tokens_of(run(build_engine(make_target("qwen3")), requests_of()))
     none, _, whole = partial_rounds(answers, depth=engine.width - 1)
@@ -57,8 +130,9 @@ def test_proposals_of_a_batch_equal_the_oracle(
 def test_proposals_of_another_family_equal_the_oracle(
     temperature: float, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
-    engine = build_engine(make_target("llama"), make_draft("llama", "plain"))
-    run_checked(engine, Oracle(make_target("llama"), make_draft("llama", "plain")), requests_of(temperature))
+    target, draft = make_target("llama"), make_draft("llama", "plain")
+    engine = build_engine(target, draft)
+    run_checked(engine, Oracle(target, draft, engine.width), requests_of(temperature))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +152,7 @@ def test_blocks_are_as_long_as_asked(
     engine = build_engine(target, draft, **options)
     assert engine.width == width
     assert engine.reserve == width + slots
-    run_checked(engine, Oracle(target, draft, slots), requests_of())
+    run_checked(engine, Oracle(target, draft, width, slots), requests_of())
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -87,7 +161,7 @@ def test_proposals_after_a_prefix_hit_equal_the_oracle(
 ) -> None:
     """KV of a slot depends on nothing behind it, so a hit may end anywhere before the last token."""
     target, draft = make_target("qwen3"), make_draft("qwen3", "plain")
-    engine, oracle = build_engine(target, draft, page_size=page_size), Oracle(target, draft)
+    engine, oracle = build_engine(target, draft, page_size=page_size), Oracle(target, draft, 4)
     prompt = random_prompt(40, 1)
     first = run_checked(engine, oracle, [make_request("first", prompt)])
     longer = prompt + first["first"].tokens[:10]
@@ -100,7 +174,7 @@ def test_proposals_after_a_prefix_hit_equal_the_oracle(
 def test_proposals_after_preemption_equal_the_oracle(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
     target, draft = make_target("llama"), make_draft("llama", "plain")
     engine = build_engine(target, draft, kv_cache_tokens=96)
-    run_checked(engine, Oracle(target, draft), requests_of(lengths=(13, 14, 15), max_tokens=40, ignore_eos=True))
+    run_checked(engine, Oracle(target, draft, 4), requests_of(lengths=(13, 14, 15), max_tokens=40, ignore_eos=True))
     assert engine.scheduler.num_preemptions > 0
 
 
@@ -108,7 +182,7 @@ def test_behind_trees_of_ngrams_the_network_proposes_the_same(
     make_target: Callable[[str], Path], make_draft: MakeDraft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = make_target("qwen3"), make_draft("qwen3", "windows")
-    requests, oracle = requests_of(), Oracle(target, draft)
+    requests, oracle = requests_of(), Oracle(target, draft, 4)
     expected = tokens_of(run(build_engine(target), requests))
     engine = build_engine(target, draft, drafter={"ngram_first": 2, "ngram_nodes": 7})
     proposed: dict[int, list[int]] = {}
@@ -129,8 +203,8 @@ def test_behind_trees_of_ngrams_the_network_proposes_the_same(
             collect(engine.step(), answers)
             for sequence in engine.scheduler._running:
                 if sequence.decoding:
-                    chain = oracle.propose(sequence.tokens, sequence.request, 3)
-                    assert proposed[sequence.row] == [sequence.tokens[-1], *chain]
+                    tokens, _ = oracle(sequence.tokens, sequence.request)
+                    assert proposed[sequence.row] == tokens
         assert tokens_of(answers) == expected
     assert max(len(answer.starts) for answer in answers.values()) < 8, "n-grams were accepted"
 
@@ -179,3 +253,100 @@ def test_replay_equals_eager_bit_for_bit(dtype: str, make_target: Callable[[str]
     assert replayed == eager
     for found, right in zip(*(engine.executor.runner.caches for engine in engines), strict=True):
         assert torch.equal(found[:, :, 16:], right[:, :, 16:]), "the dump page may differ"
+
+
+# By itself
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A drafter by itself, with one request whose last 11 tokens have been computed."""
+
+    drafter: Drafter
+    target: Target
+    batch: Batch
+    features: Tensor  # (11, K * H)
+
+    def observed(self, batch: Batch, features: Tensor, verdict: Verdict | None) -> Tensor:
+        """The drafter's KV afterwards."""
+        self.drafter.observe(batch, features, verdict)
+        return self.drafter.attention.flat
+
+    def attach(self) -> SDPABackend:
+        """A new, empty cache."""
+        kv = self.drafter.kv
+        assert kv is not None
+        cache = torch.zeros(kv.num_layers, 2, 5, 16, kv.num_kv_heads, kv.head_dim)
+        attention = SDPABackend(cache, RotaryEmbedding(kv.rope, kv.head_dim, 64))
+        self.drafter.attach(self.target, self.batch.state, attention)
+        attention.plan(self.batch)
+        return attention
+
+
+@pytest.fixture(params=["plain", "bias, three layers"])
+def stage(request: pytest.FixtureRequest, make_target: Callable[[str], Path], make_draft: MakeDraft) -> Stage:
+    config = load_config(make_target("qwen3"))
+    target = load_target(make_target("qwen3"), config, torch.float32, torch.device("cpu"))
+    drafter = Drafter.load(str(make_draft("qwen3", request.param)), build_options(Drafter, {}), target)
+    state, row, lengths = Rows(2, 4, 16, 4, torch.device("cpu")), torch.tensor([0]), torch.tensor([14])
+    state.pages[0] = torch.tensor([3, 1, 4, 2])
+    positions, slots = state.chain(row, lengths, 11)
+    batch = Batch(state, row, lengths, positions, slots, (11,), (25,))
+    return Stage(drafter, target, batch, torch.randn(11, len(drafter.feature_layers) * config.hidden_size))
+
+
+def test_fused_context_equals_the_modules(stage: Stage) -> None:
+    """One product and one kernel for all layers store what the module stores layer by layer."""
+    module, attention = stage.drafter.module, stage.attach()
+    module.write_context(module.fuse(stage.features), attention)
+    stage.attach()
+    found = stage.observed(replace(stage.batch, next_tokens=stage.batch.slots), stage.features, None)
+    torch.testing.assert_close(found, attention.flat, atol=1e-5, rtol=1e-5)
+    assert found[:, :, stage.batch.slots].count_nonzero() == found.count_nonzero() > 0
+
+
+def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> None:
+    path = torch.tensor([0, 3, 4, 9])
+    features = stage.features.index_copy(0, torch.arange(4), stage.features[path])
+    stage.attach()
+    verdict = Verdict(torch.arange(11)[None], torch.arange(11)[None], torch.tensor([11]))
+    expected = stage.observed(stage.batch, features, verdict)[:, :, stage.batch.slots[:4]]
+    stage.attach()
+    nodes = torch.nn.functional.pad(path, (0, 7), value=-1)[None].int()
+    tree = replace(stage.batch, positions=stage.batch.positions + 5, ancestors=torch.zeros(1, 11, dtype=torch.int64))
+    found = stage.observed(tree, stage.features, Verdict(nodes, nodes, torch.tensor([4])))
+    torch.testing.assert_close(found[:, :, stage.batch.slots[:4]], expected, atol=1e-6, rtol=1e-6)
+
+
+def test_options_are_checked(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
+    assert find_drafter(str(make_draft("qwen3", "plain"))) is Drafter
+    assert build_engine(make_target("qwen3"), make_draft("qwen3", "plain")).widths == (1, 2, 4)
+    assert build_engine(make_target("qwen3"), make_draft("qwen3", "from the anchor")).widths == (1, 2, 4, 5)
+    for block in (0, 1, 65):
+        with pytest.raises(ValueError, match=f"drafter.block is {block}; it must be between 2 and 64"):
+            build_options(Drafter, {"block": block})
+    with pytest.raises(ValueError, match="drafter.block is 5; .* blocks of 4 and offers at most 4 nodes"):
+        build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter={"block": 5})
+    with pytest.raises(ValueError, match="width is 3; this drafter offers 1, 2, 4"):
+        build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), width=3)
+
+
+@pytest.mark.parametrize("key", ["embed_tokens.weight", "lm_head.weight"])
+def test_copies_of_the_targets_weights_must_be_equal(
+    key: str, tmp_path: Path, make_target: Callable[[str], Path], make_draft: MakeDraft
+) -> None:
+    """Other trainers write them along. One that was trained further would draft other tokens than its own."""
+    variant = "one window, few tokens, one feature"
+    draft, folder = make_draft("qwen3", variant), tmp_path / "draft"
+    folder.mkdir()
+    (folder / "config.json").write_text((draft / "config.json").read_text())
+    tensors = load_file(draft / "model.safetensors")
+    copy = load_file(make_target("qwen3") / "model.safetensors")
+    copy = copy["lm_head.weight" if key == "lm_head.weight" else "model.embed_tokens.weight"].bfloat16()
+    copy = copy[tensors["t2d"]] if key == "lm_head.weight" else copy
+    save_file(tensors | {key: copy}, folder / "model.safetensors")
+    build_engine(make_target("qwen3"), folder)
+    copy[3, 3] += 1
+    save_file(tensors | {key: copy}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{key} is not the target's; a draft with one of its own is not supported"):
+        build_engine(make_target("qwen3"), folder)

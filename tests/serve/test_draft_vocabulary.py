@@ -18,6 +18,7 @@ from slipstream.serve.drafters.base import build_options, find_drafter
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
+from slipstream.tests.pairwise import pairwise, rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 from slipstream.tests.serve.engine_runs import (
     VOCAB,
@@ -25,11 +26,12 @@ from slipstream.tests.serve.engine_runs import (
     make_request,
     random_prompt,
     run,
+    run_checked,
     texts_of,
     tokens_of,
 )
 from slipstream.tests.serve.played_graphs import PlayingEngine
-from slipstream.tests.serve.test_eagle import Oracle, run_checked
+from slipstream.tests.serve.test_eagle import Oracle
 
 EOS = 2  # of the tiny targets
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -79,9 +81,7 @@ def drafted_tokens(engine: Engine) -> set[int]:
     return tokens - {-1}
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("dynamic", [0, 16])
+@pytest.mark.parametrize(("drafter", "temperature", "dynamic"), pairwise(DRAFTERS, [0.0, 0.8], [0, 16]))
 def test_a_map_changes_no_token(
     drafter: str, temperature: float, dynamic: int, target: Path, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -92,8 +92,7 @@ def test_a_map_changes_no_token(
     assert sum(answer.counts.accepted_tokens for answer in answers.values()) > 0
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("size", [None, 20])
+@pytest.mark.parametrize(("drafter", "size"), rotating(DRAFTERS, [20, None]))
 def test_only_the_maps_tokens_are_drafted(
     drafter: str, size: int | None, target: Path, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -113,12 +112,12 @@ def test_proposals_are_those_of_a_head_with_the_maps_rows(
     target: Path, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
     token_map, options = save_map(tmp_path / "map.safetensors"), {"depth": 3, "topk": 3, "nodes": 9}
-    oracle = Oracle(target, drafts["eagle"])
+    oracle = Oracle(target, drafts["eagle"], TreeOptions(**options))
     oracle.naive.target_ids = token_map.ids
     oracle.naive.head = oracle.naive.head[token_map.ids]  # type: ignore[attr-defined]
     with_map = options | {"token_map": str(tmp_path / "map.safetensors")}
     engine = build_engine(target, drafts["eagle"], drafter=with_map)
-    run_checked(engine, oracle, requests_at(0.8), TreeOptions(**options))
+    run_checked(engine, oracle, requests_at(0.8))
 
 
 def test_recent_tokens_are_those_that_occurred_most_of_late() -> None:
@@ -183,8 +182,7 @@ def test_recent_tokens_can_be_drafted(target: Path, drafts: dict[str, Path], tmp
     assert accepted[1] > accepted[0]
 
 
-@pytest.mark.parametrize("mixed", [{}, {"ngram_first": 5}])
-@pytest.mark.parametrize("drafter", ["eagle", "dflash"])
+@pytest.mark.parametrize(("drafter", "mixed"), [("eagle", {"ngram_first": 5}), ("dflash", {})])
 def test_recent_tokens_of_all_do_not_go_with_a_salt(
     drafter: str, mixed: dict[str, int], target: Path, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -240,18 +238,11 @@ def make_bad_map(path: Path, kind: str) -> str:
         ("right", {"token_map_dynamic": 61}, "beside the 60 tokens of the map there are 60"),
     ],
 )
-@pytest.mark.parametrize("drafter", ["eagle", "dflash"])
 def test_bad_maps_are_refused(
-    drafter: str,
-    kind: str,
-    options: dict[str, Any],
-    message: str,
-    target: Path,
-    drafts: dict[str, Path],
-    tmp_path: Path,
+    kind: str, options: dict[str, Any], message: str, target: Path, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        build_engine(target, drafts[drafter], drafter=options | {"token_map": make_bad_map(tmp_path, kind)})
+        build_engine(target, drafts["dflash"], drafter=options | {"token_map": make_bad_map(tmp_path, kind)})
 
 
 def test_as_many_children_as_the_map_has_tokens_while_nothing_has_been_read(

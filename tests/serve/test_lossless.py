@@ -4,6 +4,8 @@ The reference is `--draft none`, one request at a time; its greedy answers are t
 """
 
 from collections.abc import Callable
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.serve.engine import Engine
 from slipstream.serve.request import Request
+from slipstream.tests.pairwise import gate_of, pairwise, rotating
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import FAMILIES
 from slipstream.tests.serve.engine_runs import (
@@ -28,14 +31,19 @@ from slipstream.tests.serve.engine_runs import (
 )
 from slipstream.tests.serve.known_answers import SAMPLINGS, ending_requests, save_dflash, save_eagle, uneven_requests
 
+
 # Drafter -> what makes its checkpoint for a target; none where it needs no checkpoint.
+def save_eagle3(target: Path, folder: Path) -> None:
+    save_random_draft(target, folder, draft_vocab_size=100)
+
+
 CHECKPOINTS: dict[str, Callable[[Path, Path], None] | None] = {
     "none": None,
     "dflash": save_dflash,
     "eagle": save_eagle,
     "eagle tree": save_eagle,
-    "eagle3": lambda target, folder: save_random_draft(target, folder, draft_vocab_size=100),
-    "mixed": lambda target, folder: save_random_draft(target, folder, draft_vocab_size=100),
+    "eagle3": save_eagle3,
+    "mixed": save_eagle3,
     "ngram": None,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -53,17 +61,17 @@ BuildDrafted = Callable[..., Engine]
 @pytest.fixture(scope="module")
 def build(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> BuildDrafted:
     """(family, drafter, engine options) -> engine. A new drafter of the folder needs an entry in CHECKPOINTS."""
-    folders: dict[tuple[str, str], Path] = {}
+
+    @cache
+    def saved(family: str, save: Callable[[Path, Path], None]) -> Path:
+        folder = tmp_path_factory.mktemp("drafts") / "draft"
+        save(make_target(family), folder)
+        return folder
 
     def make(family: str, drafter: str, **options: Any) -> Engine:
-        save, key = CHECKPOINTS[drafter], (family, drafter)
+        save = CHECKPOINTS[drafter]
         options = {"drafter": OPTIONS.get(drafter, {})} | options
-        if save is None:
-            return build_engine(make_target(family), drafter, **options)
-        if key not in folders:
-            folders[key] = tmp_path_factory.mktemp("drafts") / drafter
-            save(make_target(family), folders[key])
-        return build_engine(make_target(family), folders[key], **options)
+        return build_engine(make_target(family), drafter if save is None else saved(family, save), **options)
 
     return make
 
@@ -87,17 +95,16 @@ def reference(build: BuildDrafted) -> Callable[[str, list[Request]], dict[str, l
 Reference = Callable[[str, list[Request]], dict[str, list[int]]]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("max_running", [1, 8])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafter", "sampling", "page_size", "max_running", "family"),
+    pairwise(DRAFTERS, SAMPLINGS, [1, 16], [1, 8], ["qwen3", "llama"]),
+)
 def test_a_drafter_changes_no_token(
-    family: str,
+    drafter: str,
     sampling: str,
     page_size: int,
     max_running: int,
-    drafter: str,
+    family: str,
     build: BuildDrafted,
     reference: Reference,
 ) -> None:
@@ -144,8 +151,14 @@ def test_the_reference_is_transformers_generate(
 
 @pytest.mark.parametrize(
     ("drafter", "family"),
-    [("eagle3", family) for family in sorted(FAMILIES.keys() - {"qwen3", "llama"})]
-    + [("dflash", "llama-rope-llama3"), ("dflash", "qwen3-tied"), ("eagle", "llama-rope-llama3"), ("eagle", "qwen2")],
+    gate_of(
+        product(("eagle3", "dflash", "eagle"), sorted(FAMILIES.keys() - {"qwen3", "llama"})),
+        [
+            *(("eagle3", family) for family in ("llama-tied-bias", "mistral", "qwen2-yarn")),
+            ("dflash", "qwen3-tied"),
+            ("eagle", "llama-rope-llama3"),
+        ],
+    ),
 )
 def test_every_family_takes_a_draft(drafter: str, family: str, build: BuildDrafted, reference: Reference) -> None:
     requests = uneven_requests(SAMPLINGS["plain"])
@@ -164,8 +177,10 @@ def test_rows_of_one_batch_sample_each_in_its_own_way(drafter: str, build: Build
     assert len({tuple(tokens) for tokens in answers.values()}) == len(requests), "choices differ"
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("options", [{"prefill_budget": 7}, {"prefill_budget": 7, "page_size": 1}, {"max_running": 3}])
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    rotating(DRAFTERS, [{"prefill_budget": 7}, {"prefill_budget": 7, "page_size": 1}, {"max_running": 3}]),
+)
 def test_requests_may_arrive_late_and_in_chunks(
     drafter: str, options: dict[str, Any], build: BuildDrafted, reference: Reference
 ) -> None:
@@ -180,14 +195,16 @@ def test_requests_may_arrive_late_and_in_chunks(
     assert tokens_of(answers) == reference("llama", requests)
 
 
-@pytest.mark.parametrize("ending", ["stop token", "max_tokens"])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("drafter", BY_NETWORK)
+@pytest.mark.parametrize(
+    ("drafter", "case"), rotating(BY_NETWORK, list(product([16, 1], ["stop token", "max_tokens"])))
+)
 def test_an_answer_may_end_inside_a_draft(
-    ending: str, page_size: int, drafter: str, build: BuildDrafted, reference: Reference
+    drafter: str, case: tuple[int, str], build: BuildDrafted, reference: Reference
 ) -> None:
+    page_size, ending = case
     engine, requests = build("qwen3", drafter, page_size=page_size), ending_requests()
     whole, shorter, expected = run(engine, requests), [], {}
+    assert tokens_of(whole) == reference("qwen3", requests)
     for request in requests:
         tokens = whole[request.id].tokens
         for index in inside_drafts(whole[request.id]):
@@ -198,7 +215,7 @@ def test_an_answer_may_end_inside_a_draft(
                 expected[name] = tokens[: index + 1]
     assert len(shorter) > 8
     answers = run(build("qwen3", drafter, page_size=page_size), shorter)
-    assert tokens_of(answers) == expected == reference("qwen3", shorter)
+    assert tokens_of(answers) == expected
     assert {answer.finish_reason for answer in answers.values()} == {"stop" if ending == "stop token" else "length"}
 
 
@@ -222,8 +239,7 @@ def test_the_models_own_stop_ids_end_an_answer(drafter: str, build: BuildDrafted
         assert answer.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("drafter", "page_size"), rotating(DRAFTERS, [1, 16]))
 def test_preemption_changes_no_token(drafter: str, page_size: int, build: BuildDrafted, reference: Reference) -> None:
     requests = [
         make_request(str(seed), random_prompt(10, seed), temperature=1.0, seed=seed, max_tokens=40) for seed in range(6)
@@ -234,8 +250,7 @@ def test_preemption_changes_no_token(drafter: str, page_size: int, build: BuildD
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(("drafter", "sampling"), rotating(DRAFTERS, SAMPLINGS))
 def test_a_prefix_hit_changes_no_token(drafter: str, sampling: str, build: BuildDrafted, reference: Reference) -> None:
     first = make_request("first", random_prompt(50, 9), seed=1, **SAMPLINGS[sampling])
     engine = build("llama", drafter)
@@ -253,8 +268,7 @@ def test_a_prefix_hit_changes_no_token(drafter: str, sampling: str, build: Build
     assert answers["again"].tokens == answers["private"].tokens == tokens
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+@pytest.mark.parametrize(("drafter", "steps"), rotating(DRAFTERS, [0, 1, 2, 5]))
 def test_an_abort_leaves_the_others_alone(drafter: str, steps: int, build: BuildDrafted, reference: Reference) -> None:
     """Before the first step, inside a chunked prompt, while decoding; what it had was a beginning of its answer."""
     requests = uneven_requests(SAMPLINGS["plain"])
@@ -278,8 +292,7 @@ def test_an_abort_leaves_the_others_alone(drafter: str, steps: int, build: Build
         assert tokens == expected[request.id][: len(tokens) if request.id in aborted else None]
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("drafter", "page_size"), rotating(DRAFTERS, [1, 16]))
 def test_the_context_can_be_used_to_its_last_token(
     drafter: str, page_size: int, build: BuildDrafted, reference: Reference
 ) -> None:

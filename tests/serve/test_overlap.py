@@ -11,6 +11,7 @@ from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.serve.widths import PATIENCE
+from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import (
     Answer,
@@ -59,9 +60,11 @@ def requests_of(temperature: float) -> list[Request]:
     return [*requests, make_request("stops", shared[:20], temperature=temperature, stop_token_ids=stops, max_tokens=60)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("options", [{}, {"max_running": 2}, {"prefill_budget": 7}, {"page_size": 1}])
-def test_overlap_changes_no_token(temperature: float, options: dict[str, Any], target: Path, draft: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "temperature"),
+    rotating([{}, {"max_running": 2}, {"prefill_budget": 7}, {"page_size": 1}], [0.0, 1.0]),
+)
+def test_overlap_changes_no_token(options: dict[str, Any], temperature: float, target: Path, draft: Path) -> None:
     requests = requests_of(temperature)
     expected = run(build_engine(target), requests)
     for name in ("none", draft, "ngram"):

@@ -51,6 +51,25 @@ def test_a_round_with_one_filtered_request_is_chosen_by_filtered_times(target: P
     assert {width for _, width, mode in used if mode == "full"} == {1}
 
 
+@pytest.fixture(scope="module")
+def traffic(target: Path) -> tuple[dict[str, Request], dict[str, list[int]]]:
+    """Requests of all kinds, and their answers without a draft."""
+    rng = random.Random(1)
+    kinds = {
+        str(index): make_request(
+            str(index),
+            random_prompt(40, index % 5)[: rng.randrange(1, 40)] + random_prompt(rng.randrange(1, 60), index),
+            max_tokens=rng.randrange(1, 60),
+            seed=index,
+            ignore_eos=rng.random() < 0.7,
+            **SAMPLINGS[index % 3],
+        )
+        for index in range(24)
+    }
+    return kinds, tokens_of(run_all(build_engine(target, kv_cache_tokens=4096), list(kinds.values())))
+
+
+@pytest.mark.parametrize("num_requests", [36, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("drafter", "options"),
     [
@@ -64,21 +83,14 @@ def test_a_round_with_one_filtered_request_is_chosen_by_filtered_times(target: P
     ids=["none", "eagle3", "eagle3 tree", "mixed", "mixed tree", "ngram"],
 )
 def test_mixed_traffic_with_aborts_and_preemption(
-    drafter: str, options: dict[str, Any], target: Path, draft: Path
+    drafter: str,
+    options: dict[str, Any],
+    num_requests: int,
+    target: Path,
+    draft: Path,
+    traffic: tuple[dict[str, Request], dict[str, list[int]]],
 ) -> None:
-    rng = random.Random(1)
-    kinds = {
-        str(index): make_request(
-            str(index),
-            random_prompt(40, index % 5)[: rng.randrange(1, 40)] + random_prompt(rng.randrange(1, 60), index),
-            max_tokens=rng.randrange(1, 60),
-            seed=index,
-            ignore_eos=rng.random() < 0.7,
-            **SAMPLINGS[index % 3],
-        )
-        for index in range(24)
-    }
-    expected = tokens_of(run_all(build_engine(target, kv_cache_tokens=4096), list(kinds.values())))
+    rng, (kinds, expected) = random.Random(1), traffic
     config = {"draft": str(draft) if drafter == "draft" else drafter, "drafter": options}
     engine = PlayingEngine(
         EngineConfig(target=str(target), max_running=24, kv_cache_tokens=900, page_size=1, **config)  # type: ignore[arg-type]
@@ -89,8 +101,8 @@ def test_mixed_traffic_with_aborts_and_preemption(
         del captured[key]  # as if memory had not held them
     kept = set(captured)
     open_kinds, answers, number = dict[str, str](), dict[str, Answer](), 0
-    while number < 90 or engine.has_work:
-        while len(open_kinds) < 30 and number < 90:
+    while number < num_requests or engine.has_work:
+        while len(open_kinds) < 30 and number < num_requests:
             kind, number = rng.choice(sorted(kinds)), number + 1
             engine.add(Request(id=f"r{number}", prompt=kinds[kind].prompt, params=kinds[kind].params))
             open_kinds[f"r{number}"] = kind

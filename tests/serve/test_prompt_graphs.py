@@ -1,6 +1,7 @@
 """Prompts computed in blocks, as captured prefills hold them, against prompts packed one after the other."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from slipstream.serve.options import PREFILL_BLOCK, EngineConfig
 from slipstream.serve.prompt_graphs import MOST_REQUESTS, num_blocks, sizes
 from slipstream.serve.request import Request
 from slipstream.serve.scheduler import Chunk, Sequence
+from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.serve.engine_runs import cut_alike, make_request, random_prompt, run, tokens_of
 from slipstream.tests.serve.played_graphs import PlayedPrompts, PlayingEngine
 
 LENGTHS = (1, 5, 31, 32, 33, 64, 70, 95, 130)  # around whole blocks, and beyond the largest pass
-SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 30, "top_p": 0.9}]
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "full": {"temperature": 0.8, "top_k": 30, "top_p": 0.9},
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +36,8 @@ def drafts(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     folder = tmp_path_factory.mktemp("drafts")
     save_random_draft(target, folder / "eagle3", draft_vocab_size=80)
     save_random_dflash(target, folder / "dflash")
-    return {"none": "none", "eagle3": str(folder / "eagle3"), "dflash": str(folder / "dflash")}
+    folders = {name: str(folder / name) for name in ("eagle3", "dflash")}
+    return {"none": "none", "eagle3 tree": folders["eagle3"], **folders}
 
 
 def playing(target: Path, draft: str, prefill_graph_tokens: int, **options: Any) -> PlayingEngine:
@@ -48,23 +54,15 @@ def requests_of(sampling: dict[str, Any]) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "full"])
-@pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
-    ("drafter", "options"),
-    [("none", {}), ("eagle3", {}), ("eagle3", {"depth": 3, "topk": 2, "nodes": 6}), ("dflash", {})],
-    ids=["none", "eagle3", "eagle3 tree", "dflash"],
+    ("drafter", "case"),
+    rotating(["none", "eagle3", "eagle3 tree", "dflash"], list(product([16, 1], ["greedy", "full"]))),
 )
-def test_blocks_equal_packed_prompts(
-    drafter: str,
-    options: dict[str, Any],
-    page_size: int,
-    sampling: dict[str, Any],
-    target: Path,
-    drafts: dict[str, str],
-) -> None:
+def test_blocks_equal_packed_prompts(drafter: str, case: tuple[int, str], target: Path, drafts: dict[str, str]) -> None:
     """Answers, what of the drafts was accepted, and the KV of target and draft; again with a filled cache."""
-    requests, found = requests_of(sampling), []
+    page_size, sampling = case
+    options = {"depth": 3, "topk": 2, "nodes": 6} if drafter == "eagle3 tree" else {}
+    requests, found = requests_of(SAMPLINGS[sampling]), []
     engines = [playing(target, drafts[drafter], tokens, page_size=page_size, drafter=options) for tokens in (0, 96)]
     cut_alike(packed=engines[0], captured=engines[1])
     for engine in engines:

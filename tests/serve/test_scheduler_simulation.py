@@ -15,6 +15,7 @@ import pytest
 from slipstream.serve.cache import PageCache
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
 from slipstream.serve.scheduler import Scheduler, Sequence
+from slipstream.tests.pairwise import pairwise
 
 VOCAB_SIZE = 40
 STOP_IDS = frozenset({0})
@@ -234,17 +235,15 @@ def random_request(rng: random.Random, number: int, stems: list[list[int]]) -> R
     return Request(id=f"request {number}", prompt=prompt, params=params, namespace=rng.choice(["", "", "other"]))
 
 
-SETTINGS = [
-    Setting(page_size, lookahead, 1 + -(-tokens // page_size), max_running, prefill_budget, max_in_flight)
-    for page_size in (1, 4, 16)
-    for lookahead in (0, 1, 2)
-    for tokens, max_running, prefill_budget in ((80, 4, 16), (112, 8, 64), (112, 8, 5), (600, 3, 1000))
-    for max_in_flight in (0, 3)
-]
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_random_operations(setting: Setting) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "page_size", "lookahead", "max_in_flight"),
+    pairwise([(80, 4, 16), (112, 8, 64), (112, 8, 5), (600, 3, 1000)], [1, 4, 16], [0, 1, 2], [0, 3]),
+)
+def test_random_operations(sizes: tuple[int, int, int], page_size: int, lookahead: int, max_in_flight: int) -> None:
+    """sizes: tokens that the cache holds, max_running and prefill_budget."""
+    tokens, max_running, prefill_budget = sizes
+    num_pages = 1 + -(-tokens // page_size)
+    setting = Setting(page_size, lookahead, num_pages, max_running, prefill_budget, max_in_flight)
     rng = random.Random(str(setting))
     simulation = Simulation(setting, rng)
     stems = [rng.choices(range(1, 4), k=40) for _ in range(3)]

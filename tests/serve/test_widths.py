@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from slipstream.serve.widths import DECAY, PATIENCE, PRIOR, PROBE_ROUNDS, Acceptance, WidthPolicy
+from slipstream.tests.pairwise import rotating
 
 WIDTHS = (1, 2, 4, 8)
 SIZES = (1, 8, 64, 256)
@@ -41,8 +42,7 @@ def table() -> dict[tuple[int, int], float]:
     return {(size, width): round_ms(size, width) for size in SIZES for width in WIDTHS}
 
 
-@pytest.mark.parametrize("batch", [1, 5, 64, 200])
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize(("batch", "rate"), rotating([1, 5, 64, 200], [0.9, 0.0, 0.6, 0.3]))
 def test_it_is_close_to_the_best_fixed_width(batch: int, rate: float) -> None:
     found, _ = simulate(WidthPolicy(WIDTHS, table()), batch, rate, 2000)
     fixed = []
