@@ -1,7 +1,7 @@
 """The n-gram drafter's core in plain Python, insertion done at once.
 
 It says what the C++ core does, decision by decision, so that random operations can be compared; what those decisions
-are worth is tested against brute force in test_ngram_trie.py.
+are worth is tested against brute force in test_ngram_core.py.
 """
 
 from bisect import insort

@@ -17,6 +17,7 @@ from slipstream.serve.attention.base import Backend, Hybrid
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend
 from slipstream.serve.batch import Batch, Rows
+from slipstream.tests.pairwise import gate_of
 
 NUM_LAYERS, LAYER, HEAD_DIM, NUM_ROWS, MAX_LEN, THETA = 2, 1, 8, 6, 96, 100.0
 BACKENDS = {"sdpa": SDPABackend, "triton": TritonBackend}
@@ -202,9 +203,13 @@ ATTENDED = [
     for precision in DTYPES[backend]
     if backend != "triton" or len(set(case.query_lens)) == 1  # prompts are not for it
 ]
+# The interpreter takes a second or two for each, and tests/kernels has more of them.
+INTERPRETED = ("chain round, pages of one token", "window, decode", "one KV head", "block", "tree 1", "tree 2")
+GATE = [case for case in ATTENDED if case[0] == "sdpa" or case[1] in INTERPRETED and case[2] == torch.float32]
+GATE.append(("triton", "chain as a tree", *DTYPES["triton"][1]))
 
 
-@pytest.mark.parametrize(("backend", "name", "dtype", "tolerance"), ATTENDED, indirect=["backend"])
+@pytest.mark.parametrize(("backend", "name", "dtype", "tolerance"), gate_of(ATTENDED, GATE), indirect=["backend"])
 def test_attention_equals_a_loop(backend: type[Backend], name: str, dtype: torch.dtype, tolerance: float) -> None:
     scene = Scene(CASES[name], dtype)
     expected, before = scene.expected(), scene.cache.clone()

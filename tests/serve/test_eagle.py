@@ -100,12 +100,12 @@ DRAFTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # drafter, it
 
 
 @pytest.mark.parametrize(
-    ("name", "temperature", "family"), rotating(DRAFTS, [0.0, 0.8], ["llama", "qwen3", "qwen3", "llama"])
+    ("name", "case"), rotating(DRAFTS, [("llama", 0.0), ("qwen3", 0.8), ("qwen3", 0.0), ("llama", 0.8)])
 )
 def test_proposals_of_a_batch_equal_the_oracle(
-    name: str, temperature: float, family: str, make_target: Callable[[str], Path], make_draft: MakeDraft
+    name: str, case: tuple[str, float], make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
-    drafter, options, engine_options = DRAFTS[name]
+    (drafter, options, engine_options), (family, temperature) = DRAFTS[name], case
     target, draft = make_target(family), make_draft(family, drafter)
     engine = build_engine(target, draft, drafter=options, **engine_options)
     answers = run_checked(engine, Oracle(target, draft, TreeOptions(**options)), requests_at(temperature))

@@ -1,4 +1,4 @@
-"""The n-gram drafter in the engine: what it learns, from whom, and what it keeps. Its core: test_ngram_trie.py."""
+"""The n-gram drafter in the engine: what it learns, from whom, and what it keeps. Its core: test_ngram_core.py."""
 
 import json
 from collections.abc import Callable

@@ -4,9 +4,77 @@ from typing import Any
 
 import pytest
 
+from slipstream.serve.cache import PageCache
 from slipstream.serve.request import Output, Request, SamplingParams
-from slipstream.serve.scheduler import Sequence
-from slipstream.tests.serve.scheduler_recorder import STOP_ID, Recorder, count
+from slipstream.serve.scheduler import Scheduler, Sequence
+
+STOP_ID = 99
+RESERVE = 4
+
+
+class Recorder:
+    """A scheduler, the calls it made, and an engine that samples token 1 behind every prompt."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 100,
+        max_running: int = 4,
+        prefill_budget: int = 1000,
+        lookahead: int = 0,
+        **limits: int,
+    ) -> None:
+        self.calls: list[tuple[str, str, int]] = []
+        self.cache = PageCache(num_pages, page_size=4)
+        self.scheduler = Scheduler(
+            cache=self.cache,
+            max_running=max_running,
+            max_model_len=200,
+            prefill_budget=prefill_budget,
+            stop_ids=frozenset({STOP_ID}),
+            lookahead=lookahead,
+            max_reserve=RESERVE,
+            on_admit=lambda sequence: self._record("admit", sequence),
+            on_release=lambda sequence: self._record("release", sequence),
+            **limits,
+        )
+
+    def _record(self, name: str, sequence: Sequence) -> None:
+        assert sequence.pages, "pages are held at both calls"
+        self.calls.append((name, sequence.request.id, sequence.row))
+
+    def add(self, name: str, prompt: list[int], max_tokens: int = 50, **params: Any) -> None:
+        self.scheduler.add(Request(id=name, prompt=prompt, params=SamplingParams(max_tokens=max_tokens, **params)))
+        self.scheduler.check()
+
+    def prefill(self) -> list[tuple[str, int, int]]:
+        """One step; returns (request, start, end) of its chunks."""
+        chunks = self.scheduler.next_prefill()
+        self.scheduler.check()
+        self.scheduler.launched(chunks)
+        self.scheduler.check()
+        self.outputs = self.scheduler.commit_prefill(chunks, [1 if chunk.is_last else None for chunk in chunks])
+        self.scheduler.check()
+        return [(chunk.sequence.request.id, chunk.start, chunk.end) for chunk in chunks]
+
+    def round(self, *emitted: list[int], drafted: int = 3) -> list[Output]:
+        sequences = self.scheduler.next_round(RESERVE)
+        self.scheduler.check()
+        outputs = self.scheduler.commit_round(sequences, list(emitted), [drafted] * len(sequences))
+        self.scheduler.check()
+        return outputs
+
+    def decoding(self) -> list[str]:
+        """Who would take part in a round; it is not launched."""
+        sequences = self.scheduler.next_round(RESERVE)
+        for sequence in sequences:
+            sequence.in_flight.pop()
+        return [sequence.request.id for sequence in sequences]
+
+
+def count(start: int, length: int) -> list[int]:
+    return list(range(start, start + length))
+
 
 # Adding
 
@@ -129,6 +197,64 @@ def test_an_answer_is_reused_by_the_next_turn() -> None:
     recorder.round([24, 25, 26])
     recorder.add("b", [*count(0, 5), 1, 20, 21, 22, 23, 24, 25, 26, 30])
     assert recorder.prefill() == [("b", 12, 14)]
+
+
+# When pages run out
+
+
+def test_the_newest_is_preempted_and_resumes_before_others_with_its_tokens() -> None:
+    recorder = Recorder(num_pages=21, max_running=2)
+    recorder.add("a", count(0, 12), 60)
+    recorder.add("b", count(100, 12), 60)
+    recorder.add("c", count(200, 8), 1)
+    recorder.prefill()
+    num_b_tokens = 0
+    while len(recorder.decoding()) == 2:
+        recorder.round([7, 7], [8, 8])
+        num_b_tokens += 2
+    assert recorder.decoding() == ["a"]
+    assert (recorder.scheduler.num_preemptions, recorder.scheduler.num_waiting) == (1, 2)
+    assert recorder.calls[-1][:2] == ("release", "b")
+    while "a" in recorder.decoding():
+        assert recorder.prefill() == [], "a keeps the pages that b would need"
+        recorder.round([7, 7])
+    chunks = recorder.prefill()
+    assert [name for name, _, _ in chunks] == ["b", "c"]
+    assert chunks[0][2] == 12 + 1 + num_b_tokens
+    assert recorder.outputs[0] == Output(request_id="b", tokens=[1])
+    output = recorder.scheduler.abort("b")
+    assert output is not None
+    assert output.stats is not None
+    assert (output.stats.cached_tokens, output.stats.prefills) == (0, 2)
+    assert output.stats.completion_tokens == 2 + num_b_tokens == 2 + 2 * output.stats.rounds
+
+
+def test_a_half_computed_prompt_is_preempted_and_keeps_its_pages_in_cache() -> None:
+    recorder = Recorder(num_pages=21, prefill_budget=12)
+    recorder.add("a", count(0, 12), 60)
+    recorder.prefill()
+    recorder.add("b", count(100, 40), 20)
+    assert recorder.prefill() == [("b", 0, 12)]
+    while recorder.scheduler.num_running == 2:
+        recorder.round([7, 7])
+    assert recorder.calls[-1][:2] == ("release", "b")
+    recorder.scheduler.abort("a")
+    assert recorder.prefill() == [("b", 12, 24)]
+
+
+def test_admission_leaves_a_page_for_each_running_sequence() -> None:
+    recorder = Recorder(num_pages=21)
+    recorder.add("a", count(0, 12), 20)
+    recorder.prefill()
+    recorder.add("b", count(100, 12), 20)
+    recorder.prefill()
+    assert recorder.cache.num_free == 12
+    recorder.add("c", count(200, 40), 20)  # needs 11 of 12 pages, and then one round could take 2
+    assert recorder.prefill() == []
+    recorder.scheduler.abort("b")
+    assert [name for name, _, _ in recorder.prefill()] == ["c"]
+    recorder.round([7, 7], [7, 7])
+    assert recorder.scheduler.num_preemptions == 0
 
 
 # The end

@@ -1,0 +1,481 @@
+"""The n-gram drafter's core: compared with a plain model, and what it finds with brute force; its limits; its files."""
+
+import itertools
+import random
+import struct
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.serve.drafters.ngram_core import NgramCore
+from slipstream.tests.serve.ngram_fuzz import Fuzz, Tree, advance, random_texts
+from slipstream.tests.serve.ngram_model import NgramModel
+
+
+def paths(tree: Tree) -> list[list[int]]:
+    """The tokens from below the root to each node."""
+    tokens, parents, _ = tree
+    found: list[list[int]] = [[]]
+    for node in range(1, len(tokens)):
+        if parents[node] >= 0:
+            found.append([*found[parents[node]], tokens[node]])
+    return found[1:]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_core_agrees_with_the_model(seed: int, tmp_path: Path) -> None:
+    Fuzz(NgramCore, seed, tmp_path).run(60)
+
+
+@pytest.mark.slow
+def test_core_agrees_with_the_model_for_long(tmp_path: Path) -> None:
+    assert sum(Fuzz(NgramCore, seed, tmp_path).run(150) for seed in range(10_000, 16_000)) > 2_000_000
+
+
+def contains(texts: list[list[int]], string: list[int]) -> bool:
+    starts = [range(len(text) - len(string) + 1) for text in texts]
+    return any(
+        text[start : start + len(string)] == string for text, s in zip(texts, starts, strict=True) for start in s
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_longest_match_and_what_follows_it_are_those_of_brute_force(seed: int) -> None:
+    """While the trie has room and no gram is frequent, nothing is missed."""
+    rng = random.Random(seed)
+    history = random_texts(seed, 20, 60, vocab=12)
+    core = NgramCore(capacity=100_000, branch_length=12, max_match=6, breadth=64)
+    for text in history:
+        core.insert(text)
+    for _ in range(30):
+        part = rng.choice(history)[rng.randrange(40) :][: rng.randint(1, 8)]
+        context = [rng.randrange(12) for _ in range(rng.randint(1, 30))] + part
+        core.admit(0, context)
+        tree = advance(core, 0, 32)
+        core.release(0)
+        core.flush()
+        own = context[:-1]  # what its last token's match may reach
+        found = [
+            length
+            for length in range(1, min(6, len(context)) + 1)
+            if contains([own], context[-length:]) or any(contains([text[:-1]], context[-length:]) for text in history)
+        ]
+        assert tree[2] == max(found, default=0)
+        seen = [*history, *(context + context[start:] for start in range(len(context)))]  # it may repeat itself
+        assert all(contains(seen, [context[-1], *path]) for path in paths(tree) if len(path) < 3)
+        history.append(context[-12:])
+
+
+def test_every_branch_is_found_and_counted_at_least_as_often_as_it_occurs() -> None:
+    texts = random_texts(0, 20, 40, vocab=4)
+    core = NgramCore(capacity=100_000, branch_length=7, max_match=6)
+    for text in texts:
+        core.insert(text)
+    core.check()
+    branches = core.branches()
+    windows = {tuple(text[start : start + 7]) for text in texts for start in range(len(text) - 6)}
+    assert {tuple(tokens) for _, tokens, _ in branches if len(tokens) == 7} == windows
+    for _, tokens, frequencies in branches:
+        for depth, frequency in enumerate(frequencies, 1):
+            string = tokens[:depth]
+            occurrences = sum(text[i : i + depth] == string for text in texts for i in range(len(text)))
+            assert frequency >= occurrences
+            assert depth == 1 or frequency <= frequencies[depth - 2]
+
+
+def test_own_text_is_seen_at_once_and_other_texts_when_inserted() -> None:
+    core = NgramCore(rows=2)
+    core.admit(0, [1, 2, 3, 4, 9, 1, 2])
+    assert advance(core, 0, 4) == ([2, 3, 4, 9], [-1, 0, 1, 2], 2)
+    advance(core, 0, 1, 3, 4, 5, 6)
+    advance(core, 0, 1, 7)
+    advance(core, 0, 1)
+    core.flush()
+    core.admit(1, [8, 4, 5])
+    assert advance(core, 1, 4) == ([5, 6, 7, -1], [-1, 0, 1, -1], 2)
+    advance(core, 0, 1, 8)
+    advance(core, 0, 1)
+    core.flush()
+    assert advance(core, 1, 4) == ([5, 6, 7, 8], [-1, 0, 1, 2], 2)
+
+
+def test_others_see_what_a_round_emitted_once_the_request_goes_on_or_ends() -> None:
+    core = NgramCore(rows=2)
+
+    def round_of_first(*emitted: int) -> list[int]:
+        tokens, _, _ = advance(core, 0, 4, *emitted)
+        core.flush()
+        return tokens
+
+    core.admit(0, [1, 2, 3, 7, 1])
+    core.admit(1, [8, 3])
+    core.flush()
+    assert round_of_first(2, 3) == [3, 7, 1, 2], "the request itself sees them at once"
+    assert advance(core, 1, 4)[0] == [3, 7, 1, -1]
+    assert round_of_first(4) == [4, -1, -1, -1]
+    assert advance(core, 1, 4)[0][:2] == [3, 7]
+    assert advance(core, 1, 3, 2) == ([2, 3, 7], [-1, 0, 1], 1)
+    round_of_first(5, 6, 0)
+    core.release(0, 10)
+    core.flush()
+    assert core.stats()["inserted_tokens"] == 10 + 2
+    assert advance(core, 1, 4, 4) == ([4, 5, 6, -1], [-1, 0, 1, -1], 1), "it ended before the 0"
+
+
+def test_repeating_text_is_drafted_beyond_its_end() -> None:
+    core = NgramCore()
+    core.admit(0, [5, 1, 2, 1, 2])
+    assert advance(core, 0, 8)[0] == [2, 1, 2, 1, 2, 1, 2, 1]
+
+
+def test_drafts_are_longer_than_a_branch() -> None:
+    text = list(range(100, 200))
+    core = NgramCore(branch_length=4, max_match=3)
+    core.insert(text)
+    core.admit(0, text[:2])
+    assert advance(core, 0, 64)[0] == text[1:65]
+
+
+def test_namespaces_keep_texts_apart() -> None:
+    core = NgramCore(rows=3)
+    core.insert([1, 2, 3, 4], "a" * 1000)
+    core.admit(0, [1, 2])
+    core.admit(1, [1, 2], "b")
+    core.admit(2, [1, 2], "a" * 1000)
+    assert [advance(core, row, 3)[0] for row in range(3)] == [[2, -1, -1], [2, -1, -1], [2, 3, 4]]
+    assert all(len(name) <= 64 for name, _, _ in core.branches())
+
+
+def test_unused_namespaces_are_forgotten() -> None:
+    core = NgramCore(capacity=1000)
+    core.insert(list(range(10)), "0")
+    before = core.stats()["bytes"]
+    for number in range(20_000):
+        core.insert([number % 7, number % 5], f"user {number}")
+    assert core.stats()["bytes"] < before + 1000 * 200
+    core.check()
+
+
+@pytest.mark.parametrize("order", ["probability", "breadth"])
+def test_breadth_1_drafts_chains(order: str) -> None:
+    core = NgramCore(order=order, breadth=1)
+    for text in random_texts(1, 20, 50, vocab=5):
+        core.insert(text)
+    core.admit(0, [1, 2, 3, 1, 2])
+    tokens, parents, _ = advance(core, 0, 16)
+    assert parents == list(range(-1, 15))
+    assert min(tokens) >= 0
+
+
+def test_likeliest_first_and_last_used_first() -> None:
+    texts = [[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 5]]
+    trees = {}
+    for order in ("probability", "breadth"):
+        core = NgramCore(order=order, breadth=2)
+        for text in texts:
+            core.insert(text)
+        core.admit(0, [9, 1])
+        trees[order] = advance(core, 0, 8)
+    # 2: 4 / (5 + 2), 3: 2's times 3 / (4 + 2 / 2), 5: 1 / 7, 4: 2's times 1 / 5
+    assert trees["probability"] == ([1, 2, 3, 5, 4, -1, -1, -1], [-1, 0, 1, 0, 1, -1, -1, -1], 1)
+    assert trees["breadth"] == ([1, 5, 2, 4, -1, -1, -1, -1], [-1, 0, 0, 2, -1, -1, -1, -1], 1)
+
+
+@pytest.mark.parametrize("width", [1, 2, 16, 64])
+def test_trees_are_well_formed(width: int) -> None:
+    rows = list(range(20))
+    core = NgramCore(rows=20)
+    texts = random_texts(2, 20, 300, vocab=6)
+    for row in rows:
+        core.admit(row, texts[row])
+    tokens, parents = np.full((2, 20, width), -7, np.int32)
+    core.advance(rows, [[0]] * 20, tokens, parents, np.zeros(20, np.int32))
+    for row in rows:
+        used = int((tokens[row] >= 0).sum())
+        assert used == width  # six tokens repeat all the time
+        assert tokens[row, 0] == texts[row][-1]
+        assert parents[row, 0] == -1
+        assert all(0 <= parents[row, node] < node for node in range(1, used))
+        children = list(zip(parents[row].tolist(), tokens[row].tolist(), strict=True))
+        assert len(set(children)) == used
+
+
+def test_dropped_tokens_are_counted_and_the_next_ones_are_a_new_text() -> None:
+    options: dict[str, Any] = {"capacity": 500, "branch_length": 4, "min_match": 1, "max_match": 3, "breadth": 4}
+    core, model = NgramCore(queue_tokens=8, **options), NgramModel(order="probability", **options)
+    core.admit(0, [1, 2, 3])
+    core.flush()
+    model.admit(0, [1, 2, 3], "")
+    rounds = [([4, 5], False), (list(range(10, 19)), False), ([4, 5, 6], True), ([7], False), ([8], False)]
+    for text, dropped in rounds:  # what was gained the round before
+        tree = advance(core, 0, 8, *text)
+        core.flush()
+        assert [tree] == model.advance({0: text}, 8, dropped)
+    assert core.stats()["dropped_tokens"] == 9
+    assert core.branches() == model.trie.branches()
+
+
+def test_statistics() -> None:
+    core = NgramCore(rows=2, max_match=3)
+    core.admit(0, [1, 2, 1])
+    core.admit(1, [5, 6, 7])
+    tokens, parents = np.zeros((2, 2, 4), np.int32)
+    matches = np.zeros(2, np.int32)
+    core.advance([0, 1], [[0], [0]], tokens, parents, matches)
+    core.flush()
+    stats = core.stats()
+    assert matches.tolist() == [1, 0]
+    assert stats["match_lengths"] == [1, 1, 0, 0]
+    assert (stats["drafted_tokens"], stats["inserted_tokens"], stats["waiting_tokens"]) == (3, 6, 0)
+    assert stats["nodes"] == 5
+
+
+# Limits: memory, threads, bad options and arguments
+
+
+@pytest.mark.parametrize("capacity", [1_000_000, 1 << 20, (1 << 20) + 1, 6 * (1 << 18) - 1, 12 * (1 << 17)])
+def test_a_node_takes_at_most_64_bytes(capacity: int) -> None:
+    assert NgramCore(capacity=capacity).stats()["bytes"] <= 64 * capacity
+
+
+def test_memory_is_constant() -> None:
+    core = NgramCore(capacity=2000)
+    rng = np.random.default_rng(0)
+    core.insert(rng.integers(0, 1000, 5000))
+    before = core.stats()
+    for _ in range(60):
+        core.insert(rng.integers(0, 1000, 5000))
+    after = core.stats()
+    core.check()
+    assert (before["nodes"], after["nodes"]) == (2000, 2000)
+    assert before["bytes"] == after["bytes"]
+    assert after["evicted_nodes"] > 300_000
+
+
+@pytest.mark.slow
+def test_resident_memory_is_constant_over_ten_million_tokens() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    core = NgramCore(capacity=1_000_000)
+    rng = np.random.default_rng(0)
+    sizes = []
+    for step in range(100):
+        core.insert(rng.integers(0, 32_000, 120_000))
+        if step >= 15:  # full by then
+            sizes.append(resident())
+    assert core.stats()["inserted_tokens"] == 12_000_000
+    assert core.stats()["nodes"] == 1_000_000
+    assert max(sizes) - sizes[0] < 4 << 20
+    core.check()
+
+
+def test_threads_may_do_everything_at_once(tmp_path: Path) -> None:
+    core = NgramCore(rows=4, capacity=500)
+    faults: list[BaseException] = []
+    rng = np.random.default_rng(0)
+    texts = rng.integers(0, 30, (50, 200)).astype(np.int32)
+
+    def serve(rows: list[int]) -> None:
+        tokens, parents = np.zeros((2, 2, 8), np.int32)
+        matches = np.zeros(2, np.int32)
+        for text in texts:
+            for row in rows:
+                core.admit(row, text[:20], str(row % 2))
+            for end in range(20, 200, 6):
+                core.advance(rows, [[6, *text[end : end + 6]]] * 2, tokens, parents, matches)
+            for row in rows:
+                core.release(row)
+
+    def guarded(work: Any, *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except BaseException as error:
+            faults.append(error)
+            raise
+
+    def feed() -> None:
+        for text in texts:
+            core.insert(text)
+            core.stats()
+
+    def watch() -> None:
+        for _ in range(10):
+            core.save(tmp_path / "trie")
+            core.branches()
+            core.check()
+
+    jobs: list[tuple[Any, ...]] = [(serve, [0, 1]), (serve, [2, 3]), (feed,), (feed,), (watch,)]
+    threads = [threading.Thread(target=guarded, args=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    core.check()
+    assert core.stats()["inserted_tokens"] + core.stats()["dropped_tokens"] == 2 * 50 * 200 + 4 * 50 * (18 + 180)
+
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"capacity": 18}, "capacity is 18; it must be between 19 and"),
+    ({"capacity": -1}, "capacity is -1; it must be between"),
+    ({"capacity": 1 << 40}, "capacity is 1099511627776; it must be between"),
+    ({"branch_length": 1}, "branch_length is 1; it must be between 2 and 63"),
+    ({"branch_length": 64}, "branch_length is 64; it must be between 2 and 63"),
+    ({"max_match": 18}, r"max_match is 18; it must be between 1 and 17 \(the most is branch_length - 1\)"),
+    ({"max_match": 0}, "max_match is 0; it must be between 1 and"),
+    ({"min_match": 13}, r"min_match is 13; it must be between 1 and 12 \(the most is max_match\)"),
+    ({"min_match": 0}, "min_match is 0; it must be between 1 and"),
+    ({"breadth": 0}, "breadth is 0; it must be between 1 and 64"),
+    ({"breadth": 65}, "breadth is 65; it must be between 1 and 64"),
+    ({"order": "depth"}, "order is 'depth'; choose one of probability, breadth"),
+    ({"queue_tokens": 35}, r"queue_tokens is 35; .* \(the least is 2 \* branch_length\)"),
+    ({"rows": 0}, "rows is 0; it must be between 1 and 65536"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
+def test_bad_options_are_sentences(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        NgramCore(**options)
+
+
+def test_bad_arguments_change_nothing() -> None:
+    core = NgramCore(rows=2)
+    core.admit(0, [1, 2, 1])
+    arrays = [np.zeros((1, 4), np.int32), np.zeros((1, 4), np.int32), np.zeros(1, np.int32)]
+    calls: list[tuple[str, tuple[Any, ...], str]] = [
+        ("admit", (2, [1]), "row is 2; it must be between 0 and 1"),
+        ("admit", (-1, [1]), "row is -1"),
+        ("admit", (0, [1]), "row 0 is in use; release it first"),
+        ("admit", (1, []), "tokens are empty"),
+        ("admit", (1, [3, -1]), "a token is -1; it must be between 0 and 2097151"),
+        ("admit", (1, [[3, 1]]), r"tokens has shape \(1, 2\)"),
+        ("insert", ([1 << 21],), "a token is 2097152"),
+        ("release", (1,), "row 1 is not in use"),
+        ("advance", ([1], [[1, 3]], *arrays), "row 1 is not in use; admit a request first"),
+        ("advance", ([0], [[2, 3]], *arrays), "a number of tokens is 2; it must be between 0 and 1"),
+        ("advance", ([0], [[-1, 3]], *arrays), "a number of tokens is -1"),
+        ("advance", ([0], [[1, -1]], *arrays), "a token is -1"),
+        ("advance", ([0], [[]], *arrays), r"emitted has shape \(1, 0\); it must be \(1, 1\)"),
+        (
+            "advance",
+            ([0], [[1, 3]], np.zeros((1, 65), np.int32), np.zeros((1, 65), np.int32), arrays[2]),
+            "width is 65; it must be between 1 and 64",
+        ),
+        ("advance", ([0], [[0]], np.zeros((1, 0), np.int32), np.zeros((1, 0), np.int32), arrays[2]), "width is 0"),
+        ("advance", ([0], [[1, 3]], arrays[0], np.zeros((2, 4), np.int32), arrays[2]), "parents has shape"),
+    ]
+    for method, arguments, message in calls:
+        with pytest.raises(ValueError, match=message):
+            getattr(core, method)(*arguments)
+    for copied in (arrays[0].astype(np.int64), np.zeros((1, 8), np.int32)[:, ::2]):
+        with pytest.raises(TypeError):  # what is written into must be the caller's own
+            core.advance([0], [[0]], copied, arrays[1], arrays[2])
+    assert advance(core, 0, 4) == ([1, 2, 1, 2], [-1, 0, 1, 2], 1)
+    core.flush()
+    assert core.stats()["inserted_tokens"] == 3
+
+
+# Saved tries
+
+
+def filled_core() -> NgramCore:
+    core = NgramCore(capacity=300, branch_length=6, max_match=5)
+    for number, text in enumerate(random_texts(5, 30, 40, vocab=9)):
+        core.insert(text, ["", "a"][number % 2])
+    return core
+
+
+def test_a_loaded_trie_drafts_like_the_saved_one(tmp_path: Path) -> None:
+    saved = filled_core()
+    saved.save(tmp_path / "trie")
+    loaded = NgramCore(capacity=300, branch_length=6, max_match=5)
+    loaded.load(tmp_path / "trie")
+    assert loaded.branches() == saved.branches()
+    larger = NgramCore(capacity=5000, branch_length=9, max_match=5)
+    larger.load(tmp_path / "trie")
+    larger.check()
+    first_tokens = [(name, tokens[:6]) for name, tokens, _ in larger.branches()]
+    assert first_tokens == [(name, tokens) for name, tokens, _ in saved.branches()]
+    for prompt, name in itertools.product(random_texts(6, 20, 5, vocab=9), ("", "a", "b")):
+        trees = []
+        for core in (saved, loaded):
+            core.admit(0, prompt, name)
+            core.flush()
+            trees.append(advance(core, 0, 16))
+            core.release(0)
+        assert trees[0] == trees[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["trie"]
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trie"
+    core = filled_core()
+    core.save(path)
+    for capacity, branch_length, message in (
+        (100, 6, "has 300 nodes; raise capacity"),
+        (300, 5, "has branches of 6 tokens; raise branch_length"),
+    ):
+        with pytest.raises(ValueError, match=f"^n-gram file {path} {message}$"):
+            NgramCore(capacity=capacity, branch_length=branch_length, max_match=4).load(path)
+    core.admit(0, [1])
+    with pytest.raises(ValueError, match="requests are running; load"):
+        core.load(path)
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        NgramCore().load(tmp_path / "nothing")
+    with pytest.raises(OSError, match="no folder"):
+        core.save(tmp_path / "no folder" / "trie")
+
+
+def test_tokens_that_a_target_does_not_have_are_refused(tmp_path: Path) -> None:
+    core = NgramCore()
+    core.insert([5, 6, 7, 300])
+    core.save(tmp_path / "trie")
+    NgramCore().load(tmp_path / "trie", 301)
+    with pytest.raises(ValueError, match=r"trie has token 300, and the target's end at 299; name one"):
+        NgramCore().load(tmp_path / "trie", 300)
+
+
+def checksum(data: bytes) -> int:
+    """The one of csrc/snapshot.cpp."""
+    mask, total = (1 << 64) - 1, len(data)
+    whole = len(data) // 8 * 8
+    for (word,) in struct.iter_unpack("<Q", data[:whole]):
+        total = (total ^ word) * 0x9E3779B97F4A7C15 & mask
+        total ^= total >> 29
+    for byte in data[whole:]:
+        total = (total ^ byte) * 0x100000001B3 & mask
+    return total
+
+
+def test_damaged_files_are_refused_and_break_nothing(tmp_path: Path) -> None:
+    path, rng = tmp_path / "trie", random.Random(0)
+    core = filled_core()
+    core.save(path)
+    data, branches = path.read_bytes(), core.branches()
+    assert struct.unpack("<Q", data[-8:]) == (checksum(data[:-8]),)
+    pieces = [data[:size] for size in (0, 1, 39, 40, 47, 48, len(data) // 2, len(data) - 1)]
+    for piece in [*pieces, data + b"\0", bytes(len(data))]:
+        path.write_bytes(piece)
+        with pytest.raises(ValueError, match=f"^n-gram file {path} "):
+            core.load(path)
+    num_loaded = 0
+    for _ in range(400):  # a checksum that fits, as nobody makes it by accident
+        changed = bytearray(data[:-8])
+        for _ in range(rng.randint(1, 3)):
+            changed[rng.randrange(len(changed))] = rng.choice((0, 1, 127, 128, 255, rng.randrange(256)))
+        path.write_bytes(bytes(changed) + struct.pack("<Q", checksum(bytes(changed))))
+        other = NgramCore(capacity=300, branch_length=6, max_match=5)
+        with suppress(ValueError):
+            other.load(path)
+            num_loaded += 1
+        other.check()
+        other.insert(rng.choices(range(9), k=500))
+        other.check()
+    assert 0 < num_loaded < 400
+    assert core.branches() == branches
