@@ -143,9 +143,9 @@ def run_load(
     `base_url` may end with /v1. A request that fails gives an Answer with `error`. Raises ValueError if there is no
     such server.
     """
-
-    own = list(each) or [{}] * len(prompts)
     root = base_url.rstrip("/").removesuffix("/v1")
+    if stream:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
 
     async def run() -> LoadResult:
         async with aiohttp.ClientSession(
@@ -154,13 +154,13 @@ def run_load(
             read_bufsize=MAX_EVENT // 2,
             trust_env=True,  # proxies
         ) as client:
-            load = Load(client, root, {"model": model or await first_model(client, root), **fields}, stream)
-            warmup = [index % len(prompts) for index in range(num_warmup)]
-            await load.send_all(
-                [prompts[index] for index in warmup], concurrency, None, [own[index] for index in warmup]
-            )
+            common = {"model": model or await first_model(client, root), **fields}
+            own = each or [{}] * len(prompts)
+            bodies = [request_body(prompt, common, extra) for prompt, extra in zip(prompts, own, strict=True)]
+            warmup = [bodies[index % len(bodies)] for index in range(num_warmup)]
+            await send_all(client, root, warmup, concurrency, progress=None)
             start = time.perf_counter()
-            answers = await load.send_all(prompts, concurrency, f"concurrency {concurrency}", own)
+            answers = await send_all(client, root, bodies, concurrency, progress=f"concurrency {concurrency}")
             return LoadResult(concurrency=concurrency, wall_s=time.perf_counter() - start, answers=answers)
 
     return asyncio.run(run())
@@ -177,56 +177,49 @@ async def first_model(client: aiohttp.ClientSession, root: str) -> str:
         ) from error
 
 
-class Load:
-    """Requests to the server at `root` that differ in the prompt and in what `each` adds."""
+def request_body(prompt: Prompt, common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+    return {**common, **own, "messages" if is_chat else "prompt": prompt}
 
-    def __init__(self, client: aiohttp.ClientSession, root: str, fields: dict[str, Any], stream: bool) -> None:
-        self.client, self.root, self.fields = client, root, fields
-        self.request = self.request_stream if stream else self.request_whole
-        if stream:
-            self.fields |= {"stream": True, "stream_options": {"include_usage": True}}
 
-    async def send_all(
-        self, prompts: Sequence[Prompt], concurrency: int, progress: str | None, each: Sequence[Mapping[str, Any]]
-    ) -> list[Answer]:
-        answers = [Answer() for _ in prompts]
-        waiting = iter(range(len(prompts)))
-        with tqdm(total=len(prompts), desc=progress, unit="req", disable=progress is None) as bar:
+async def send_all(
+    client: aiohttp.ClientSession, root: str, bodies: Sequence[dict[str, Any]], concurrency: int, progress: str | None
+) -> list[Answer]:
+    answers = [Answer() for _ in bodies]
+    waiting = zip(bodies, answers, strict=True)
+    with tqdm(total=len(bodies), desc=progress, unit="req", disable=progress is None) as bar:
 
-            async def work() -> None:
-                for index in waiting:  # shared: each worker takes the next one
-                    await self.send(prompts[index], answers[index], each[index])
-                    bar.update()
+        async def work() -> None:
+            for body, answer in waiting:  # shared: each worker takes the next one
+                await send(client, root, body, answer)
+                bar.update()
 
-            await asyncio.gather(*(work() for _ in range(concurrency)))
-        return answers
+        await asyncio.gather(*(work() for _ in range(concurrency)))
+    return answers
 
-    async def send(self, prompt: Prompt, answer: Answer, own: Mapping[str, Any]) -> None:
-        is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
-        path = "/v1/chat/completions" if is_chat else "/v1/completions"
-        start = time.perf_counter()
-        try:
-            await self.request(path, {**self.fields, **own, "messages" if is_chat else "prompt": prompt}, answer)
-        except FAILURES as error:
-            answer.error = f"{type(error).__name__}: {error}"
-        answer.latency_s = time.perf_counter() - start
-        answer.arrivals_s = [arrival - start for arrival in answer.arrivals_s]
-        if answer.error is None and answer.finish_reason is None:
-            answer.error = "the answer broke off"
 
-    async def request_whole(self, path: str, body: dict[str, Any], answer: Answer) -> None:
-        async with self.client.post(self.root + path, json=body, allow_redirects=False) as response:
-            answer.add(json.loads(await response.read()))
-
-    async def request_stream(self, path: str, body: dict[str, Any], answer: Answer) -> None:
-        async with self.client.post(self.root + path, json=body, allow_redirects=False) as response:
-            if response.status != 200:
+async def send(client: aiohttp.ClientSession, root: str, body: dict[str, Any], answer: Answer) -> None:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    start = time.perf_counter()
+    try:
+        async with client.post(root + path, json=body, allow_redirects=False) as response:
+            if response.status == 200 and "stream" in body:
+                await read_stream(response, answer)
+            else:
                 answer.add(json.loads(await response.read()))
-                return
-            async for line in response.content:  # bytes up to a line feed: text may hold other ends of lines
-                if not line.startswith(b"data:") or line.rstrip().endswith(b"[DONE]"):
-                    continue
-                length = len(answer.text)
-                answer.add(json.loads(line[5:]))
-                if len(answer.text) > length:
-                    answer.arrivals_s.append(time.perf_counter())
+    except FAILURES as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    answer.latency_s = time.perf_counter() - start
+    answer.arrivals_s = [arrival - start for arrival in answer.arrivals_s]
+    if answer.error is None and answer.finish_reason is None:
+        answer.error = "the answer broke off"
+
+
+async def read_stream(response: aiohttp.ClientResponse, answer: Answer) -> None:
+    async for line in response.content:  # bytes up to a line feed: text may hold other ends of lines
+        if not line.startswith(b"data:") or line.rstrip().endswith(b"[DONE]"):
+            continue
+        length = len(answer.text)
+        answer.add(json.loads(line[5:]))
+        if len(answer.text) > length:
+            answer.arrivals_s.append(time.perf_counter())

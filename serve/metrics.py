@@ -3,6 +3,8 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
 
 from slipstream.serve.request import RequestStats
 
@@ -54,10 +56,12 @@ class Metrics:
 
     def render(self, gauges: Mapping[str, int], num_open: int, is_healthy: bool) -> str:
         """`gauges`: the engine's own, each shown as slipstream_engine_<name>."""
-        lines: list[str] = []
         totals = self.totals
-        lines += family("requests_total", "counter", "Finished sequences by finish reason.", self._by_reason())
-        lines += family("error_responses_total", "counter", "Error responses by status.", self._by_status())
+        reasons = {reason: self.finished[reason] for reason in ("stop", "length", "abort", "error")}
+        statuses = dict(sorted(self.responses.items()))
+        positions = dict(enumerate(totals.accepted_by_position))
+        lines = [*family("requests_total", "counter", "Finished sequences by finish reason.", reasons, "finish_reason")]
+        lines += family("error_responses_total", "counter", "Error responses by status.", statuses, "status")
         for name, value, text in (
             ("prompt_tokens", totals.prompt_tokens, "Prompt tokens of finished sequences."),
             ("cached_tokens", totals.cached_tokens, "Prompt tokens found in the prefix cache."),
@@ -67,8 +71,8 @@ class Metrics:
             ("accepted_tokens", totals.accepted_tokens, "Drafted tokens that became part of an answer."),
         ):
             lines += family(f"{name}_total", "counter", text, {"": value})
-        by_position = {f'{{position="{index}"}}': count for index, count in enumerate(totals.accepted_by_position)}
-        lines += family("accepted_by_position_total", "counter", "Accepted tokens by place in the draft.", by_position)
+        text = "Accepted tokens by place in the draft."
+        lines += family("accepted_by_position_total", "counter", text, positions, "position")
         lines += histogram("accept_length", "Tokens per round of finished sequences.", self.accept_length)
         lines += histogram("time_to_first_token_seconds", "From request to first token.", self.time_to_first_token)
         lines += histogram("inter_token_latency_seconds", "Time per further token.", self.inter_token_latency)
@@ -77,13 +81,6 @@ class Metrics:
         for name, value in gauges.items():
             lines += family(f"engine_{name}", "gauge", f"What the engine reports as {name}.", {"": value})
         return "\n".join(lines) + "\n"
-
-    def _by_reason(self) -> dict[str, int]:
-        reasons = ("stop", "length", "abort", "error")
-        return {f'{{finish_reason="{reason}"}}': self.finished[reason] for reason in reasons}
-
-    def _by_status(self) -> dict[str, int]:
-        return {f'{{status="{status}"}}': count for status, count in sorted(self.responses.items())}
 
 
 def add_stats(total: RequestStats, stats: RequestStats) -> None:
@@ -94,20 +91,16 @@ def add_stats(total: RequestStats, stats: RequestStats) -> None:
     total.prefills += stats.prefills
     total.rounds += stats.rounds
     total.drafted_tokens += stats.drafted_tokens
-    positions = total.accepted_by_position
-    positions += [0] * (len(stats.accepted_by_position) - len(positions))
-    for position, count in enumerate(stats.accepted_by_position):
-        positions[position] += count
+    pairs = zip_longest(total.accepted_by_position, stats.accepted_by_position, fillvalue=0)
+    total.accepted_by_position = [sum(pair) for pair in pairs]
 
 
-def family(name: str, kind: str, text: str, samples: Mapping[str, float]) -> Iterator[str]:
-    """One metric: `samples` by label set, written with its braces."""
+def family(name: str, kind: str, text: str, counts: Mapping[Any, int], label: str = "") -> Iterator[str]:
+    """One metric: `counts` by the values of `label`, or a single one."""
     yield f"# HELP slipstream_{name} {text}"
     yield f"# TYPE slipstream_{name} {kind}"
-    for labels, value in samples.items():
-        yield (
-            f"slipstream_{name}{labels} {value:g}" if isinstance(value, float) else f"slipstream_{name}{labels} {value}"
-        )
+    for value, count in counts.items():
+        yield f'slipstream_{name}{{{label}="{value}"}} {count}' if label else f"slipstream_{name} {count}"
 
 
 def histogram(name: str, text: str, values: Histogram) -> Iterator[str]:
