@@ -51,7 +51,7 @@ class EngineAnswers:
         tokens = self._tokens[identity]
         tokens += output.tokens
         if output.finish_reason == "abort":
-            self._end(Result(id=identity, failed=output.error or "the engine ended the request"))
+            self._end(Result(id=identity, failed="the engine ended the request"))
         elif output.finish_reason is not None:
             text_ids = tokens[:-1] if output.finish_reason == "stop" else tokens
             text = str(self._llm.tokenizer.decode(text_ids, skip_special_tokens=True))

@@ -14,10 +14,20 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
-from slipstream.serve import pipe
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Output, Request
-from slipstream.serve.worker import Abort, EngineFactory, Failed, Ping, Rejected, Step, build_engine, run_engine
+from slipstream.serve.worker import (
+    Abort,
+    EngineFactory,
+    Failed,
+    Ping,
+    Rejected,
+    Step,
+    build_engine,
+    frame,
+    receive,
+    run_engine,
+)
 
 STOP_SECONDS = 10.0  # a step that is under way may end before the process is killed
 EXIT_SECONDS = 2.0  # between a process's hanging up and its exit status; open requests wait for it
@@ -42,7 +52,7 @@ class Receiver(Protocol):
     def receive(self, output: Output) -> None: ...
 
     def fail(self, error: Exception) -> None:
-        """The request ends: ValueError and QueueFull for one that was refused, EngineError for an engine's end."""
+        """The request ends: ValueError for one that was refused, EngineError for an engine's end."""
 
 
 class EngineClient:
@@ -152,7 +162,7 @@ class EngineClient:
     def _flush(self) -> None:
         messages, self._outbox = self._outbox, []
         if messages and self._writer is not None and not self._writer.is_closing():
-            self._writer.write(pipe.frame(messages))
+            self._writer.write(frame(messages))
 
     async def _ping(self) -> None:
         """Makes an idle engine show that it still answers."""
@@ -166,7 +176,7 @@ class EngineClient:
         try:
             while True:
                 for _ in range(MESSAGES_AT_ONCE):
-                    self._handle(await pipe.receive(reader))
+                    self._handle(await receive(reader))
                 await asyncio.sleep(0)
         except (EOFError, OSError):
             await self._wait_for_exit(EXIT_SECONDS)

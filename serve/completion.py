@@ -1,16 +1,21 @@
-"""One HTTP call's sequences on their way: tokens in from the engine, text and counts out."""
+"""One HTTP call on its way: tokens in from the engine, text and counts out, as OpenAI's objects and events."""
 
 import asyncio
+import json
 import time
+import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.serve.client import EngineClient, EngineError
-from slipstream.serve.detokenize import Decoder, Text, TextStream, WholeText
+from slipstream.serve.detokenize import Decoder, TextStream
 from slipstream.serve.metrics import Metrics, add_stats
+from slipstream.serve.protocol import Body, ChatBody
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats
+
+DONE = "data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,7 @@ class Delta:
 
 
 class RequestFailed(Exception):
-    """The engine refused a request (`cause`: ValueError, QueueFull) or could not finish it (EngineError)."""
+    """The engine refused a request (`cause`: ValueError) or could not finish it (EngineError)."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -33,7 +38,7 @@ class RequestFailed(Exception):
 class Choice:
     """Receives one request's outputs and passes on what a client may see."""
 
-    def __init__(self, index: int, request: Request, text: Text, completion: "Completion") -> None:
+    def __init__(self, index: int, request: Request, text: TextStream, completion: "Completion") -> None:
         self.request = request
         self.stats: RequestStats | None = None  # set by the last output
         self._index, self._text, self._completion = index, text, completion
@@ -41,9 +46,6 @@ class Choice:
         self._has_tokens = False
 
     def receive(self, output: Output) -> None:
-        if output.error is not None:
-            self.fail(EngineError(output.error))
-            return
         self._measure(len(output.tokens))
         was_stopped = self._text.stopped
         text = self._text.push(output.tokens, output.finish_reason)
@@ -85,8 +87,7 @@ class Completion:
     def submit(self, requests: Sequence[Request], stop: Sequence[str]) -> None:
         """Raises EngineError if there is no engine."""
         for index, request in enumerate(requests):
-            is_piecewise = self._watched or stop
-            text = TextStream(self._decoder, stop) if is_piecewise else WholeText(self._decoder)
+            text = TextStream(self._decoder, stop, watched=self._watched)
             self.choices.append(Choice(index, request, text, self))
             self.engine.submit(request, self.choices[-1])
 
@@ -150,3 +151,62 @@ def usage(prompts: RequestStats, total: RequestStats) -> dict[str, Any]:
             "accepted_by_position": total.accepted_by_position,
         },
     }
+
+
+class Shape(NamedTuple):
+    """OpenAI's objects and events for the answers of one call."""
+
+    id: str
+    created: int  # seconds since 1970
+    model: str
+    is_chat: bool
+    include_usage: bool  # in the last event of a stream; the others then say null
+    seed: int = 0  # of the call: the one that was asked for, or drawn
+
+    @classmethod
+    def of(cls, body: Body, model: str) -> "Shape":
+        is_chat = isinstance(body, ChatBody)
+        response_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        return cls(response_id, int(time.time()), model, is_chat, body.include_usage)
+
+    def whole(self, texts: list[str], reasons: list[str], usage: Mapping[str, Any]) -> dict[str, Any]:
+        choices = [self._choice(index, *ended) for index, ended in enumerate(zip(texts, reasons, strict=True))]
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return {**self._head(kind), "choices": choices, "usage": usage}
+
+    def opening(self, num_choices: int) -> list[dict[str, Any]]:
+        """Events before any text: a chat answer names its role."""
+        if not self.is_chat:
+            return []
+        first = {"role": "assistant", "content": ""}
+        return [self._event([self._part(index, first, None)]) for index in range(num_choices)]
+
+    def piece(self, delta: Delta) -> dict[str, Any]:
+        if self.is_chat:
+            content = {"content": delta.text} if delta.text else {}
+            return self._event([self._part(delta.index, content, delta.finish_reason)])
+        return self._event([self._choice(delta.index, delta.text, delta.finish_reason)])
+
+    def closing(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self._event([]), "usage": usage}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "seed": self.seed}
+
+    def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
+        return {**head, "choices": choices, **({"usage": None} if self.include_usage else {})}
+
+    def _part(self, index: int, delta: dict[str, str], reason: str | None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+    def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+        content: dict[str, Any] = {"text": text}
+        if self.is_chat:
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+
+
+def sse(event: Mapping[str, Any]) -> str:
+    """One server-sent event. ASCII: many readers would take U+2028, U+2029 or U+0085 for the end of the line."""
+    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"

@@ -6,7 +6,7 @@ were split over calls.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.serve.request import FinishReason, RequestStats
 
@@ -31,64 +31,29 @@ class Decoder:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-class Text(Protocol):
-    """Takes the tokens of one request as they come and says which text may be shown."""
-
-    stopped: bool  # a stop string was found; later tokens change nothing
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that belong to the answer: none after the one that completes a stop string."""
-
-    def push(self, tokens: list[int], finish_reason: FinishReason | None = None) -> str:
-        """New text. With `finish_reason` nothing is held back; after "stop" the last token is a stop id, not text."""
-
-    def cut(self, stats: RequestStats) -> RequestStats:
-        """The engine's counts without what it generated after the stop string."""
-
-
-class WholeText:
-    """All text at the end, decoded once: for answers that nobody watches and no stop string can end."""
-
-    stopped = False
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-        self._tokens: list[int] = []
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._tokens)
-
-    def push(self, tokens: list[int], finish_reason: FinishReason | None = None) -> str:
-        self._tokens += tokens
-        if finish_reason is None:
-            return ""
-        return self._decoder(self._tokens[:-1] if finish_reason == "stop" else self._tokens)
-
-    def cut(self, stats: RequestStats) -> RequestStats:
-        return stats
-
-
 class TextStream:
-    """Text as soon as it is certain: no half characters, nothing that may turn out to begin a stop string.
+    """Takes the tokens of one request as they come and gives text as soon as it is certain: no half characters, nothing
+    that may turn out to begin a stop string.
 
     A token's text can depend on the token before it (leading spaces, bytes of one character), so every token is decoded
     in a window that starts at the tokens of the piece before: the new text is what the window gained.
     """
 
-    def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
+    def __init__(self, decoder: Decoder, stop: Sequence[str] = (), *, watched: bool = True) -> None:
+        """Not `watched`: nobody needs text before the end, and without stop strings it is decoded once."""
         self._decoder = decoder
         self._stop = tuple(stop)
+        self._is_piecewise = watched or bool(stop)
         self._window: list[int] = []  # tokens of the last piece, then those whose text is incomplete
         self._num_shown = 0  # tokens of the window whose text has gone on to `_pending`
         self._shown = ""  # their text
         self._pending = ""  # decoded, held back because it may begin a stop string
         self._push_sizes: list[int] = []
-        self.num_tokens = 0
-        self.stopped = False
+        self.num_tokens = 0  # of the answer: none after the one that completes a stop string
+        self.stopped = False  # a stop string was found; later tokens change nothing
 
     def push(self, tokens: list[int], finish_reason: FinishReason | None = None) -> str:
+        """New text. With `finish_reason` nothing is held back; after "stop" the last token is a stop id, not text."""
         if tokens:  # an abort's last Output has none: no pass stands behind it
             self._push_sizes.append(len(tokens))
         if self.stopped:
@@ -107,6 +72,9 @@ class TextStream:
 
     def _decode(self, token: int) -> str:
         """Text that `token` completes."""
+        if not self._is_piecewise:
+            self._window.append(token)
+            return ""
         if token in self._decoder.silent_ids:
             return ""
         self._window.append(token)
@@ -134,7 +102,8 @@ class TextStream:
         return text[: len(text) - held]
 
     def cut(self, stats: RequestStats) -> RequestStats:
-        """Exact for accepted tokens and rounds; drafted tokens are taken in proportion to the rounds.
+        """The engine's counts without what it generated after the stop string. Exact for accepted tokens and rounds;
+        drafted tokens are taken in proportion to the rounds.
 
         Where rounds draft differently many, the share can miss what was accepted, which was drafted for certain.
         """

@@ -1,20 +1,19 @@
 """What the HTTP process knows of the target: tokenizer, chat template, default sampling. Bodies in, Requests out."""
 
 import inspect
-from collections.abc import Sequence
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from slipstream.models.chat_template import PromptTemplate, TemplateFailed, TemplateRefused
 from slipstream.models.checkpoint import read_json
-from slipstream.models.messages import Message
 from slipstream.models.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.control_tokens import PlainTextTokenizer
 from slipstream.serve.detokenize import Decoder
-from slipstream.serve.limits import Limits
+from slipstream.serve.limits import ApiError, Limits
 from slipstream.serve.options import ServeConfig, find_target
-from slipstream.serve.protocol import DEFAULT_COMPLETION_TOKENS, ApiError, Body, ChatBody, CompletionBody
+from slipstream.serve.protocol import DEFAULT_COMPLETION_TOKENS, Body, ChatBody, CompletionBody
 from slipstream.serve.request import Request, SamplingParams, draw_seed, prompt_seed
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
@@ -55,8 +54,8 @@ class Frontend:
             message = f"model {name!r} does not exist; this server has {self.model_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def check_choices(self, body: Body) -> None:
-        num_asked = body.num_prompts * body.n
+    def check_choices(self, body: ChatBody | CompletionBody) -> None:
+        num_asked = body.n * (len(body.prompt) if isinstance(body, CompletionBody) else 1)
         if num_asked > self.limits.choices:
             message = (
                 f"{num_asked} choices in one call, prompts times n; this server takes {self.limits.choices}, half of "
@@ -71,8 +70,9 @@ class Frontend:
         for name in body.chat_template_kwargs:
             if name in reserved:
                 raise ApiError(400, f"chat_template_kwargs must not hold {name}", "chat_template_kwargs")
+        template = partial(self.template.render, prompt=body.add_generation_prompt, variables=body.chat_template_kwargs)
         try:
-            text = self.render(body, self.template)
+            text = self.plain_text.render(body.messages, template) if self.plain_text else template(body.messages)
         except TemplateFailed as error:
             if not body.chat_template_kwargs:
                 raise  # a fault of the template's
@@ -84,12 +84,6 @@ class Frontend:
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from error
         return self.encode(text, "messages", add_special_tokens=False)
-
-    def render(self, body: ChatBody, template: PromptTemplate) -> str:
-        def render(messages: Sequence[Message]) -> str:
-            return template.render(messages, prompt=body.add_generation_prompt, variables=body.chat_template_kwargs)
-
-        return render(body.messages) if self.plain_text is None else self.plain_text.render(body.messages, render)
 
     def completion_prompts(self, body: CompletionBody) -> list[list[int]]:
         prompts: list[list[int]] = []

@@ -1,13 +1,20 @@
-"""What one request may ask of the HTTP process, every limit with its reason. Imports no HTTP package.
+"""What one request may ask of the HTTP process: every limit with its reason, and what holds clients to it.
 
 All streams share one process and one event loop: what a client sends must cost little memory, and nothing may hold the
 loop, or the interpreter's lock, for more than some tens of milliseconds.
 """
 
+import asyncio
 import json
+import re
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic_core import from_json
+from starlette.requests import Request
 from tokenizers.pre_tokenizers import ByteLevel
 
 from slipstream.serve.options import ServeConfig
@@ -40,6 +47,147 @@ PLAIN_ENCODE = ["transformers.tokenization_utils_base", "transformers.tokenizati
 
 RETRY_AFTER_S = 1  # what 429 and 503 tell clients: a place may be free after every round
 MAX_ERROR_CHARS = 1000  # of an error's message, which may quote what the client sent
+
+# A string (its end may be missing), a bracket, or what stands between those: numbers, commas, colons.
+JSON_TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]|[^"\[\]{}]{1,65536}+', re.DOTALL)
+Result = TypeVar("Result")
+
+
+class ApiError(Exception):
+    """An error in OpenAI's shape; `param` names the field at fault."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+        self.message, self.param = shortened(message), param and shortened(param)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error"
+        if self.status >= 500:
+            kind = "server_error"
+        elif self.status == 429:
+            kind = "rate_limit_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def shortened(text: str) -> str:
+    """Messages may quote what a client sent, of any length."""
+    return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}..."
+
+
+class BodyReader:
+    """Reads bodies. Invariant: `num_bytes` is what all of them together hold."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes`: of one body."""
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """The body, which counts as held until the block ends. Raises ApiError: 413, 415, or 429 for too many."""
+        check_content_type(request)
+        if int(request.headers.get("content-length", 0)) > self.max_bytes:
+            raise self._too_long()
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async for chunk in request.stream():
+                size += len(chunk)
+                self.num_bytes += len(chunk)
+                if size > self.max_bytes:  # a chunked body does not say its length
+                    raise self._too_long()
+                if size > SHORT_BODY_BYTES and self.num_bytes > MAX_BODIES_BYTES:
+                    raise ApiError(429, "too many long bodies at once; try again later", code="server_overloaded")
+                chunks.append(chunk)
+            chunks = [b"".join(chunks)]  # not held twice
+            yield chunks[0]
+        finally:
+            self.num_bytes -= size
+
+    def _too_long(self) -> ApiError:
+        return ApiError(413, f"the body is longer than {self.max_bytes} bytes, the most that this server takes")
+
+
+def check_content_type(request: Request) -> None:
+    """JSON only: a browser can not send it to another site without that site's consent."""
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
+
+
+def parse_json(raw: bytes, max_values: int) -> dict[str, Any]:
+    """Raises ApiError for what is not a JSON object within the limits."""
+    try:
+        text = raw.decode()
+        check_structure(text, max_values)
+        body = from_json(text, allow_inf_nan=False, cache_strings="keys") if text else None
+    except ValueError as error:  # of UnicodeDecodeError and of the parser: what is wrong, and where
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return body
+
+
+def check_structure(text: str, max_values: int) -> None:
+    """Refuses JSON that is cheap to send and dear to parse, piece by piece: other threads run in between."""
+    depth = num_nodes = num_values = 0
+    field = None  # of the body's, the last one read
+    for match in JSON_TOKEN.finditer(text):
+        start, end = match.span()
+        if text[start] == '"':
+            num_nodes += 1
+            field = text[start + 1 : min(end - 1, start + 64)] if depth == 1 else field
+        elif text[start] in "[{":
+            num_nodes += 1
+            depth += 1
+        elif text[start] in "]}":
+            depth -= 1
+        else:
+            num_values += text.count(",", start, end)
+        place = field or "the body"
+        if depth > MAX_NESTING:
+            raise ApiError(400, f"{place} nests deeper than {MAX_NESTING} levels", field)
+        if num_nodes > MAX_NODES:
+            message = f"{place} is too much: a body may hold {MAX_NODES} strings, lists and objects"
+            raise ApiError(400, message, field)
+        if num_values > max_values:
+            raise ApiError(400, f"{place} is too much: a body may hold {max_values} values", field)
+
+
+class BoundedPool:
+    """Threads for work that would hold the event loop. Work waits on the loop, not in the executor: who leaves
+    takes its data along."""
+
+    def __init__(self, num_threads: int, max_waiting: int) -> None:
+        self.max_waiting = max_waiting
+        self.num_waiting = 0
+        self._executor = ThreadPoolExecutor(num_threads, "tokenizer")
+        self._free = asyncio.Semaphore(num_threads)
+
+    async def run(self, work: Callable[..., Result], *arguments: object) -> Result:
+        """Raises ApiError (429). Cancelled before a thread is free, the work never starts; after that its result is
+        lost."""
+        if self.num_waiting >= self.max_waiting:
+            message = f"{self.num_waiting} requests wait to be tokenised; try again later"
+            raise ApiError(429, message, code="server_overloaded")
+        self.num_waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self.num_waiting -= 1
+        future = asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+        future.add_done_callback(self._release)
+        return await asyncio.shield(future)  # the thread is busy to the end, whoever waits
+
+    def _release(self, future: asyncio.Future) -> None:
+        self._free.release()
+        future.exception()  # looked at: of work that nobody waits for any more asyncio would complain
 
 
 @dataclass(frozen=True, slots=True)

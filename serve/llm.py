@@ -12,7 +12,7 @@ from tqdm import tqdm
 from slipstream import runtime
 from slipstream.models.messages import check_text
 from slipstream.models.pretrained import load_tokenizer, warn_if_changed
-from slipstream.serve.detokenize import Decoder, Text, TextStream, WholeText
+from slipstream.serve.detokenize import Decoder, TextStream
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams, prompt_seed
@@ -73,7 +73,7 @@ class LLM:
         ]
         for request in requests:
             self.engine.check(request)
-        texts = [self._text(stop) for _ in requests]
+        texts = [TextStream(self._decoder, stop, watched=False) for _ in requests]
         answers: list[list[int]] = [[] for _ in requests]
         pieces: list[list[str]] = [[] for _ in requests]
         done: dict[int, Generation] = {}
@@ -103,9 +103,6 @@ class LLM:
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(map(int, prompt))
-
-    def _text(self, stop: tuple[str, ...]) -> Text:
-        return TextStream(self._decoder, stop) if stop else WholeText(self._decoder)
 
     def stream(self, requests: Iterable[Request]) -> Generator[Output, None, None]:
         """Outputs of every request as they come. Requests are drawn while the engine has room, so they may be many.
@@ -180,7 +177,7 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_LEN else f"{text[:SHOWN_LEN]}... ({type(value).__name__})"
 
 
-def _generation(request: Request, tokens: list[int], pieces: list[str], text: Text, ended: Output) -> Generation:
+def _generation(request: Request, tokens: list[int], pieces: list[str], text: TextStream, ended: Output) -> Generation:
     assert ended.stats is not None
     assert ended.finish_reason is not None
     reason: FinishReason = "stop" if text.stopped else ended.finish_reason

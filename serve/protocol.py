@@ -20,40 +20,77 @@ from pydantic import (
 from slipstream.models import messages as chat
 from slipstream.models.messages import TEXT_PARTS, Message, MessageError
 from slipstream.serve import limits
-from slipstream.serve.neutral_fields import NEUTRAL, NEUTRAL_IN_STREAM_OPTIONS, Neutral
+from slipstream.serve.limits import ApiError
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions; a chat answer may fill the context
 ROLES = ("system", "developer", "user", "assistant")
-
-
-class ApiError(Exception):
-    """An error in OpenAI's shape; `param` names the field at fault."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-        self.message, self.param = shortened(message), param and shortened(param)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Retry-After": str(limits.RETRY_AFTER_S)} if self.status in (429, 503) else {}
-
-    @property
-    def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error"
-        if self.status >= 500:
-            kind = "server_error"
-        elif self.status == 429:
-            kind = "rate_limit_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-def shortened(text: str) -> str:
-    """Messages may quote what a client sent, of any length."""
-    return text if len(text) <= limits.MAX_ERROR_CHARS else f"{text[: limits.MAX_ERROR_CHARS]}..."
-
-
 MESSAGE_FIELDS = {"role", "content", "name", "refusal"}
+
+# Fields of OpenAI and other servers that are not implemented, with the values that ask for nothing; null always does,
+# and None stands for any value. Clients send these by default. Any other value is refused by name.
+Neutral = dict[str, tuple[Any, ...] | None]
+
+NEUTRAL: Neutral = {
+    "metadata": None,
+    "parallel_tool_calls": None,
+    "prompt_cache_key": None,
+    "prompt_cache_retention": None,
+    "safety_identifier": None,
+    "service_tier": None,
+    "store": None,
+    "user": None,
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+    # vLLM's and SGLang's
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": (),
+    "ebnf": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "json_schema": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "min_tokens": (0,),
+    "no_stop_trim": (False,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "regex": (),
+    "repetition_penalty": (1,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "stop_regex": ([],),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+NEUTRAL_IN_STREAM_OPTIONS: Neutral = {
+    "continuous_usage_stats": (False,),
+    "include_obfuscation": (False,),
+}
 NEUTRAL_IN_MESSAGE: Neutral = {  # what an answer carries when it is sent back as a turn
     "annotations": None,
     "audio": (),
@@ -186,10 +223,6 @@ class Body(BaseModel):
         return self
 
     @property
-    def num_prompts(self) -> int:
-        return 1
-
-    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -228,10 +261,6 @@ class CompletionBody(Body):
     """POST /v1/completions."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts)]
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.prompt)
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

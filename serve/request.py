@@ -106,13 +106,12 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """New tokens of one request. `finish_reason` and `stats` are set on its last Output only, `error` if it failed."""
+    """New tokens of one request. `finish_reason` and `stats` are set on its last Output only."""
 
     request_id: str
     tokens: list[int]
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
-    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

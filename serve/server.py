@@ -6,6 +6,7 @@ import logging
 import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
@@ -14,18 +15,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from slipstream.serve.bodies import BodyReader, parse_json
-from slipstream.serve.bounded_pool import BoundedPool
 from slipstream.serve.client import EngineClient, EngineError, EngineStopped
-from slipstream.serve.completion import Completion, RequestFailed
+from slipstream.serve.completion import DONE, Completion, RequestFailed, Shape, sse
 from slipstream.serve.frontend import Frontend
-from slipstream.serve.limits import MAX_LONG_WAITING, SHORT_BODY_BYTES
+from slipstream.serve.limits import MAX_LONG_WAITING, SHORT_BODY_BYTES, ApiError, BodyReader, BoundedPool, parse_json
 from slipstream.serve.metrics import CONTENT_TYPE, Metrics
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.protocol import ApiError, ChatBody, CompletionBody, read_body
+from slipstream.serve.protocol import ChatBody, CompletionBody, read_body
 from slipstream.serve.request import Request as EngineRequest
-from slipstream.serve.responses import DONE, Shape, sse
-from slipstream.serve.scheduler import QueueFull
 
 CLIENT_LEFT = 499  # nginx's status for an answer that nobody reads
 
@@ -59,11 +56,19 @@ class Api:
         self.long_pool = BoundedPool(min(max(num_cores // 4, 1), 4), MAX_LONG_WAITING)
         self._watchers: set[asyncio.Task[None]] = set()  # a loop alone would not keep its tasks alive
 
-    async def chat(self, request: Request) -> Response:
-        return await self._answer(ChatBody, request)
-
-    async def completions(self, request: Request) -> Response:
-        return await self._answer(CompletionBody, request)
+    async def answer(self, kind: Kind, request: Request) -> Response:
+        self._check_room(1)  # before the work of reading
+        try:
+            call, left = await self._take(kind, request)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_LEFT)
+        self._check_room(len(call.requests))
+        completion = Completion(self.engine, self.frontend.decoder, self.metrics, watched=call.stream)
+        completion.submit(call.requests, call.stop)
+        left.add_done_callback(lambda _: completion.abort())
+        if call.stream:
+            return StreamingResponse(self._events(call, completion), media_type="text/event-stream")
+        return JSONResponse(await self._whole(call, completion))
 
     async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -101,20 +106,6 @@ class Api:
         headers = {**error.headers, **(headers or {})}
         return Response(json.dumps(error.body), error.status, headers, media_type="application/json")
 
-    async def _answer(self, kind: Kind, request: Request) -> Response:
-        self._check_room(1)  # before the work of reading
-        try:
-            call, left = await self._take(kind, request)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_LEFT)
-        self._check_room(len(call.requests))
-        completion = Completion(self.engine, self.frontend.decoder, self.metrics, watched=call.stream)
-        completion.submit(call.requests, call.stop)
-        left.add_done_callback(lambda _: completion.abort())
-        if call.stream:
-            return StreamingResponse(self._events(call, completion), media_type="text/event-stream")
-        return JSONResponse(await self._whole(call, completion))
-
     async def _take(self, kind: Kind, request: Request) -> tuple[Call, asyncio.Task[None]]:
         """The call, and a task that ends when the client leaves. Raises ClientDisconnect.
 
@@ -131,8 +122,6 @@ class Api:
                 if left.done():
                     raise ClientDisconnect from None
                 raise
-            except QueueFull as error:
-                raise api_error(error) from error
 
     def _read(self, kind: Kind, raw: bytes) -> Call:
         """Runs on a thread of a pool."""
@@ -148,8 +137,6 @@ class Api:
             async for delta in completion.deltas():
                 texts[delta.index] += delta.text
                 reasons[delta.index] = delta.finish_reason or ""
-        except RequestFailed as error:
-            raise api_error(error.cause) from error
         finally:
             completion.abort()
         return call.shape.whole(texts, reasons, completion.usage(call.num_choices))
@@ -164,13 +151,10 @@ class Api:
             if shape.include_usage:
                 yield sse(shape.closing(completion.usage(call.num_choices)))
             yield DONE
-        except RequestFailed as error:
-            failed = api_error(error.cause)
+        except Exception as error:  # the answer has begun: only an event can tell
+            failed = api_error(error)
             self.metrics.responses[failed.status] += 1
             yield sse(failed.body)
-        except Exception as error:  # the answer has begun: only an event can tell
-            self.metrics.responses[500] += 1
-            yield sse(fault(error).body)
         finally:
             completion.abort()
 
@@ -207,46 +191,45 @@ class Api:
         }
 
 
-def api_error(cause: Exception) -> ApiError:
-    """What a client is told of a failed request: overload, a dead engine, or a request that can not be served.
-
-    The texts of these errors are sentences of ours; that of any other is for the log alone.
-    """
-    if isinstance(cause, QueueFull):
-        return ApiError(429, str(cause), code="server_overloaded")
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of an error. Where that is no sentence of ours, it is an id under which the log has it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineError):
+        return ApiError(503, f"no engine: {error}")
+    cause = error.cause if isinstance(error, RequestFailed) else None
     if isinstance(cause, EngineStopped):
         return ApiError(503, str(cause), code="server_shutting_down")
     if isinstance(cause, EngineError):
         return ApiError(500, str(cause), code="engine_failed")
     if isinstance(cause, ValueError):
         return ApiError(400, str(cause))
-    return fault(cause)
-
-
-def fault(error: Exception) -> ApiError:
-    """Logs a fault of ours under an id, which is all that the client is told."""
     name = uuid.uuid4().hex
     logger.error("request failed, id %s", name, exc_info=error)
     return ApiError(500, f"internal error; the server's log has it under the id {name}", code="internal_error")
 
 
 def create_app(api: Api) -> Starlette:
+    def guarded(endpoint: Endpoint) -> Endpoint:
+        """Starlette raises again what its own handlers have answered, and that breaks the connection."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await endpoint(request)
+            except Exception as error:
+                return api.error_response(api_error(error))
+
+        return answer
+
     routes = [
-        Route("/v1/chat/completions", guarded(api.chat), methods=["POST"]),
-        Route("/v1/completions", guarded(api.completions), methods=["POST"]),
+        Route("/v1/chat/completions", guarded(partial(api.answer, ChatBody)), methods=["POST"]),
+        Route("/v1/completions", guarded(partial(api.answer, CompletionBody)), methods=["POST"]),
         Route("/v1/models", guarded(api.models)),
         Route("/v1/models/{name:path}", guarded(api.model)),
         Route("/health", guarded(api.health)),
         Route("/metrics", guarded(api.prometheus)),
     ]
     known = ", ".join(route.path for route in routes if "{" not in route.path)
-
-    async def on_api_error(_: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return api.error_response(error)
-
-    async def on_engine_error(_: Request, error: Exception) -> Response:
-        return api.error_response(ApiError(503, f"no engine: {error}"))
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -255,19 +238,4 @@ def create_app(api: Api) -> Starlette:
             message = f"{request.method} {request.url.path} is not supported; this server has {known}"
         return api.error_response(ApiError(error.status_code, message), dict(error.headers or {}))
 
-    handlers = {ApiError: on_api_error, EngineError: on_engine_error, HTTPException: on_http_error}
-    return Starlette(routes=routes, exception_handlers=handlers)
-
-
-def guarded(endpoint: Endpoint) -> Endpoint:
-    """Answers with a fault's id. Starlette's own way for any exception raises it again, and the connection breaks."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            return await endpoint(request)
-        except (ApiError, EngineError):
-            raise
-        except Exception as error:
-            raise fault(error) from error
-
-    return answer
+    return Starlette(routes=routes, exception_handlers={HTTPException: on_http_error})

@@ -3,11 +3,17 @@
 Messages in: lists of Request, Abort, Ping, and None to end. Messages out: `engine.info` once it is ready, then Step and
 Rejected; Failed before an end that nobody asked for. A step and its Outputs are one message, so that a round costs one
 write. Every message is answered by a Step: at once by an idle engine, else after the step, within METRICS_SECONDS more.
+
+A message travels as an 8-byte length and a pickle. The engine's end of the pipe blocks; the server's is an asyncio
+stream, so that neither a full pipe nor half a message stops its event loop.
 """
 
+import asyncio
 import logging
 import os
+import pickle
 import socket
+import struct
 import threading
 import time
 import traceback
@@ -17,11 +23,10 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.pipe import Pipe
 from slipstream.serve.request import Output, Request
-from slipstream.serve.scheduler import QueueFull
 
 METRICS_SECONDS = 0.1  # gauges travel at most this often while the engine is busy
+HEADER = struct.Struct("!Q")
 
 
 class EngineLike(Protocol):
@@ -61,12 +66,45 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Rejected:
     request_id: str
-    error: ValueError | QueueFull
+    error: ValueError
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
     reason: str
+
+
+def frame(message: object) -> bytes:
+    payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return HEADER.pack(len(payload)) + payload
+
+
+async def receive(reader: asyncio.StreamReader) -> Any:
+    """The next message. Raises EOFError or OSError when there will be none."""
+    (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+    return pickle.loads(await reader.readexactly(size))
+
+
+class Pipe:
+    """The engine's end. One thread may send while another one receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._file = end, end.makefile("rb")
+
+    def send(self, message: object) -> None:
+        """Raises ConnectionError if the server has hung up."""
+        self._socket.sendall(frame(message))
+
+    def receive(self) -> Any:
+        """Raises EOFError or OSError when there will be no more messages."""
+        (size,) = HEADER.unpack(self._read(HEADER.size))
+        return pickle.loads(self._read(size))
+
+    def _read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if len(data) < size:
+            raise EOFError
+        return data
 
 
 def build_engine(config: EngineConfig) -> EngineLike:
@@ -164,6 +202,6 @@ def handle(message: Request | Abort | Ping, engine: EngineLike, pipe: Pipe) -> l
         return [] if output is None else [output]
     try:
         engine.add(message)
-    except (ValueError, QueueFull) as error:
+    except ValueError as error:
         pipe.send(Rejected(message.id, error))
     return []

@@ -10,12 +10,11 @@ from hashlib import blake2b
 
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Output, Request, RequestStats
-from slipstream.serve.scheduler import QueueFull
 
 ROUND = 3
 CONTEXT = 256
 VOCABULARY = 260  # 4 special tokens, 256 bytes
-MANNERS = ("refuse", "full", "crash", "error", "slow")
+MANNERS = ("refuse", "crash", "slow")
 SALTED = {blake2b(name.encode(), digest_size=16).hexdigest(): name for name in MANNERS}  # as the server sends salts
 
 
@@ -30,9 +29,8 @@ def manner(request: Request) -> str:
 
 
 class FakeEngine:
-    """By the namespace of a request, or the salt of a call: "refuse" and "full" are refused, "crash" fails in the step,
-    "error" ends with an error, "slow" takes 10 ms per step, all others 1 ms: text that comes faster than it is sent
-    would be joined."""
+    """By the namespace of a request, or the salt of a call: "refuse" is refused, "crash" fails in the step, "slow"
+    takes 10 ms per step, all others 1 ms: text that comes faster than it is sent would be joined."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.info = FakeInfo(config.max_model_len or CONTEXT, VOCABULARY)
@@ -48,8 +46,6 @@ class FakeEngine:
     def add(self, request: Request) -> None:
         if manner(request) == "refuse":
             raise ValueError("prompt is refused; ask for less")
-        if manner(request) == "full":
-            raise QueueFull("too many are waiting")
         self.running[request.id] = request
         self.stats[request.id] = RequestStats(prompt_tokens=len(request.prompt), prefills=1, cached_tokens=1)
 
@@ -68,9 +64,6 @@ class FakeEngine:
     def advance(self, request: Request) -> Output:
         if manner(request) == "crash":
             raise RuntimeError("the device is on fire")
-        if manner(request) == "error":
-            del self.running[request.id]
-            return Output(request_id=request.id, tokens=[], finish_reason="abort", error="the request broke")
         stats, params = self.stats[request.id], request.params
         num_done = stats.completion_tokens
         num_new = min(ROUND if num_done else 1, params.max_tokens - num_done)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.serve.detokenize import Decoder, TextStream, WholeText
+from slipstream.serve.detokenize import Decoder, TextStream
 from slipstream.serve.request import RequestStats
 
 CORPUS = [
@@ -54,7 +54,7 @@ TOKENIZERS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
 TEXTS = st.text(alphabet=st.one_of(st.sampled_from("the abX.\n▁"), st.characters(codec="utf-8")), max_size=60)
 
 
-def push_in_chunks(stream: TextStream | WholeText, tokens: list[int], seed: int, finish: str = "length") -> list[str]:
+def push_in_chunks(stream: TextStream, tokens: list[int], seed: int, finish: str = "length") -> list[str]:
     """Pushes `tokens` in random chunks; the last one carries the finish reason."""
     chance = random.Random(seed)
     pieces, start = [], 0
@@ -84,7 +84,8 @@ def test_pieces_join_to_the_full_decoding(name: str, text: str, seed: int) -> No
     for _ in range(chance.randint(0, 3)):
         tokens.insert(chance.randint(0, len(tokens)), chance.randrange(3))  # special tokens leave no text
     expected = tokenizer.decode(tokens, skip_special_tokens=True)
-    for stream in (TextStream(Decoder(tokenizer)), WholeText(Decoder(tokenizer))):
+    for watched in (True, False):
+        stream = TextStream(Decoder(tokenizer), watched=watched)
         assert "".join(push_in_chunks(stream, tokens, seed)) == expected
         assert stream.num_tokens == len(tokens)
 
@@ -150,7 +151,7 @@ def test_a_stop_id_is_counted_but_not_shown() -> None:
     for stream in (
         TextStream(Decoder(tokenizer)),
         TextStream(Decoder(tokenizer), ["zz"]),
-        WholeText(Decoder(tokenizer)),
+        TextStream(Decoder(tokenizer), watched=False),
     ):
         pieces = [stream.push([a]), stream.push([a, b], "stop")]
         assert "".join(pieces) == "aa"

@@ -13,12 +13,10 @@ import httpx
 import psutil
 import pytest
 
-from slipstream.serve.bodies import BodyReader
-from slipstream.serve.bounded_pool import BoundedPool
+from slipstream.serve.completion import Shape
 from slipstream.serve.launch import Server
-from slipstream.serve.limits import MAX_BODIES_BYTES, SHORT_BODY_BYTES
+from slipstream.serve.limits import MAX_BODIES_BYTES, SHORT_BODY_BYTES, BodyReader, BoundedPool
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.responses import Shape
 from slipstream.tests.serve.fake_server import COMPLETIONS, gauge, serving, wait_until
 
 LONG = "x" * SHORT_BODY_BYTES

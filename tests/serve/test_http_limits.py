@@ -16,9 +16,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from slipstream.serve import limits
 from slipstream.serve.frontend import Frontend
 from slipstream.serve.launch import Server
-from slipstream.serve.limits import longest_text
+from slipstream.serve.limits import ApiError, longest_text
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.protocol import ApiError, CompletionBody
+from slipstream.serve.protocol import CompletionBody
 from slipstream.tests.serve.fake_engine import CONTEXT, FakeInfo
 from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO
 from slipstream.tests.serve.test_detokenize import byte_fallback, byte_level

@@ -8,8 +8,9 @@ import httpx
 import pytest
 
 from slipstream.serve.frontend import Frontend
+from slipstream.serve.limits import ApiError
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.protocol import ApiError, ChatBody, CompletionBody
+from slipstream.serve.protocol import ChatBody, CompletionBody
 from slipstream.tests.serve.fake_engine import CONTEXT, VOCABULARY, FakeInfo
 from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, events, write_target
 
@@ -142,8 +143,6 @@ REFUSED = [
         ["can not work with"],
     ),
     (COMPLETIONS, {"prompt": "x", "cache_salt": "refuse"}, 400, None, ["refused"]),
-    (COMPLETIONS, {"prompt": "x", "cache_salt": "full"}, 429, None, ["waiting"]),
-    (COMPLETIONS, {"prompt": "x", "cache_salt": "error"}, 500, None, ["broke"]),
 ]
 
 

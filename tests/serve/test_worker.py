@@ -16,7 +16,6 @@ import pytest
 from slipstream.serve.client import EngineClient, EngineError
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Output, Request, SamplingParams
-from slipstream.serve.scheduler import QueueFull
 from slipstream.serve.worker import Abort, EngineFactory, Rejected, serve_requests
 from slipstream.tests.serve.fake_engine import (
     VOCABULARY,
@@ -82,19 +81,17 @@ def test_the_loop_ends_at_once_when_told() -> None:
 
 
 def test_refusals_are_sent_with_their_error() -> None:
-    wire = run_script(request("a", namespace="refuse"), request("b", namespace="full"), None)
+    wire = run_script(request("a", namespace="refuse"), None)
     refused = [message for message in wire if isinstance(message, Rejected)]
-    assert [(message.request_id, type(message.error)) for message in refused] == [("a", ValueError), ("b", QueueFull)]
+    assert [(message.request_id, type(message.error)) for message in refused] == [("a", ValueError)]
 
 
 def test_refused_aborted_and_broken_requests_all_end() -> None:
     async def run(client: EngineClient) -> None:
         await client.start()
-        refused, full, aborted, broken = (Collector() for _ in range(4))
+        refused, aborted, broken = (Collector() for _ in range(3))
         client.submit(request("refused", namespace="refuse"), refused)
-        client.submit(request("full", namespace="full"), full)
         assert isinstance(await refused.end, ValueError)
-        assert isinstance(await full.end, QueueFull)
         client.submit(request("aborted", max_tokens=10**6, namespace="slow"), aborted)
         client.abort("aborted")
         client.abort("aborted")
