@@ -1,31 +1,35 @@
-"""Clients that leave, more clients than there is room for, an engine that dies."""
+"""Clients that leave, more clients than there is room for, engines that hang or die, servers that end."""
 
 import asyncio
 import json
 import os
-import resource
 import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 
+from slipstream.serve import launch
 from slipstream.serve.completion import Shape
+from slipstream.serve.connections import raise_file_limit
 from slipstream.serve.launch import Server
 from slipstream.serve.limits import MAX_BODIES_BYTES, SHORT_BODY_BYTES, BodyReader, BoundedPool
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import COMPLETIONS, gauge, serving, wait_until
 
 LONG = "x" * SHORT_BODY_BYTES
+SLOW = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow", "ignore_eos": True}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_request(client: httpx.Client, server: Server, stream: bool) -> None:
     aborted = gauge(client, "engine_aborted")
-    body = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow", "stream": stream, "n": 2}
+    body = {**SLOW, "stream": stream, "n": 2}
     with httpx.Client(base_url=server.url) as leaving:
         if stream:
             with leaving.stream("POST", COMPLETIONS, json=body) as response:
@@ -51,22 +55,14 @@ async def ask_raw(server: Server, stream: bool) -> int:
     return status
 
 
-@pytest.fixture
-def many_files() -> Iterator[None]:
-    """Both ends of a thousand connections are in this process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 4096), hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@pytest.mark.usefixtures("many_files")
-def test_a_thousand_clients_each_get_an_answer_or_429(byte_target: str) -> None:
+@pytest.mark.parametrize("num_clients", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_clients_each_get_an_answer_or_429(byte_target: str, num_clients: int) -> None:
+    raise_file_limit()  # both ends of all connections are in this process
     config = ServeConfig(target=byte_target, port=0, max_running=4, max_waiting=8)
     with serving(config) as server, httpx.Client(base_url=server.url) as client:
 
         async def flood() -> list[int]:
-            return await asyncio.gather(*(ask_raw(server, stream=index % 2 == 0) for index in range(1000)))
+            return await asyncio.gather(*(ask_raw(server, stream=index % 2 == 0) for index in range(num_clients)))
 
         statuses = asyncio.run(flood())
         assert set(statuses) == {200, 429}
@@ -77,36 +73,40 @@ def test_a_thousand_clients_each_get_an_answer_or_429(byte_target: str) -> None:
 
 
 @pytest.mark.parametrize("cause", ["SIGKILL", "crash"])
-def test_the_end_of_the_engine_ends_every_request(byte_target: str, cause: str) -> None:
+def test_the_end_of_the_engine_ends_every_request_and_then_the_server(
+    byte_target: str, cause: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch, "FAILURE_SECONDS", 1.0)
+    reason = "was killed by signal 9 (SIGKILL)" if cause == "SIGKILL" else "failed in a step with RuntimeError"
+
+    async def ask_and_break() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as many:
+            asked = [
+                asyncio.create_task(many.post(COMPLETIONS, json={**SLOW, "stream": index % 2 == 0}))
+                for index in range(24)
+            ]
+            while (await many.get("/health")).json()["open_requests"] < 24:
+                assert not any(task.done() for task in asked)
+            if cause == "SIGKILL":
+                os.kill(server.api.engine.pid or 0, signal.SIGKILL)
+            else:
+                assert (await many.post(COMPLETIONS, json={"prompt": "x", "cache_salt": "crash"})).status_code == 500
+            return await asyncio.gather(*asked)
+
     with serving(ServeConfig(target=byte_target, port=0)) as server, httpx.Client(base_url=server.url) as client:
-
-        async def ask_and_break() -> tuple[httpx.Response, httpx.Response]:
-            async with httpx.AsyncClient(base_url=server.url, timeout=30) as two:
-                body = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow"}
-                whole = asyncio.create_task(two.post(COMPLETIONS, json=body))
-                stream = asyncio.create_task(two.post(COMPLETIONS, json={**body, "stream": True}))
-                while (await two.get("/metrics")).text.find("slipstream_open_requests 2") < 0:
-                    await asyncio.sleep(0.01)
-                if cause == "SIGKILL":
-                    os.kill(server.api.engine.pid or 0, signal.SIGKILL)
-                else:
-                    assert (await two.post(COMPLETIONS, json={"prompt": "x", "cache_salt": "crash"})).status_code == 500
-                return await whole, await stream
-
-        whole, stream = asyncio.run(ask_and_break())
-        reason = "killed by signal 9" if cause == "SIGKILL" else "failed in a step with RuntimeError"
-        assert whole.status_code == 500
-        assert reason in whole.json()["error"]["message"]
-        last = [line for line in stream.text.split("\n\n") if line][-1]
-        assert reason in json.loads(last[6:])["error"]["message"]
-        health = client.get("/health")
-        assert health.status_code == 503
-        assert reason in health.json()["reason"]
-        refused = client.post(COMPLETIONS, json={"prompt": "x"})
-        assert refused.status_code == 503
-        assert reason in refused.json()["error"]["message"]
+        answers = asyncio.run(ask_and_break())
+        assert [answer.status_code for answer in answers] == [200, 500] * 12, "streams had begun"
+        assert all(reason in answer.text.rstrip().splitlines()[-1] for answer in answers)
+        for late in (client.get("/health"), client.post(COMPLETIONS, json={"prompt": "x"})):
+            assert late.status_code == 503
+            assert reason in late.text
         assert gauge(client, "engine_up") == 0
         wait_until(lambda: not psutil.pid_exists(server.api.engine.pid or 0), "the dead process was reaped")
+        wait_until(lambda: server.should_exit, "the server ends")
+    assert server.status == 1
+    [line] = [record.message for record in caplog.records if record.name.endswith("launch")]
+    assert reason in line
+    assert f"{24 + (cause == 'crash')} open requests failed" in line
 
 
 def test_a_prompt_that_takes_long_to_tokenise_holds_up_nobody_else(
@@ -211,7 +211,68 @@ def test_room_is_looked_for_again_after_tokenising(byte_target: str, monkeypatch
             return encode(text, field, add_special_tokens)
 
         monkeypatch.setattr(server.api.frontend, "encode", encode_together)
-        body = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow"}
-        bodies = [body, {**body, "user": LONG}]  # a thread each
+        bodies = [SLOW, {**SLOW, "user": LONG}]  # a thread each
         asked = [pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=30) for body in bodies]
         assert sorted(call.result().status_code for call in asked) == [200, 429]
+
+
+@contextmanager
+def serving_with_client(target: str, **options: Any) -> Iterator[tuple[Server, httpx.Client]]:
+    config = ServeConfig(target=target, port=0, max_model_len=100_000, **options)
+    with serving(config) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        yield server, client
+
+
+def test_a_hung_engine_is_unhealthy_until_it_goes_on(byte_target: str) -> None:
+    with serving_with_client(byte_target, health_timeout=0.5) as (server, client), ThreadPoolExecutor() as pool:
+        engine = psutil.Process(server.api.engine.pid)
+        for has_work in (False, True):
+            if has_work:
+                answer = pool.submit(client.post, COMPLETIONS, json=SLOW | {"prompt": "abc", "max_tokens": 60})
+                wait_until(lambda: client.get("/health").json()["open_requests"] == 1, "the request is open")
+            engine.suspend()
+            wait_until(lambda: client.get("/health").status_code == 503, "the server is unhealthy")
+            health = client.get("/health").json()
+            assert health["status"] == "unhealthy"
+            assert "has not answered for" in health["reason"]
+            assert health["engine_unresponsive_seconds"] > 0.5
+            assert gauge(client, "engine_up") == 0
+            refused = client.post(COMPLETIONS, json=SLOW)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+            engine.resume()
+            wait_until(lambda: client.get("/health").json()["status"] == "ok", "the server is healthy again")
+            assert gauge(client, "engine_up") == 1
+        assert answer.result().json()["choices"][0]["text"] == "abc" * 20
+
+
+def test_sigterm_lets_open_requests_end_and_takes_no_others(byte_target: str) -> None:
+    with serving_with_client(byte_target) as (server, client):
+        with client.stream("POST", COMPLETIONS, json=SLOW | {"max_tokens": 300, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            assert next(lines)
+            server.handle_exit(signal.SIGTERM, None)
+            health = client.get("/health")
+            assert (health.status_code, health.json()["status"]) == (503, "draining")
+            refused = client.post(COMPLETIONS, json=SLOW)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+            assert "shutting down" in refused.json()["error"]["message"]
+            assert list(lines)[-2] == "data: [DONE]"
+        assert server.status == 0
+
+
+@pytest.mark.parametrize(("drain_timeout", "num_signals"), [(0.2, 1), (600.0, 2)])
+def test_what_does_not_end_in_time_is_told(byte_target: str, drain_timeout: float, num_signals: int) -> None:
+    """In time: before the timeout and before a second signal."""
+    with serving_with_client(byte_target, drain_timeout=drain_timeout) as (server, client):
+        with ThreadPoolExecutor() as pool:
+            whole, stream = (
+                pool.submit(client.post, COMPLETIONS, json=SLOW | {"max_tokens": 90_000, "stream": stream})
+                for stream in (False, True)
+            )
+            wait_until(lambda: client.get("/health").json()["open_requests"] == 2, "both requests are open")
+            for _ in range(num_signals):
+                server.handle_exit(signal.SIGTERM, None)
+            assert whole.result().status_code == 503
+            assert "shutting down" in whole.result().json()["error"]["message"]
+            assert "shutting down" in stream.result().text.splitlines()[-2]
+        wait_until(lambda: not psutil.pid_exists(server.api.engine.pid or 0), "the engine has ended")
