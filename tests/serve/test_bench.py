@@ -2,9 +2,8 @@
 
 import gzip
 import json
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from slipstream.tests.serve.fake_engine import ROUND
 from slipstream.tests.serve.fake_server import HELLO
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("concurrency", [1, 5])
+@pytest.mark.parametrize(("stream", "concurrency"), [(False, 5), (True, 1), (True, 5)])
 def test_answers_come_in_the_order_of_the_prompts(server: Server, stream: bool, concurrency: int) -> None:
     prompts = [*(f"prompt {index}" for index in range(7)), [104, 105], HELLO]
     result = run_load(server.url, prompts, concurrency=concurrency, stream=stream, num_warmup=2, max_tokens=10)
@@ -46,81 +44,69 @@ def test_failures_are_counted_not_hidden(server: Server, stream: bool) -> None:
     assert result.completion_tokens == 4
 
 
-@contextmanager
-def foreign_server(status: int, content: str) -> Iterator[str]:
-    """The URL of some other server, which gives this answer to every request."""
+class Foreign(BaseHTTPRequestHandler):
+    """Some other server, which gives the answer `status` and `content` to every request."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content.encode())))
-            self.end_headers()
-            self.wfile.write(content.encode())
+    status, content = 200, ""
 
-        def log_message(self, *_: object) -> None:
-            pass
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(self.content.encode())))
+        self.end_headers()
+        self.wfile.write(self.content.encode())
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def foreign() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server, ThreadPoolExecutor() as pool:
+        pool.submit(server.serve_forever, 0.01)
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-        thread.join()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("body", [{"detail": "overloaded"}, ["overloaded"], {"choices": None, "why": "overloaded"}])
-def test_answers_without_choices_are_failures(body: object, stream: bool) -> None:
-    with foreign_server(503, json.dumps(body)) as url:
-        result = run_load(url, ["a", "b"], model="m", stream=stream)
-    assert len(result.errors) == 2
-    assert all("overloaded" in error for error in result.errors)
+SEPARATORS, LONG = "a\u2028b\u2029c\x85d", "a" * 300_000  # the first end lines for some readers
 
 
-def test_an_error_of_null_is_none() -> None:
-    body = {"error": None, "choices": [{"text": "a", "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}
-    with foreign_server(200, json.dumps(body)) as url:
-        [answer] = run_load(url, ["x"], model="m").answers
-    assert (answer.error, answer.text, answer.completion_tokens) == (None, "a", 1)
+def event(text: str, **fields: object) -> str:
+    body = {"choices": [{"text": text, "finish_reason": "stop"}], **fields}
+    return f"data: {json.dumps(body, ensure_ascii=False)}"
 
 
-@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
-def test_only_line_feeds_end_the_lines_of_a_stream(line_end: str) -> None:
-    text = "a\u2028b\u2029c\x85d"
-    event = json.dumps({"choices": [{"text": text, "finish_reason": "stop"}]}, ensure_ascii=False)
-    lines = ["event: piece", f"data: {event}", "", "data: [DONE]", "", ""]
-    with foreign_server(200, line_end.join(lines)) as url:
-        [answer] = run_load(url, ["x"], model="m", stream=True).answers
-    assert (answer.error, answer.text) == (None, text)
-
-
-def test_long_events_are_read_and_broken_streams_are_failures() -> None:
-    text = "a" * 300_000
-    event = json.dumps({"choices": [{"text": text, "finish_reason": "stop"}]})
-    with foreign_server(200, f"data: {event}\n\ndata: [DONE]\n\n") as url:
-        [answer] = run_load(url, ["x"], model="m", stream=True).answers
-    assert (answer.error, answer.text == text) == (None, True)
-    with foreign_server(200, 'data: {"choices": [{"text": "a"}]}\n\n') as url:
-        [answer] = run_load(url, ["x"], model="m", stream=True).answers
-    assert answer.error == "the answer broke off"
-    longer = event.replace(text, text * 8)
-    with foreign_server(200, f"data: {longer}\n\n") as url:
-        assert "bytes" in run_load(url, ["x"], model="m", stream=True).errors[0]
-    with foreign_server(200, "no JSON") as url:
-        assert "JSON" in run_load(url, ["x"], model="m").errors[0]
+@pytest.mark.parametrize(
+    ("stream", "content", "text", "error"),
+    [
+        (False, event("a", error=None)[6:], "a", None),
+        (True, "\n".join(["event: piece", event(SEPARATORS), "", "data: [DONE]", "", ""]), SEPARATORS, None),
+        (True, "\r\n".join(["event: piece", event(SEPARATORS), "", "data: [DONE]", "", ""]), SEPARATORS, None),
+        (True, f"{event(LONG)}\n\ndata: [DONE]\n\n", LONG, None),
+        (True, f"{event(8 * LONG)}\n\n", "", "bytes"),
+        (True, 'data: {"choices": [{"text": "a"}]}\n\n', "a", "the answer broke off"),
+        (False, "no JSON", "", "JSON"),
+        *((stream, '{"detail": "overloaded"}', "", "overloaded") for stream in (False, True)),
+        *((stream, '["overloaded"]', "", "overloaded") for stream in (False, True)),
+        *((stream, '{"choices": null, "why": "overloaded"}', "", "overloaded") for stream in (False, True)),
+    ],
+)
+def test_answers_of_other_servers(
+    foreign: str, stream: bool, content: str, text: str, error: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Foreign, "content", content)
+    monkeypatch.setattr(Foreign, "status", 503 if error == "overloaded" else 200)
+    [answer] = run_load(foreign, ["x"], model="m", stream=stream).answers
+    assert answer.text == text
+    assert error in answer.error if error else answer.error is None
 
 
 def test_requests_may_differ_in_more_than_the_prompt(server: Server) -> None:
     each = [{"max_tokens": length} for length in (3, 9, 5)]
-    result = run_load(server.url, ["one", "two", "three"], concurrency=2, num_warmup=1, max_tokens=7, each=each)
+    url = server.url + "/v1/"  # as OpenAI's clients take it
+    result = run_load(url, ["one", "two", "three"], concurrency=2, num_warmup=1, max_tokens=7, each=each)
     assert result.errors == []
     assert [answer.completion_tokens for answer in result.answers] == [3, 9, 5]
-
-
-@pytest.mark.parametrize("ending", ["/", "/v1", "/v1/"])
-def test_the_url_that_openai_clients_take(server: Server, ending: str) -> None:
-    assert [answer.text for answer in run_load(server.url + ending, ["one"], max_tokens=3).answers] == ["one"]
 
 
 def test_a_server_that_is_not_there() -> None:

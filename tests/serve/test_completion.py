@@ -1,20 +1,15 @@
 """What a call makes of its requests' outputs while nobody takes its text, against the same outputs taken one by one."""
 
 import asyncio
-import json
 import random
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from slipstream.serve.client import EngineError
 from slipstream.serve.completion import Completion, Delta, RequestFailed
 from slipstream.serve.metrics import Metrics
-from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Output, Request, RequestStats, SamplingParams
-from slipstream.tests.serve.fake_server import COMPLETIONS, serving, write_target
 
 
 class Hands:
@@ -109,16 +104,3 @@ def test_what_came_before_a_failure_is_not_lost() -> None:
         return texts
 
     assert asyncio.run(run()) == ["ab"]
-
-
-def test_a_client_that_reads_slowly_misses_nothing(tmp_path: Path) -> None:
-    target = str(write_target(tmp_path))
-    prompt = [64 + index % 26 for index in range(200)]
-    body = {"prompt": prompt, "max_tokens": 3000, "stream": True, "temperature": 0.0, "ignore_eos": True}
-    with serving(ServeConfig(target=target, port=0, max_model_len=4096)) as server:
-        whole = httpx.post(f"{server.url}{COMPLETIONS}", json=body | {"stream": False}, timeout=60).json()
-        with httpx.stream("POST", f"{server.url}{COMPLETIONS}", json=body, timeout=60) as response:
-            lines = [line for line in response.iter_lines() if line.startswith("data: {")]
-    events = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
-    assert "".join(event["text"] for event in events) == whole["choices"][0]["text"]
-    assert [event["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["length"]

@@ -1,4 +1,4 @@
-"""Connections of a real uvicorn server around an application that answers when it is told to."""
+"""Connections of a real server: clients that send no whole request, and more of them than there may be."""
 
 import asyncio
 import errno
@@ -6,129 +6,89 @@ import json
 import logging
 import resource
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import psutil
 import pytest
-import uvicorn
 
 from slipstream.serve import connections
-from slipstream.serve.connections import (
-    RESERVED_FILES,
-    ConnectionTracker,
-    LoopErrors,
-    connection_limit,
-    raise_file_limit,
-)
+from slipstream.serve.connections import RESERVED_FILES, LoopErrors, connection_limit, raise_file_limit
+from slipstream.serve.launch import Server
+from slipstream.serve.options import ServeConfig
+from slipstream.tests.serve.fake_server import COMPLETIONS, serving, wait_until
 
-WHOLE = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-SLOW = WHOLE.replace(b"/ ", b"/slow ", 1)
-HALF_BODY = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
-HALF_HEAD = b"POST / HTT"
-NOTHING = b""
-UNFINISHED = (HALF_BODY, HALF_HEAD, NOTHING)
+WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+BODY = json.dumps({"prompt": "x", "max_tokens": 1})
+HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+SLOW = f"{HEAD}Content-Length: {len(BODY)}\r\n\r\n{BODY}".encode()
+UNFINISHED = (SLOW[:-1], SLOW[:10], b"")
 
 
-class AppServer:
-    """A server, and the clients' ends of its connections."""
-
-    def __init__(self, limit: int) -> None:
-        self.tracker = ConnectionTracker(limit)
-        self.may_answer = asyncio.Event()
-        self.address = ("", 0)
-
-    async def app(self, scope: Any, receive: Callable, send: Callable) -> None:
-        if scope["path"] == "/slow":
-            await self.may_answer.wait()
-        elif (await receive())["more_body"] and (await receive())["type"] == "http.disconnect":
-            return
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": b"ok"})
-
-    async def send(self, sent: bytes) -> asyncio.Task[bytes]:
-        """All that will come back. The server has read what was sent when this returns."""
-        reader, writer = await asyncio.open_connection(*self.address)
-        writer.write(sent)
-        for _ in range(20):  # turns of the loop, which is the server's, too
-            await asyncio.sleep(0.001)
-        return asyncio.create_task(read_all(reader, writer))
+@pytest.fixture(scope="module")
+def own_server(byte_target: str) -> Iterator[Server]:
+    with serving(ServeConfig(target=byte_target, port=0)) as server:
+        yield server
 
 
-async def read_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+def send(server: Server, sent: bytes) -> socket.socket:
+    connection = socket.create_connection(server.listener.getsockname()[:2], timeout=20)
+    connection.sendall(sent)
+    return connection
+
+
+def rest(connection: socket.socket) -> bytes:
+    """All that comes back."""
+    with connection, connection.makefile("rb") as file:
+        try:
+            return file.read()
+        except ConnectionResetError:
+            return b""
+
+
+@contextmanager
+def answers_held_back(server: Server, num_requests: int) -> Iterator[list[socket.socket]]:
+    """Connections whose requests the engine answers once the block ends."""
+    engine = psutil.Process(server.api.engine.pid)
+    engine.suspend()
     try:
-        return await reader.read()
-    except ConnectionResetError:
-        return b""
+        held = [send(server, SLOW) for _ in range(num_requests)]
+        wait_until(lambda: server.api.engine.num_open == num_requests, "the requests are open")
+        yield held
     finally:
-        writer.close()
+        engine.resume()
+    assert all(rest(connection).startswith(b"HTTP/1.1 200 ") for connection in held)
 
 
-@asynccontextmanager
-async def serving_app(limit: int) -> AsyncIterator[AppServer]:
-    app_server = AppServer(limit)
-    tracker = app_server.tracker
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        app_server.address = listener.getsockname()
-        options = {"interface": "asgi3", "lifespan": "off", "log_level": "warning"}
-        config = uvicorn.Config(app_server.app, http=tracker.protocol(), **options)
-        server = uvicorn.Server(config)
-        serving, closing = asyncio.create_task(server.serve([listener])), asyncio.create_task(tracker.close_late())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        yield app_server
-        server.should_exit = True
-        await serving
-        closing.cancel()
+def test_a_new_connection_replaces_the_one_that_has_waited_longest(
+    own_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_server.connections, "limit", 3)
+    waiting = [send(own_server, sent) for sent in UNFINISHED]
+    assert rest(send(own_server, WHOLE)).startswith(b"HTTP/1.1 200 ")
+    assert rest(waiting[0]) == b""
+    with answers_held_back(own_server, 3):
+        assert [rest(connection) for connection in waiting[1:]] == [b"", b""]
+        head, _, body = rest(send(own_server, b"")).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        assert "all 3 connections are busy" in json.loads(body)["error"]["message"]
+    assert rest(send(own_server, WHOLE)).startswith(b"HTTP/1.1 200 ")
 
 
-def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
-
-
-def test_a_new_connection_replaces_the_one_that_has_waited_longest() -> None:
-    async def run() -> None:
-        async with serving_app(limit=3) as app_server:
-            waiting = [await app_server.send(sent) for sent in UNFINISHED]
-            assert (await (await app_server.send(WHOLE))).endswith(b"ok")
-            assert await waiting[0] == b""
-            answered = [await app_server.send(SLOW) for _ in range(3)]
-            assert await asyncio.gather(*waiting) == [b"", b"", b""]
-            head, _, body = (await (await app_server.send(WHOLE))).partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
-            assert "all 3 connections are busy" in json.loads(body)["error"]["message"]
-            app_server.may_answer.set()
-            assert all(answer.endswith(b"ok") for answer in await asyncio.gather(*answered))
-            assert (await (await app_server.send(WHOLE))).endswith(b"ok")
-
-    in_loop(run)
-
-
-def test_unfinished_requests_time_out_and_answers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.2)
-
-    async def run() -> None:
-        async with serving_app(limit=9) as app_server:
-            slow = await app_server.send(SLOW)
-            for answer in await asyncio.gather(*[await app_server.send(sent) for sent in UNFINISHED]):
-                assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
-            assert not slow.done()
-            app_server.may_answer.set()
-            assert (await slow).endswith(b"ok")
-
-    in_loop(run)
-
-
-def test_a_shutdown_waits_for_answers_alone() -> None:
-    async def run() -> None:
-        async with serving_app(limit=9) as app_server:
-            slow, *waiting = [await app_server.send(sent) for sent in (SLOW, *UNFINISHED)]
-            app_server.tracker.close_waiting()
-            assert await asyncio.gather(*waiting) == [b"", b"", b""]
-            app_server.may_answer.set()
-            assert (await slow).endswith(b"ok")
-
-    in_loop(run)
+@pytest.mark.parametrize("cause", ["timeout", "shutdown"])
+def test_what_ends_unfinished_requests_leaves_answers_alone(
+    own_server: Server, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with answers_held_back(own_server, 1):
+        waiting = [send(own_server, sent) for sent in UNFINISHED]
+        if cause == "timeout":
+            monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.2)
+        else:
+            wait_until(lambda: len(own_server.server_state.connections) == 4, "all are connected")
+            loop = next(iter(own_server.server_state.connections)).loop
+            loop.call_soon_threadsafe(own_server.connections.close_waiting)
+        expected = b"HTTP/1.1 408 Request Timeout\r\n" if cause == "timeout" else b""
+        assert all(rest(connection)[: len(expected) or None] == expected for connection in waiting)
 
 
 def test_files_that_may_be_open(caplog: pytest.LogCaptureFixture) -> None:

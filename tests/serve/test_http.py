@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.serve.launch import Server
 from slipstream.tests.serve.fake_engine import CONTEXT, ROUND
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, SPECIAL, events, gauge, wait_until
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, events, gauge, wait_until
 
 
 def repeated(prompt: str, num_tokens: int) -> str:
@@ -42,20 +42,12 @@ def test_chat_renders_the_template(client: httpx.Client) -> None:
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "c", "refusal": None, "tool_calls": [], "annotations": []},
     ]
-    rendered = "<|system|>be brief<|user|>ab<|assistant|>c<|assistant|>"
-    num_tokens = len("be briefabc") + 4
+    num_tokens = len("be briefabc") + 4  # a special token before each message and one before the answer
     body = client.post(CHAT, json={"messages": messages, "max_tokens": num_tokens}).json()
     assert body["object"] == "chat.completion"
     assert body["usage"]["prompt_tokens"] == num_tokens
     message = body["choices"][0]["message"]
-    assert message["role"] == "assistant"
-    plain = rendered
-    for special in SPECIAL:
-        plain = plain.replace(special, "")
-    assert message["content"] == plain
-
-
-def test_chat_template_options(client: httpx.Client) -> None:
+    assert (message["role"], message["content"]) == ("assistant", "be briefabc")
     request = {"messages": HELLO, "add_generation_prompt": False, "chat_template_kwargs": {"suffix": "??"}}
     body = client.post(CHAT, json={**request, "max_tokens": 8}).json()
     assert body["choices"][0]["message"]["content"] == "hello??"
@@ -76,57 +68,48 @@ def test_prompt_forms_and_n(client: httpx.Client, prompt: Any) -> None:
     assert texts[::2] == [answer["choices"][0]["text"] for answer in expected]
 
 
-def test_streams_equal_whole_answers(client: httpx.Client) -> None:
-    for path, request in (
-        (CHAT, {"messages": [{"role": "user", "content": "héllo 👍"}]}),
-        (COMPLETIONS, {"prompt": "héllo 👍"}),
-    ):
-        request = {**request, "max_tokens": 26, "n": 2, "cache_salt": "slow"}
-        whole = client.post(path, json=request).json()
-        streamed = events(
-            client.post(path, json={**request, "stream": True, "stream_options": {"include_usage": True}})
-        )
-        texts, reasons = ["", ""], [None, None]
-        for event in streamed[:-1]:
-            assert event["usage"] is None
-            [choice] = event["choices"]
-            texts[choice["index"]] += choice["delta"].get("content", "") if path == CHAT else choice["text"]
-            reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
-        expected = [choice["message"]["content"] if path == CHAT else choice["text"] for choice in whole["choices"]]
-        assert texts == expected
-        assert reasons == [choice["finish_reason"] for choice in whole["choices"]]
-        assert streamed[-1]["choices"] == []
-        assert streamed[-1]["usage"] == whole["usage"]
-        assert len({event["id"] for event in streamed}) == 1
-        if path == CHAT:
-            assert streamed[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-        assert len(streamed) > 6, "text comes round by round, but for what had to wait"
+def streamed(client: httpx.Client, path: str, request: dict[str, Any]) -> tuple[list[str], list[str], dict[str, Any]]:
+    """Texts and finish reasons by choice, and the usage, of a stream of many pieces."""
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *pieces, last = events(client.post(path, json={**request, **options}))
+    assert last["choices"] == []
+    assert len({event["id"] for event in pieces}) == 1
+    if path == CHAT:
+        assert pieces[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    texts, reasons = [""] * request.get("n", 1), [""] * request.get("n", 1)
+    for event in pieces:
+        assert event["usage"] is None
+        [choice] = event["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "") if path == CHAT else choice["text"]
+        reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
+    assert len(pieces) > 1, "text comes round by round, but for what had to wait"
+    return texts, reasons, last["usage"]
 
 
-def test_streams_have_usage_only_when_asked(client: httpx.Client) -> None:
-    for event in events(client.post(COMPLETIONS, json={"prompt": "ab", "max_tokens": 4, "stream": True})):
-        assert "usage" not in event
+@pytest.mark.parametrize(("path", "extra"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "héllo 👍"})])
+def test_streams_equal_whole_answers(client: httpx.Client, path: str, extra: dict[str, Any]) -> None:
+    request = {**extra, "max_tokens": 26, "n": 2, "cache_salt": "slow"}
+    whole = client.post(path, json=request).json()
+    texts, reasons, usage = streamed(client, path, request)
+    assert texts == [choice["message"]["content"] if path == CHAT else choice["text"] for choice in whole["choices"]]
+    assert reasons == [choice["finish_reason"] for choice in whole["choices"]]
+    assert usage == whole["usage"]
+    for event in events(client.post(path, json={**request, "stream": True})):
+        assert "usage" not in event, "only when it is asked for"
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stop", ["lo w", ["zzz", "o wo", "lo w"], ["d", "ld"]])
-def test_stop_strings(client: httpx.Client, stop: str | list[str], stream: bool) -> None:
+def test_stop_strings(client: httpx.Client, stop: str | list[str]) -> None:
     full = repeated("hello world", 200)
     strings = [stop] if isinstance(stop, str) else stop
     end, start = min((full.find(s) + len(s), full.find(s)) for s in strings if s in full)
     request = {"prompt": "hello world", "max_tokens": 200, "stop": stop, "cache_salt": "slow"}
-    if stream:
-        answers = events(
-            client.post(COMPLETIONS, json={**request, "stream": True, "stream_options": {"include_usage": True}})
-        )
-        text = "".join(event["choices"][0]["text"] for event in answers[:-1])
-        reason, usage = answers[-2]["choices"][0]["finish_reason"], answers[-1]["usage"]
-    else:
-        body = client.post(COMPLETIONS, json=request).json()
-        text, reason, usage = body["choices"][0]["text"], body["choices"][0]["finish_reason"], body["usage"]
-    assert (text, reason) == (full[:start], "stop")
+    whole = client.post(COMPLETIONS, json=request).json()
+    [choice], usage = whole["choices"], whole["usage"]
+    assert (choice["text"], choice["finish_reason"]) == (full[:start], "stop")
     assert usage["completion_tokens"] == end, "tokens up to the one that completes the stop string; one byte each"
     assert usage["speculation"]["rounds"] == -(-(end - 1) // ROUND)
+    assert streamed(client, COMPLETIONS, request) == ([full[:start]], ["stop"], usage)
     wait_until(lambda: gauge(client, "engine_running") == 0, "the engine is free")
 
 

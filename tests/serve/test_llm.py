@@ -74,18 +74,16 @@ def test_answers_come_in_the_order_of_the_prompts(plain: LLM, drafted: LLM) -> N
             ended = "stop" if answer.tokens[-1] == 2 else "length"
             assert answer.finish_reason == ended
             assert ended == "stop" or len(answer.tokens) == params.max_tokens
+    assert tokens_of(plain.generate([words(prompt) for prompt in PROMPTS], PARAMS)) == tokens_of(expected)
+    assert plain.generate([], PARAMS[0]) == []
 
 
-def test_prompts_may_be_texts(plain: LLM) -> None:
-    answers = plain.generate([words(prompt) for prompt in PROMPTS], PARAMS[1])
-    assert tokens_of(answers) == tokens_of(plain.generate(PROMPTS, PARAMS[1]))
-
-
-def test_stop_strings_cut_text_tokens_and_counts(plain: LLM, drafted: LLM) -> None:
-    """At every place of an answer, so that some of them lie inside a draft and one in the prompt's own pass."""
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_stop_strings_cut_text_tokens_and_counts(stride: int, plain: LLM, drafted: LLM) -> None:
+    """All along an answer, so that some of them lie inside a draft and one in the prompt's own pass."""
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=3)
     whole = plain.generate([PROMPTS[1]], params)[0].tokens
-    for token in [token for token in whole if token > 2]:
+    for token in [token for token in whole if token > 2][::stride]:
         stop = f"w{token}"
         end = next(index for index, other in enumerate(whole) if f"w{other}".startswith(stop)) + 1
         for llm in (plain, drafted):
@@ -108,12 +106,6 @@ def test_a_stop_string_may_span_tokens(plain: LLM, drafted: LLM) -> None:
         (answer,) = llm.generate([PROMPTS[1]], params, stop=(words(whole[10:13]) + " ",))
         assert answer.text == words(whole[:10]) + " "
         assert answer.tokens == whole[:14], "the space comes with the token behind it"
-
-
-def test_parameters_are_one_or_one_per_prompt(plain: LLM) -> None:
-    with pytest.raises(ValueError, match="params has 2 entries for 5 prompts; give one, or one per prompt"):
-        plain.generate(PROMPTS, PARAMS[:2])
-    assert plain.generate([], PARAMS[0]) == []
 
 
 def test_without_a_seed_every_prompt_draws_its_own(plain: LLM) -> None:
@@ -145,31 +137,31 @@ def test_a_seeded_call_repeats_and_its_equal_prompts_differ(plain: LLM, folders:
     assert list(served.values())[::2] == tokens_of(answers), "choice 0 of every prompt"
 
 
-@pytest.mark.parametrize("prompt", [[], [5] * 300, [5, 500], ""])
-def test_a_bad_prompt_is_refused_before_anything_runs(prompt: str | list[int], plain: LLM) -> None:
-    with pytest.raises(ValueError, match="prompt"):
-        plain.generate([PROMPTS[0], prompt], PARAMS[0])
-    assert not plain.engine.has_work
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("prompts", "params", "stop", "message"),
     [
-        (([["a"]], PARAMS[0]), r"prompts\[0\] holds 'a'; token ids are integers"),
-        (([[5], [5, 1.5]], PARAMS[0]), r"prompts\[1\] holds 1.5; token ids are integers"),
-        (([None], PARAMS[0]), r"prompts\[0\] is None; give a text or a list of token ids"),
-        (([[5], 7], PARAMS[0]), r"prompts\[1\] is 7; give a text or a list of token ids"),
-        (([{"input_ids": [5]}], PARAMS[0]), r"prompts\[0\] is {'input_ids': \[5\]}; give a text or a list"),
-        ((["a\ud83d"], PARAMS[0]), r"prompts\[0\] holds \\ud83d at character 1, half of a surrogate pair"),
-        ((None, PARAMS[0]), "prompts is None; give a list of prompts"),
-        (({"input_ids": [[5]]}, PARAMS[0]), "prompts is {.*}; give a list of prompts"),
-        (([[5]], None), "params is None; give SamplingParams, one for all or one per prompt"),
-        (([[5]], [{"max_tokens": 5}]), r"params\[0\] is {'max_tokens': 5}; give SamplingParams"),
+        (PROMPTS, PARAMS[:2], (), "params has 2 entries for 5 prompts; give one, or one per prompt"),
+        *(([PROMPTS[0], prompt], PARAMS[0], (), "prompt") for prompt in ([], [5] * 300, [5, 500], "")),
+        ([["a"]], PARAMS[0], (), r"prompts\[0\] holds 'a'; token ids are integers"),
+        ([[5], [5, 1.5]], PARAMS[0], (), r"prompts\[1\] holds 1.5; token ids are integers"),
+        ([None], PARAMS[0], (), r"prompts\[0\] is None; give a text or a list of token ids"),
+        ([{"input_ids": [5]}], PARAMS[0], (), r"prompts\[0\] is {'input_ids': \[5\]}; give a text or a list"),
+        (["a\ud83d"], PARAMS[0], (), r"prompts\[0\] holds \\ud83d at character 1, half of a surrogate pair"),
+        (None, PARAMS[0], (), "prompts is None; give a list of prompts"),
+        ({"input_ids": [[5]]}, PARAMS[0], (), "prompts is {.*}; give a list of prompts"),
+        ("w3 w4", PARAMS[0], (), "prompts is 'w3 w4'; give a list of prompts"),
+        ([[5]], None, (), "params is None; give SamplingParams, one for all or one per prompt"),
+        ([[5]], [{"max_tokens": 5}], (), r"params\[0\] is {'max_tokens': 5}; give SamplingParams"),
+        ([[5]], PARAMS[0], ("a", ""), "stop has an empty string"),
+        ([[5]], PARAMS[0], ("a", 5), "stop holds 5; give a text or a list of texts"),
     ],
 )
-def test_arguments_of_another_kind_are_named(arguments: Any, message: str, plain: LLM) -> None:
+def test_bad_arguments_are_named_before_anything_runs(
+    prompts: Any, params: Any, stop: Any, message: str, plain: LLM
+) -> None:
     with pytest.raises(ValueError, match=message):
-        plain.generate(*arguments)
+        plain.generate(prompts, params, stop=stop)
+    assert not plain.engine.has_work
 
 
 def test_stream_draws_requests_as_there_is_room(plain: LLM) -> None:
@@ -240,12 +232,6 @@ def test_progress_counts_answers(plain: LLM, capsys: pytest.CaptureFixture[str])
 def test_one_stop_string_is_no_sequence_of_letters(plain: LLM) -> None:
     answers = [plain.generate(PROMPTS[:2], PARAMS[:2], stop=stop) for stop in ("w1 w", ("w1 w",))]
     assert tokens_of(answers[0]) == tokens_of(answers[1])
-    with pytest.raises(ValueError, match="stop has an empty string"):
-        plain.generate(PROMPTS[:1], PARAMS[0], stop=("a", ""))
-    with pytest.raises(ValueError, match="stop holds 5; give a text or a list of texts"):
-        plain.generate(PROMPTS[:1], PARAMS[0], stop=("a", 5))
-    with pytest.raises(ValueError, match="prompts is 'w3 w4'; give a list of prompts"):
-        plain.generate("w3 w4", PARAMS[0])
 
 
 def test_what_ngrams_have_learned_is_written_at_the_end(folders: tuple[Path, Path], tmp_path: Path) -> None:

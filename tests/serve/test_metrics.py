@@ -8,33 +8,27 @@ from hypothesis import strategies as st
 from slipstream.serve.metrics import Histogram, Metrics
 from slipstream.serve.request import RequestStats
 
-NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
-SAMPLE = re.compile(rf'({NAME})(?:\{{({NAME}="[^"\\]*"(?:,{NAME}="[^"\\]*")*)\}})? (\S+)')
+HEAD = re.compile(r"# HELP (\w+) [^\n]+\n# TYPE \1 (counter|gauge|histogram)\n")
+SAMPLE = re.compile(r'(\w+?)(_bucket|_sum|_count)?(?:\{(\w+="[^"\\]*")\})? (\S+)\n')
 
 
 def read(text: str) -> tuple[dict[str, str], dict[tuple[str, str], float]]:
     """(type by family, value by (name, labels)); fails on anything that the format does not allow."""
-    assert text.endswith("\n")
     kinds: dict[str, str] = {}
     values: dict[tuple[str, str], float] = {}
-    documented = ""
-    for line in text.splitlines():
-        if line.startswith("# HELP "):
-            documented = line.split()[2]
-            assert documented not in kinds, "a family stands in one place"
-        elif line.startswith("# TYPE "):
-            _, _, name, kind = line.split()
-            assert name == documented
-            assert kind in ("counter", "gauge", "histogram")
-            kinds[name] = kind
-        else:
+    for part in re.split("(?=# HELP )", text)[1:]:
+        head = HEAD.match(part)
+        assert head, part
+        family, kind = head.groups()
+        assert family not in kinds, "a family stands in one place"
+        kinds[family] = kind
+        for line in part[head.end() :].splitlines(keepends=True):
             match = SAMPLE.fullmatch(line)
             assert match, line
-            name, labels, value = match.groups()
-            family = re.sub("_(bucket|sum|count)$", "", name) if kinds[documented] == "histogram" else name
-            assert family == documented, "samples follow their family's head"
-            assert (name, labels or "") not in values
-            values[name, labels or ""] = float(value)
+            name, suffix, labels, value = match.groups(default="")
+            assert (name + suffix == family) if kind != "histogram" else (name == family and suffix)
+            assert (name + suffix, labels) not in values
+            values[name + suffix, labels] = float(value)
     return kinds, values
 
 
