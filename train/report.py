@@ -6,6 +6,8 @@
 Reads metrics.jsonl and, where there is a checkpoint, its run.json and options; a run that still goes on can be drawn.
 """
 
+import io
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,14 +16,17 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
 from slipstream.config import parse
 from slipstream.models.atomic import atomic_file
 from slipstream.models.checkpoint import read_json
 from slipstream.models.outputs import check_output_file
 from slipstream.train.checkpoints import flatten, step_folders
-from slipstream.train.report_style import STYLE
 from slipstream.train.samples import Sample
-from slipstream.train.svg_chart import Line, Points, chart, palette, smoothed
 from slipstream.train.trackers import read_lines
 
 POSITION = re.compile(r"(.+)_(\d+)")
@@ -39,7 +44,35 @@ TITLES = {
 NOT_DRAWN = {"step", "tokens"}
 SHOWN_ABOVE = {"step", "tokens", "best_step", "best_accept_length", "metrics", "argv"}
 MAX_SAMPLES = 8
+MAX_POINTS = 500  # of a line; longer ones are averaged in buckets, since there are no more pixels
+COLORS = ("#1f6feb", "#d9730d", "#2a9d5c", "#9b4f96", "#c4373b", "#0e8a8a", "#8a6d3b", "#5b6676")
+GREY, PALE, INK = "#57606a", "#e6eaee", "#1b1f24"
+SVG: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "slipstream",
+    "font.size": 8,
+}  # text stays text, equal pages equal bytes
 START = "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; color: #1b1f24; max-width: 1120px; margin: 24px auto; padding: 0 20px }
+h1 { font-size: 24px; margin: 0 0 12px } h2 { font-size: 17px; margin: 28px 0 8px }
+.tiles { display: flex; flex-wrap: wrap; gap: 12px }
+.tiles div { border: 1px solid #d8dee4; border-radius: 6px; padding: 8px 14px; color: #57606a; font-size: 13px }
+.tiles b { display: block; font-size: 21px; color: #1b1f24 }
+.charts { display: flex; flex-wrap: wrap; gap: 18px; margin-top: 18px }
+figure { flex: 1 1 440px; max-width: 540px; margin: 0 } figcaption { font-weight: 600 }
+.legend { min-height: 20px; font-size: 13px; color: #57606a }
+.legend span { margin-right: 14px } .legend i { display: inline-block; width: 14px; height: 3px; margin: 0 5px 4px 0 }
+svg { width: 100%; height: auto } svg text { font-family: system-ui, sans-serif !important }
+article { border: 1px solid #d8dee4; border-radius: 6px; padding: 4px 14px; margin: 10px 0; white-space: pre-wrap }
+article p { margin: 8px 0 } .prompt, .share { color: #57606a } .share { font-size: 13px }
+mark { background: #cfe6ff; color: inherit; border-radius: 3px }
+table { border-collapse: collapse; font-size: 13px }
+th, td { text-align: left; padding: 2px 14px 2px 0; vertical-align: top }
+th { font-weight: 500; color: #57606a; white-space: nowrap } td { overflow-wrap: anywhere }
+pre { background: #f6f8fa; padding: 10px 14px; border-radius: 6px; white-space: pre-wrap; overflow-wrap: anywhere }
+"""
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,20 +196,114 @@ def families(run: Run) -> Iterator[tuple[str, list[str]]]:
 
 
 def chart_of(run: Run, family: str, names: Sequence[str]) -> str:
-    title, is_evaluated = TITLES.get(family, family), family.startswith("eval_")
-    lines: list[Line] = []
+    """A <figure> with title, legend and curves; empty where no curve has a finite point."""
+    is_evaluated = family.startswith("eval_")
+    figure = Figure(figsize=(5.2, 2.5), layout="constrained")
+    axes = figure.add_subplot()
+    legend, values = [], []
     for name, color in zip(names, palette(len(names)), strict=True):
-        points = run.points(name)
-        label = "" if name == family else f"{'position' if is_evaluated else 'step'} {name.removeprefix(f'{family}_')}"
-        if is_evaluated or family == "lr":
-            lines.append(Line(points=points, color=color, name=label, has_dots=is_evaluated))
-            continue
-        if len(names) == 1:
-            lines.append(Line(points=points, color=color, is_faint=True))
-        lines.append(Line(points=smoothed(points), color=color, name=label))
-    best = run.best if family == ACCEPT_LENGTH else None
-    marked = None if best is None else (best["step"], best[ACCEPT_LENGTH], f"best: {best[ACCEPT_LENGTH]:.3f}")
-    return chart(title, lines, run.records[-1]["step"], is_log=family == "loss", marked=marked)
+        points = [point for point in run.points(name) if math.isfinite(point[1])]
+        if len(names) > 1:
+            label = f"{'position' if is_evaluated else 'step'} {name.removeprefix(f'{family}_')}"
+            legend.append(f"<span><i style='background:{color}'></i>{escape(label)}</span>")
+        draw(axes, points, color, is_smoothed=not is_evaluated and family != "lr", has_raw=len(names) == 1)
+        for step, value in points if is_evaluated else ():
+            axes.plot([step], [value], "o", color=color, markersize=3.5, clip_on=False, gid=f"{step}: {value:.4g}")
+        values += [value for _, value in points]
+    if not values:
+        return ""
+    title, is_log = TITLES.get(family, family), family == "loss" and min(values) > 0
+    set_axes(axes, run.records[-1]["step"], min(values), max(values), is_log=is_log)
+    if family == ACCEPT_LENGTH and run.best is not None:
+        ring(axes, run.best["step"], run.best[ACCEPT_LENGTH])
+    return (
+        f"<figure><figcaption>{escape(title)}{' (logarithmic axis)' * is_log}</figcaption>"
+        f"<div class=legend>{''.join(legend)}</div>{svg(figure)}</figure>"
+    )
+
+
+def draw(axes: Axes, points: Points, color: str, *, is_smoothed: bool, has_raw: bool) -> None:
+    """A smoothed line is drawn over the pale raw one, where that is the only one."""
+    if is_smoothed and has_raw:
+        axes.plot(*zip(*thinned(points), strict=True), color=color, linewidth=0.7, alpha=0.3)
+    line = thinned(smoothed(points) if is_smoothed else points)
+    if line:
+        axes.plot(*zip(*line, strict=True), color=color, linewidth=1.3)
+
+
+def set_axes(axes: Axes, num_steps: float, low: float, high: float, *, is_log: bool) -> None:
+    """Numbers in full; y from 0 where that costs less than half of the height."""
+    axes.set_xlim(0, max(num_steps, 1))
+    if is_log:
+        axes.set_yscale("log", subs=(2, 5))
+    elif 0 <= low < 0.5 * high:
+        axes.set_ylim(0, 1.06 * high)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+        axis.set_minor_formatter(axis.get_major_formatter())
+    axes.set_xlabel("optimizer step", loc="right", color=GREY)
+    axes.tick_params(which="both", length=0, colors=GREY)
+    axes.grid(visible=True, axis="y", which="both", color=PALE)
+    axes.set_axisbelow(True)
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+
+
+def ring(axes: Axes, step: float, value: float) -> None:
+    """Round the best point, with its label on the side where there is room."""
+    is_right = step > axes.get_xlim()[1] / 2
+    axes.plot([step], [value], "o", markersize=9, markerfacecolor="none", markeredgecolor=INK, clip_on=False)
+    offset, side = ((-7, -14), "right") if is_right else ((7, -14), "left")
+    axes.annotate(
+        f"best: {value:.3f}",
+        (step, value),
+        offset,
+        textcoords="offset points",
+        ha=side,
+        color=INK,
+        bbox={"pad": 0, "facecolor": "#fffc", "linewidth": 0},
+    )
+
+
+def svg(figure: Figure) -> str:
+    """The figure as an element of a page: without the namespaces of a file of its own; what has a gid that begins
+    with a number shows it where the pointer rests."""
+    file = io.StringIO()
+    with matplotlib.rc_context(SVG):
+        figure.savefig(
+            file, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
+    text = file.getvalue()
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text[text.index("<svg") :])
+    return re.sub(r'<g id="(\d[^"]*)">', r"<g><title>\1</title>", text)
+
+
+def palette(count: int) -> Sequence[str]:
+    """Colors of so many lines: distinct ones, or, when there are many, a sweep from blue to red."""
+    if count <= len(COLORS):
+        return COLORS[:count]
+    return [matplotlib.colors.to_hex(matplotlib.colormaps["coolwarm"](index / (count - 1))) for index in range(count)]
+
+
+def smoothed(points: Points) -> Points:
+    """The exponential moving average over about a 25th of the points, without a pull towards the first."""
+    keep = 1 - 1 / max(1.0, len(points) / 25)
+    total = weight = 0.0
+    averaged = []
+    for x, y in points:
+        if math.isfinite(y):
+            total, weight = keep * total + y, keep * weight + 1
+            averaged.append((x, total / weight))
+    return averaged
+
+
+def thinned(points: Points) -> Points:
+    """At most MAX_POINTS means over neighbouring points."""
+    size = math.ceil(len(points) / MAX_POINTS)
+    if size <= 1:
+        return points
+    buckets = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in buckets]
 
 
 def tiles(run: Run) -> str:

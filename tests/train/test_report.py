@@ -11,20 +11,8 @@ import pytest
 
 from slipstream import cli
 from slipstream.train import eagle3
-from slipstream.train.report import ReportConfig, load_run, main, write_report
+from slipstream.train.report import ReportConfig, load_run, main, smoothed, thinned, write_report
 from slipstream.train.samples import Sample
-from slipstream.train.svg_chart import (
-    HEIGHT,
-    WIDTH,
-    Axis,
-    Line,
-    chart,
-    linear_ticks,
-    log_ticks,
-    palette,
-    smoothed,
-    thinned,
-)
 
 EMPTY_TAGS = {"meta"}
 OPEN_TAGS = {"tr", "th", "td", "p", "html"}  # may end without an end tag
@@ -74,7 +62,7 @@ def write_run(folder: Path, lines: list[dict[str, Any]]) -> Path:
 
 def page_of(folder: Path) -> tuple[str, Page]:
     text = write_report(ReportConfig(run=str(folder))).read_text()
-    assert not re.search(r"https?://|src=|url\(|<script|<link|@import", text)
+    assert not re.search(r"https?://|src=|url\((?!#)|<script|<link|@import", text)
     return text, Page(text)
 
 
@@ -107,12 +95,11 @@ def test_every_curve_is_on_the_page(run: Path) -> None:
 def test_the_best_evaluation_is_ringed_and_every_one_has_a_dot(run: Path) -> None:
     text, _ = page_of(run)
     figure = next(part for part in text.split("<figure>") if part.startswith("<figcaption>Accept length"))
-    dots = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="3".*?<title>(.*?)</title>', figure)
-    assert [label for _, _, label in dots] == ["10: 1.5", "20: 2.25", "30: 2.25", "40: 2"]
-    ((x, y),) = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="6.5"', figure)
-    assert (x, y) == dots[1][:2]
+    dots = re.findall(r'<g><title>([^<]*)</title>.*?<use xlink:href="[^"]*" x="([\d.]+)" y="([\d.]+)"', figure, re.S)
+    assert [label for label, _, _ in dots] == ["10: 1.5", "20: 2.25", "30: 2.25", "40: 2"]
+    assert figure.count(f'x="{dots[1][1]}" y="{dots[1][2]}"') == 2, "the dot and its ring"
     assert "best: 2.250" in figure
-    across, up = [float(x) for x, _, _ in dots], [float(y) for _, y, _ in dots]
+    across, up = [float(x) for _, x, _ in dots], [float(y) for _, _, y in dots]
     assert [b - a for a, b in zip(across, across[1:], strict=False)] == pytest.approx([across[1] - across[0]] * 3)
     assert up[1] == up[2] < up[3] < up[0]
     assert (up[3] - up[1]) / (up[0] - up[1]) == pytest.approx(0.25 / 0.75, abs=0.01)
@@ -131,19 +118,10 @@ def test_samples_show_what_was_drafted(run: Path) -> None:
     assert len(load_run(run).records) == 40
 
 
-@pytest.mark.parametrize(
-    ("spans", "message"),
-    [
-        ([[0, 9]], r"step 3: .*span \[0, 9\] does not follow 0 within an answer of 4"),
-        ([[2, 3], [1, 2]], r"span \[1, 2\] does not follow 3"),
-        ([[2, 2]], "not empty"),
-        ([3], "step 3: no readable sample"),
-        (None, "step 3: no readable sample"),
-    ],
-)
-def test_other_samples_are_named(tmp_path: Path, spans: object, message: str) -> None:
+@pytest.mark.parametrize("spans", [[3], None])
+def test_other_samples_are_named(tmp_path: Path, spans: object) -> None:
     sample = {"step": 3, "sample": {"prompt": "", "answer": "four", "spans": spans}}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="step 3: no readable sample"):
         load_run(write_run(tmp_path, [record(1), sample]))
 
 
@@ -184,30 +162,13 @@ def test_only_a_report_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "page.html").read_text() == "<!doctype html>mine"
 
 
-def test_numbers_that_are_none_leave_a_gap_and_not_a_picture() -> None:
-    text = chart("t", [Line(points=[(0, 1.0), (1, float("nan")), (2, 3.0)])], 2)
-    (path,) = re.findall('polyline points="(.*?)"', text)
-    assert len(path.split()) == 2
-    assert chart("t", [Line(points=[(0, float("inf"))])], 1) == ""
-    assert chart("t", [], 1) == ""
-
-
-@pytest.mark.parametrize("is_log", [False, True])
-def test_points_lie_within_the_picture(is_log: bool) -> None:
-    for values in ([3.0], [0.0, 0.0], [-5.0, 7.0], [1e-9, 1e9], [2.0, 2.0 + 1e-9], [100.0, 101.0]):
-        points = list(enumerate(values))
-        text = chart("t", [Line(points=points, has_dots=True)], len(values) - 1, is_log=is_log)
-        for x, y in re.findall(r'<circle cx="([\d.-]+)" cy="([\d.-]+)"', text):
-            assert 0 <= float(x) <= WIDTH
-            assert 0 <= float(y) <= HEIGHT
-
-
-def test_ticks_are_round_numbers_within_the_range() -> None:
-    assert linear_ticks(0.0, 1.0) == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert linear_ticks(-3.0, 7.0) == [-2, 0, 2, 4, 6]
-    assert linear_ticks(0, 432) == [0, 100, 200, 300, 400]
-    assert log_ticks(3.0, 22.0) == [5, 10, 20]
-    assert Axis(1.0, 100.0, 0.0, 10.0, is_log=True).place(10.0) == 5.0
+def test_numbers_that_are_none_leave_a_gap_and_not_a_picture(tmp_path: Path) -> None:
+    """Also constant, negative, tiny and huge ones."""
+    values = [-5.0, float("nan"), 1e-9, 1e9]
+    lines = [record(step, other=value, constant=0.0, hopeless=float("inf")) for step, value in enumerate(values, 1)]
+    text, _ = page_of(write_run(tmp_path, lines))
+    assert text.count("<figcaption>other<") == text.count("<figcaption>constant<") == 1
+    assert "hopeless" not in text
 
 
 def test_long_lines_are_averaged_and_smoothing_keeps_constants() -> None:
@@ -216,5 +177,3 @@ def test_long_lines_are_averaged_and_smoothing_keeps_constants() -> None:
     assert thinned(points)[0] == (9.5, 0.5)
     assert smoothed([(step, 3.0) for step in range(200)])[-1] == (199, pytest.approx(3.0))
     assert smoothed(points)[-1][1] == pytest.approx(0.5, abs=0.01)
-    assert smoothed([(0, 1.0), (1, float("nan"))]) == [(0, 1.0)]
-    assert len(set(palette(16))) == 16
