@@ -50,7 +50,7 @@ from slipstream.models.feature_store import (
 from slipstream.train.batches import Batch, PackedRows
 from slipstream.train.feature_source import BATCHES_AHEAD, read_ahead, read_features
 from slipstream.train.loop import start
-from slipstream.train.optimizers import build_optimizers
+from slipstream.train.optim import build_optimizers
 from slipstream.train.options import DataOptions, OptimOptions, RunOptions
 from slipstream.train.training import DraftTraining
 

@@ -31,7 +31,7 @@ from slipstream.bench.training_flops import step_flops
 from slipstream.config import parse
 from slipstream.train.batches import Batch
 from slipstream.train.loop import start
-from slipstream.train.optimizers import build_optimizers
+from slipstream.train.optim import build_optimizers
 from slipstream.train.options import DataOptions, OptimOptions, RunOptions
 from slipstream.train.training import DraftTraining
 

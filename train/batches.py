@@ -58,12 +58,18 @@ class PackedRows:
                 f"{max_length}; raise data.max_length, or prepare conversations that have answers"
             )
         self.num_dropped = len(self.dataset) - len(documents)
+        self.num_documents, self.num_tokens = len(documents), int(lengths[documents].sum())
         self.num_supervised = int(targets.sum())
         self.rows = [[int(documents[item]) for item in row] for row in pack(lengths[documents], max_length)]
         self.add_states: AddStates | None = None  # reads the target's states from disk (feature_source.py)
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def row_tokens(self) -> float:
+        """Mean over rows, without padding."""
+        return self.num_tokens / len(self)
 
     def batch(self, rows: list[int], first_number: int = 0) -> Batch:
         """These rows, padded to the longest; in the run they are `first_number` and those after it."""

@@ -1,21 +1,41 @@
-"""The blocks of a packed batch: where they are anchored, what they read, what their slots predict.
+"""The blocks of a packed batch: where they are anchored, what they read and see, what their slots predict and weigh.
 
 A block begins at its anchor a, a token of an answer that the next one follows (a possible root of a round). It reads
 the tokens of a's document before a; slot k of it stands at the position of token a + k and predicts that token, slot 0
 nothing. Slot k counts if all of tokens a .. a+k are supervised and of one document.
 
-Letters: C rows of the flattened batch, N blocks, S slots of a block, the anchor's included.
+Slots see the context before their anchor in its document, and their block's slots, both ways. A windowed layer sees the
+last W positions only, its own included, and its own slots up to itself. One rule, `sees`, makes the mask of both
+implementations: FlexAttention on a GPU, elsewhere SDPA with a boolean mask for a few blocks at a time.
+
+Letters: C rows of the flattened batch, N blocks of S slots, the anchor's included, K = C + N * S keys, Q/G query and KV
+heads, D head dim, W window.
 """
 
-from collections.abc import Iterator
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from slipstream.kernels.norm import HeadNorms, norm_heads
+from slipstream.kernels.rope import rotate
+from slipstream.models.layers import Mask, RotaryEmbedding
 from slipstream.train.batches import Batch
+
+GAMMAS = {8: 4.0, 10: 5.0, 16: 7.0}  # DFLASH's own choice by block size (arXiv 2602.06036)
+DPACE_ALPHA = 0.5  # arXiv 2605.18810
+BLOCKS_AT_ONCE = 16  # SDPA computes every block against every other: more at once is wasted, fewer are many calls
+RECOMPILATIONS = 32  # beyond the limit torch would silently compute all scores; its default is 8
+MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key -> whether it is seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +103,184 @@ def find_blocks(batch: Batch, anchors: Tensor, size: int) -> Blocks:
         labels=tokens[inside],
         counts=goes_on.long().cumprod(dim=1).bool(),
     )
+
+
+def default_gamma(size: int) -> float:
+    """gamma of the decay for blocks of `size`: on the lines through DFLASH's own choices."""
+    low, high = (8, 10) if size < 10 else (10, 16)
+    return max(1.0, GAMMAS[low] + (size - low) * (GAMMAS[high] - GAMMAS[low]) / (high - low))
+
+
+def decay_weights(size: int, gamma: float) -> Tensor:
+    """(S - 1,) fp32: exp(-(k - 1) / gamma) for slots k = 1 .. S - 1."""
+    return torch.exp(-torch.arange(size - 1) / gamma)
+
+
+def dpace_weights(losses: Tensor, known: Tensor, counts: Tensor) -> Tensor:
+    """(N, S - 1) fp32 weights of D-PACE: what a better slot k would add to the expected accepted length.
+
+    losses (N, S - 1) cross-entropies where `known`; slots that count with a label outside the draft vocabulary are sure
+    to fail. w_k = sum over j >= k of P_j, P_j = product over i <= j of (1 - alpha) exp(-loss_i) + alpha.
+    """
+    confidence = torch.where(known, torch.exp(-losses.detach()), 0.0)
+    survival = ((1 - DPACE_ALPHA) * confidence + DPACE_ALPHA).cumprod(dim=1) * counts
+    return survival.flip(1).cumsum(1).flip(1) * known
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where queries and keys stand. Queries are all slots (N * S,), keys (K,) the context rows and then the slots."""
+
+    key_block: Tensor  # which block a key belongs to; -1 for context
+    key_row: Tensor  # row of the flattened batch whose position it has: the context row itself, or anchor + slot
+    block: Tensor  # of each query
+    row: Tensor
+    first: Tensor  # first context row that it sees
+    anchor: Tensor  # first one that it does not
+
+    @classmethod
+    def of(cls, blocks: Blocks, num_context: int) -> "Places":
+        """`num_context`: C. All on the blocks' device."""
+        device = blocks.anchors.device
+        slots, context = torch.arange(blocks.size, device=device), torch.arange(num_context, device=device)
+        columns = torch.arange(len(blocks), device=device), blocks.anchors, blocks.starts, blocks.anchors
+        block, row, first, anchor = (column.repeat_interleave(blocks.size) for column in columns)
+        row = row + slots.repeat(len(blocks))
+        key_block = torch.cat((torch.full_like(context, -1), block))
+        return cls(key_block, torch.cat((context, row)), block, row, first, anchor)
+
+
+def sees(places: Places, q: Any, k: Any, window: int | None) -> Tensor:
+    """Whether queries `q` see keys `k`; both index, and broadcast."""
+    key_block, key_row = places.key_block[k], places.key_row[k]
+    is_context = (key_block < 0) & (key_row >= places.first[q]) & (key_row < places.anchor[q])
+    seen = is_context | (key_block == places.block[q])
+    if window is None:
+        return seen
+    return seen & (key_row <= places.row[q]) & (key_row > places.row[q] - window)
+
+
+class BlockAttention(ABC):
+    """Attention of the blocks over one batch. Call order: write (the context, every layer), then `ask` for some blocks
+    and attend with them; again for others."""
+
+    def __init__(self, positions: Tensor, rope: RotaryEmbedding) -> None:
+        """positions (C,) of the flattened batch's rows in their documents."""
+        self.positions = positions
+        self.rope = rope
+        self.context: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k (C, G, D), rotated, and v (C, G, D)
+
+    def ask(self, blocks: Blocks) -> None:
+        """`blocks` on the device."""
+        self.blocks = blocks
+        self.slot_positions = blocks.positions.flatten()
+        self.masks: dict[int | None, Any] = {}  # by window; layers share them
+
+    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
+        """k and v (C, G, D)."""
+        self.context[layer] = rotate(k, self.rope.cos, self.rope.sin, self.positions, v.dtype), v
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        mask: Mask,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """q (N * S, Q, D), k and v (N * S, G, D) -> (N * S, Q, D). Keeps nothing."""
+        assert (mask, window is None) in (("block", True), ("causal", False)), "the two kinds of layer that blocks have"
+        q, k = norm_heads(q, k, norms)
+        q, k = (rotate(x, self.rope.cos, self.rope.sin, self.slot_positions, v.dtype) for x in (q, k))
+        if window not in self.masks:
+            self.masks[window] = self.make_mask(window)
+        return self.compute(q, k, v, *self.context[layer], self.masks[window])
+
+    @abstractmethod
+    def make_mask(self, window: int | None) -> Any: ...
+
+    @abstractmethod
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: Any) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Neighbouring blocks of one document and the context rows that the last of them sees."""
+
+    slots: slice
+    rows: slice
+    mask: Tensor  # (slots, rows + slots) bool
+
+
+class SDPABlockAttention(BlockAttention):
+    def make_mask(self, window: int | None) -> list[Group]:
+        """Waits for the device, which is the CPU."""
+        places, num_context = Places.of(self.blocks, len(self.positions)), len(self.positions)
+        size, groups = self.blocks.size, []
+        starts, anchors = self.blocks.starts.tolist(), self.blocks.anchors.tolist()
+        first = 0
+        while first < len(self.blocks):
+            last = first + 1
+            while last < min(first + BLOCKS_AT_ONCE, len(self.blocks)) and starts[last] == starts[first]:
+                last += 1
+            slots, rows = slice(first * size, last * size), slice(starts[first], anchors[last - 1])
+            own = torch.arange(slots.start, slots.stop)
+            keys = torch.cat((torch.arange(rows.start, rows.stop), num_context + own))
+            groups.append(Group(slots, rows, sees(places, own.unsqueeze(1), keys, window)))
+            first = last
+        return groups
+
+    def compute(
+        self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: list[Group]
+    ) -> Tensor:
+        outputs = []
+        for group in mask:
+            keys = torch.cat((context_k[group.rows], k[group.slots]))
+            values = torch.cat((context_v[group.rows], v[group.slots]))
+            asked, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q[group.slots], keys, values))
+            attended = F.scaled_dot_product_attention(asked, keys, values, attn_mask=group.mask, enable_gqa=True)
+            outputs.append(attended.squeeze(0).transpose(0, 1))
+        return torch.cat(outputs)
+
+
+class FlexBlockAttention(BlockAttention):
+    def make_mask(self, window: int | None) -> BlockMask:
+        places = Places.of(self.blocks, len(self.positions))
+
+        def mask(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return sees(places, q, k, window)
+
+        return visible_tiles(mask, len(places.row), len(places.key_row), self.positions.device)
+
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: BlockMask) -> Tensor:
+        return attend_tiles(q, torch.cat((context_k, k)), torch.cat((context_v, v)), mask)
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled again for a window, with gradients or without, and once more as soon as sizes change."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS)
+    return torch.compile(function)
+
+
+def visible_tiles(sees: MaskRule, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
+    """The tiles of 128 x 128 that hold a visible pair: others are skipped."""
+    make = compiled(create_block_mask) if device.type == "cuda" else create_block_mask
+    return make(sees, None, None, num_queries, num_keys, device=device)
+
+
+def attend_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: BlockMask) -> Tensor:
+    """q (N, Q, D), k and v (K, G, D) of one dtype -> (N, Q, D)."""
+    heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    run: Any = compiled(flex_attention) if q.is_cuda else flex_attention
+    # By itself torch takes its decoding kernel below 128 queries, which has no tiles for some numbers of them.
+    options = {"BACKEND": "TRITON"}
+    out = run(*heads_first, block_mask=tiles, enable_gqa=True, kernel_options=options)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def block_attention(positions: Tensor, rope: RotaryEmbedding) -> BlockAttention:
+    kind = FlexBlockAttention if positions.is_cuda else SDPABlockAttention
+    return kind(positions, rope)

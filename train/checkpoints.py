@@ -54,37 +54,32 @@ class Progress:
 
 
 def provenance(data_hash: str) -> dict[str, Any]:
-    """What produced a checkpoint, for its run.json."""
+    """What produced a checkpoint, for its run.json: the command, the code, the machine of this process, the data."""
     packages = ("slipstream", "torch", "transformers", "accelerate")
     return {
         "argv": sys.argv,
         "git_revision": git_revision(),
         "versions": {"python": sys.version.split()[0], **{name: version(name) for name in packages}},
-        "system": system(),
+        "system": {
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+            "cuda": torch.version.cuda,
+            "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        },
         "data_hash": data_hash,
     }
 
 
 def git_revision() -> str | None:
     """Of this code; None outside a repository, or where git is not installed."""
-    root = Path(__file__).parent
     try:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+        git = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         return None
     return git.stdout.strip() or None
-
-
-def system() -> dict[str, Any]:
-    """The machine of this process."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "gpus": gpus,
-        "cuda": torch.version.cuda,
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
-    }
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -95,6 +90,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+@dataclass(slots=True)
 class Checkpoints:
     """Every method is called by all processes; the first one writes what is not sharded.
 
@@ -102,23 +98,16 @@ class Checkpoints:
     the provenance that goes into every run.json. `write_draft` writes a servable folder from a full state dict.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        output: Path,
-        keep: int,
-        identity: Mapping[str, Any],
-        run: Mapping[str, Any],
-        write_draft: WriteDraft,
-    ) -> None:
-        self.accelerator = accelerator
-        self.model = model
-        self.output = output
-        self.keep = keep
-        self.identity = json.loads(json.dumps(flatten(identity)))
-        self.run = run
-        self.write_draft = write_draft
+    accelerator: Accelerator
+    model: nn.Module
+    output: Path
+    keep: int
+    identity: Mapping[str, Any]
+    run: Mapping[str, Any]
+    write_draft: WriteDraft
+
+    def __post_init__(self) -> None:
+        self.identity = json.loads(json.dumps(flatten(self.identity)))  # as progress.json gives it back
 
     def resume(self, resume: str) -> Progress:
         """Loads the newest checkpoint, if there is one, into what the accelerator prepared. Raises ValueError if
@@ -137,11 +126,6 @@ class Checkpoints:
     def load(self, folder: Path) -> Progress:
         """Raises ValueError if it is a checkpoint of another run."""
         saved = json.loads((folder / "state" / "progress.json").read_text())
-        if "form" not in saved:
-            raise ValueError(
-                f"{folder} was written by an earlier version, which counted its place in the data in batches; name "
-                "another output to start afresh"
-            )
         self.check_identity(saved["identity"], folder)
         self.check_form(saved["form"], folder)
         # Nothing in training draws from a global generator, so processes that find no state of one lack nothing.
@@ -151,21 +135,13 @@ class Checkpoints:
 
     def check_empty(self, found: list[Path]) -> None:
         """Raises ValueError for an output that a run has left anything in; `found` are its step-N."""
-        best, metrics = self.output / "best", self.output / "metrics.jsonl"
-        if found:
-            left, remedy = found[-1], "use resume auto"
-        elif best.exists():
-            left, remedy = best, "delete it"
-        elif metrics.exists() and metrics.stat().st_size > 0:
-            left, remedy = metrics, "delete it"
-        else:
-            return
-        raise ValueError(f"output {self.output} holds a run ({left.name}); name another one or {remedy}")
+        for path in (*found[-1:], self.output / "best", self.output / "metrics.jsonl"):
+            if path.is_dir() or (path.exists() and path.stat().st_size > 0):
+                remedy = "use resume auto" if found else "delete it"
+                raise ValueError(f"output {self.output} holds a run ({path.name}); name another one or {remedy}")
 
     def check_identity(self, saved: Mapping[str, Any], folder: Path) -> None:
         for name in sorted(self.identity.keys() | saved.keys()):
-            if name == "vocabulary_hash" and name not in saved:
-                continue  # earlier versions did not note it
             if BY_CONTENT.get(name) in saved:
                 continue
             here, there = self.identity.get(name), saved.get(name)

@@ -22,11 +22,20 @@ from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch
-from slipstream.train.block_attention import BlockAttention, block_attention
-from slipstream.train.block_loss import best_rows, decay_weights, default_gamma, dpace_weights, head_losses
-from slipstream.train.blocks import Blocks, draw_anchors, find_blocks, possible_anchors
-from slipstream.train.draft_setup import DraftRunOptions, TargetFiles, check_draft_options, run_program
+from slipstream.train.blocks import (
+    BlockAttention,
+    Blocks,
+    block_attention,
+    decay_weights,
+    default_gamma,
+    dpace_weights,
+    draw_anchors,
+    find_blocks,
+    possible_anchors,
+)
+from slipstream.train.draft_setup import BaseDraftOptions, DraftRunOptions, TargetFiles, run_program
 from slipstream.train.feature_source import target_states
+from slipstream.train.losses import best_rows, head_losses
 from slipstream.train.options import EvaluationOptions
 from slipstream.train.training import DraftTraining, Metrics
 
@@ -34,15 +43,11 @@ EVALUATED_AT_ONCE = 256  # blocks
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftOptions:
-    vocabulary: str | None = None
-    """token map (slipstream frequency-map) of the tokens that the draft can propose; default: all of the target's"""
+class DraftOptions(BaseDraftOptions):
     feature_layers: tuple[int, ...] | None = None
     """target states that the draft reads: 0..n-1 is a layer's output, n after the final norm; default: by depth"""
     num_layers: int = 5
     """layers of the draft"""
-    intermediate_size: int | None = None
-    """width of the draft's MLPs; default: the target's"""
     block_size: int = 16
     """tokens of a block, the last emitted one included: it drafts one fewer"""
     sliding_window: int | None = None
@@ -61,7 +66,7 @@ class DraftOptions:
     """slots over which `decay` falls to 1/e; default by block size: 4, 5 and 7 for 8, 10 and 16"""
 
     def __post_init__(self) -> None:
-        check_draft_options(self.intermediate_size, self.feature_layers)
+        super().__post_init__()
         if self.anchors < 1 or self.num_layers < 1:
             raise ValueError(f"draft.anchors is {self.anchors} and draft.num_layers {self.num_layers}; give at least 1")
         if self.gamma is not None and self.gamma <= 0:
@@ -178,9 +183,7 @@ def build(options: DFlashOptions, files: TargetFiles, accelerator: Accelerator) 
 
 
 def build_draft(options: DraftOptions, files: TargetFiles, mask_token: int) -> DFlash:
-    config = files.config
-    ids, width = files.read_vocabulary(options.vocabulary), options.intermediate_size
-    layers = options.feature_layers
+    config, layers, ids = files.config, options.feature_layers, files.read_vocabulary(options.vocabulary)
     if layers is None:
         layers = default_block_feature_layers(config.num_layers, options.num_layers)
     windowed = tuple(range(options.num_layers)) if options.sliding_window is not None else ()
@@ -188,14 +191,13 @@ def build_draft(options: DraftOptions, files: TargetFiles, mask_token: int) -> D
         DFlashConfig.from_target(
             config,
             num_layers=options.num_layers,
-            intermediate_size=config.intermediate_size if width is None else width,
             block_size=options.block_size,
             feature_layers=layers,
             sliding_window=options.sliding_window,
             windowed_layers=windowed if options.windowed_layers is None else options.windowed_layers,
             mask_token_id=mask_token,
             draft_vocab_size=None if ids is None else len(ids),
-            **files.origin(),
+            **files.draft_fields(options),
         )
     )
     if ids is not None:

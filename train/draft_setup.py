@@ -25,10 +25,10 @@ from slipstream.train.batches import PackedRows, load_prepared
 from slipstream.train.checkpoints import check_run_folder, provenance
 from slipstream.train.feature_source import open_features, read_features
 from slipstream.train.loop import dtype_of_weights, fit, start
+from slipstream.train.optim import Schedule
 from slipstream.train.options import RunOptions
 from slipstream.train.plan import plan
-from slipstream.train.sample_answers import SampleAnswers
-from slipstream.train.schedule import Schedule
+from slipstream.train.samples import SampleAnswers
 from slipstream.train.training import DraftTraining
 
 
@@ -57,6 +57,23 @@ class DraftRunOptions(RunOptions):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class BaseDraftOptions:
+    """Options of every draft."""
+
+    vocabulary: str | None = None
+    """token map (slipstream frequency-map) of the tokens that the draft can propose; default: all of the target's"""
+    intermediate_size: int | None = None
+    """width of the draft's MLPs; default: the target's"""
+
+    def __post_init__(self) -> None:
+        size = self.intermediate_size
+        if size is not None and size < 1:
+            raise ValueError(f"draft.intermediate_size is {size}; give at least 1, or leave it out for the target's")
+        if getattr(self, "feature_layers", None) == ():
+            raise ValueError("draft.feature_layers is []; name at least one state, or leave it out for the default")
+
+
 @dataclass(frozen=True, slots=True)
 class TargetFiles:
     """The target before its weights are read."""
@@ -75,8 +92,12 @@ class TargetFiles:
         tokenizer = load_tokenizer(path, trust)
         return cls(options, path, config, tokenizer, tokenizer_hash(tokenizer))
 
+    def draft_fields(self, options: BaseDraftOptions) -> dict[str, Any]:
+        """What a draft's config takes from its options and says of the target that it was trained for."""
+        width = self.config.intermediate_size if options.intermediate_size is None else options.intermediate_size
+        return {"intermediate_size": width, **self.origin()}
+
     def origin(self) -> dict[str, Any]:
-        """What a draft's config says of the target that it was trained for."""
         return {
             "target": self.options.target,
             "target_revision": self.options.revision,
@@ -106,16 +127,6 @@ class TargetFiles:
         token_map = read_token_map(Path(path), self.config.vocab_size)
         check_tokenizer(token_map, self.tokenizer_hash, f"draft.vocabulary {path}")
         return token_map.ids
-
-
-def check_draft_options(intermediate_size: int | None, feature_layers: tuple[int, ...] | None = None) -> None:
-    """Raises ValueError for what no draft can have; None is the default."""
-    if intermediate_size is not None and intermediate_size < 1:
-        raise ValueError(
-            f"draft.intermediate_size is {intermediate_size}; give at least 1, or leave it out for the target's"
-        )
-    if feature_layers is not None and not feature_layers:
-        raise ValueError("draft.feature_layers is []; name at least one state, or leave it out for the default")
 
 
 OptionsT = TypeVar("OptionsT", bound=DraftRunOptions)

@@ -7,7 +7,7 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,26 +20,17 @@ from torch import Tensor
 from slipstream.models.eagle import Eagle, EagleConfig, save_eagle
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
-from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch
-from slipstream.train.block_loss import best_rows
-from slipstream.train.draft_setup import DraftRunOptions, TargetFiles, check_draft_options, run_program
-from slipstream.train.eagle3 import token_at
-from slipstream.train.feature_loss import distillation_loss, regression_losses
-from slipstream.train.feature_source import target_states
-from slipstream.train.training import DraftTraining, Metrics
-from slipstream.train.ttt import Rows, find_rows
-from slipstream.train.ttt_attention import ttt_attention
+from slipstream.train.draft_setup import BaseDraftOptions, DraftRunOptions, TargetFiles, run_program
+from slipstream.train.losses import best_rows, distillation_loss, regression_losses
+from slipstream.train.training import Metrics
+from slipstream.train.ttt import ChainTraining
 
 NOISE_LENGTH = 512  # tokens of a document whose noise spreads over exactly draft.noise
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftOptions:
-    vocabulary: str | None = None
-    """token map (slipstream frequency-map) of the tokens that the draft can propose; default: all of the target's"""
-    intermediate_size: int | None = None
-    """width of the draft's MLP; default: the target's"""
+class DraftOptions(BaseDraftOptions):
     bias: bool = True
     """whether fc has one: EAGLE's drafts do, those for Llama 3 do not"""
     feature_weight: float = 1.0
@@ -54,7 +45,7 @@ class DraftOptions:
     """weight of a step's loss relative to the step before"""
 
     def __post_init__(self) -> None:
-        check_draft_options(self.intermediate_size)
+        super().__post_init__()
         if self.ttt_steps < 1 or self.ttt_decay <= 0:
             steps, decay = self.ttt_steps, self.ttt_decay
             raise ValueError(f"draft.ttt_steps is {steps} and draft.ttt_decay {decay}; give at least 1 and above 0")
@@ -71,18 +62,14 @@ class EagleOptions(DraftRunOptions):
     draft: DraftOptions = field(default_factory=DraftOptions)
 
 
-class EagleTraining(DraftTraining):
+class EagleTraining(ChainTraining):
     """The draft with its loss and its held-out walk. N asking rows of a batch (see ttt.py), Vd draft vocabulary."""
 
     def __init__(
         self, draft: Eagle, target: FrozenTarget, rope: RotaryEmbedding, options: DraftOptions, depth: int, seed: int
     ) -> None:
-        super().__init__()
-        self.draft = draft
-        self.target = target
-        self.rope = rope
+        super().__init__(draft, target, rope, depth)
         self.options = options
-        self.depth = depth
         self.seed = seed
         ids = draft.target_ids
         head = target.model.get_output_embeddings().weight.detach()
@@ -99,10 +86,10 @@ class EagleTraining(DraftTraining):
         missed in the metrics `accept_rate_i`, the agreement with the target's best token at step i.
         """
         options, steps = self.options, self.options.ttt_steps
-        rows, tokens, features = self.read(batch, steps)
-        wanted = features[rows.asking + 1]  # (N, H); step s of row n is taught by entry n + s
+        rows, tokens, _, final = self.read(batch, steps)
+        wanted = final[rows.asking + 1]  # (N, H); step s of row n is taught by entry n + s
         best = self.target.logits(wanted, self.target_ids[:0])[1]
-        features = features + self.noise(batch).flatten(0, 1)
+        features = self.target.as_read(final + self.noise(batch).flatten(0, 1))  # noise is fp32
         loss, metrics = wanted.new_zeros((), dtype=torch.float32), Metrics()
         for step, state in enumerate(self.chain(rows, tokens, features, steps)):
             state, taught = state[: max(len(state) - step, 0)], wanted[step:]
@@ -121,23 +108,6 @@ class EagleTraining(DraftTraining):
             metrics[f"feature_loss_{step}"] = torch.stack((regression.detach(), counts.sum()))
         return loss, metrics
 
-    def evaluate(self, batch: Batch) -> Metrics:
-        rows, tokens, features = self.read(batch, self.depth)
-        predicted = torch.stack(
-            [self.predictions(state) for state in self.chain(rows, tokens, features, self.depth)]
-        )  # (depth, N)
-        text = torch.stack([token_at(tokens, rows.asking + 2 + step) for step in range(self.depth)])
-        accepted = count_accepted(predicted, text, rows.counts)
-        return self.walk(batch, rows.asking.cpu(), accepted.cpu(), self.depth)  # sync
-
-    def read(self, batch: Batch, num_steps: int) -> tuple[Rows, Tensor, Tensor]:
-        """Rows, and flattened over the batch: tokens (B * S,) and the target's features (B * S, H)."""
-        device = self.head.device
-        rows = find_rows(batch, num_steps).to(device)
-        tokens = batch.tokens.to(device)
-        _, features = target_states(self.target, batch, device)
-        return rows, tokens.flatten(), features.flatten(0, 1)
-
     def noise(self, batch: Batch) -> Tensor:
         """(B, S, H) uniform; what a row of the run gets depends on it and the seed alone."""
         scale = self.options.noise * NOISE_LENGTH / document_lengths(batch.documents)  # (B, S)
@@ -149,19 +119,7 @@ class EagleTraining(DraftTraining):
             noise.append(torch.rand(shape, generator=generator, device=device) - 0.5)
         return torch.stack(noise) * scale.to(device).unsqueeze(-1)
 
-    def chain(self, rows: Rows, tokens: Tensor, features: Tensor, num_steps: int) -> Iterator[Tensor]:
-        """The draft's features (N, H) of each step; from step 1 on it reads its own."""
-        attention, features = ttt_attention(rows, self.rope), self.target.as_read(features)  # noise is fp32
-        context = self.target.embed(token_at(tokens, rows.context + 1))
-        self.draft.write_context(context, features[rows.context], attention)
-        state = features[rows.asking]
-        for step in range(num_steps):
-            state = self.draft(self.target.embed(token_at(tokens, rows.asking + 1 + step)), state, attention)
-            yield state
-            attention.next_step()
-
     def predictions(self, states: Tensor) -> Tensor:
-        """Target id of the best draft token: (N, H) -> (N,)."""
         return self.device_ids[best_rows(states, self.head)]
 
     def write(self, state: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
@@ -183,15 +141,13 @@ def build(options: EagleOptions, files: TargetFiles, accelerator: Accelerator) -
 
 
 def build_draft(options: DraftOptions, files: TargetFiles) -> Eagle:
-    config = files.config
-    ids, width = files.read_vocabulary(options.vocabulary), options.intermediate_size
+    config, ids = files.config, files.read_vocabulary(options.vocabulary)
     module = Eagle(
         EagleConfig.from_target(
             config,
-            intermediate_size=config.intermediate_size if width is None else width,
             fc_bias=options.bias,
             draft_vocab_size=None if ids is None or len(ids) == config.vocab_size else len(ids),
-            **files.origin(),
+            **files.draft_fields(options),
         )
     )
     if module.config.draft_vocab_size is not None:

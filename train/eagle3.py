@@ -7,7 +7,7 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,23 +21,16 @@ from slipstream.models.config import default_feature_layers
 from slipstream.models.eagle3 import Eagle3, Eagle3Config, save_eagle3
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
-from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch
-from slipstream.train.draft_setup import DraftRunOptions, TargetFiles, check_draft_options, run_program
-from slipstream.train.feature_source import target_states
-from slipstream.train.training import DraftTraining, Metrics
-from slipstream.train.ttt import Rows, find_rows
-from slipstream.train.ttt_attention import ttt_attention
+from slipstream.train.draft_setup import BaseDraftOptions, DraftRunOptions, TargetFiles, run_program
+from slipstream.train.training import Metrics
+from slipstream.train.ttt import ChainTraining
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftOptions:
-    vocabulary: str | None = None
-    """token map (slipstream frequency-map) of the tokens that the draft can propose; default: all of the target's"""
+class DraftOptions(BaseDraftOptions):
     feature_layers: tuple[int, ...] | None = None
     """target states that the draft reads: 0..n-1 is a layer's output, n after the final norm; default: by depth"""
-    intermediate_size: int | None = None
-    """width of the draft's MLP; default: the target's"""
     init_from_target: bool = True
     """start with the target's head, final norm and last MLP, and pass the last feature through"""
     ttt_steps: int = 7
@@ -50,7 +43,7 @@ class DraftOptions:
     """what a step's distribution is held to: soft_ce, forward_kl, reverse_kl, tv or lk (docs/eagle3.md)"""
 
     def __post_init__(self) -> None:
-        check_draft_options(self.intermediate_size, self.feature_layers)
+        super().__post_init__()
         steps, weights = self.ttt_steps, self.step_weights
         if steps < 1 or self.ttt_decay <= 0:
             raise ValueError(
@@ -72,18 +65,14 @@ class Eagle3Options(DraftRunOptions):
     draft: DraftOptions = field(default_factory=DraftOptions)
 
 
-class Eagle3Training(DraftTraining):
+class Eagle3Training(ChainTraining):
     """The draft with its loss and its held-out walk. N asking rows of a batch (see ttt.py), Vd draft vocabulary."""
 
     def __init__(
         self, draft: Eagle3, target: FrozenTarget, rope: RotaryEmbedding, options: DraftOptions, depth: int
     ) -> None:
-        super().__init__()
-        self.draft = draft
-        self.target = target
-        self.rope = rope
+        super().__init__(draft, target, rope, depth)
         self.options = options
-        self.depth = depth
         self.target_ids = draft.target_ids.cpu()
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -110,45 +99,15 @@ class Eagle3Training(DraftTraining):
             metrics[f"accept_rate_{step}"] = torch.stack((agrees.sum(), counts.sum()))
         return loss, metrics
 
-    def evaluate(self, batch: Batch) -> Metrics:
-        rows, tokens, features, _ = self.read(batch, self.depth)
-        chain = self.chain(rows, tokens, features, self.depth)
-        predicted = torch.stack([self.predictions(self.draft.logits(state)) for state in chain])  # (depth, N)
-        text = torch.stack([token_at(tokens, rows.asking + 2 + step) for step in range(self.depth)])
-        accepted = count_accepted(predicted, text, rows.counts)
-        return self.walk(batch, rows.asking.cpu(), accepted.cpu(), self.depth)  # sync
+    def enter(self, features: Tensor) -> Tensor:
+        return self.draft.fuse(features)
 
-    def read(self, batch: Batch, num_steps: int) -> tuple[Rows, Tensor, Tensor, Tensor]:
-        """Rows, and flattened over the batch: tokens (B * S,), features (B * S, K * Ht), final states (B * S, Ht)."""
-        device = self.draft.d2t.device
-        rows = find_rows(batch, num_steps).to(device)
-        tokens = batch.tokens.to(device)
-        features, final = target_states(self.target, batch, device)
-        return rows, tokens.flatten(), features.flatten(0, 1), final.flatten(0, 1)
-
-    def chain(self, rows: Rows, tokens: Tensor, features: Tensor, num_steps: int) -> Iterator[Tensor]:
-        """The draft's states (N, H) of each step, before its norm; from step 1 on it reads its own."""
-        attention = ttt_attention(rows, self.rope)
-        context = self.target.embed(token_at(tokens, rows.context + 1))
-        self.draft.write_context(context, self.draft.fuse(features[rows.context]), attention)
-        state = self.draft.fuse(features[rows.asking])
-        for step in range(num_steps):
-            state = self.draft(self.target.embed(token_at(tokens, rows.asking + 1 + step)), state, attention)
-            yield state
-            attention.next_step()
-
-    def predictions(self, logits: Tensor) -> Tensor:
-        """Target id of the best draft token: (N, Vd) -> (N,)."""
-        best = logits.argmax(dim=-1)
+    def predictions(self, states: Tensor) -> Tensor:
+        best = self.draft.logits(states).argmax(dim=-1)
         return best + self.draft.d2t[best]
 
     def write(self, state: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
         save_eagle3(self.draft, {name.removeprefix("draft."): tensor for name, tensor in state.items()}, folder, run)
-
-
-def token_at(tokens: Tensor, index: Tensor) -> Tensor:
-    """tokens[index], the last one beyond the end: rows that no longer count still have to read something."""
-    return tokens[index.clamp(max=len(tokens) - 1)]
 
 
 def build(options: Eagle3Options, files: TargetFiles, accelerator: Accelerator) -> tuple[Eagle3Training, Eagle3]:
@@ -162,8 +121,7 @@ def build(options: Eagle3Options, files: TargetFiles, accelerator: Accelerator) 
 
 
 def build_draft(options: DraftOptions, files: TargetFiles) -> Eagle3:
-    config, layers = files.config, options.feature_layers
-    ids, width = files.read_vocabulary(options.vocabulary), options.intermediate_size
+    config, layers, ids = files.config, options.feature_layers, files.read_vocabulary(options.vocabulary)
     if ids is None:
         ids = torch.arange(config.vocab_size)
     module = Eagle3(
@@ -171,8 +129,7 @@ def build_draft(options: DraftOptions, files: TargetFiles) -> Eagle3:
             config,
             draft_vocab_size=len(ids),
             feature_layers=default_feature_layers(config.num_layers) if layers is None else layers,
-            intermediate_size=config.intermediate_size if width is None else width,
-            **files.origin(),
+            **files.draft_fields(options),
         )
     )
     module.set_vocabulary(ids)

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,9 +28,8 @@ from slipstream import runtime
 from slipstream.train.batches import Batch, PackedRows, evaluation_batches, training_batches
 from slipstream.train.checkpoints import SHARDING, Checkpoints, Progress
 from slipstream.train.feature_source import read_ahead
-from slipstream.train.optimizers import build_optimizers
+from slipstream.train.optim import Schedule, build_optimizers
 from slipstream.train.options import RunOptions
-from slipstream.train.schedule import Schedule
 from slipstream.train.trackers import Trackers
 from slipstream.train.training import DraftTraining, Metrics, add, reduce
 
@@ -133,32 +132,26 @@ def fit(
     return progress
 
 
+@dataclass
 class Loop:
     """One optimizer step, one evaluation; `progress` is updated in place."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        optimizers: list[AcceleratedOptimizer],
-        options: RunOptions,
-        train: PackedRows,
-        heldout: PackedRows,
-        progress: Progress,
-    ) -> None:
-        self.accelerator = accelerator
-        self.model = model
-        self.optimizers = optimizers
-        self.options = options
-        self.heldout = heldout
-        self.progress = progress
-        self.skipped_in_a_row = 0
-        rank, processes = accelerator.process_index, accelerator.num_processes
-        self.schedule = Schedule.of(options, len(train), processes)
-        self.num_steps = self.schedule.num_steps(progress)
-        rows = progress.rows, self.schedule.last_row
-        batches = training_batches(train, options.data.batch_size, options.seed, *rows, rank, processes)
-        self.batches = read_ahead(batches, train)
+    accelerator: Accelerator
+    model: nn.Module
+    optimizers: list[AcceleratedOptimizer]
+    options: RunOptions
+    train: PackedRows
+    heldout: PackedRows
+    progress: Progress
+    skipped_in_a_row: int = 0
+
+    def __post_init__(self) -> None:
+        share = self.accelerator.process_index, self.accelerator.num_processes
+        self.schedule = Schedule.of(self.options, len(self.train), share[1])
+        self.num_steps = self.schedule.num_steps(self.progress)
+        rows = self.progress.rows, self.schedule.last_row
+        batches = training_batches(self.train, self.options.data.batch_size, self.options.seed, *rows, *share)
+        self.batches = read_ahead(batches, self.train)
 
     def train_step(self, interrupted: bool) -> tuple[dict[str, float], bool]:
         """Numbers of the step, and whether any process was interrupted. Values that are not finite are left out."""

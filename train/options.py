@@ -1,7 +1,13 @@
 """Options that every training program shares; a program's own dataclass adds its target and draft to `RunOptions`."""
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
+
+AT_LEAST_ONE = (
+    *("data.max_length", "data.batch_size", "optim.epochs", "optim.steps", "optim.accumulation", "evaluation.every"),
+    *("evaluation.depth", "evaluation.documents", "checkpoint.every", "checkpoint.keep"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,20 +109,9 @@ class RunOptions:
     """print parameters, memory per GPU, feature volume, steps and tokens, and end before any weight is read"""
 
     def __post_init__(self) -> None:
-        at_least_one = {
-            "data.max_length": self.data.max_length,
-            "data.batch_size": self.data.batch_size,
-            "optim.epochs": self.optim.epochs,
-            "optim.steps": 1 if self.optim.steps is None else self.optim.steps,
-            "optim.accumulation": self.optim.accumulation,
-            "evaluation.every": self.evaluation.every,
-            "evaluation.depth": self.evaluation.depth,
-            "evaluation.documents": self.evaluation.documents,
-            "checkpoint.every": self.checkpoint.every,
-            "checkpoint.keep": self.checkpoint.keep,
-        }
-        for name, value in at_least_one.items():
-            if value < 1:
+        for name in AT_LEAST_ONE:
+            value = attrgetter(name)(self)
+            if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give at least 1")
         if self.evaluation.samples < 0:
             raise ValueError(f"evaluation.samples is {self.evaluation.samples}; give 0 or more")

@@ -14,29 +14,12 @@ from transformers import PreTrainedModel
 
 from slipstream.models.feature_store import FeatureFormat
 from slipstream.models.frozen_target import VOCABULARY_CHUNK
-from slipstream.train.batches import PackedRows, measure
+from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import Progress
-from slipstream.train.optimizers import build_optimizers
-from slipstream.train.schedule import Schedule
+from slipstream.train.optim import Schedule, build_optimizers
 from slipstream.train.training import DraftTraining
 
 GPU_COUNTS = (1, 2, 4, 8)
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """Documents that are learnt from, their tokens and the supervised ones; tokens of a row."""
-
-    documents: int
-    tokens: int
-    supervised: int
-    row_tokens: float  # mean over rows
-
-    @classmethod
-    def of(cls, rows: PackedRows) -> "Data":
-        lengths, targets = measure(rows.dataset, rows.max_length)
-        tokens = int(lengths[targets > 0].sum())
-        return cls(int((targets > 0).sum()), tokens, int(targets.sum()), tokens / len(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +52,13 @@ class Memory:
 
 def plan(training: DraftTraining, draft: Any, train: PackedRows, options: Any, num_processes: int, bf16: bool) -> str:
     """A page of text. Parameters of `training`, of its target and of its draft lie on the meta device."""
-    data, config, target = Data.of(train), draft.config, training.target.model
+    config, target = draft.config, training.target.model
     is_run = options.data.features is None or options.data.features_missing == "online"
     layers = [bytes_of(layer) for layer in training.target.layers] if options.target_sharding != "none" else [0]
     memory = Memory(
         target=(bytes_of(target) if is_run else bytes_of(*heads_of(target))) - sum(layers),
-        activations=target_activations(training, data, options)
-        + draft_activations(draft, data, options, bf16, target.dtype.itemsize),
+        activations=target_activations(training, train, options)
+        + draft_activations(draft, train, options, bf16, target.dtype.itemsize),
         parameters=size_of(draft),
         moments=moments_of(training, options),
         bf16=bf16,
@@ -87,8 +70,8 @@ def plan(training: DraftTraining, draft: Any, train: PackedRows, options: Any, n
         f"{config.draft_vocab_size or config.vocab_size:,}, target states {list(config.feature_layers)}",
         f"target    {size_of(target) / 1e6:,.1f}M parameters in {str(target.dtype).removeprefix('torch.')}, frozen",
         *memory_lines(memory),
-        *feature_lines(training, draft, data),
-        *step_lines(train, data, options, num_processes),
+        *feature_lines(training, draft, train),
+        *step_lines(train, options, num_processes),
     ]
     return "\n".join(lines)
 
@@ -107,7 +90,7 @@ def memory_lines(memory: Memory) -> Iterator[str]:
         yield f"            {name:<12}{sizes}"
 
 
-def feature_lines(training: DraftTraining, draft: Any, data: Data) -> Iterator[str]:
+def feature_lines(training: DraftTraining, draft: Any, train: PackedRows) -> Iterator[str]:
     """Disk space of slipstream capture-features for the train split; at most, since it leaves out some tokens."""
     num_layers, layers = len(training.target.layers), tuple(draft.config.feature_layers)
     for dtype in ("bf16", "fp8"):
@@ -118,19 +101,19 @@ def feature_lines(training: DraftTraining, draft: Any, data: Data) -> Iterator[s
             dtype=dtype,
             last_hidden=training.reads_final_state and num_layers not in layers,
         )
-        size = form.num_bytes(data.documents, data.tokens, data.supervised)
+        size = form.num_bytes(train.num_documents, train.num_tokens, train.num_supervised)
         yield f"features  at most {_gb(size)} GB on disk in {dtype}, if captured offline"
 
 
-def step_lines(train: PackedRows, data: Data, options: Any, num_processes: int) -> Iterator[str]:
+def step_lines(train: PackedRows, options: Any, num_processes: int) -> Iterator[str]:
     schedule = Schedule.of(options, len(train), num_processes)
     steps, rows = schedule.num_steps(Progress()), schedule.rows_per_step
     yield (
         f"steps     {steps:,} of {rows} rows on {num_processes} process{'es' * (num_processes > 1)}, "
-        f"{rows * data.row_tokens:,.0f} tokens each; {len(train) / rows:,.1f} steps see the data once"
+        f"{rows * train.row_tokens:,.0f} tokens each; {len(train) / rows:,.1f} steps see the data once"
     )
-    share = data.supervised / data.tokens
-    total = (schedule.last_row or steps * rows) * data.row_tokens
+    share = train.num_supervised / train.num_tokens
+    total = (schedule.last_row or steps * rows) * train.row_tokens
     yield f"tokens    {total:,.0f} in all, {share * total:,.0f} of them supervised ({share:.0%})"
 
 
@@ -158,13 +141,13 @@ def heads_of(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     return model.get_input_embeddings(), model.get_output_embeddings()
 
 
-def target_activations(training: DraftTraining, data: Data, options: Any) -> int:
+def target_activations(training: DraftTraining, train: PackedRows, options: Any) -> int:
     """States that are kept and one layer's, M * t * ((K + 9) * Ht + 3 * It), in the target's dtype of t bytes.
 
     Each token of a mixture of experts runs through E of them: It is theirs together, and another 2 * E * Ht. Attention
     of its own (gpt-oss) keeps its scores, in four steps: 4 * Q numbers for each two tokens of a row."""
     model = training.target.model
-    config, tokens = model.config.get_text_config(), options.data.batch_size * data.row_tokens
+    config, tokens = model.config.get_text_config(), options.data.batch_size * train.row_tokens
     states, width = len(training.target.feature_layers) + 9, config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * width
     experts = getattr(config, "num_experts_per_tok", None) or 0
@@ -172,19 +155,19 @@ def target_activations(training: DraftTraining, data: Data, options: Any) -> int
         inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
     numbers = tokens * ((states + 2 * experts) * width + 3 * inner)
     if config._attn_implementation == "eager":
-        numbers += 4 * config.num_attention_heads * tokens * data.row_tokens
+        numbers += 4 * config.num_attention_heads * tokens * train.row_tokens
     return int(model.dtype.itemsize * numbers)
 
 
-def draft_activations(draft: Any, data: Data, options: Any, bf16: bool, target_size: int) -> int:
+def draft_activations(draft: Any, train: PackedRows, options: Any, bf16: bool, target_size: int) -> int:
     """What the draft's pass keeps for the gradient. S steps or one, L layers, R rows of each: N, or the blocks' slots.
 
     Per row and layer b * (2 * X + 3 * (Q + 2 * G) * D + 4 * H + 3 * I), X the width that attention reads; for EAGLE3
     also the draft's logits and the target's, of `target_size` bytes. A GPU keeps no weights of attention
-    (flex.py).
+    (blocks.py).
     """
     config, size = draft.config, 2 if bf16 else 4
-    tokens, share = options.data.batch_size * data.row_tokens, data.supervised / data.tokens
+    tokens, share = options.data.batch_size * train.row_tokens, train.num_supervised / train.num_tokens
     is_block, is_eagle3 = hasattr(config, "block_size"), hasattr(draft, "lm_head")
     layers = getattr(config, "num_layers", 1)
     rows, steps = tokens * share, getattr(options.draft, "ttt_steps", 1)

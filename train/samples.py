@@ -7,10 +7,17 @@ drafted and accepted. The rest came from the target itself. Such a record holds 
 skips those with `sample`; several may have the same step.
 """
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
+
+from slipstream.train.acceptance import Walk
+from slipstream.train.batches import Batch
+
+PROMPT_TOKENS = 256  # before the answer
+ANSWER_TOKENS = 384
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +25,6 @@ class Sample:
     prompt: str
     answer: str
     spans: tuple[tuple[int, int], ...]
-
-    def __post_init__(self) -> None:
-        end = 0
-        for span in self.spans:
-            if not end <= span[0] < span[1] <= len(self.answer):
-                raise ValueError(
-                    f"sample span {list(span)} does not follow {end} within an answer of {len(self.answer)} "
-                    "characters; spans are ascending, apart and not empty"
-                )
-            end = span[1]
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "Sample":
@@ -42,20 +39,61 @@ class Sample:
     def record(self, step: int) -> dict[str, Any]:
         return {"step": step, "sample": asdict(self)}
 
-    def parts(self) -> Iterator[tuple[str, bool]]:
-        """The answer in pieces, and whether each was drafted."""
-        done = 0
-        for start, end in self.spans:
-            yield self.answer[done:start], False
-            yield self.answer[start:end], True
-            done = end
-        yield self.answer[done:], False
-
     def html(self) -> str:
         """The answer with what was drafted and accepted in <mark>."""
-        return "".join(f"<mark>{escape(text)}</mark>" if drafted else escape(text) for text, drafted in self.parts())
+        pieces, done = [], 0
+        for start, end in self.spans:
+            pieces.append(f"{escape(self.answer[done:start])}<mark>{escape(self.answer[start:end])}</mark>")
+            done = end
+        return "".join((*pieces, escape(self.answer[done:])))
 
     @property
     def accepted_share(self) -> float:
         """Share of the answer's characters that were drafted."""
         return sum(end - start for start, end in self.spans) / max(1, len(self.answer))
+
+
+class SampleAnswers:
+    """Keeps the first `limit` answers of an evaluation, one of each document."""
+
+    def __init__(self, tokenizer: Any, limit: int) -> None:
+        self.tokenizer = tokenizer
+        self.limit = limit
+        self.kept: list[Sample] = []
+
+    def add(self, batch: Batch, walks: Iterable[Walk]) -> None:
+        """`walks` of the batch, which lies on the host."""
+        tokens, documents = batch.tokens.flatten().tolist(), batch.documents.flatten().tolist()
+        shown = -1
+        for walk in walks:
+            if len(self.kept) == self.limit:
+                return
+            if documents[walk.first] != shown:
+                shown = documents[walk.first]
+                self.kept.append(self.sample(tokens, documents.index(shown), walk))
+
+    def take(self) -> list[Sample]:
+        """Those of the evaluation that has ended."""
+        kept, self.kept = self.kept, []
+        return kept
+
+    def sample(self, tokens: list[int], start: int, walk: Walk) -> Sample:
+        """`start`: the first token of the answer's document."""
+        end = min(walk.last + 1, walk.first + ANSWER_TOKENS)
+        answer = tokens[walk.first : end]
+        text = self.decode(answer)
+        spans: list[tuple[int, int]] = []
+        for root, num_accepted in walk.rounds:
+            first = root + 1 - walk.first
+            span = self.offset(answer, first, text), self.offset(answer, first + num_accepted, text)
+            if span[0] < span[1]:
+                spans.append(span)
+        prompt = self.decode(tokens[max(start, walk.first - PROMPT_TOKENS) : walk.first])
+        return Sample(prompt, text, tuple(spans))
+
+    def offset(self, answer: list[int], count: int, text: str) -> int:
+        """Characters of `text`, the whole answer's, in its first `count` tokens; a part of one does not count."""
+        return len(os.path.commonprefix([self.decode(answer[:count]), text]))
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

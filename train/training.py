@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.train.acceptance import walk_answers, walk_metrics
 from slipstream.train.batches import Batch
-from slipstream.train.sample_answers import SampleAnswers
-from slipstream.train.samples import Sample
+from slipstream.train.samples import Sample, SampleAnswers
 
 Metrics = dict[str, Tensor]  # name -> (2,): a sum, and the count that divides it once all are added up
 

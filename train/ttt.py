@@ -4,15 +4,29 @@ Index t of step s reads token t+1+s and the state of step s-1 (at s = 0 the targ
 t+2+s. Row t asks if tokens t+1 (a possible root) and t+2 are supervised and of t's document; it counts at step s if all
 of t+1 .. t+2+s are. Rows that ask run through the whole draft; earlier rows of their documents only leave their keys.
 
-Letters: N asking rows, C context rows, K = N + C keys.
+At step s a row sees its document's step-0 keys up to its own, and one key per later step, its own; one softmax over
+all. Every step turns the rotary position by one.
+
+Letters: N asking rows, C context rows, K = N + C keys, S own keys, Q/G query and KV heads, R = Q / G, D head dim.
 """
 
-from dataclasses import dataclass, replace
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from slipstream.kernels.norm import HeadNorms, norm_heads
+from slipstream.kernels.packed_attention import KeyValue, Runs, packed_attention, takes
+from slipstream.kernels.rope import rotate
+from slipstream.models.frozen_target import FrozenTarget
+from slipstream.models.layers import Mask, RotaryEmbedding
+from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch
+from slipstream.train.feature_source import target_states
+from slipstream.train.training import DraftTraining, Metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +44,9 @@ class Rows:
     runs: list[tuple[int, int, int]]  # neighbouring asking rows: how many, first key and number of keys of the last one
 
     def to(self, device: torch.device) -> "Rows":
-        return replace(
-            self,
-            asking=self.asking.to(device),
-            context=self.context.to(device),
-            counts=self.counts.to(device),
-            keys=self.keys.to(device),
-            asking_positions=self.asking_positions.to(device),
-            context_positions=self.context_positions.to(device),
-        )
+        columns = (getattr(self, field.name) for field in fields(self))
+        moved: list[Any] = [x.to(device) if isinstance(x, Tensor) else x for x in columns]
+        return Rows(*moved)
 
 
 def find_rows(batch: Batch, num_steps: int) -> Rows:
@@ -84,3 +92,166 @@ def counting_rows(asking: Tensor, num_steps: int) -> Tensor:
     for step in range(min(num_steps, len(asking))):
         counts[step, : len(asking) - step] = asking[step:] == asking[: len(asking) - step] + step
     return counts
+
+
+class TTTAttention:
+    """Of one pass over `rows`. Call order: write (context rows), then per step attend (asking rows) and next_step.
+
+    One kernel takes all documents at once on a GPU, in bf16 and fp16; elsewhere products take them one by one.
+    """
+
+    def __init__(self, rows: Rows, rope: RotaryEmbedding, *, is_packed: bool | None = None) -> None:
+        """`rows` on the device. `is_packed`: whether to use the kernel where it takes the dtype; default: on a GPU."""
+        self.rows = rows
+        self.rope = rope
+        self.step = 0
+        self.context: KeyValue | None = None  # (C, G, D) each
+        self.shared: KeyValue | None = None  # of step 0 (K, G, D), in reading order
+        self.own: list[KeyValue] = []  # of each later step (N, G, D)
+        self.runs: Runs | None = None
+        if rows.asking.is_cuda if is_packed is None else is_packed:
+            self.runs = Runs.of(rows.runs, len(rows.keys), rows.keys.device)
+
+    def next_step(self) -> None:
+        self.step += 1
+
+    @torch.compiler.disable  # a compiled draft stops here, and need not be compiled again for every step
+    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
+        """k and v (C, G, D) of the context rows."""
+        assert layer == 0
+        self.context = self.turn(k, self.rows.context_positions, v.dtype), v
+
+    @torch.compiler.disable
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        mask: Mask,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """q (N, Q, D), k and v (N, G, D) of the asking rows -> (N, Q, D)."""
+        assert layer == 0
+        assert mask == "causal"
+        assert window is None
+        q, k = norm_heads(q, k, norms)
+        q, k = (self.turn(x, self.rows.asking_positions + self.step, v.dtype) for x in (q, k))
+        if self.step == 0:
+            assert self.context is not None
+            context_k, context_v = self.context
+            self.shared = self.in_reading_order(context_k, k), self.in_reading_order(context_v, v)
+        else:
+            self.own.append((k, v.contiguous()))  # a view of the projection would keep all of that
+        assert self.shared is not None
+        if self.runs is not None and takes(v):
+            return packed_attention(q, *self.shared, self.runs, self.own)
+        return self.by_document(q, *self.shared)
+
+    def turn(self, x: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        return rotate(x, self.rope.cos, self.rope.sin, positions, dtype)
+
+    def in_reading_order(self, context: Tensor, asking: Tensor) -> Tensor:
+        return torch.cat((context, asking)).index_select(0, self.rows.keys)
+
+    def by_document(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (N, Q, D) over the step-0 keys and values (K, G, D) and `own`: (N, Q, D)."""
+        q = (q * q.shape[-1] ** -0.5).unflatten(1, (k.shape[1], -1))  # (N, G, R, D)
+        if self.step == 0:
+            self.biases = self.make_biases(q.shape[2], q.dtype)  # per document (N * R, K): 0 where visible, else -inf
+        own_scores = q.new_empty(*q.shape[:3], 0)  # (N, G, R, S)
+        if self.own:
+            own_scores = torch.stack([(q * own_k.unsqueeze(2)).sum(-1) for own_k, _ in self.own], dim=-1)
+        asked = (x.split(self.rows.num_asking) for x in (q, own_scores))
+        seen = (x.split(self.rows.num_keys) for x in (k, v))
+        documents = zip(*asked, *seen, self.biases, strict=True)
+        outputs, weights = zip(*(attend_document(*document) for document in documents), strict=True)
+        output, own_weights = torch.cat(outputs), torch.cat(weights)
+        for index, (_, own_v) in enumerate(self.own):
+            output = output + own_weights[..., index, None] * own_v.unsqueeze(2)
+        return output.flatten(1, 2)
+
+    def make_biases(self, heads: int, dtype: torch.dtype) -> list[Tensor]:
+        keys = self.in_reading_order(self.rows.context, self.rows.asking)
+        splits = zip(self.rows.asking.split(self.rows.num_asking), keys.split(self.rows.num_keys), strict=True)
+        biases = []
+        for asking, seen in splits:
+            bias = torch.zeros(len(asking), len(seen), dtype=dtype, device=keys.device)
+            bias.masked_fill_(seen > asking.unsqueeze(1), -torch.inf)
+            biases.append(bias.repeat_interleave(heads, dim=0))
+        return biases
+
+
+def attend_document(q: Tensor, own_scores: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """One document: q (N, G, R, D) scaled, own_scores (N, G, R, S), k and v (K, G, D), bias (N * R, K).
+
+    Returns the step-0 keys' part of the output (N, G, R, D) and the weights of the own steps (N, G, R, S).
+    """
+    num_rows, groups, heads, size = q.shape
+    num_keys = len(k)
+    folded = q.transpose(0, 1).reshape(groups, num_rows * heads, size)  # heads of a group share its keys
+    scores = torch.baddbmm(bias.expand(groups, -1, -1), folded, k.permute(1, 2, 0))  # (G, N * R, K)
+    own_scores = own_scores.transpose(0, 1).reshape(groups, num_rows * heads, -1)
+    scores, dtype = torch.cat((scores, own_scores), dim=-1), torch.promote_types(v.dtype, torch.float32)
+    weights = torch.softmax(scores, dim=-1, dtype=dtype).to(v.dtype)
+    output = weights[..., :num_keys] @ v.transpose(0, 1)
+    return (
+        output.view(groups, num_rows, heads, size).transpose(0, 1),
+        weights[..., num_keys:].view(groups, num_rows, heads, -1).transpose(0, 1),
+    )
+
+
+class ChainTraining(DraftTraining):
+    """Of a draft that goes on from its own states (EAGLE, EAGLE3): its chain, and the held-out walk with it."""
+
+    draft: Any
+
+    def __init__(self, draft: nn.Module, target: FrozenTarget, rope: RotaryEmbedding, depth: int) -> None:
+        super().__init__()
+        self.draft = draft
+        self.target = target
+        self.rope = rope
+        self.depth = depth
+
+    @property
+    def device(self) -> torch.device:
+        return self.rope.cos.device
+
+    def enter(self, features: Tensor) -> Tensor:
+        """The states (N, H) that the draft begins with, of the target's features (N, K * Ht)."""
+        return features
+
+    @abstractmethod
+    def predictions(self, states: Tensor) -> Tensor:
+        """Target id of the best draft token at the draft's states: (N, H) -> (N,)."""
+
+    def read(self, batch: Batch, num_steps: int) -> tuple[Rows, Tensor, Tensor, Tensor]:
+        """Rows, and flattened over the batch: tokens (B * S,), features (B * S, K * Ht), final states (B * S, Ht)."""
+        rows = find_rows(batch, num_steps).to(self.device)
+        features, final = target_states(self.target, batch, self.device)
+        return rows, batch.tokens.to(self.device).flatten(), features.flatten(0, 1), final.flatten(0, 1)
+
+    def chain(self, rows: Rows, tokens: Tensor, features: Tensor, num_steps: int) -> Iterator[Tensor]:
+        """The draft's states (N, H) of each step; from step 1 on it reads its own."""
+        attention = TTTAttention(rows, self.rope)
+        context = self.target.embed(token_at(tokens, rows.context + 1))
+        self.draft.write_context(context, self.enter(features[rows.context]), attention)
+        state = self.enter(features[rows.asking])
+        for step in range(num_steps):
+            state = self.draft(self.target.embed(token_at(tokens, rows.asking + 1 + step)), state, attention)
+            yield state
+            attention.next_step()
+
+    def evaluate(self, batch: Batch) -> Metrics:
+        rows, tokens, features, _ = self.read(batch, self.depth)
+        chain = self.chain(rows, tokens, features, self.depth)
+        predicted = torch.stack([self.predictions(state) for state in chain])  # (depth, N)
+        text = torch.stack([token_at(tokens, rows.asking + 2 + step) for step in range(self.depth)])
+        accepted = count_accepted(predicted, text, rows.counts)
+        return self.walk(batch, rows.asking.cpu(), accepted.cpu(), self.depth)  # sync
+
+
+def token_at(tokens: Tensor, index: Tensor) -> Tensor:
+    """tokens[index], the last one beyond the end: rows that no longer count still have to read something."""
+    return tokens[index.clamp(max=len(tokens) - 1)]

@@ -19,8 +19,7 @@ from slipstream.models.target import load_config
 from slipstream.tests.data_tools.conversion import Runs
 from slipstream.tests.random_targets import LLAMA3_ROPE, SHAPE, save_random_target
 from slipstream.train.batches import collate
-from slipstream.train.ttt import find_rows
-from slipstream.train.ttt_attention import ttt_attention
+from slipstream.train.ttt import TTTAttention, find_rows
 
 REASON = "the package speculators is not installed, whose network is the oracle here"
 speculators = pytest.importorskip("speculators.models.eagle3", reason=REASON)
@@ -99,7 +98,7 @@ def our_logits(draft: Eagle3, target: Path, tokens: list[int]) -> list[Tensor]:
     rows = find_rows(batch, STEPS)
     assert rows.asking.tolist() == list(range(LENGTH))
     features = frozen.features(batch.tokens, batch.positions)[0][0, :LENGTH]
-    attention = ttt_attention(rows, RotaryEmbedding(draft.config.rope, draft.config.head_dim, 64))
+    attention = TTTAttention(rows, RotaryEmbedding(draft.config.rope, draft.config.head_dim, 64))
     draft.write_context(torch.zeros(0, 32), torch.zeros(0, 32), attention)
     state, found, text = draft.fuse(features), [], torch.tensor(tokens)
     for step in range(STEPS):

@@ -20,7 +20,7 @@ from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.random_targets import FAMILIES, save_random_target
-from slipstream.train.eagle3 import DraftOptions, Eagle3Training
+from slipstream.train.eagle3 import DraftOptions, Eagle3Training, main
 
 DRAFT_VOCAB_SIZE = 40
 FEATURE_LAYERS = (2, 0, 4)  # neither ascending nor the default: a swap shows
@@ -161,3 +161,11 @@ def run_flags(target_path: Path, data_path: Path, vocabulary_path: Path) -> Call
 def arguments(run_flags: Callable[..., list[str]]) -> Callable[..., list[str]]:
     """`run_flags` for train/eagle3.py."""
     return partial(run_flags, draft__feature_layers="[2, 0, 4]", draft__ttt_steps=3)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, arguments: Callable[..., list[str]]) -> Path:
+    """A run of train/eagle3.py that nothing disturbed. Tests that change it copy it."""
+    output = tmp_path_factory.mktemp("finished")
+    main(arguments(output))
+    return output

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.train import block_loss
-from slipstream.train.block_loss import best_rows, decay_weights, default_gamma, dpace_weights, head_losses
+from slipstream.train import losses as head_loss
+from slipstream.train.blocks import decay_weights, default_gamma, dpace_weights
+from slipstream.train.losses import best_rows, head_losses
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_dpace_survives_losses_that_were_not_computed() -> None:
 
 @pytest.mark.parametrize("logits_at_once", [1, 150, 10**6])  # one row, three rows of 50, all
 def test_losses_and_gradients_are_autograds_for_any_chunk(logits_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_loss, "LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", logits_at_once)
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(10, 16, generator=generator, requires_grad=True)
     head, labels = torch.randn(50, 16, generator=generator), torch.randint(50, (10,), generator=generator)

@@ -13,21 +13,24 @@ from slipstream.models.layers import RotaryEmbedding
 from slipstream.tests.train.block_cases import BLOCK_SIZE, documents, flat_documents, packed
 from slipstream.tests.train.naive_walk import Document
 from slipstream.train.batches import collate
-from slipstream.train.block_attention import (
+from slipstream.train.blocks import (
     BlockAttention,
+    Blocks,
     FlexBlockAttention,
+    Places,
     SDPABlockAttention,
-    block_places,
-    context_places,
+    attend_tiles,
+    draw_anchors,
+    find_blocks,
+    possible_anchors,
     sees,
+    visible_tiles,
 )
-from slipstream.train.blocks import Blocks, draw_anchors, find_blocks, possible_anchors
-from slipstream.train.flex import attend, visible_tiles
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_blocks_follow_the_rule(seed: int) -> None:
     batch, rows = packed(seed)
     anchors, starts, positions, labels, counts = [], [], [], [], []
@@ -136,10 +139,9 @@ def test_masks_equal_the_loops(kind: type[BlockAttention], window: int | None) -
     attention, rows, shape = make_attention(kind)
     expected = naive_mask(attention.blocks, rows, shape, window)
     assert torch.equal(dense(attention, window), expected)
-    queries, num_rows = block_places(attention.blocks), shape.numel()
-    keys = context_places(num_rows, torch.device("cpu")).followed_by(queries)
-    every_key = torch.arange(len(keys.row)).unsqueeze(0)
-    assert torch.equal(sees(queries, torch.arange(len(queries.row)).unsqueeze(1), keys, every_key, window), expected)
+    places = Places.of(attention.blocks, shape.numel())
+    queries, keys = torch.arange(len(places.row)), torch.arange(len(places.key_row))
+    assert torch.equal(sees(places, queries.unsqueeze(1), keys, window), expected)
 
 
 def outputs_and_gradients(
@@ -191,7 +193,7 @@ def test_compiled_flex_takes_few_queries(num_queries: int) -> None:
     k, v = torch.randn(2, 300, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     tiles = visible_tiles(lambda _b, _h, query, key: key <= query, num_queries, len(k), q.device)
     with torch.no_grad():
-        found = attend(q, k, v, tiles)
+        found = attend_tiles(q, k, v, tiles)
     heads_first = (x.float().transpose(0, 1)[None] for x in (q, k, v))
     expected = functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(found.float(), expected[0].transpose(0, 1), rtol=5e-2, atol=5e-2)

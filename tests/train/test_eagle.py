@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AutoConfig, PreTrainedModel
 
 from slipstream.models.config import ModelConfig
@@ -17,12 +16,13 @@ from slipstream.models.token_map import TokenMap
 from slipstream.tests.train.conftest import random_document
 from slipstream.tests.train.naive_draft import NaiveDraft
 from slipstream.tests.train.naive_walk import Document, half_predictable, naive_walk
-from slipstream.train import block_loss
+from slipstream.train import losses
 from slipstream.train.batches import collate
 from slipstream.train.eagle import DraftOptions, EagleTraining, document_lengths
-from slipstream.train.feature_loss import regression_losses
+from slipstream.train.losses import regression_losses
 
 DEPTH, MAX_LENGTH = 3, 64
+SEVERAL_STEPS = {"ttt_steps": 3, "feature_weight": 0.5, "token_weight": 2.0}
 
 
 def make_training(target: PreTrainedModel, ids: Tensor | None = None, **options: Any) -> EagleTraining:
@@ -89,9 +89,10 @@ def naive_terms(
             yield step, regression, entropy if best in ids.tolist() else None, int(ids[logits.argmax()]) == best
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("options", [{}, {"ttt_steps": 3, "feature_weight": 0.5, "token_weight": 2.0}])
-@pytest.mark.parametrize("logits_at_once", [500, 10**6])
+@pytest.mark.parametrize(
+    ("reduced", "options", "logits_at_once"),
+    [(False, {}, 500), (True, {}, 10**6), (True, SEVERAL_STEPS, 500), (False, SEVERAL_STEPS, 10**6)],
+)
 def test_loss_gradient_and_metrics_equal_the_loops(
     target_model: PreTrainedModel,
     token_map: TokenMap,
@@ -100,7 +101,7 @@ def test_loss_gradient_and_metrics_equal_the_loops(
     logits_at_once: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_loss, "LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(losses, "LOGITS_AT_ONCE", logits_at_once)
     ids = token_map.ids if reduced else torch.arange(120)
     training, rows = make_training(target_model, ids if reduced else None, **options), documents(1)
     chosen = training.options
@@ -187,6 +188,3 @@ def test_the_target_is_neither_trained_nor_saved(target_model: PreTrainedModel) 
 def test_regression_is_smooth_l1() -> None:
     states, features = torch.tensor([[0.5, 3.0]]), torch.zeros(1, 2)
     assert regression_losses(states, features).tolist() == [pytest.approx((0.125 + 2.5) / 2)]
-    assert torch.equal(
-        regression_losses(states, features), F.smooth_l1_loss(states, features, reduction="none").mean(1)
-    )

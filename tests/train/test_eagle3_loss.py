@@ -72,7 +72,7 @@ def test_a_batch_may_hold_fewer_rows_than_steps(
     assert [int(metrics[f"accept_rate_{step}"][1]) for step in range(STEPS)] == [2, 1, 0, 0]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_loss_gradient_and_metrics_equal_the_loops(
     training: Eagle3Training, target_model: PreTrainedModel, token_map: TokenMap, seed: int
 ) -> None:
@@ -141,8 +141,9 @@ def test_a_walk_without_a_round_has_no_length(training: Eagle3Training) -> None:
     assert metrics["accept_length"].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("step_weights", [None, (1.0, 0.0, 2.0, 0.5)])
-@pytest.mark.parametrize("kind", FORMULAS)
+@pytest.mark.parametrize(
+    ("kind", "step_weights"), [(kind, (1.0, 0.0, 2.0, 0.5) if kind in ("tv", "lk") else None) for kind in FORMULAS]
+)
 def test_every_loss_equals_its_formula(
     kind: Any,
     step_weights: tuple[float, ...] | None,
@@ -165,9 +166,3 @@ def test_every_loss_equals_its_formula(
         torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), strict=True
     ):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
-
-
-@pytest.mark.parametrize("step_weights", [(1.0, 1.0), (1.0, -1.0, 1.0), (0.0, 0.0, 0.0)])
-def test_step_weights_that_cannot_be_are_refused(step_weights: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match=r"draft.step_weights is \[.*\]; give 3, one for each of draft.ttt_steps"):
-        DraftOptions(ttt_steps=3, step_weights=step_weights)

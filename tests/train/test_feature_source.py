@@ -1,6 +1,5 @@
 """Training from captured states: the same losses as from the target, and clear ends where that cannot be."""
 
-import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -12,18 +11,16 @@ from typing import Any
 import pytest
 import torch
 from datasets import load_from_disk
-from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream.models.feature_store import shard_path
 from slipstream.tests.train.conftest import MAX_LENGTH, CaptureTo, random_dataset
+from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_run, run_interrupted
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import PackedRows
 from slipstream.train.draft_setup import TargetFiles
 from slipstream.train.feature_source import FeatureSource, open_features, read_features, target_states
-from slipstream.train.loop import Loop
 from slipstream.train.options import DataOptions
-from slipstream.train.trackers import read_metrics
 from slipstream.train.training import DraftTraining
 
 CPU = torch.device("cpu")
@@ -38,7 +35,6 @@ DRAFTERS: dict[str, tuple[Any, type[Any], Any]] = {  # program, its options, tho
     ),
     "dflash": (dflash, dflash.DFlashOptions, BLOCKS),
 }
-Arguments = Callable[..., list[str]]
 
 
 def start(name: str, target: Path, data: DataOptions) -> tuple[DraftTraining, dict[str, PackedRows]]:
@@ -84,16 +80,15 @@ def online(target_path: Path, data_path: Path) -> Callable[..., dict[str, Tensor
     return compute
 
 
-@pytest.mark.parametrize("max_length", [MAX_LENGTH, 17])
 @pytest.mark.parametrize(
-    ("name", "kept"),
+    ("name", "kept", "max_length"),
     [
-        ("eagle", "all"),
-        ("eagle3", "supervised"),
-        ("eagle3", "all"),
-        ("eagle3 that reads the normed state", "all"),
-        ("dflash", "supervised"),
-        ("dflash", "all"),
+        ("eagle", "all", 17),
+        ("eagle3", "supervised", MAX_LENGTH),
+        ("eagle3", "all", 17),
+        ("eagle3 that reads the normed state", "all", MAX_LENGTH),
+        ("dflash", "supervised", 17),
+        ("dflash", "all", MAX_LENGTH),
     ],
 )
 def test_losses_are_those_of_the_target_itself(
@@ -216,37 +211,12 @@ def test_other_tokens_than_the_data_are_noticed(
         read_all(rows["train"])
 
 
-def records(output: Path) -> list[dict[str, float]]:
-    lines = read_metrics(output / "metrics.jsonl")
-    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
-
-
-def weights(output: Path) -> dict[str, Tensor]:
-    return load_file(output / "step-6" / "state" / "model.safetensors")
-
-
 def test_a_whole_run_is_the_same_and_continues_bit_for_bit(
-    tmp_path: Path, arguments: Arguments, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, arguments: Arguments, finished: Path, stores: dict[str, Path]
 ) -> None:
-    eagle3.main(arguments(tmp_path / "online"))
     flags = {"data__features": stores["all"]}
     eagle3.main(arguments(tmp_path / "cached", **flags))
-    for found, expected in zip(records(tmp_path / "cached"), records(tmp_path / "online"), strict=True):
-        assert found == pytest.approx(expected, rel=1e-4)
-    for name, tensor in weights(tmp_path / "online").items():
-        torch.testing.assert_close(weights(tmp_path / "cached")[name], tensor, rtol=1e-3, atol=1e-4)
-    train_step = Loop.train_step
-
-    def interrupted_step(loop: Loop, interrupted: bool) -> tuple[dict[str, float], bool]:
-        if loop.progress.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(loop, interrupted)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "train_step", interrupted_step)
-        with pytest.raises(SystemExit):
-            eagle3.main(arguments(tmp_path / "stopped", **flags))
+    assert_like_run(tmp_path / "cached", finished)
+    run_interrupted(arguments(tmp_path / "stopped", **flags), signal.SIGTERM)
     eagle3.main(arguments(tmp_path / "stopped", **flags))
-    assert records(tmp_path / "stopped") == records(tmp_path / "cached")
-    for name, tensor in weights(tmp_path / "cached").items():
-        assert torch.equal(weights(tmp_path / "stopped")[name], tensor), name
+    assert_same_run(tmp_path / "stopped", tmp_path / "cached")

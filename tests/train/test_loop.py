@@ -1,72 +1,38 @@
 """Whole runs: what does not change them (kills), what they leave behind, what they refuse."""
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import DistributedType
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from slipstream.models.config import ModelConfig
 from slipstream.models.eagle3 import load_eagle3
 from slipstream.models.token_map import TokenMap
-from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE, SaveData, random_dataset
+from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
+from slipstream.tests.train.runs import (
+    ROOT,
+    Arguments,
+    assert_same_run,
+    records,
+    refusal,
+    run_interrupted,
+    start_program,
+    weights,
+)
 from slipstream.train import draft_setup, loop
 from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import clean
 from slipstream.train.eagle3 import Eagle3Training, main
 from slipstream.train.loop import Loop
-from slipstream.train.trackers import read_metrics
-
-Arguments = Callable[..., list[str]]
-ROOT = Path(__file__).parents[2]
-TIMING = "tokens_per_second"
-
-
-def records(output: Path) -> list[dict[str, float]]:
-    """metrics.jsonl without what differs between two equal runs."""
-    return [
-        {name: value for name, value in line.items() if name != TIMING}
-        for line in read_metrics(output / "metrics.jsonl")
-    ]
-
-
-def weights(output: Path, step: int = 6) -> dict[str, Tensor]:
-    """The fp32 weights that the run would continue from."""
-    return load_file(output / f"step-{step}" / "state" / "model.safetensors")
-
-
-def assert_same_run(found: Path, expected: Path) -> None:
-    """Bit for bit."""
-    assert records(found) == records(expected)
-    for name, tensor in weights(expected).items():
-        assert torch.equal(weights(found)[name], tensor), name
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, arguments: Arguments) -> Path:
-    """A run that nothing disturbed."""
-    output = tmp_path_factory.mktemp("finished")
-    main(arguments(output))
-    return output
-
-
-def start_program(arguments: list[str]) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    command = [sys.executable, str(ROOT / "train" / "eagle3.py"), *arguments]
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def test_a_run_leaves_servable_checkpoints_and_a_log(finished: Path, target_path: Path) -> None:
@@ -88,20 +54,8 @@ def test_a_run_leaves_servable_checkpoints_and_a_log(finished: Path, target_path
     assert run["best_accept_length"] == max(line.get("eval_accept_length", 0) for line in lines)
 
 
-def test_a_few_documents_are_learnt(tmp_path: Path, arguments: Arguments, save_data: SaveData) -> None:
-    """With the whole target vocabulary, so that nothing is out of reach."""
-    data = save_data(random_dataset(6, seed=1), random_dataset(2, seed=2))
-    changes = {"data__path": data, "data__batch_size": 1, "optim__accumulation": 3, "draft__vocabulary": "null"}
-    main(arguments(tmp_path, optim__steps=150, evaluation__every=999, checkpoint__every=999, **changes))
-    first, last = records(tmp_path)[0], records(tmp_path)[-1]
-    assert last["loss"] < first["loss"]
-    for step in range(3):
-        assert first[f"accept_rate_{step}"] < 0.5
-        assert last[f"accept_rate_{step}"] > 0.7
-
-
 def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, arguments: Arguments, finished: Path) -> None:
-    program = start_program(arguments(tmp_path))
+    program = start_program(ROOT / "train" / "eagle3.py", *arguments(tmp_path))
     deadline = time.monotonic() + 300
     while not (tmp_path / "step-2").exists() and program.poll() is None:
         assert time.monotonic() < deadline
@@ -119,21 +73,9 @@ def test_an_interrupted_run_saves_and_continues_bit_for_bit(
     arguments: Arguments,
     finished: Path,
     number: signal.Signals,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    train_step = Loop.train_step
-
-    def interrupted_step(loop: Loop, interrupted: bool) -> tuple[dict[str, float], bool]:
-        if loop.progress.step == 2:
-            os.kill(os.getpid(), number)
-        return train_step(loop, interrupted)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "train_step", interrupted_step)
-        with pytest.raises(SystemExit) as stop:
-            main(arguments(tmp_path))
-    assert stop.value.code == 130
+    run_interrupted(arguments(tmp_path), number)
     assert "stopped; step 4 of 6 is saved" in capsys.readouterr().out
     main(arguments(tmp_path))
     assert_same_run(tmp_path, finished)
@@ -189,14 +131,13 @@ def test_unfinished_writes_are_cleaned_up(tmp_path: Path) -> None:
 def test_another_run_is_not_continued(
     finished: Path, arguments: Arguments, changes: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments(finished, **changes))
-    assert re.search(message, str(stop.value.code))
+    assert re.search(message, refusal(arguments(finished, **changes)))
 
 
-def test_what_does_not_change_the_run_may_change(finished: Path, arguments: Arguments) -> None:
-    main(arguments(finished, checkpoint__keep=1, tracker__name="another", data__batch_size=1, optim__accumulation=2))
-    assert records(finished)[-1]["step"] == 6
+def test_what_does_not_change_the_run_may_change(tmp_path: Path, finished: Path, arguments: Arguments) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    main(arguments(run, checkpoint__keep=1, tracker__name="another", data__batch_size=1, optim__accumulation=2))
+    assert records(run) == records(finished)
 
 
 @pytest.mark.parametrize(
@@ -213,9 +154,7 @@ def test_what_does_not_change_the_run_may_change(finished: Path, arguments: Argu
 def test_bad_options_end_in_a_sentence(
     tmp_path: Path, arguments: Arguments, changes: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments(tmp_path, **changes))
-    assert message in str(stop.value.code)
+    assert message in refusal(arguments(tmp_path, **changes))
 
 
 @pytest.mark.parametrize(
@@ -232,9 +171,7 @@ def test_what_cannot_run_is_refused_before_the_target_is_read(
     if "optim__name" in changes:
         sharded = SimpleNamespace(distributed_type=DistributedType.FSDP, num_processes=2)
         monkeypatch.setattr(loop, "Accelerator", lambda **_options: sharded)
-    with pytest.raises(SystemExit) as stop:
-        main(arguments(tmp_path, **changes))
-    assert message in str(stop.value.code)
+    assert message in refusal(arguments(tmp_path, **changes))
 
 
 def test_an_interrupt_before_the_first_step_ends_in_a_word(
@@ -244,9 +181,7 @@ def test_an_interrupt_before_the_first_step_ends_in_a_word(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(draft_setup, "load_frozen_target", interrupt)
-    with pytest.raises(SystemExit) as stop:
-        main(arguments(tmp_path))
-    assert stop.value.code == 130
+    assert refusal(arguments(tmp_path)) == "130"
     assert capsys.readouterr().err.endswith("train/eagle3.py: interrupted\n")
 
 
@@ -267,6 +202,4 @@ def test_a_map_of_another_target_is_refused(
 ) -> None:
     path = tmp_path / "map.safetensors"
     TokenMap.build(torch.ones(vocab_size, dtype=torch.int64), 20, [], metadata).write(path)
-    with pytest.raises(SystemExit) as stop:
-        main(arguments(tmp_path / "output", draft__vocabulary=path))
-    assert message in str(stop.value.code)
+    assert message in refusal(arguments(tmp_path / "output", draft__vocabulary=path))

@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,16 @@ from datasets import DatasetDict, load_from_disk
 from slipstream.models.checkpoint import named_target
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
+from slipstream.tests.train.runs import Arguments, refusal
 from slipstream.train import checkpoints, dflash, eagle, eagle3
 from slipstream.train.checkpoints import provenance, step_folders
 from slipstream.train.trackers import read_metrics
 
-Arguments = Callable[..., list[str]]
 PROGRAMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "eagle3": (eagle3, {}),
     "eagle": (eagle, {}),
     "dflash": (dflash, {"draft__num_layers": 2, "draft__mask_token_id": 7}),
 }
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, arguments: Arguments) -> Path:
-    output = tmp_path_factory.mktemp("finished")
-    eagle3.main(arguments(output))
-    return output
 
 
 @pytest.fixture
@@ -41,18 +33,14 @@ def run(tmp_path: Path, finished: Path) -> Path:
     return shutil.copytree(finished, tmp_path / "run")
 
 
-def refusal(arguments: list[str]) -> str:
-    with pytest.raises(SystemExit) as stop:
-        eagle3.main(arguments)
-    return str(stop.value.code)
-
-
 def remove_steps(run: Path) -> None:
     for folder in step_folders(run):
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program", ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "dflash"))]
+)
 def test_another_token_map_at_the_same_place_is_refused(
     tmp_path: Path, run_flags: Arguments, vocabulary_path: Path, program: str
 ) -> None:
@@ -66,9 +54,7 @@ def test_another_token_map_at_the_same_place_is_refused(
     counts = torch.zeros(120, dtype=torch.int64)
     counts[6 : 6 + 2 * DRAFT_VOCAB_SIZE : 2] = 3
     TokenMap.build(counts, DRAFT_VOCAB_SIZE, [], {}).write(path)
-    with pytest.raises(SystemExit) as stop:
-        module.main(words)
-    message = str(stop.value.code)
+    message = refusal(words, module.main)
     assert "vocabulary_hash is " in message
     assert "name what the run began with by draft.vocabulary to continue it, or another output" in message
     assert (output / "step-1" / "state" / "progress.json").read_text() == before
@@ -89,18 +75,6 @@ def test_what_a_run_reads_may_lie_elsewhere(
     eagle3.main(arguments(run, target=target, data__path=data, draft__vocabulary=vocabulary))
     weights = "model.safetensors"
     assert (run / "step-6" / weights).read_bytes() == (finished / "step-6" / weights).read_bytes()
-
-
-def test_a_run_that_did_not_note_its_token_map_continues(run: Path, finished: Path, arguments: Arguments) -> None:
-    shutil.rmtree(run / "step-6")
-    path = run / "step-4" / "state" / "progress.json"
-    saved = json.loads(path.read_text())
-    del saved["identity"]["vocabulary_hash"]
-    path.write_text(json.dumps(saved))
-    eagle3.main(arguments(run))
-    weights = "model.safetensors"
-    assert (run / "step-6" / weights).read_bytes() == (finished / "step-6" / weights).read_bytes()
-    assert "vocabulary_hash" in json.loads((run / "step-6" / "state" / "progress.json").read_text())["identity"]
 
 
 def test_never_does_not_replace_a_best_alone(run: Path, arguments: Arguments) -> None:

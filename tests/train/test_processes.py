@@ -2,52 +2,26 @@
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from datasets import load_from_disk
-from safetensors.torch import load_file
-from torch import Tensor
 
 from slipstream.tests.train import recorded_run
+from slipstream.tests.train.runs import (
+    Arguments,
+    assert_like_run,
+    end_program,
+    records,
+    refusal,
+    start_program,
+)
 from slipstream.train import checkpoints
 from slipstream.train.batches import PackedRows
 from slipstream.train.eagle3 import main
-from slipstream.train.trackers import read_metrics
 
-Arguments = Callable[..., list[str]]
-PROGRAM = Path(__file__).parents[2] / "train" / "eagle3.py"
 ONE_EPOCH = {"optim__steps": "null", "optim__epochs": 1}
-
-
-def records(output: Path) -> list[dict[str, float]]:
-    lines = read_metrics(output / "metrics.jsonl")
-    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
-
-
-def weights(output: Path, step: int) -> dict[str, Tensor]:
-    return load_file(output / f"step-{step}" / "state" / "model.safetensors")
-
-
-def start_two_processes(program: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [sys.executable, *launcher, str(program), *arguments]
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
-def assert_like_run(found: Path, expected: Path, last_step: int) -> None:
-    """Up to the order of sums."""
-    for line, other in zip(records(found), records(expected), strict=True):
-        assert line == pytest.approx(other, rel=1e-4)
-    for name, tensor in weights(expected, last_step).items():
-        torch.testing.assert_close(weights(found, last_step)[name], tensor, rtol=1e-3, atol=1e-4)
 
 
 def test_accumulation_equals_a_bigger_batch(tmp_path: Path, arguments: Arguments) -> None:
@@ -57,23 +31,13 @@ def test_accumulation_equals_a_bigger_batch(tmp_path: Path, arguments: Arguments
     assert_like_run(tmp_path / "window", tmp_path / "batch", last_step=8)
 
 
-def test_two_processes_equal_one_with_twice_the_batch(tmp_path: Path, arguments: Arguments) -> None:
-    program = start_two_processes(PROGRAM, *arguments(tmp_path / "two"))
-    main(arguments(tmp_path / "one", data__batch_size=4))
-    printed, _ = program.communicate(timeout=300)
-    assert program.returncode == 0, printed
-    assert_like_run(tmp_path / "two", tmp_path / "one", last_step=6)
-
-
 def train_recorded(folder: Path, num_processes: int, flags: list[str], stop_in: int | None) -> list[tuple[int, ...]]:
     """Documents that a run on so many processes was trained on."""
     if num_processes == 1:
         return [tuple(document) for document in recorded_run.train(flags, stop_in)]
     job = folder / "job.json"
     job.write_text(json.dumps({"flags": flags, "stop_in": stop_in}))
-    program = start_two_processes(Path(recorded_run.__file__), str(job))
-    printed, _ = program.communicate(timeout=300)
-    assert program.returncode == 0, printed
+    end_program(start_program(Path(recorded_run.__file__), str(job), num_processes=num_processes))
     found = [json.loads((folder / f"job.{rank}.json").read_text()) for rank in range(num_processes)]
     return [tuple(document) for documents in found for document in documents]
 
@@ -82,7 +46,7 @@ def train_recorded(folder: Path, num_processes: int, flags: list[str], stop_in: 
     ("begin", "go_on", "num_steps"),
     [
         pytest.param((1, 4), (2, 2), 8, id="one-then-two-steps-stay"),
-        pytest.param((2, 2), (1, 2), 4 + 8, id="two-then-one-steps-halve"),
+        pytest.param((2, 2), (1, 2), 4 + 8, id="two-then-one-steps-halve", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_with_another_number_of_processes(
@@ -139,17 +103,4 @@ def test_a_state_that_does_not_fit_these_processes_is_refused(
     path = tmp_path / "step-1" / "state" / "progress.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"form": forms[0]}))
     monkeypatch.setattr(checkpoints, "state_form", lambda _: forms[1])
-    with pytest.raises(SystemExit) as stop:
-        main(arguments(tmp_path, optim__steps=1))
-    assert re.search(message, str(stop.value.code))
-
-
-def test_a_state_of_an_earlier_version_is_refused(tmp_path: Path, arguments: Arguments) -> None:
-    main(arguments(tmp_path, optim__steps=1))
-    path = tmp_path / "step-1" / "state" / "progress.json"
-    saved = json.loads(path.read_text())
-    del saved["form"]
-    path.write_text(json.dumps(saved))
-    with pytest.raises(SystemExit) as stop:
-        main(arguments(tmp_path, optim__steps=1))
-    assert "step-1 was written by an earlier version" in str(stop.value.code)
+    assert re.search(message, refusal(arguments(tmp_path, optim__steps=1)))

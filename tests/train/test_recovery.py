@@ -1,10 +1,8 @@
 """A run that is killed at any moment continues as if it had not been: weights, checkpoints and records, bit for bit."""
 
 import json
-import os
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +14,10 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from slipstream.tests.train.conftest import SaveData
+from slipstream.tests.train.runs import ROOT, Arguments, records, start_program
 from slipstream.train.checkpoints import step_folders
 from slipstream.train.eagle3 import main
-from slipstream.train.trackers import read_metrics
 
-Arguments = Callable[..., list[str]]
-ROOT = Path(__file__).parents[2]
 KILLS_IN_START, KILLS_ANYWHERE, KILLS_IN_WRITING = 3, 8, 9
 LAST_STEP = 160
 
@@ -32,12 +28,6 @@ def answered(target: PreTrainedModel, count: int) -> Dataset:
     prompts = torch.randint(5, target.config.vocab_size, (count, 4))
     ids = target.generate(prompts, min_new_tokens=20, max_new_tokens=20, do_sample=False).tolist()
     return Dataset.from_dict({"input_ids": ids, "loss_mask": [[False] * 4 + [True] * 20] * count})
-
-
-def start_program(arguments: list[str]) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    command = [sys.executable, str(ROOT / "train" / "eagle3.py"), *arguments]
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def newest_step(output: Path) -> int:
@@ -104,11 +94,6 @@ def assert_whole(output: Path, expected: Path) -> None:
         ).read_bytes()
 
 
-def records(output: Path) -> list[dict[str, float]]:
-    lines = read_metrics(output / "metrics.jsonl")
-    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
-
-
 def test_what_a_kill_left_beyond_the_newest_is_dropped(tmp_path: Path, arguments: Arguments) -> None:
     """As if it had come when the last checkpoint was there and the older ones still were."""
     main(arguments(tmp_path, checkpoint__every=1, checkpoint__keep=9))
@@ -135,7 +120,7 @@ def test_killed_twenty_times(
     assert len({line["eval_accept_length"] for line in records(undisturbed) if "eval_accept_length" in line}) > 3
     moments, num_in_writing, num_later = random.Random(7), 0, 0
     for kind in kinds(moments):
-        program = start_program(arguments(output, **changes))
+        program = start_program(ROOT / "train" / "eagle3.py", *arguments(output, **changes))
         wait_for_moment(program, output, kind, moments)
         program.kill()
         printed, _ = program.communicate()

@@ -2,24 +2,17 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from slipstream.models.feature_store import shard_path
 from slipstream.tests.train.conftest import CaptureTo
+from slipstream.tests.train.runs import Arguments, refusal
 from slipstream.train import eagle3
 from slipstream.train.trackers import read_metrics
 
-Arguments = Callable[..., list[str]]
 WORDS = "--layers", "0", "2", "3", "4"
-
-
-def refusal(arguments: list[str]) -> str:
-    with pytest.raises(SystemExit) as stop:
-        eagle3.main(arguments)
-    return str(stop.value.code)
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])

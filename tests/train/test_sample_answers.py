@@ -14,8 +14,7 @@ from slipstream.tests.train.naive_walk import Document
 from slipstream.train.acceptance import walk_answers
 from slipstream.train.batches import collate
 from slipstream.train.eagle3 import main
-from slipstream.train.sample_answers import SampleAnswers
-from slipstream.train.samples import Sample
+from slipstream.train.samples import Sample, SampleAnswers
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +73,8 @@ def test_the_first_answer_of_each_document_up_to_the_limit(tokenizer: Any) -> No
 
 
 def test_long_answers_are_cut(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.train.sample_answers.ANSWER_TOKENS", 4)
-    monkeypatch.setattr("slipstream.train.sample_answers.PROMPT_TOKENS", 2)
+    monkeypatch.setattr("slipstream.train.samples.ANSWER_TOKENS", 4)
+    monkeypatch.setattr("slipstream.train.samples.PROMPT_TOKENS", 2)
     (sample,) = samples(tokenizer, [[document(tokenizer, ("012: ", "abcdefgh"))]], [0, 0, 0, 0, 5, 0])
     assert sample == Sample(": ", "abcd", ((1, 4),))
 

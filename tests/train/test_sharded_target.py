@@ -1,24 +1,19 @@
 """A target that two processes share: the same training as with a whole one each, and shares that are shares."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from slipstream.models import sharded_target
 from slipstream.models.sharded_target import sharding_mesh
 from slipstream.tests.expert_targets import EXPERT_FAMILIES
 from slipstream.tests.random_targets import save_random_target
-from slipstream.train.eagle3 import main
-from slipstream.train.trackers import read_metrics
+from slipstream.tests.train.runs import end_program, records, refusal, start_program, weights
 
 WORKER = Path(__file__).with_name("sharded_worker.py")
 # For dflash in place of the two that it does not know.
@@ -53,12 +48,7 @@ def ran(
         runs.append(("dflash", without(flags, "draft.ttt_steps")))
     jobs = {"runs": runs, "targets": targets, "stranger": [target_path, make_target("llama")]}
     (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    on_cpu = {"ACCELERATE_USE_CPU": "true"} if request.param == "cpu" else {}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | on_cpu
-    command = [sys.executable, *launcher, str(WORKER), str(folder / "jobs.json")]
-    program = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=300, check=False)
-    assert program.returncode == 0, program.stderr
+    end_program(start_program(WORKER, str(folder / "jobs.json"), num_processes=2, on_cpu=request.param == "cpu"))
     return folder
 
 
@@ -71,15 +61,12 @@ def found(ran: Path) -> list[dict[str, Any]]:
 def test_training_is_that_of_a_whole_target(ran: Path, program: str, sharding: str) -> None:
     """Loss curve, evaluations and weights: on the CPU to the last bit; a GPU does not sum in the same order twice."""
     runs = [ran / program / name for name in (sharding, "none")]
-    curves = [
-        [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in read_metrics(path)]
-        for path in (run / "metrics.jsonl" for run in runs)
-    ]
+    curves = [records(run) for run in runs]
     assert len(curves[0]) == 4
     exact = "cpu" in ran.name
     for shared_line, whole_line in zip(*curves, strict=True):
         assert shared_line == (whole_line if exact else pytest.approx(whole_line, rel=1e-2, abs=1e-2))
-    shared, whole = (load_file(run / "step-4" / "state" / "model.safetensors") for run in runs)
+    shared, whole = (weights(run, 4) for run in runs)
     for name, tensor in whole.items():
         tolerance = 0 if exact else 1e-2
         torch.testing.assert_close(shared[name], tensor, rtol=0, atol=tolerance, msg=name)
@@ -110,9 +97,8 @@ def test_weights_that_the_config_does_not_name_are_refused_by_every_process(ran:
 
 @pytest.mark.parametrize("sharding", ["machine", "all"])
 def test_one_process_is_refused(tmp_path: Path, arguments: Callable[..., list[str]], sharding: str) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments(tmp_path, target_sharding=sharding))
-    assert f"target_sharding is '{sharding}', but there is one process" in str(stop.value.code)
+    message = f"target_sharding is '{sharding}', but there is one process"
+    assert message in refusal(arguments(tmp_path, target_sharding=sharding))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from slipstream.tests.train.test_loop import Arguments, records, weights
+from slipstream.tests.train.runs import Arguments, records, weights
 from slipstream.train.batches import Batch
 from slipstream.train.checkpoints import Progress
 from slipstream.train.eagle3 import Eagle3Training, main

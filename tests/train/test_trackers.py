@@ -200,6 +200,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
         import_tracker("no_such_module_of_wandb", "wandb")
 
 
+@pytest.mark.slow
 def test_training_imports_no_tracker_and_no_server() -> None:
     names = ("wandb", "tensorboard", "starlette", "uvicorn", "deepspeed")
     code = f"""

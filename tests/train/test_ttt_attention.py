@@ -13,8 +13,7 @@ from slipstream.models.layers import RotaryEmbedding
 from slipstream.tests.train.conftest import random_document
 from slipstream.tests.train.naive_draft import attended, turned
 from slipstream.train.batches import Batch, collate
-from slipstream.train.ttt import Rows, find_rows
-from slipstream.train.ttt_attention import DocumentTTTAttention, PackedTTTAttention, TTTAttention
+from slipstream.train.ttt import Rows, TTTAttention, find_rows
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 MAX_LENGTH, NUM_STEPS = 64, 4
@@ -61,13 +60,11 @@ class Inputs:
         return [*outputs, *torch.autograd.grad(total, leaves)]
 
 
-def run(
-    kind: type[TTTAttention], batch: Batch, num_steps: int, dtype: torch.dtype, device: str = "cpu"
-) -> list[Tensor]:
+def run(is_packed: bool, batch: Batch, num_steps: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
     rows = find_rows(batch, num_steps)
     inputs = Inputs.random(rows, num_steps, dtype, device)
     rope = RotaryEmbedding(RopeConfig(), HEAD_DIM, MAX_LENGTH + num_steps).to(torch.device(device))
-    attention, outputs = kind(rows.to(torch.device(device)), rope), []
+    attention, outputs = TTTAttention(rows.to(torch.device(device)), rope, is_packed=is_packed), []
     attention.write(*inputs.context, layer=0)
     for step in inputs.steps:
         outputs.append(attention.attend(*step, layer=0, mask="causal"))
@@ -160,12 +157,12 @@ def plain_flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("plain_flash")
-@pytest.mark.parametrize("kind", [DocumentTTTAttention, PackedTTTAttention])
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 2e-6), (torch.float32, 2e-5)])
-def test_both_equal_the_loops(kind: type[TTTAttention], dtype: torch.dtype, tolerance: float) -> None:
+def test_both_equal_the_loops(is_packed: bool, dtype: torch.dtype, tolerance: float) -> None:
     """Outputs and gradients."""
     batch = packed(3)
-    assert_equal(run(kind, batch, NUM_STEPS, dtype), run_naive(batch, NUM_STEPS, dtype), tolerance)
+    assert_equal(run(is_packed, batch, NUM_STEPS, dtype), run_naive(batch, NUM_STEPS, dtype), tolerance)
 
 
 @pytest.mark.usefixtures("plain_flash")
@@ -174,18 +171,17 @@ def test_documents_of_one_answer_share_their_keys() -> None:
     batch = collate([[([3] * 20, [False] * 5 + [True] * 15)] * 3] * 2, MAX_LENGTH)
     rows = find_rows(batch, NUM_STEPS)
     assert Runs.of(rows.runs, len(rows.keys), rows.keys.device).keys is None
-    assert_equal(
-        run(PackedTTTAttention, batch, NUM_STEPS, torch.float64), run_naive(batch, NUM_STEPS, torch.float64), 2e-6
-    )
+    assert_equal(run(True, batch, NUM_STEPS, torch.float64), run_naive(batch, NUM_STEPS, torch.float64), 2e-6)
 
 
 @pytest.mark.usefixtures("plain_flash")
-@pytest.mark.parametrize("kind", [DocumentTTTAttention, PackedTTTAttention])
-def test_queries_and_keys_take_the_dtype_of_values(kind: type[TTTAttention], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_queries_and_keys_take_the_dtype_of_values(is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a network without autocast may differ."""
     monkeypatch.setattr(packed_attention, "DTYPES", (torch.bfloat16,))
     rows = find_rows(packed(3), 2)
-    inputs, attention = Inputs.random(rows, 2, torch.float32), kind(rows, RotaryEmbedding(RopeConfig(), HEAD_DIM, 128))
+    rope, inputs = RotaryEmbedding(RopeConfig(), HEAD_DIM, 128), Inputs.random(rows, 2, torch.float32)
+    attention = TTTAttention(rows, rope, is_packed=is_packed)
     with torch.no_grad():
         attention.write(inputs.context[0], inputs.context[1].bfloat16(), layer=0)
         for q, k, v in inputs.steps:
@@ -199,12 +195,12 @@ def test_flash_attention_equals_documents(dtype: torch.dtype) -> None:
     """Batches of other sizes and numbers of steps one after the other."""
     for num_rows, num_steps in ((20, 4), (30, 4), (26, 7), (2, 2)):
         batch = packed(num_rows)
-        expected = run(DocumentTTTAttention, batch, num_steps, torch.float32)
-        assert_equal(run(PackedTTTAttention, batch, num_steps, dtype, "cuda"), expected, 0.1)
+        expected = run(False, batch, num_steps, torch.float32)
+        assert_equal(run(True, batch, num_steps, dtype, "cuda"), expected, 0.1)
 
 
 @pytest.mark.gpu
 def test_fp32_goes_document_by_document() -> None:
     batch = packed(5)
-    expected = run(DocumentTTTAttention, batch, NUM_STEPS, torch.float32)
-    assert_equal(run(PackedTTTAttention, batch, NUM_STEPS, torch.float32, "cuda"), expected, 1e-3)
+    expected = run(False, batch, NUM_STEPS, torch.float32)
+    assert_equal(run(True, batch, NUM_STEPS, torch.float32, "cuda"), expected, 1e-3)

@@ -1,14 +1,19 @@
-"""Steps, rows and learning rate of a run, whatever the number of processes, against a walk through it."""
+"""Steps, rows and learning rate of a run, whatever the number of processes, against a walk through it;
+how Muon and AdamW share a draft's parameters."""
 
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from slipstream.tests.train.runs import Arguments, assert_same_run
 from slipstream.train.checkpoints import Progress
+from slipstream.train.eagle3 import Eagle3Training, main
+from slipstream.train.optim import Schedule, build_optimizers, lr_factor
 from slipstream.train.options import OptimOptions
-from slipstream.train.schedule import Schedule, lr_factor
 
 
 def schedule(num_rows: int, *, size: int = 2, processes: int = 1, **optim: Any) -> Schedule:
@@ -81,3 +86,33 @@ def test_learning_rate_is_torchs_cosine_after_the_warm_up() -> None:
         optimizer.step()
         cosine.step()
     assert [lr_factor(step, 100, 0.1) for step in range(10)] == pytest.approx([(step + 1) / 10 for step in range(10)])
+
+
+def test_adamw_has_everything(training: Eagle3Training) -> None:
+    (optimizer,) = build_optimizers(training, OptimOptions())
+    assert type(optimizer) is torch.optim.AdamW
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
+        id(p) for p in training.parameters()
+    }
+
+
+def test_muon_has_the_hidden_matrices_only(training: Eagle3Training) -> None:
+    names = {id(parameter): name for name, parameter in training.named_parameters()}
+    adamw, muon = build_optimizers(training, OptimOptions(name="muon"))
+    parts = [sorted(names[id(p)] for group in part.param_groups for p in group["params"]) for part in (adamw, muon)]
+    assert sorted(parts[0] + parts[1]) == sorted(names.values())
+    assert parts[1] == [
+        "draft.fc.weight",
+        "draft.midlayer.mlp.down_proj.weight",
+        "draft.midlayer.mlp.gate_up_proj.weight",
+        "draft.midlayer.self_attn.o_proj.weight",
+        "draft.midlayer.self_attn.qkv_proj.weight",
+    ]
+
+
+def test_a_run_with_both_continues_bit_for_bit(tmp_path: Path, arguments: Arguments) -> None:
+    main(arguments(tmp_path / "whole", optim__name="muon"))
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "step-6")
+    main(arguments(tmp_path / "run", optim__name="muon"))
+    assert_same_run(tmp_path / "run", tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""How many steps a run has, the rows that each takes, and its learning rate.
+"""The optimizers of a run, how many steps it has, the rows that each takes, and its learning rate.
 
 A run goes through the rows of its data in one order, epoch after epoch, whatever the number of processes. A step takes
 the next rows_per_step of them, the last step of `optim.epochs` those that are left. So a run that continues on another
@@ -8,8 +8,13 @@ number of processes goes on at the row where it stopped: epochs end at the same 
 import math
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
 from slipstream.train.checkpoints import Progress
 from slipstream.train.options import OptimOptions, RunOptions
+
+OUTPUT_LAYERS = ("lm_head",)  # one row per token: rare tokens' rows need AdamW's step per entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +69,27 @@ def lr_factor(step: float, num_steps: int, warmup_ratio: float) -> float:
     if step < warmup:
         return min(1.0, (step + 1) / warmup)
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, num_steps - warmup)))
+
+
+def build_optimizers(model: nn.Module, options: OptimOptions) -> list[torch.optim.Optimizer]:
+    """AdamW for all trainable parameters, or with `muon` Muon for the hidden matrices and AdamW for the rest.
+
+    Muon (Jordan et al. 2024; torch.optim.Muon) moves a matrix along the orthogonalised momentum. Its step is scaled to
+    the root mean square of AdamW's, so both share one learning rate.
+    """
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    matrices = [p for name, p in named if options.name == "muon" and p.ndim == 2 and not is_output(name)]
+    chosen = {id(parameter) for parameter in matrices}
+    rest = [parameter for _, parameter in named if id(parameter) not in chosen]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay)
+    ]
+    if matrices:
+        optimizers.append(
+            torch.optim.Muon(matrices, lr=options.lr, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw")
+        )
+    return optimizers
+
+
+def is_output(name: str) -> bool:
+    return any(part in OUTPUT_LAYERS for part in name.split("."))

@@ -1,0 +1,80 @@
+"""Whole runs of the training programs: how tests start them, what they leave, and whether two are the same."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slipstream.train import eagle3
+from slipstream.train.loop import Loop
+from slipstream.train.trackers import read_metrics
+
+Arguments = Callable[..., list[str]]
+Program = Callable[[list[str]], None]
+ROOT = Path(__file__).parents[2]
+
+
+def records(output: Path) -> list[dict[str, float]]:
+    """metrics.jsonl without what differs between two equal runs."""
+    lines = read_metrics(output / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
+
+
+def weights(output: Path, step: int = 6) -> dict[str, Tensor]:
+    """The fp32 weights that the run would continue from."""
+    return load_file(output / f"step-{step}" / "state" / "model.safetensors")
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    """Bit for bit."""
+    assert records(found) == records(expected)
+    for name, tensor in weights(expected).items():
+        assert torch.equal(weights(found)[name], tensor), name
+
+
+def assert_like_run(found: Path, expected: Path, last_step: int = 6) -> None:
+    """Up to the order of sums."""
+    for line, other in zip(records(found), records(expected), strict=True):
+        assert line == pytest.approx(other, rel=1e-4)
+    for name, tensor in weights(expected, last_step).items():
+        torch.testing.assert_close(weights(found, last_step)[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def refusal(flags: list[str], main: Program = eagle3.main) -> str:
+    """The sentence, or the status, that the program ends with."""
+    with pytest.raises(SystemExit) as stop:
+        main(flags)
+    return str(stop.value.code)
+
+
+def run_interrupted(flags: list[str], number: signal.Signals) -> None:
+    """Sends the signal in the third step, after which the run saves and ends with status 130."""
+    train_step = Loop.train_step
+
+    def interrupted_step(loop: Loop, interrupted: bool) -> tuple[dict[str, float], bool]:
+        if loop.progress.step == 2:
+            os.kill(os.getpid(), number)
+        return train_step(loop, interrupted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "train_step", interrupted_step)
+        assert refusal(flags) == "130"
+
+
+def start_program(program: Path, *arguments: str, num_processes: int = 1, on_cpu: bool = True) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {})
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    command = [sys.executable, *(launcher if num_processes > 1 else ()), str(program), *arguments]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def end_program(program: subprocess.Popen[str]) -> None:
+    printed, _ = program.communicate(timeout=300)
+    assert program.returncode == 0, printed
