@@ -42,15 +42,11 @@ def walk_answers(batch: Batch, asking: Tensor, accepted: Tensor) -> Iterator[Wal
 
 def walk_metrics(walks: list[Walk], depth: int) -> dict[str, Tensor]:
     """Sums over answers as metrics (sum, count): `accept_length` and, per draft position, `accept_rate_i`."""
-    emitted, num_rounds, by_position = 0, 0, [0] * depth
-    for walk in walks:
-        emitted += walk.last - walk.first
-        num_rounds += len(walk.rounds)
-        for _, num_accepted in walk.rounds:
-            for position in range(num_accepted):
-                by_position[position] += 1
-    metrics = {"accept_length": torch.tensor([emitted, num_rounds])}
-    return metrics | {f"accept_rate_{i}": torch.tensor([count, num_rounds]) for i, count in enumerate(by_position)}
+    accepted = [num_accepted for walk in walks for _, num_accepted in walk.rounds]
+    emitted = sum(walk.last - walk.first for walk in walks)
+    counts = [sum(num_accepted > position for num_accepted in accepted) for position in range(depth)]
+    metrics = {"accept_length": torch.tensor([emitted, len(accepted)])}
+    return metrics | {f"accept_rate_{i}": torch.tensor([count, len(accepted)]) for i, count in enumerate(counts)}
 
 
 def answers(batch: Batch) -> Iterator[tuple[int, int]]:

@@ -154,16 +154,12 @@ class Checkpoints:
     def check_form(self, saved: Mapping[str, Any], folder: Path) -> None:
         """Raises ValueError if the state that `folder` holds cannot be loaded as these processes hold theirs."""
         here = state_form(self.accelerator)
-        if here["sharding"] != saved["sharding"]:
+        is_deepspeed = here["sharding"].startswith("DeepSpeed")  # it cannot share its shards out anew
+        if here["sharding"] != saved["sharding"] or (is_deepspeed and here != saved):
             raise ValueError(
-                f"the state in {folder} was saved under {saved['sharding']}, this launch is {here['sharding']}; launch "
-                f"with the accelerate configuration that the run began with (num_processes {saved['num_processes']})"
-            )
-        if here != saved and here["sharding"].startswith("DeepSpeed"):
-            raise ValueError(
-                f"{folder} holds DeepSpeed's shards of {saved['num_processes']} processes, which it does not share out "
-                f"over {here['num_processes']}; launch with --num_processes {saved['num_processes']}. Under DDP (the "
-                "ddp configuration) a run continues on any number"
+                f"{folder} was saved by {saved['num_processes']} processes under {saved['sharding']}, this launch has "
+                f"{here['num_processes']} under {here['sharding']}; launch with the accelerate configuration and "
+                "num_processes that the run began with (under DDP a run continues on any number)"
             )
 
     def save_best(self, progress: Progress) -> Path:

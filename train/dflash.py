@@ -7,10 +7,8 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from accelerate import Accelerator
@@ -84,6 +82,7 @@ class DFlashOptions(DraftRunOptions):
 class DFlashTraining(DraftTraining):
     """The draft with its loss and its held-out walk. C rows of a batch, N blocks of S slots, Vd draft vocabulary."""
 
+    save = staticmethod(save_dflash)
     reads_final_state = False
 
     def __init__(
@@ -163,9 +162,6 @@ class DFlashTraining(DraftTraining):
     def predictions(self, states: Tensor) -> Tensor:
         """Target id of the best draft token: (M, H) -> (M,)."""
         return self.target_ids.to(states.device)[best_rows(states, self.head)]
-
-    def write(self, state: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
-        save_dflash(self.draft, {name.removeprefix("draft."): tensor for name, tensor in state.items()}, folder, run)
 
 
 def build(options: DFlashOptions, files: TargetFiles, accelerator: Accelerator) -> tuple[DFlashTraining, DFlash]:

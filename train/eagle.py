@@ -7,10 +7,7 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -64,6 +61,8 @@ class EagleOptions(DraftRunOptions):
 
 class EagleTraining(ChainTraining):
     """The draft with its loss and its held-out walk. N asking rows of a batch (see ttt.py), Vd draft vocabulary."""
+
+    save = staticmethod(save_eagle)
 
     def __init__(
         self, draft: Eagle, target: FrozenTarget, rope: RotaryEmbedding, options: DraftOptions, depth: int, seed: int
@@ -121,9 +120,6 @@ class EagleTraining(ChainTraining):
 
     def predictions(self, states: Tensor) -> Tensor:
         return self.device_ids[best_rows(states, self.head)]
-
-    def write(self, state: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
-        save_eagle(self.draft, {name.removeprefix("draft."): tensor for name, tensor in state.items()}, folder, run)
 
 
 def document_lengths(documents: Tensor) -> Tensor:

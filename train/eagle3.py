@@ -7,10 +7,7 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -68,6 +65,8 @@ class Eagle3Options(DraftRunOptions):
 class Eagle3Training(ChainTraining):
     """The draft with its loss and its held-out walk. N asking rows of a batch (see ttt.py), Vd draft vocabulary."""
 
+    save = staticmethod(save_eagle3)
+
     def __init__(
         self, draft: Eagle3, target: FrozenTarget, rope: RotaryEmbedding, options: DraftOptions, depth: int
     ) -> None:
@@ -105,9 +104,6 @@ class Eagle3Training(ChainTraining):
     def predictions(self, states: Tensor) -> Tensor:
         best = self.draft.logits(states).argmax(dim=-1)
         return best + self.draft.d2t[best]
-
-    def write(self, state: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
-        save_eagle3(self.draft, {name.removeprefix("draft."): tensor for name, tensor in state.items()}, folder, run)
 
 
 def build(options: Eagle3Options, files: TargetFiles, accelerator: Accelerator) -> tuple[Eagle3Training, Eagle3]:

@@ -1,7 +1,7 @@
 """What a drafter brings to `fit`, and the sums that its metrics are."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ class DraftTraining(nn.Module, ABC):
     Everything goes through forward, because that is where DDP, FSDP and ZeRO gather weights and reduce gradients.
     """
 
+    draft: Any
     target: FrozenTarget
+    save: Callable[..., None]  # a draft, its tensors, the folder and run.json: writes a checkpoint of the draft's kind
     reads_final_state = True  # whether the loss reads the target's state after its final norm
     samples: SampleAnswers | None = None  # keeps some of the answers that an evaluation walks
 
@@ -53,9 +55,9 @@ class DraftTraining(nn.Module, ABC):
         """Answers that were kept since the last call."""
         return [] if self.samples is None else self.samples.take()
 
-    @abstractmethod
     def write(self, state: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
         """Writes a servable checkpoint of this module's full `state` into an existing folder; `run` is its run.json."""
+        self.save(self.draft, {name.removeprefix("draft."): tensor for name, tensor in state.items()}, folder, run)
 
 
 def add(totals: Metrics, metrics: Metrics, weight: int = 1) -> None:

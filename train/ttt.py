@@ -205,8 +205,6 @@ def attend_document(q: Tensor, own_scores: Tensor, k: Tensor, v: Tensor, bias: T
 class ChainTraining(DraftTraining):
     """Of a draft that goes on from its own states (EAGLE, EAGLE3): its chain, and the held-out walk with it."""
 
-    draft: Any
-
     def __init__(self, draft: nn.Module, target: FrozenTarget, rope: RotaryEmbedding, depth: int) -> None:
         super().__init__()
         self.draft = draft

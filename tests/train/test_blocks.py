@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from slipstream.models.config import RopeConfig
 from slipstream.models.layers import RotaryEmbedding
-from slipstream.tests.train.block_cases import BLOCK_SIZE, documents, flat_documents, packed
+from slipstream.tests.train.block_cases import BLOCK_SIZE, flat_documents, packed
 from slipstream.tests.train.naive_walk import Document
 from slipstream.train.batches import collate
 from slipstream.train.blocks import (
@@ -228,7 +228,3 @@ def test_parts_are_the_same_blocks() -> None:
     assert [len(part) for part in parts[:-1]] == [4] * (len(parts) - 1)
     assert torch.equal(torch.cat([part.labels for part in parts]), blocks.labels)
     assert torch.equal(torch.cat([part.anchors for part in parts]), blocks.anchors)
-
-
-def test_every_row_of_the_run_has_its_number() -> None:
-    assert collate(documents(0), 64, first_number=9).numbers.tolist() == [9, 10, 11]

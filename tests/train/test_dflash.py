@@ -1,6 +1,5 @@
 """DFLASH's training against the draft run one block at a time, and what its loss must not depend on."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.train.block_cases import (
     BLOCK_SIZE,
-    MASK_TOKEN,
     MAX_LENGTH,
     documents,
     flat_documents,
@@ -59,32 +57,6 @@ def test_every_state_is_the_one_of_the_block_alone(target_model: PreTrainedModel
                 torch.testing.assert_close(states[number[start + a]], expected, rtol=1e-4, atol=1e-4)
                 compared += 1
     assert compared == len(blocks) > 20
-
-
-def test_mask_tokens_fill_the_block(target_model: PreTrainedModel) -> None:
-    """The drafted slots see the anchor's token and the mask token, never the text that they predict."""
-    training = make_training(target_model)
-    batch, _ = packed(1)
-    asked: list[Tensor] = []
-    embed = training.target.embed
-    training.target.embed = lambda tokens: asked.append(tokens) or embed(tokens)  # type: ignore[method-assign]
-    blocks, _ = all_states(training, batch)
-    assert torch.equal(asked[0][:, 0], batch.tokens.flatten()[blocks.anchors])
-    assert (asked[0][:, 1:] == MASK_TOKEN).all()
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_tokens_after_the_anchor_change_nothing(target_model: PreTrainedModel, seed: int) -> None:
-    training = make_training(target_model)
-    batch, _ = packed(seed)
-    blocks, states = all_states(training, batch)
-    for number in range(0, len(blocks) - 1, 5):
-        anchor = int(blocks.anchors[number])
-        tokens = batch.tokens.flatten().clone()
-        tokens[anchor + 1 :] = (tokens[anchor + 1 :] + 13) % 120
-        _, changed = all_states(training, replace(batch, tokens=tokens.view_as(batch.tokens)))
-        torch.testing.assert_close(changed[: number + 1], states[: number + 1])
-        assert not torch.allclose(changed[number + 1 :], states[number + 1 :])
 
 
 def naive_loss(

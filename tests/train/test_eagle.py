@@ -19,7 +19,6 @@ from slipstream.tests.train.naive_walk import Document, half_predictable, naive_
 from slipstream.train import losses
 from slipstream.train.batches import collate
 from slipstream.train.eagle import DraftOptions, EagleTraining, document_lengths
-from slipstream.train.losses import regression_losses
 
 DEPTH, MAX_LENGTH = 3, 64
 SEVERAL_STEPS = {"ttt_steps": 3, "feature_weight": 0.5, "token_weight": 2.0}
@@ -183,8 +182,3 @@ def test_the_target_is_neither_trained_nor_saved(target_model: PreTrainedModel) 
     training.loss(collate(documents(0), MAX_LENGTH))[0].backward()
     assert all(parameter.grad is None for parameter in target_model.parameters())
     assert all(parameter.grad is not None for parameter in training.parameters())
-
-
-def test_regression_is_smooth_l1() -> None:
-    states, features = torch.tensor([[0.5, 3.0]]), torch.zeros(1, 2)
-    assert regression_losses(states, features).tolist() == [pytest.approx((0.125 + 2.5) / 2)]

@@ -1,8 +1,10 @@
 """Training from captured states: the same losses as from the target, and clear ends where that cannot be."""
 
+import json
 import shutil
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -15,12 +17,20 @@ from torch import Tensor
 
 from slipstream.models.feature_store import shard_path
 from slipstream.tests.train.conftest import MAX_LENGTH, CaptureTo, random_dataset
-from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_run, run_interrupted
+from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_run, refusal, run_interrupted
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import PackedRows
 from slipstream.train.draft_setup import TargetFiles
-from slipstream.train.feature_source import FeatureSource, open_features, read_features, target_states
+from slipstream.train.feature_source import (
+    BATCHES_AHEAD,
+    FeatureSource,
+    open_features,
+    read_ahead,
+    read_features,
+    target_states,
+)
 from slipstream.train.options import DataOptions
+from slipstream.train.trackers import read_metrics
 from slipstream.train.training import DraftTraining
 
 CPU = torch.device("cpu")
@@ -220,3 +230,101 @@ def test_a_whole_run_is_the_same_and_continues_bit_for_bit(
     run_interrupted(arguments(tmp_path / "stopped", **flags), signal.SIGTERM)
     eagle3.main(arguments(tmp_path / "stopped", **flags))
     assert_same_run(tmp_path / "stopped", tmp_path / "cached")
+
+
+WORDS = "--layers", "0", "2", "3", "4"
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_a_document_that_was_not_captured(
+    tmp_path: Path, arguments: Arguments, capture_to: CaptureTo, split: str
+) -> None:
+    few = capture_to(*WORDS, **{f"{split}_documents": 4})
+    message = refusal(arguments(tmp_path, data__features=few))
+    assert f"of {split} was not captured in data.features {few}" in message
+    assert "lower data.max_length or evaluation.documents, or set data.features_missing to online" in message
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_fewer_documents_of_the_evaluation_may_be_captured(
+    tmp_path: Path, arguments: Arguments, capture_to: CaptureTo
+) -> None:
+    few = capture_to(*WORDS, heldout_documents=4)
+    eagle3.main(arguments(tmp_path, data__features=few, evaluation__documents=4))
+    assert "eval_accept_length" in read_metrics(tmp_path / "metrics.jsonl")[-1]
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_a_missing_shard(tmp_path: Path, arguments: Arguments, stores: dict[str, Path], split: str) -> None:
+    folder = shutil.copytree(stores["all"], tmp_path / "features")
+    shards = json.loads((folder / "index.json").read_text())["shards"]
+    number = max(number for number, shard in enumerate(shards) if shard["split"] == split)
+    path = shard_path(folder, number)
+    path.unlink()
+    message = refusal(arguments(tmp_path / "run", data__features=folder))
+    assert f"{path} is missing; rebuild it: slipstream capture-features" in message
+    assert f"--shards {number} --yes" in message
+    assert not (tmp_path / "run").exists()
+    eagle3.main(arguments(tmp_path / "run", data__features=folder, data__features_missing="online"))
+    assert (tmp_path / "run" / "best").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_fingerprint": "d" * 64}, "target_fingerprint is dddddddddddd, the run's is"),
+        ({"tokenizer_hash": "d" * 64}, "tokenizer_hash is dddddddddddd, the run's is"),
+        ({"data_hash": "d" * 64}, "data_hash is dddddddddddd, the run's is 0123; train on the data"),
+        ({"layers": "[1, 0, 4]"}, "hold the states [0, 2, 3, 4], the draft reads [1, 0, 4]"),
+        (None, "is missing; rebuild it: slipstream capture-features"),
+    ],
+)
+def test_features_of_something_else_and_missing_shards_end_in_a_sentence(
+    tmp_path: Path, arguments: Arguments, stores: dict[str, Path], changes: dict[str, str] | None, message: str
+) -> None:
+    folder, layers = tmp_path / "features", (changes or {}).get("layers", "[2, 0, 4]")
+    shutil.copytree(stores["all"], folder)
+    for path in () if changes is not None else folder.glob("shard-*"):
+        path.unlink()
+    index = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps(index | (changes or {})))
+    assert message in refusal(arguments(tmp_path / "run", data__features=folder, draft__feature_layers=layers))
+
+
+class CountedRows:
+    """Stands for PackedRows whose batches come from disk."""
+
+    def __init__(self) -> None:
+        self.add_states = lambda batch, _documents: batch
+        self.made = 0
+
+    def batches(self, count: int, fault: int = -1) -> Iterator[int]:
+        for number in range(count):
+            if number == fault:
+                raise ValueError("no such shard")
+            self.made += 1
+            yield number
+
+
+def test_batches_are_read_ahead_in_order_and_not_too_far() -> None:
+    rows: Any = CountedRows()
+    others = set(threading.enumerate())
+    assert list(read_ahead(rows.batches(10), rows)) == list(range(10))
+    rows = CountedRows()
+    batches = read_ahead(rows.batches(100), rows)
+    assert [next(batches) for _ in range(4)] == [0, 1, 2, 3]
+    batches.close()  # type: ignore[attr-defined]
+    assert 4 <= rows.made <= 4 + BATCHES_AHEAD
+    assert set(threading.enumerate()) <= others
+    batches = read_ahead(rows.batches(5, fault=2), rows)
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(ValueError, match="no such shard"):
+        next(batches)
+
+
+def test_batches_that_need_no_disk_are_made_when_they_are_asked_for() -> None:
+    rows: Any = CountedRows()
+    rows.add_states = None
+    batches = read_ahead(rows.batches(9), rows)
+    next(batches)
+    assert rows.made == 1

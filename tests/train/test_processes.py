@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -79,15 +78,11 @@ def test_a_run_goes_on_with_another_number_of_processes(
 
 
 @pytest.mark.parametrize(
-    ("there", "here", "message"),
+    ("there", "here"),
     [
-        (
-            ("DeepSpeed ZeRO-2", 4),
-            ("DeepSpeed ZeRO-2", 2),
-            "shards of 4 processes, which .* over 2; launch",
-        ),
-        (("DeepSpeed ZeRO-2", 4), ("DeepSpeed ZeRO-3", 4), "was saved under DeepSpeed ZeRO-2, this launch is DeepSpe"),
-        (("FSDP", 2), ("DDP or one process", 1), r"step-1 was saved under FSDP, .* began with \(num_processes 2\)"),
+        (("DeepSpeed ZeRO-2", 4), ("DeepSpeed ZeRO-2", 2)),
+        (("DeepSpeed ZeRO-2", 4), ("DeepSpeed ZeRO-3", 4)),
+        (("FSDP", 2), ("DDP or one process", 1)),
     ],
 )
 def test_a_state_that_does_not_fit_these_processes_is_refused(
@@ -96,11 +91,14 @@ def test_a_state_that_does_not_fit_these_processes_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     there: tuple[str, int],
     here: tuple[str, int],
-    message: str,
 ) -> None:
     forms = [dict(zip(("sharding", "num_processes"), form, strict=True)) for form in (there, here)]
     main(arguments(tmp_path, optim__steps=1))
     path = tmp_path / "step-1" / "state" / "progress.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"form": forms[0]}))
     monkeypatch.setattr(checkpoints, "state_form", lambda _: forms[1])
-    assert re.search(message, refusal(arguments(tmp_path, optim__steps=1)))
+    message = refusal(arguments(tmp_path, optim__steps=1))
+    assert (
+        f"step-1 was saved by {there[1]} processes under {there[0]}, this launch has {here[1]} under {here[0]}"
+        in message
+    )

@@ -178,6 +178,7 @@ def test_checkpoints_become_artifacts_by_option(
     trackers.close()
 
 
+@pytest.mark.slow
 def test_wandb_runs_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))

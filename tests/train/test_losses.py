@@ -1,4 +1,4 @@
-"""Weights and cross-entropies of block slots against loops and autograd's own formulas."""
+"""Weights of block slots and losses through the frozen head, against loops and autograd's own formulas."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.train import losses as head_loss
-from slipstream.train.blocks import decay_weights, default_gamma, dpace_weights
-from slipstream.train.losses import best_rows, head_losses
+from slipstream.train.blocks import default_gamma, dpace_weights
+from slipstream.train.losses import best_rows, head_losses, regression_losses
 
 
 @pytest.mark.parametrize(
@@ -15,11 +15,6 @@ from slipstream.train.losses import best_rows, head_losses
 )
 def test_gamma_follows_the_block_size(size: int, gamma: float) -> None:
     assert default_gamma(size) == pytest.approx(gamma)
-
-
-def test_weights_decay_from_one() -> None:
-    weights = decay_weights(5, gamma=2.0)
-    assert weights.tolist() == pytest.approx([1.0, 0.60653, 0.36788, 0.22313], abs=1e-5)
 
 
 def naive_dpace(losses: Tensor, known: Tensor, counts: Tensor, alpha: float = 0.5) -> list[float]:
@@ -106,3 +101,8 @@ def test_nothing_to_predict_is_a_loss_of_zero_with_a_gradient() -> None:
     losses, _ = head_losses(states, torch.randn(20, 8), torch.zeros(0, dtype=torch.int64))
     losses.sum().backward()
     assert states.grad is not None
+
+
+def test_regression_is_smooth_l1() -> None:
+    states, features = torch.tensor([[0.5, 3.0]]), torch.zeros(1, 2)
+    assert regression_losses(states, features).tolist() == [pytest.approx((0.125 + 2.5) / 2)]
