@@ -8,45 +8,127 @@ Shows size and time first, and asks. A run that was stopped continues with the s
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from tqdm import tqdm
 
-from slipstream.data_tools.capture_index import build_index, check_output, load_splits
-from slipstream.data_tools.capture_options import CaptureConfig
-from slipstream.data_tools.command_line import run, show_table
-from slipstream.data_tools.feature_shards import Capturer, read_documents
+from slipstream.data_tools.dataset import read_report
+from slipstream.data_tools.feature_shards import Capturer, measure, plan_shards, read_documents
+from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named, run, show_table
+from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.models.atomic import recover
-from slipstream.models.checkpoint import resolve
-from slipstream.models.feature_store import INDEX, FeatureIndex, FeatureStore, shard_path, write_shard
+from slipstream.models.checkpoint import resolve, weights_fingerprint
+from slipstream.models.config import check_feature_layers, default_feature_layers
+from slipstream.models.dflash import default_block_feature_layers
+from slipstream.models.feature_store import INDEX, FeatureFormat, FeatureIndex, FeatureStore, shard_path, write_shard
 from slipstream.models.outputs import check_working_folder
+from slipstream.models.pretrained import read_config
 
-TIMED_PASSES = 3
+BLOCK_DRAFT_LAYERS = 5  # train/dflash.py's default, which decides the states that it reads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureConfig:
+    """Run the target over a prepared dataset and keep its states for training."""
+
+    data: str = ""
+    """Prepared dataset (slipstream prepare)."""
+    target: str = ""
+    """Target model: folder or hub id."""
+    output: str = ""
+    """Folder for the index and the shards."""
+    revision: str | None = None
+    """Hub revision of the target."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the target."""
+    drafters: tuple[Literal["eagle", "eagle3", "dflash"], ...] = ("eagle3",)
+    """Drafts that will be trained from the features; decides which states are kept. Several share what they can."""
+    layers: tuple[int, ...] = ()
+    """States to keep instead: 0..n-1 is the output of that layer, n the state after the final norm."""
+    last_hidden: bool = False
+    """Keep the state after the final norm of supervised tokens even if no named draft reads it."""
+    dtype: Literal["bf16", "fp8", "fp32"] = "bf16"
+    """fp8: half the size, a scale per token and layer. fp32: for tests."""
+    max_length: int = 2048
+    """Longer documents are cut; training may use this data.max_length or a smaller one."""
+    train_documents: int | None = None
+    """Take the first of the training split only."""
+    heldout_documents: int | None = 200
+    """Take the first of the heldout split only; as many as evaluation.documents in training."""
+    batch_tokens: int = 16384
+    """Tokens in a pass of the target, padding included."""
+    shard_gb: float = 2.0
+    """Size of a file, and of what a process may lose when it is killed. Memory holds two."""
+    shards: str = ""
+    """Capture these shards anew and no others: numbers such as 3,7."""
+    verify: bool = False
+    """Read all shards, compare their checksums, and write nothing."""
+    yes: bool = False
+    """Do not ask before writing."""
+
+    def __post_init__(self) -> None:
+        check_named(self, data="a folder", target="a folder or a hub id", output="a folder")
+        check_at_least(self, 2, "max_length")
+        check_at_least(self, 1, "batch_tokens", "train_documents", "heldout_documents")
+        if self.shard_gb <= 0:
+            raise ValueError(f"shard_gb is {self.shard_gb}; give a positive number such as 2")
+        if not all(number.strip().isdecimal() for number in self.shards.split(",") if self.shards):
+            raise ValueError(f"shards is {self.shards!r}; write numbers with commas, such as 3,7")
+
+    @property
+    def chosen_shards(self) -> list[int]:
+        return sorted({int(number) for number in self.shards.split(",")}) if self.shards else []
+
+    def command(self) -> str:
+        """The command line of this capture, without what may differ between two runs of it."""
+        words = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default or field.name in ("shards", "verify", "yes"):
+                continue
+            words += [f"--{field.name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else [value])]
+        return shlex.join(["slipstream", "capture-features", *words])
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be captured."""
+
+    config: CaptureConfig
+    splits: dict[str, Dataset]
+    index: FeatureIndex
+    pending: list[int]  # numbers of the shards to write
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.index.shards[number].num_tokens for number in self.pending)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(self.index.num_bytes, self.pending))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run(
-        capture_features,
-        CaptureConfig,
-        argv,
-        prog="slipstream capture-features",
-        description="Run the target over a prepared dataset and keep its states for training.",
-    )
+    run(capture_features, CaptureConfig, argv, "slipstream capture-features")
 
 
 def capture_features(config: CaptureConfig) -> None:
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     accelerator, output = Accelerator(cpu=on_cpu), Path(config.output)
     splits = load_splits(config)
-    index = build_index(config, splits)
+    path = resolve(config.target, config.revision, trust_remote_code=config.trust_remote_code)
+    index = build_index(config, path, splits)
     check_output(output, index)
     if not any(shard.num_tokens for shard in index.shards):
         raise ValueError(
@@ -56,38 +138,101 @@ def capture_features(config: CaptureConfig) -> None:
     if config.verify:
         verify_all(FeatureStore(output))
         return
-    pending = find_pending(config, index)
-    if pending:
+    if config.chosen_shards and config.chosen_shards[-1] >= len(index.shards):
+        raise ValueError(f"shards is {config.shards}; there are shards 0 to {len(index.shards) - 1}")
+    job = Job(config, splits, index, config.chosen_shards or index.missing(output))
+    if job.pending:
         check_working_folder(config.output, {"data": [config.data], "target": [config.target]})
     accelerator.wait_for_everyone()  # from here on shards appear
-    if not pending:
+    if not job.pending:
         accelerator.print(f"{output} is complete: {len(index.shards)} shards")
         return
-    if accelerator.is_main_process:
-        check_room(output, index, pending)
-    form = index.form
-    path = resolve(config.target, config.revision, trust_remote_code=config.trust_remote_code)
-    capturer = Capturer(path, form, accelerator.device, config.trust_remote_code)
-    if accelerator.is_main_process:
-        describe(config, index, pending)
-        estimate_time(config, index, pending, capturer, splits, accelerator.num_processes)
+    is_main = accelerator.is_main_process
+    if is_main:
+        check_room(output, job.num_bytes)
+    capturer = Capturer(path, index.form, accelerator.device, config.batch_tokens, config.trust_remote_code)
+    if is_main:
+        describe(job)
+        estimate_time(job, capturer, accelerator.num_processes)
         confirm(config)
         prepare_folder(output, index)
     accelerator.wait_for_everyone()
-    own = pending[accelerator.process_index :: accelerator.num_processes]
-    capture_shards(config, index, own, capturer, splits, show=accelerator.is_main_process)
+    capture_shards(job, job.pending[accelerator.process_index :: accelerator.num_processes], capturer, show=is_main)
     accelerator.wait_for_everyone()
-    accelerator.print(f"{output}: {len(pending)} shards written; train with --data.features {output}")
+    accelerator.print(f"{output}: {len(job.pending)} shards written; train with --data.features {output}")
 
 
-def find_pending(config: CaptureConfig, index: FeatureIndex) -> list[int]:
-    if config.chosen_shards and config.chosen_shards[-1] >= len(index.shards):
-        raise ValueError(f"shards is {config.shards}; there are shards 0 to {len(index.shards) - 1}")
-    return config.chosen_shards or index.missing(Path(config.output))
+def load_splits(config: CaptureConfig) -> dict[str, Dataset]:
+    read_report(Path(config.data))
+    dataset = load_from_disk(config.data)
+    limits = {"train": config.train_documents, "heldout": config.heldout_documents}
+    return {
+        name: dataset[name].select(range(len(dataset[name]) if limit is None else min(limit, len(dataset[name]))))
+        for name, limit in limits.items()
+    }
 
 
-def check_room(output: Path, index: FeatureIndex, pending: list[int]) -> None:
-    needed = sum(index.num_bytes(number) for number in pending)
+def build_index(config: CaptureConfig, path: Path, splits: dict[str, Dataset]) -> FeatureIndex:
+    """What a capture of the target at `path` will be: documents, states, shards. Raises ValueError where the data were
+    prepared for another tokenizer than the target's."""
+    report = read_report(Path(config.data))
+    options = ConversationOptions(target=str(path), trust_remote_code=config.trust_remote_code)
+    tokenizer_hash = load_target_tokenizer(options).hash
+    if report["tokenizer_hash"] != tokenizer_hash:
+        raise ValueError(
+            f"data {config.data} was prepared with another tokenizer (hash {report['tokenizer_hash'][:12]}, the "
+            f"target's is {tokenizer_hash[:12]}); prepare it again with --target set to this target"
+        )
+    form, size = choose_format(config, path), int(config.shard_gb * 1e9)
+    needs = {name: measure(split, config.max_length) for name, split in splits.items()}
+    return FeatureIndex(
+        target_fingerprint=weights_fingerprint(path),
+        tokenizer_hash=tokenizer_hash,
+        data_hash=report["data_hash"],
+        max_length=config.max_length,
+        form=form,
+        shards=tuple(shard for name in needs for shard in plan_shards(name, needs[name], form, size)),
+        command=config.command(),
+    )
+
+
+def choose_format(config: CaptureConfig, path: Path) -> FeatureFormat:
+    text = read_config(path, config.trust_remote_code).get_text_config()
+    num_layers = text.num_hidden_layers
+    defaults = {
+        "eagle": lambda: (num_layers,),
+        "eagle3": lambda: default_feature_layers(num_layers),
+        "dflash": lambda: default_block_feature_layers(num_layers, BLOCK_DRAFT_LAYERS),
+    }
+    layers = config.layers or tuple(sorted({layer for name in config.drafters for layer in defaults[name]()}))
+    check_feature_layers(layers, num_layers)
+    last_hidden = (config.last_hidden or "eagle3" in config.drafters) and num_layers not in layers
+    return FeatureFormat(
+        layers=layers,
+        num_layers=num_layers,
+        hidden_size=text.hidden_size,
+        dtype=config.dtype,
+        last_hidden=last_hidden,
+    )
+
+
+def check_output(output: Path, index: FeatureIndex) -> None:
+    """Raises ValueError where `output` holds a capture of something else, or shards of who knows what."""
+    if not (output / INDEX).exists():
+        foreign = sorted(path.name for path in output.glob("shard-*.safetensors"))
+        if foreign:
+            raise ValueError(f"output {output} holds {foreign[0]} and no {INDEX} that tells of it; name another folder")
+        return
+    there, here = FeatureIndex.read(output).to_json(), index.to_json()
+    different = [name for name in here if name != "command" and there[name] != here[name]]
+    if different:
+        raise ValueError(
+            f"output {output} holds features with another {', '.join(different)}; give the options they were captured "
+            f"with ({there['command']}), or name another folder"
+        )
+
+
+def check_room(output: Path, needed: int) -> None:
     existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
@@ -97,39 +242,31 @@ def check_room(output: Path, index: FeatureIndex, pending: list[int]) -> None:
         )
 
 
-def describe(config: CaptureConfig, index: FeatureIndex, pending: list[int]) -> None:
-    form, shards = index.form, [index.shards[number] for number in pending]
-    tokens, size = sum(shard.num_tokens for shard in shards), sum(map(index.num_bytes, pending))
-    print(f"Features of {config.target} over {config.data}:")
+def describe(job: Job) -> None:
+    form, shards = job.index.form, [job.index.shards[number] for number in job.pending]
+    print(f"Features of {job.config.target} over {job.config.data}:")
     show_table(
         {
             "states": f"{list(form.layers)} of {form.hidden_size} in {form.dtype}",
             "documents": sum(shard.count for shard in shards),
-            "tokens": tokens,
+            "tokens": job.num_tokens,
             "bytes per token": form.num_bytes(0, 1, 0),
             "bytes more per supervised token": form.num_bytes(0, 0, 1),
             "supervised tokens": sum(shard.num_supervised for shard in shards),
-            "shards": f"{len(pending)} of {len(index.shards)}",
-            "size": f"{size / 1e9:.2f} GB",
+            "shards": f"{len(job.pending)} of {len(job.index.shards)}",
+            "size": f"{job.num_bytes / 1e9:.2f} GB",
         }
     )
 
 
-def estimate_time(
-    config: CaptureConfig,
-    index: FeatureIndex,
-    pending: list[int],
-    capturer: Capturer,
-    splits: dict[str, Dataset],
-    num_processes: int,
-) -> None:
-    span = next((index.shards[number] for number in pending if index.shards[number].num_tokens), None)
+def estimate_time(job: Job, capturer: Capturer, num_processes: int) -> None:
+    shards = job.index.shards
+    span = next((shards[number] for number in job.pending if shards[number].num_tokens), None)
     if span is None:  # the shards that are missing hold documents that nothing reads
         return
-    documents = read_documents(splits[span.split], span, config.max_length)
-    rate = capturer.measure_rate(span, documents, config.batch_tokens, TIMED_PASSES) * num_processes
-    tokens = sum(index.shards[number].num_tokens for number in pending)
-    minutes = tokens / rate / 60
+    documents = read_documents(job.splits[span.split], span, job.config.max_length)
+    rate = capturer.measure_rate(span, documents) * num_processes
+    minutes = job.num_tokens / rate / 60
     show_table(
         {"time": f"{minutes:.1f} minutes at {rate:,.0f} tokens per second ({num_processes} processes, a few passes)"}
     )
@@ -152,23 +289,16 @@ def prepare_folder(output: Path, index: FeatureIndex) -> None:
         index.write(output)
 
 
-def capture_shards(
-    config: CaptureConfig,
-    index: FeatureIndex,
-    numbers: list[int],
-    capturer: Capturer,
-    splits: dict[str, Dataset],
-    show: bool,
-) -> None:
+def capture_shards(job: Job, numbers: list[int], capturer: Capturer, show: bool) -> None:
     """One shard is written while the next is computed."""
-    output, capture = Path(config.output), index.digest
+    output, index, capture = Path(job.config.output), job.index, job.index.digest
     total = sum(index.shards[number].num_tokens for number in numbers)
     written: Future[None] | None = None
     with ThreadPoolExecutor(1) as writer, tqdm(total=total, unit="token", unit_scale=True, disable=not show) as bar:
         for number in numbers:
             span = index.shards[number]
-            documents = read_documents(splits[span.split], span, config.max_length)
-            shard = capturer.capture(span, documents, config.batch_tokens, bar.update)
+            documents = read_documents(job.splits[span.split], span, job.config.max_length)
+            shard = capturer.capture(span, documents, bar.update)
             if written is not None:
                 written.result()
             written = writer.submit(write_shard, output, number, shard, capture)

@@ -3,35 +3,45 @@
     slipstream convert --input runs/draft --layout speculators --output runs/draft-vllm
     slipstream convert --input owner/draft --target Qwen/Qwen3-8B --layout sglang --output runs/draft
 
-Reads every layout that it writes, and all that `serve` loads. Weights keep their bits; a draft that does not fit its
-target, or that another layout cannot hold, is refused.
+Reads every layout that it writes, and all that `serve` loads. Every kind of draft has one public layout, ours too;
+other layouts are made from it. Weights keep their bits; a draft that does not fit its target, or that another layout
+cannot hold, is refused.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from slipstream.data_tools.command_line import run
-from slipstream.data_tools.draft_forms import FORMS, Form, Layout, names_in, read_target
-from slipstream.data_tools.layout_report import changes
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from slipstream.data_tools.options import check_named, run, show_table
+from slipstream.models import dflash, eagle, eagle3
 from slipstream.models.atomic import atomic_folder
 from slipstream.models.checkpoint import (
     named_target,
+    public_tensors,
     read_draft_tensors,
     read_json,
     resolve,
     weight_files,
     write_checkpoint,
 )
-from slipstream.models.draft import drafter_of
+from slipstream.models.config import ModelConfig
+from slipstream.models.draft import EMBEDDING, HEAD, drafter_of
 from slipstream.models.outputs import CHECKPOINT, check_output_folder
+from slipstream.models.speculators_layout import layer_name, to_speculators
+from slipstream.models.target import load_config
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertConfig:
-    """Options of `slipstream convert`."""
+    """Write a draft checkpoint in the layout that another server or trainer reads."""
 
     input: str = ""
     """Draft checkpoint to read: a folder or a hub id."""
@@ -45,30 +55,48 @@ class ConvertConfig:
     """The draft's target (folder or hub id). Default: the one that the draft names."""
 
     def __post_init__(self) -> None:
-        for name in ("input", "output"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} is empty; name a draft checkpoint to read (input) and a folder (output)")
+        check_named(self, input="a draft checkpoint to read", output="the folder to write")
+
+
+class Draft(NamedTuple):
+    """A checkpoint's config.json and tensors, in one layout."""
+
+    values: dict[str, Any]
+    tensors: dict[str, Tensor]
+    layers: tuple[int, ...]  # target states (ids of models/config.py) that it picks; EAGLE has no choice and none
+
+
+class TargetFiles(NamedTuple):
+    """What drafts need of their target."""
+
+    name: str
+    config: ModelConfig
+    architectures: list[str]
+    shared: dict[str, Tensor]  # EMBEDDING and HEAD, (V, H)
+
+
+class Form(NamedTuple):
+    """Drafts of one kind: how they are read, strictly, and what makes each layout of the public one."""
+
+    load: Callable[..., Any]
+    config_to_json: Callable[[Any], dict[str, Any]]
+    layouts: Mapping[str, Callable[[Draft, TargetFiles], Draft]]
+    picks_layers: bool = True
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run(
-        convert,
-        ConvertConfig,
-        argv,
-        prog="slipstream convert",
-        description="Write a draft checkpoint in the layout that another server or trainer reads.",
-    )
+    run(convert, ConvertConfig, argv, "slipstream convert")
 
 
 def convert(config: ConvertConfig) -> None:
-    """Writes `config.output` and prints what changed."""
+    """Writes `config.output` and prints how much of the draft kept its name."""
     inputs = {"input": [config.input], "target": [config.target]}
     check_output_folder(config.output, CHECKPOINT, inputs, overwrite=config.overwrite)
     path = resolve(config.input)
     values = read_json(path / "config.json")
-    form = form_of(values, config.input)
-    layout, target = layout_of(form, config), read_target(config.target or target_of(path))
-    written = layout.write(form.read(path, target), target)
+    form = form_of(values, config)
+    target = read_target(config.target or target_of(path))
+    written = form.layouts[config.layout](read_draft(form, path, target), target)
     provenance: dict[str, Any] = {"argv": sys.argv, "converted": config.input}
     if (path / "run.json").exists():
         provenance["run"] = read_json(path / "run.json")
@@ -76,30 +104,29 @@ def convert(config: ConvertConfig) -> None:
         provenance["target_path"] = str(Path(target.name).resolve())
     with atomic_folder(Path(config.output), CHECKPOINT.check) as folder:
         write_checkpoint(folder, written.values, written.tensors, provenance)
-    print(f"{config.output}: {len(written.tensors)} tensors, layout {config.layout}")
-
-    def rename(name: str) -> str:
-        return layout.name(form.public_name(name))
-
-    for line in changes(tensor_names(path), list(written.tensors), rename, values, written.values):
-        print(f"  {line}")
+    print(f"{config.output}: layout {config.layout}")
+    show_table({"tensors": changes(tensor_names(path), written.tensors), "fields": changes(values, written.values)})
     if max(written.layers, default=0) >= target.config.num_layers - 1:
-        print("  note: it reads the last layer's output, which other servers take behind the final norm or not at all")
+        print("  note: it reads the last layer's output, which other servers take after the final norm or not at all")
 
 
-def form_of(values: Mapping[str, Any], name: str) -> Form:
-    drafter = str(values.get("speculators_model_type") or drafter_of(values, name))
+def changes(before: Iterable[str], after: Iterable[str]) -> str:
+    old, new = set(before), set(after)
+    return f"{len(new)}: {len(old & new)} of the {len(old)} that were read, {len(new - old)} under new names"
+
+
+def form_of(values: Mapping[str, Any], config: ConvertConfig) -> Form:
+    drafter = str(values.get("speculators_model_type") or drafter_of(values, config.input))
     if drafter not in FORMS:
-        raise ValueError(f"input {name} is a draft of the kind {drafter}; kinds that convert: {', '.join(FORMS)}")
-    return FORMS[drafter]
-
-
-def layout_of(form: Form, config: ConvertConfig) -> Layout:
+        raise ValueError(
+            f"input {config.input} is a draft of the kind {drafter}; kinds that convert: {', '.join(FORMS)}"
+        )
+    form = FORMS[drafter]
     if config.layout not in form.layouts:
         raise ValueError(
             f"layout {config.layout} has no place for drafts such as {config.input}; use {', '.join(form.layouts)}"
         )
-    return form.layouts[config.layout]
+    return form
 
 
 def target_of(path: Path) -> str:
@@ -110,10 +137,92 @@ def target_of(path: Path) -> str:
     return name
 
 
-def tensor_names(path: Path) -> list[str]:
+def tensor_names(path: Path) -> Iterable[str]:
     """Of the files that a draft is read from."""
-    files = weight_files(path)
-    return [key for file in files for key in sorted(names_in(file))] if files else sorted(read_draft_tensors(path))
+    return [name for file in weight_files(path) for name in names_in(file)] or read_draft_tensors(path)
+
+
+def read_target(name: str) -> TargetFiles:
+    path = resolve(name)
+    config = load_config(path, is_served=False)
+    files = {key: file for file in weight_files(path) for key in names_in(file)}
+    keys = {EMBEDDING: f"model.{EMBEDDING}", HEAD: f"model.{EMBEDDING}" if config.tie_word_embeddings else HEAD}
+    missing = sorted(set(keys.values()) - files.keys())
+    if missing:
+        raise ValueError(f"target {name} lacks {', '.join(missing)} in its *.safetensors files")
+    shared = {}
+    for own, key in keys.items():
+        with safe_open(files[key], "pt") as file:
+            shared[own] = file.get_tensor(key)
+    return TargetFiles(name, config, read_json(path / "config.json").get("architectures") or [], shared)
+
+
+def names_in(file: Path) -> list[str]:
+    with safe_open(file, "pt") as tensors:
+        return list(tensors.keys())
+
+
+def read_draft(form: Form, path: Path, target: TargetFiles) -> Draft:
+    """In the public layout, with the file's dtypes; names its target."""
+    module = form.load(path, target.config, None, CPU, target.shared)
+    values = form.config_to_json(module.config)
+    dtype = str(module.fc.weight.dtype).removeprefix("torch.")
+    values |= {"torch_dtype": dtype, "target": values["target"] or target.name}
+    layers = module.config.feature_layers if form.picks_layers else ()
+    return Draft(values, public_tensors(module.config, module.state_dict()), layers)
+
+
+def as_it_is(draft: Draft, _target: TargetFiles) -> Draft:
+    return draft
+
+
+def dflash_to_sglang(draft: Draft, _target: TargetFiles) -> Draft:
+    if draft.values.get("sample_from_anchor"):
+        raise ValueError("this draft drafts from the anchor's slot, too (sample_from_anchor); SGLang's DFLASH does not")
+    return draft
+
+
+def dflash_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
+    """With copies of the target's embedding and head, whose rows are those of the draft's vocabulary."""
+    copies = dict(target.shared)
+    if "t2d" in draft.tensors:
+        copies[HEAD] = copies[HEAD][draft.tensors["t2d"]]
+    return _speculators_draft(draft, draft.tensors, copies, target)
+
+
+def eagle3_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
+    """With its own embedding or a copy of the target's; a draft of the whole vocabulary has no map there."""
+    if target.config.num_layers in draft.layers:
+        raise ValueError(
+            f"this draft reads state {target.config.num_layers}, after the target's final norm; speculators and vLLM "
+            "have none but the layers' own"
+        )
+    is_reduced = draft.values["draft_vocab_size"] < draft.values["vocab_size"]
+    tensors = {layer_name(key): x for key, x in draft.tensors.items() if is_reduced or key not in ("d2t", "t2d")}
+    return _speculators_draft(draft, tensors, {EMBEDDING: target.shared[EMBEDDING]}, target)
+
+
+def _speculators_draft(
+    draft: Draft, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], target: TargetFiles
+) -> Draft:
+    dtype = draft.tensors["fc.weight"].dtype
+    values = to_speculators(draft.values, draft.values["target"], target.architectures)
+    return Draft(values, {**{key: copy.to(dtype) for key, copy in copies.items()}, **tensors}, draft.layers)
+
+
+FORMS = {
+    "dflash": Form(
+        dflash.load_dflash,
+        dflash.config_to_json,
+        {"sglang": dflash_to_sglang, "speculators": dflash_to_speculators},
+    ),
+    "eagle3": Form(
+        eagle3.load_eagle3,
+        eagle3.config_to_json,
+        {"sglang": as_it_is, "speculators": eagle3_to_speculators},
+    ),
+    "eagle": Form(eagle.load_eagle, eagle.config_to_json, {"sglang": as_it_is}, picks_layers=False),
+}
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.data_tools.chat_template import ChatTemplate, RowDropped
 from slipstream.data_tools.conversations import Example, content_hash, to_example
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import Row, RowError, matches, read_rows
+from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped
 from slipstream.models.messages import Message
 
 

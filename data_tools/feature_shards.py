@@ -1,20 +1,62 @@
-"""Runs the target over the documents of a shard and keeps what the index asks for.
+"""Shards of captured features: which documents each holds, and the target's passes that fill them.
 
+The plan depends on the data and the options alone, so a capture continues, or repairs one shard, with the same plan.
 Letters: B documents of a pass, L tokens of its longest, K captured layers, Ht the target's hidden size.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+import pyarrow
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from torch import Tensor
+from tqdm import tqdm
 
 from slipstream.models.feature_store import FeatureFormat, ShardRange, ShardTensors, encode, needed_tokens, new_shard
 from slipstream.models.frozen_target import FrozenTarget, load_frozen_target
+
+SCAN_ROWS = 4096  # documents measured at once
+TIMED_PASSES = 3
+
+
+def measure(dataset: Dataset, max_length: int) -> np.ndarray:
+    """(D, 2) int64: per document cut at `max_length`, the tokens whose states training reads and the supervised ones
+    among them (models/feature_store.needed_tokens, here for many documents at once)."""
+    tables = dataset.with_format("arrow").iter(batch_size=SCAN_ROWS)
+    num_tables = -(-len(dataset) // SCAN_ROWS)
+    bar = tqdm(tables, "measuring documents", num_tables, unit="batch", disable=num_tables <= 1)
+    return np.concatenate([np.zeros((0, 2), np.int64), *(measure_table(table, max_length) for table in bar)])
+
+
+def measure_table(table: pyarrow.Table, max_length: int) -> np.ndarray:
+    lengths = pc.list_value_length(table["loss_mask"]).to_numpy().astype(np.int64)
+    mask = pc.list_flatten(table["loss_mask"]).to_numpy()
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    position = np.arange(len(document)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    chosen = np.flatnonzero(mask & (position > 0) & (position < max_length))
+    tokens = np.zeros(len(lengths), np.int64)
+    np.maximum.at(tokens, document[chosen], position[chosen])
+    supervised = np.bincount(document[chosen], minlength=len(lengths))
+    return np.stack([tokens, np.maximum(supervised - 1, 0)], axis=1)  # the last one is no state that anything reads
+
+
+def plan_shards(split: str, needs: np.ndarray, form: FeatureFormat, shard_bytes: int) -> Iterator[ShardRange]:
+    """Neighbouring documents together, as many as `shard_bytes` hold, at least one. needs: (D, 2), of `measure`."""
+    first = tokens = supervised = 0
+    for number, (more, more_supervised) in enumerate(needs.tolist()):
+        count = number - first
+        if count and form.num_bytes(count + 1, tokens + more, supervised + more_supervised) > shard_bytes:
+            yield ShardRange(split, first, count, tokens, supervised)
+            first, tokens, supervised = number, 0, 0
+        tokens, supervised = tokens + more, supervised + more_supervised
+    if len(needs) > first:
+        yield ShardRange(split, first, len(needs) - first, tokens, supervised)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,50 +89,47 @@ def passes(documents: list[Document], batch_tokens: int) -> Iterator[list[Docume
 
 
 class Capturer:
-    """The target on one device, and the format in which its states are kept."""
+    """The target on one device, the format in which its states are kept, and the most tokens of a pass."""
 
-    def __init__(self, path: Path, form: FeatureFormat, device: torch.device, trust_remote_code: bool) -> None:
+    def __init__(
+        self, path: Path, form: FeatureFormat, device: torch.device, batch_tokens: int, trust_remote_code: bool
+    ) -> None:
         self.target: FrozenTarget = load_frozen_target(path, form.layers, device, trust_remote_code)
         self.form = form
         self.device = device
+        self.batch_tokens = batch_tokens
 
-    def capture(
-        self, span: ShardRange, documents: list[Document], batch_tokens: int, advance: Callable[[int], object]
-    ) -> ShardTensors:
+    def capture(self, span: ShardRange, documents: list[Document], advance: Callable[[int], object]) -> ShardTensors:
         """`advance` is told how many tokens each pass has done."""
-        shard = self.begin(span, documents)
-        for batch in passes(documents, batch_tokens):
-            self.run(batch, shard)
-            advance(sum(len(one.tokens) for one in batch))
-        self.wait()
+        shard = self._begin(span, documents)
+        self._run(passes(documents, self.batch_tokens), shard, advance)
         return shard
 
-    def measure_rate(self, span: ShardRange, documents: list[Document], batch_tokens: int, num_passes: int) -> float:
+    def measure_rate(self, span: ShardRange, documents: list[Document]) -> float:
         """Tokens per second of a few passes, of which the first warms up."""
-        shard, batches = self.begin(span, documents), list(islice(passes(documents, batch_tokens), 1 + num_passes))
-        for batch in batches[:1]:
-            self.run(batch, shard)
-        self.wait()
+        shard, counts = self._begin(span, documents), list[int]()
+        batches = list(islice(passes(documents, self.batch_tokens), 1 + TIMED_PASSES))
+        self._run(batches[:1], shard, int)
         began = time.perf_counter()
-        for batch in batches[-num_passes:]:
-            self.run(batch, shard)
-        self.wait()
-        return sum(len(one.tokens) for batch in batches[-num_passes:] for one in batch) / (time.perf_counter() - began)
+        self._run(batches[-TIMED_PASSES:], shard, counts.append)
+        return sum(counts) / (time.perf_counter() - began)
 
-    def begin(self, span: ShardRange, documents: list[Document]) -> ShardTensors:
+    def _begin(self, span: ShardRange, documents: list[Document]) -> ShardTensors:
         lengths = torch.tensor([len(one.tokens) for one in documents])
         supervised = torch.cat([one.supervised for one in documents])
         shard = new_shard(span, lengths, supervised, self.form, pinned=self.device.type == "cuda")
         shard.tensors["tokens"].copy_(torch.cat([one.tokens for one in documents]))
         return shard
 
-    def wait(self) -> None:
-        """Until the copies to the host are done."""
+    def _run(self, batches: Iterable[list[Document]], shard: ShardTensors, advance: Callable[[int], object]) -> None:
+        for batch in batches:
+            self._pass(batch, shard)
+            advance(sum(len(one.tokens) for one in batch))
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.synchronize(self.device)  # until the copies to the host are done
 
-    def run(self, batch: list[Document], shard: ShardTensors) -> None:
-        """One pass; padding stands behind every document, where causal attention does not look."""
+    def _pass(self, batch: list[Document], shard: ShardTensors) -> None:
+        """One pass; padding follows every document, where causal attention does not look."""
         width = max(len(one.tokens) for one in batch)
         tokens = torch.zeros(len(batch), width, dtype=torch.int64)
         for row, one in enumerate(batch):
@@ -100,13 +139,13 @@ class Capturer:
         values, scales = encode(features.unflatten(-1, (len(self.form.layers), -1)), self.form.dtype)  # (B, L, K, Ht)
         for row, one in enumerate(batch):
             length, place = len(one.tokens), shard.document(one.slot)
-            keep(place, "features", values[row, :length], None if scales is None else scales[row, :length])
+            _keep(place, "features", values[row, :length], None if scales is None else scales[row, :length])
             if self.form.last_hidden:
                 rows = one.supervised.nonzero().squeeze(1).to(self.device)
-                keep(place, "last_hidden", *encode(final[row, rows], self.form.dtype))
+                _keep(place, "last_hidden", *encode(final[row, rows], self.form.dtype))
 
 
-def keep(place: dict[str, Tensor], name: str, values: Tensor, scales: Tensor | None) -> None:
+def _keep(place: dict[str, Tensor], name: str, values: Tensor, scales: Tensor | None) -> None:
     place[name].copy_(values, non_blocking=True)
     if scales is not None:
         place[f"{name}_scales"].copy_(scales, non_blocking=True)

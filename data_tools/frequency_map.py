@@ -25,12 +25,10 @@ import torch
 from datasets import load_from_disk
 from tqdm import tqdm
 
-from slipstream.data_tools.command_line import run
 from slipstream.data_tools.dataset import is_prepared, read_report
-from slipstream.data_tools.options import TokenizeOptions
+from slipstream.data_tools.options import TokenizeOptions, check_named, run
 from slipstream.data_tools.prepare import Tally
 from slipstream.data_tools.rows import read_rows
-from slipstream.data_tools.served_answers import tokenize_answers
 from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer
 from slipstream.data_tools.token_coverage import (
     ACCEPT_RATES,
@@ -39,7 +37,7 @@ from slipstream.data_tools.token_coverage import (
     is_coverage_plot,
     plot_coverage,
 )
-from slipstream.data_tools.tokenization import Outcome, RowTokenizer, tokenize_rows
+from slipstream.data_tools.tokenization import Outcome, RowTokenizer, tokenize_answers, tokenize_rows
 from slipstream.models.outputs import check_output_file
 from slipstream.models.token_map import TokenMap, is_fr_spec_map, is_sglang_map, is_token_map
 
@@ -48,7 +46,8 @@ SHARD_ROWS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrequencyMapConfig(TokenizeOptions):
-    """Options of `slipstream frequency-map`. `data` may also name prepared datasets, of which `split` is counted."""
+    """Count answer tokens and choose a draft vocabulary. `data` may also name prepared datasets, of which `split` is
+    counted."""
 
     output: str = ""
     """Safetensors file to write."""
@@ -71,8 +70,7 @@ class FrequencyMapConfig(TokenizeOptions):
 
     def __post_init__(self) -> None:
         TokenizeOptions.__post_init__(self)
-        if not self.output:
-            raise ValueError("output is empty; name the safetensors file to write")
+        check_named(self, output="the safetensors file to write")
         if bool(self.data) + bool(self.merge) + bool(self.from_responses) != 1:
             raise ValueError(
                 "give either data (datasets or conversations), from_responses (served answers) or merge (token maps)"
@@ -91,13 +89,7 @@ class Counted:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run(
-        frequency_map,
-        FrequencyMapConfig,
-        argv,
-        prog="slipstream frequency-map",
-        description="Count answer tokens and choose a draft vocabulary.",
-    )
+    run(frequency_map, FrequencyMapConfig, argv, "slipstream frequency-map")
 
 
 def frequency_map(config: FrequencyMapConfig) -> None:

@@ -8,7 +8,7 @@ tokenised in pieces; a row whose tokens change across an end of a span is droppe
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from slipstream.data_tools.chat_template import ChatTemplate, RowDropped
+from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped
 from slipstream.models.messages import Message
 
 Encode = Callable[[Sequence[str]], list[list[int]]]

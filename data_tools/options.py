@@ -1,10 +1,52 @@
-"""Options that the data programs share."""
+"""What the data programs share on the command line: options, checks of options, errors, tables."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from slipstream.config import parse
 from slipstream.models.messages import DEFAULT_DATE, check_date, date_of
+
+ConfigT = TypeVar("ConfigT")
+
+
+def run(program: Callable[[ConfigT], None], config_class: type[ConfigT], argv: Sequence[str] | None, prog: str) -> None:
+    """Parses `argv` (default: the command line) and calls `program`; --help shows the docstring of `config_class`.
+
+    A ValueError or OSError becomes one sentence on stderr and exit status 1, an interrupt exit status 130.
+    """
+    config = parse(config_class, argv, prog=prog, description=config_class.__doc__ or "")
+    try:
+        program(config)
+    except (ValueError, OSError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def check_named(config: object, **remedies: str) -> None:
+    """Raises ValueError, with the option's remedy, where one of these options is empty."""
+    for name, remedy in remedies.items():
+        if not getattr(config, name):
+            raise ValueError(f"{name} is empty; name {remedy}")
+
+
+def check_at_least(config: object, minimum: float, *names: str) -> None:
+    """Raises ValueError where one of the options `names` is set and below `minimum`."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < minimum:
+            raise ValueError(f"{name} is {value}; give at least {minimum}")
+
+
+def show_table(rows: Mapping[str, object]) -> None:
+    """Prints names and values in two columns."""
+    width = max(len(name) for name in rows)
+    for name, value in rows.items():
+        print(f"  {name:<{width}}  {value:,}" if type(value) is int else f"  {name:<{width}}  {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +82,7 @@ class ConversationOptions:
         for condition in self.where:
             if "=" not in condition:
                 raise ValueError(f"where is {condition!r}; write column=value, such as split=train")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit is {self.limit}; it must be at least 1")
+        check_at_least(self, 1, "limit")
         check_date(self.date)
         # Reports and files that are continued name the day, also where that was `today`.
         object.__setattr__(self, "date", date_of(self.date).isoformat())
@@ -70,7 +111,4 @@ class TokenizeOptions(ConversationOptions):
 
     def __post_init__(self) -> None:
         ConversationOptions.__post_init__(self)  # a slotted dataclass has no zero-argument super()
-        for name in ("max_length", "min_supervised", "num_proc"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        check_at_least(self, 1, "max_length", "min_supervised", "num_proc")

@@ -19,9 +19,8 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.data_tools.command_line import run, show_table
 from slipstream.data_tools.dataset import Tokens, write_dataset
-from slipstream.data_tools.options import TokenizeOptions
+from slipstream.data_tools.options import TokenizeOptions, check_named, run, show_table
 from slipstream.data_tools.rows import read_rows
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.data_tools.tokenization import Outcome, RowTokenizer, tokenize_rows
@@ -33,7 +32,7 @@ SHOWN_TOKENS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareConfig(TokenizeOptions):
-    """Options of `slipstream prepare`."""
+    """Conversations to tokens and loss masks."""
 
     output: str = ""
     """Folder to write."""
@@ -48,8 +47,7 @@ class PrepareConfig(TokenizeOptions):
 
     def __post_init__(self) -> None:
         TokenizeOptions.__post_init__(self)
-        if not self.output:
-            raise ValueError("output is empty; name the folder to write")
+        check_named(self, output="the folder to write")
         if not 0.0 <= self.heldout < 1.0:
             raise ValueError(f"heldout is {self.heldout}; it must be at least 0 and below 1")
 
@@ -96,7 +94,7 @@ class Tally:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run(prepare, PrepareConfig, argv, prog="slipstream prepare", description="Conversations to tokens and loss masks.")
+    run(prepare, PrepareConfig, argv, "slipstream prepare")
 
 
 def prepare(config: PrepareConfig) -> None:
@@ -130,8 +128,7 @@ def mask_rule(tokenizer: RowTokenizer) -> str:
         return "The target has no chat template: conversations are refused, plain text is taken as it is."
     tags = options.turns == "all" and chat.marks_generation(None)
     how = "the template's {% generation %} tags" if tags else "rendering turn by turn"
-    date = f"; today's date in the template is frozen at {options.date}" if chat.inserts_date else ""
-    return f"Answers are found by {how}{date}."
+    return f"Answers are found by {how}{chat.date_note}."
 
 
 def describe(tokenizer: RowTokenizer, tally: Tally) -> dict[str, Any]:

@@ -8,55 +8,202 @@ Rows are appended as they come; the same command goes on after an interrupt and 
 left out on purpose are listed in OUTPUT.dropped; OUTPUT.report counts everything.
 """
 
+import dataclasses
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
-from slipstream.data_tools.chat_template import ChatTemplate
-from slipstream.data_tools.command_line import run, show_table
+from slipstream.data_tools.answers import EndpointAnswers, EngineAnswers, served_models
 from slipstream.data_tools.dialogue import Dialogue, DialogueReader, Result
-from slipstream.data_tools.endpoint_answers import EndpointAnswers, EndpointOptions, served_models
-from slipstream.data_tools.engine_answers import EngineAnswers
-from slipstream.data_tools.journal import Journal, sort_rows
-from slipstream.data_tools.regenerate_options import RegenerateConfig
-from slipstream.data_tools.target_tokenizer import load_target_tokenizer
-from slipstream.models.atomic import atomic_file
+from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named, run, show_table
+from slipstream.data_tools.target_tokenizer import ChatTemplate, load_target_tokenizer
+from slipstream.models.atomic import atomic_file, open_locked
 from slipstream.models.checkpoint import read_json
 from slipstream.models.outputs import check_output_file
 from slipstream.serve.llm import LLM
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import SamplingParams
+
+# Options that change answers: a file is continued only under the same ones.
+RENDERING = ("target", "revision", "chat_template", "template", "date", "model")
+SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "cut")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegenerateConfig(ConversationOptions):
+    """Replace the answers of conversations by the target's own."""
+
+    output: str = ""
+    """JSONL file to write, or to continue."""
+    overwrite: bool = False
+    """Start anew if `output` exists, instead of continuing it; only for files that regenerate wrote."""
+    endpoint: tuple[str, ...] = ()
+    """OpenAI-compatible endpoints that serve the target, such as http://localhost:8000/v1. With `target`, prompts are
+    rendered here and sent as token ids; without it, messages are sent and the endpoint's template renders them."""
+    model: str | None = None
+    """Name of the model at the endpoints. Default: the first that the first one lists."""
+    api_key_file: str | None = None
+    """File that holds the endpoints' key."""
+    concurrency: int = 64
+    """Requests open at the endpoints at once."""
+    retries: int = 6
+    """Times a request is sent again after status 429, 5xx or a broken connection."""
+    retry_pause: float = 1.0
+    """Seconds before the first retry; each further one waits twice as long."""
+    max_failures: int = 100
+    """Stop when this many rows have failed."""
+    draft: str = "none"
+    """Draft checkpoint for the target in this process; it changes the speed, not the answers."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Further options of the engine in this process, such as --engine.max_running 128."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens of this total probability."""
+    top_k: int = 0
+    """Sample from this many most likely tokens; 0 for all."""
+    max_tokens: int = 2048
+    """Most tokens of an answer."""
+    seed: int = 0
+    """Each row has its own seed, made from this one and the row's id."""
+    cut: Literal["keep", "drop"] = "keep"
+    """What to do with rows whose answer max_tokens ended."""
+
+    def __post_init__(self) -> None:
+        ConversationOptions.__post_init__(self)
+        check_named(self, output="the JSONL file to write")
+        if not self.endpoint and not self.target:
+            raise ValueError("target and endpoint are empty; name a model to run here, or endpoints that serve it")
+        if self.endpoint and (self.draft != "none" or self.engine):
+            raise ValueError("draft and engine are for a target in this process; leave them out, or endpoint")
+        for url in self.urls or self.endpoint:
+            if not is_url(url):
+                raise ValueError(f"endpoint is {url!r}; name a URL such as http://localhost:8000/v1")
+        check_at_least(self, 0, "retries", "retry_pause")
+        check_at_least(self, 1, "concurrency", "max_failures")
+        unknown = self.engine.keys() - {option.name for option in dataclasses.fields(EngineConfig)}
+        if unknown:
+            raise ValueError(f"engine has no option {', '.join(sorted(unknown))}; see `serve --help`")
+        self.sampling()
+
+    def inputs(self) -> dict[str, Sequence[str | None]]:
+        given = ConversationOptions.inputs(self)
+        return {**given, "draft": [self.draft], "api_key_file": [self.api_key_file]}
+
+    @property
+    def answer_options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in RENDERING + SAMPLING}
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The endpoints; one argument may hold several, separated by commas."""
+        return tuple(url.strip().rstrip("/") for word in self.endpoint for url in word.split(",") if url.strip())
+
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+        )
+
+
+def is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets without an address, a port that is no number
+        return False
+
+
+class Journal:
+    """A JSONL file of rows with an `id`, appended and flushed one by one; `ids` are those in it. A context manager.
+
+    Every line is whole: a row that was begun but not ended when its writer was killed is cut off at the next opening.
+    Locks the file before it reads it or, with `anew`, empties it. Raises ValueError for a file that holds something
+    else or that another process is writing; neither is changed.
+    """
+
+    def __init__(self, path: Path, *, anew: bool = False) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.is_new = not path.exists()
+        self.ids: set[str] = set()
+        self._file = open_locked(path)
+        try:
+            self._file.truncate(0 if anew else self._read())
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def _read(self) -> int:
+        """Fills `ids`; returns the number of bytes in whole lines."""
+        self._file.seek(0)
+        whole = 0
+        for number, line in enumerate(self._file, 1):
+            if line.endswith(b"\n"):
+                self.ids.add(_row_id(self.path, number, line))
+                whole += len(line)
+        return whole
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        assert row["id"] not in self.ids
+        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+        self.ids.add(row["id"])
+
+
+def sort_rows(path: Path, position: Mapping[str, int]) -> None:
+    """Puts the rows in the order of `position`, those without one last: the file no longer shows which came first."""
+    places, start = [], 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            places.append((position.get(_row_id(path, number, line), len(position)), start, len(line)))
+            start += len(line)
+        with atomic_file(path) as temporary, temporary.open("wb") as ordered:
+            for _, start, length in sorted(places):
+                file.seek(start)
+                ordered.write(file.read(length))
+
+
+def _row_id(path: Path, number: int, line: bytes) -> str:
+    try:
+        return str(json.loads(line)["id"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}, line {number}: holds no row with an id; name another file") from error
 
 
 class Progress:
     """Writes results as they come and counts them."""
 
     def __init__(self, kept: Journal, dropped: Journal, bar: "tqdm[Any]") -> None:
-        self._kept, self._dropped, self._bar = kept, dropped, bar
+        self.kept, self._dropped, self._bar = kept, dropped, bar
         self._start = time.monotonic()
         self.tokens = 0
         self.failures: Counter[str] = Counter()
 
     def write(self, result: Result) -> None:
         if result.row is not None:
-            self._kept.append(result.row)
+            self.kept.append(result.row)
         elif result.dropped:
             self._dropped.append({"id": result.id, "reason": result.dropped})
         else:
             self.failures[result.failed] += 1
         self._bar.update()
-
-    @property
-    def num_kept(self) -> int:
-        return len(self._kept.ids)
-
-    def say(self, line: str) -> None:
-        """Prints above the progress bar."""
-        self._bar.write(line)
 
     def count(self, num_tokens: int) -> None:
         self.tokens += num_tokens
@@ -65,13 +212,7 @@ class Progress:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run(
-        regenerate,
-        RegenerateConfig,
-        argv,
-        prog="slipstream regenerate",
-        description="Replace the answers of conversations by the target's own.",
-    )
+    run(regenerate, RegenerateConfig, argv, "slipstream regenerate")
 
 
 def regenerate(config: RegenerateConfig) -> None:
@@ -82,11 +223,12 @@ def regenerate(config: RegenerateConfig) -> None:
     if output.exists() and not config.overwrite:
         check_options(config, output, dropped_path, report_path)
     reader = DialogueReader(config)
-    with ExitStack() as stack:
-        kept = stack.enter_context(Journal(output, anew=config.overwrite))
+    with (
+        Journal(output, anew=config.overwrite) as kept,
         # What lies beside a file that is gone tells of another run.
-        dropped = stack.enter_context(Journal(dropped_path, anew=config.overwrite or kept.is_new))
-        bar = stack.enter_context(tqdm(unit=" rows", desc="regenerate"))
+        Journal(dropped_path, anew=config.overwrite or kept.is_new) as dropped,
+        tqdm(unit=" rows", desc="regenerate") as bar,
+    ):
         write_report(report_path, {"options": config.answer_options})
         progress = Progress(kept, dropped, bar)
         done = kept.ids | dropped.ids
@@ -97,7 +239,11 @@ def regenerate(config: RegenerateConfig) -> None:
     write_report(report_path, report)
     print(f"{output}:")
     show_table({name.replace("_", " "): value for name, value in report.items() if name != "options"})
-    _check_outcome(report, progress)
+    if report["rows_in"] == 0:
+        raise ValueError("no conversation to answer: the data is empty, or no row passes --where")
+    if progress.failures:
+        first = next(iter(progress.failures))
+        raise ValueError(f"{report['rows_failed']:,} rows failed ({first}); the same command tries them again")
 
 
 def answer_all(config: RegenerateConfig, dialogues: Iterator[Dialogue], progress: Progress) -> None:
@@ -107,29 +253,20 @@ def answer_all(config: RegenerateConfig, dialogues: Iterator[Dialogue], progress
         target = load_target_tokenizer(config)
         context = target.context
         chat = ChatTemplate(target.tokenizer, date=config.date, variables=config.template, tokenizer_hash=target.hash)
-    progress.say(rendering_rule(config, chat))
-    keep_cut = config.cut == "keep"
-    if config.endpoint:
-        answers = EndpointAnswers(endpoint_options(config, context), chat, config.sampling(), keep_cut=keep_cut)
-        answers.run(dialogues, progress.write, progress.count)
-        return
-    assert chat is not None
-    model = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    llm = LLM(config.target, config.draft, **{**model, **config.engine})
-    engine = EngineAnswers(llm, chat, config.sampling(), keep_cut=keep_cut)
-    for result in engine.run(dialogues, progress.count):
-        progress.write(result)
-
-
-def rendering_rule(config: RegenerateConfig, chat: ChatTemplate | None) -> str:
-    """One line that says who renders prompts, and what the template does with today's date."""
     if chat is None:
-        return "The endpoints render the messages: today's date and rewritten turns in their template go unseen."
-    date = f"; today's date in the template is frozen at {config.date}" if chat.inserts_date else ""
-    return f"Prompts are rendered here with the chat template of {config.target}{date}."
+        tqdm.write("The endpoints render the messages: today's date and rewritten turns in their template go unseen.")
+    else:
+        tqdm.write(f"Prompts are rendered here with the chat template of {config.target}{chat.date_note}.")
+    shared: dict[str, Any] = {"chat": chat, "params": config.sampling(), "keep_cut": config.cut == "keep"}
+    shared |= {"on_result": progress.write, "on_tokens": progress.count}
+    if config.endpoint:
+        EndpointAnswers(**shared, **endpoint_options(config, context)).run(dialogues)
+        return
+    model = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    EngineAnswers(**shared, llm=LLM(config.target, config.draft, **{**model, **config.engine})).run(dialogues)
 
 
-def endpoint_options(config: RegenerateConfig, context: int | None) -> EndpointOptions:
+def endpoint_options(config: RegenerateConfig, context: int | None) -> dict[str, Any]:
     """`context` is the target's own: an endpoint may hold fewer tokens, or more."""
     api_key = None if config.api_key_file is None else Path(config.api_key_file).read_text().strip()
     try:
@@ -139,16 +276,16 @@ def endpoint_options(config: RegenerateConfig, context: int | None) -> EndpointO
             raise
         models = {}  # a gateway may list nothing; the context of a model that is named is then the target's
     model = config.model or next(iter(models))
-    return EndpointOptions(
-        urls=config.urls,
-        model=model,
-        context=models.get(model) or context,
-        api_key=api_key,
-        concurrency=config.concurrency,
-        retries=config.retries,
-        first_pause_s=config.retry_pause,
-        max_failures=config.max_failures,
-    )
+    return {
+        "urls": config.urls,
+        "model": model,
+        "context": models.get(model) or context,
+        "api_key": api_key,
+        "concurrency": config.concurrency,
+        "retries": config.retries,
+        "first_pause_s": config.retry_pause,
+        "max_failures": config.max_failures,
+    }
 
 
 def check_files(config: RegenerateConfig, dropped_path: Path, report_path: Path) -> None:
@@ -205,7 +342,7 @@ def summary(config: RegenerateConfig, reader: DialogueReader, progress: Progress
     return {
         "options": config.answer_options,
         "rows_in": len(reader.ids) + reader.dropped.total(),
-        "rows_kept": progress.num_kept,
+        "rows_kept": len(progress.kept.ids),
         "rows_dropped": dict(dropped.most_common()),
         "rows_failed": num_failed,
         "tokens_this_run": progress.tokens,
@@ -215,14 +352,6 @@ def summary(config: RegenerateConfig, reader: DialogueReader, progress: Progress
 def write_report(path: Path, report: dict[str, Any]) -> None:
     with atomic_file(path) as temporary:
         temporary.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def _check_outcome(report: dict[str, Any], progress: Progress) -> None:
-    if report["rows_in"] == 0:
-        raise ValueError("no conversation to answer: the data is empty, or no row passes --where")
-    if progress.failures:
-        first = next(iter(progress.failures))
-        raise ValueError(f"{report['rows_failed']:,} rows failed ({first}); the same command tries them again")
 
 
 if __name__ == "__main__":

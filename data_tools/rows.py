@@ -83,10 +83,8 @@ def _read_file(path: Path) -> Iterator[Row]:
         yield from _read_lines(path)
     elif name.endswith(".json"):
         yield from _read_json(path)
-    elif name.endswith(".parquet"):
-        yield from _read_parquet(path)
-    elif name.endswith(".arrow"):
-        yield from _read_arrow(path)
+    elif name.endswith((".parquet", ".arrow")):
+        yield from _read_table(path)
     else:
         raise ValueError(f"data: {path} has no known ending; give one of {', '.join(SUFFIXES)}")
 
@@ -155,35 +153,26 @@ def _read_json(path: Path) -> Iterator[Row]:
         yield Row(f"{path}, item {number}", item if isinstance(item, dict) else json.dumps(item).encode())
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_table(path: Path) -> Iterator[Row]:
+    """Parquet, Arrow's file format, or its stream format as `datasets` writes it."""
     try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1000)
+        batches = _batches(path)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a readable parquet file: {error}") from error
-    yield from _read_batches(path, batches)
+        raise ValueError(f"{path} is not a readable {path.suffix[1:]} file: {error}") from error
+    rows = (columns for batch in batches for columns in batch.to_pylist())
+    for number, columns in enumerate(rows, 1):
+        yield Row(f"{path}, row {number}", without_nulls(columns))
 
 
-def _read_arrow(path: Path) -> Iterator[Row]:
-    """Arrow's file format, or its stream format as `datasets` writes it."""
+def _batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
+    if path.suffix == ".parquet":
+        return pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1000)
     source = pyarrow.memory_map(str(path))
-    try:
-        if source.read(6) == b"ARROW1":
-            reader = pyarrow.ipc.open_file(source)
-            batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
-        else:
-            source.seek(0)
-            batches = iter(pyarrow.ipc.open_stream(source))
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a readable arrow file: {error}") from error
-    yield from _read_batches(path, batches)
-
-
-def _read_batches(path: Path, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[Row]:
-    number = 0
-    for batch in batches:
-        for columns in batch.to_pylist():
-            number += 1
-            yield Row(f"{path}, row {number}", without_nulls(columns))
+    if source.read(6) == b"ARROW1":
+        reader = pyarrow.ipc.open_file(source)
+        return (reader.get_batch(index) for index in range(reader.num_record_batches))
+    source.seek(0)
+    return iter(pyarrow.ipc.open_stream(source))
 
 
 def without_nulls(value: Any) -> Any:

@@ -1,12 +1,18 @@
-"""What the data programs need of a target without its weights: tokenizer, vocabulary size, special tokens."""
+"""What the data programs need of a target without its weights: tokenizer, chat template, vocabulary, special tokens."""
 
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.data_tools.options import ConversationOptions
+from slipstream.data_tools.options import ConversationOptions, check_named
+from slipstream.models.chat_template import PROBE, PromptTemplate, TemplateRefused
 from slipstream.models.checkpoint import resolve, tokenizer_hash
+from slipstream.models.messages import Message
 from slipstream.models.pretrained import end_of_text_ids, load_tokenizer, read_config
 
 
@@ -22,8 +28,7 @@ class TargetTokenizer:
 
 def load_target_tokenizer(options: ConversationOptions) -> TargetTokenizer:
     """Raises ValueError when the target cannot be found or its parts contradict each other."""
-    if not options.target:
-        raise ValueError("target is empty; name the model whose tokenizer is meant (a folder or a hub id)")
+    check_named(options, target="the model whose tokenizer is meant (a folder or a hub id)")
     trust = options.trust_remote_code
     folder = resolve(options.target, options.revision, trust_remote_code=trust, weights=False)
     tokenizer = load_tokenizer(folder, trust)
@@ -46,4 +51,77 @@ def load_target_tokenizer(options: ConversationOptions) -> TargetTokenizer:
         end_ids=end_ids,
         kept_ids=tuple(sorted(kept)),
         context=getattr(text, "max_position_embeddings", None),
+    )
+
+
+class RowDropped(Exception):
+    """A row that cannot be used, though it is well formed. `reason` is a name that is counted."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+class ChatTemplate(PromptTemplate):
+    """Raises ValueError when there is no template or when its `{% generation %}` tags mark nothing or everything;
+    RowDropped for messages that it refuses."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        date: str,
+        variables: Mapping[str, Any],
+        tokenizer_hash: str = "",  # taken before the tokenizer's first use, which may change it
+    ) -> None:
+        super().__init__(tokenizer, date=date, variables=variables)
+        self.tokenizer_hash = tokenizer_hash
+        if self.marks_generation(None):
+            self._check_tags()
+
+    @property
+    def date_note(self) -> str:
+        """The end of a sentence that says what the template does with today's date."""
+        return f"; today's date in the template is frozen at {self._date}" if self.inserts_date else ""
+
+    def marks_generation(self, tools: Sequence[Any] | None) -> bool:
+        """Does the template for conversations with these tools mark the assistant's spans?"""
+        return has_generation_tag(self._source(tools))
+
+    def generation_spans(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of `messages` and the character ranges [start, end) that the template marks as generated."""
+        return self._render(messages, tools, return_assistant_tokens_mask=True)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        try:
+            return super()._render(messages, tools, **options)
+        except TemplateRefused as error:
+            raise RowDropped("template_refuses", str(error)) from error
+
+    def _check_tags(self) -> None:
+        try:
+            text, spans = self.generation_spans(PROBE, None)
+        except RowDropped as error:
+            raise ValueError(f"the chat template refuses a plain question and answer ({error})") from error
+        if not 0 < sum(end - start for start, end in spans) < len(text):
+            raise ValueError("the chat template's {% generation %} tags mark nothing, or everything; correct them")
+
+
+@functools.lru_cache(maxsize=8)
+def has_generation_tag(source: str) -> bool:
+    """True if `{% generation %}` is a tag of the template rather than part of a comment or of its text."""
+    try:
+        tokens = [(kind, value) for _, kind, value in jinja2.Environment().lex(source) if kind != "whitespace"]
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the chat template is not valid Jinja: {error}") from error
+    return any(
+        kind == "block_begin" and following == ("name", "generation")
+        for (kind, _), following in zip(tokens, tokens[1:], strict=False)
     )

@@ -8,11 +8,15 @@ Invariant: whether a conversation is held out depends on its id alone.
 import gzip
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import parse
+from slipstream.data_tools.conversations import to_example
+from slipstream.data_tools.options import ConversationOptions, check_at_least
+from slipstream.data_tools.rows import RowError, read_rows
 from slipstream.models.atomic import atomic_file
 
 HELD_OUT_SHARE = 0.05
@@ -28,8 +32,7 @@ class Options:
     """training conversations in the slice"""
 
     def __post_init__(self) -> None:
-        if self.train_rows < 0:
-            raise ValueError(f"train_rows {self.train_rows} is negative: give 0 or more")
+        check_at_least(self, 0, "train_rows")
 
 
 def id_fraction(conversation_id: str) -> float:
@@ -42,21 +45,16 @@ def is_held_out(conversation_id: str) -> bool:
     return id_fraction(conversation_id) < HELD_OUT_SHARE
 
 
-def read_conversations(paths: list[str]) -> list[dict[str, Any]]:
+def read_conversations(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """Raises ValueError, with its place, for a row that is no conversation with an id."""
     conversations = []
-    for path in paths:
-        with open(path, encoding="utf-8") as file:
-            conversations += [parse_line(line, f"{path}:{number}") for number, line in enumerate(file, 1)]
+    for row in read_rows(ConversationOptions(data=tuple(paths))):
+        example = to_example(row, row.columns())
+        if example.id is None or example.messages is None:
+            raise RowError(f"{row.place}: is no conversation with an id; give an object with `id` and `messages`")
+        messages = [{"role": message["role"], "content": message["content"]} for message in example.messages]
+        conversations.append({"id": example.id, "messages": messages})
     return conversations
-
-
-def parse_line(line: str, place: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        messages = [{"role": message["role"], "content": message["content"]} for message in row["messages"]]
-        return {"id": str(row["id"]), "messages": messages}
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{place}: no conversation: {error!r}; give an object with `id` and `messages`") from error
 
 
 def split(conversations: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -73,10 +71,8 @@ def write_slice(options: Options) -> None:
     training, held_out = split(read_conversations(options.data))
     by_fraction = sorted((row["id"] for row in training), key=id_fraction)
     chosen = set(by_fraction[: options.train_rows])
-    rows = [{"id": row["id"], "split": "heldout", "messages": row["messages"]} for row in held_out]
-    rows += [
-        {"id": row["id"], "split": "train", "messages": row["messages"]} for row in training if row["id"] in chosen
-    ]
+    splits = {"heldout": held_out, "train": [row for row in training if row["id"] in chosen]}
+    rows = [{"id": row["id"], "split": name, "messages": row["messages"]} for name in splits for row in splits[name]]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     with atomic_file(Path(options.output)) as temporary:
         temporary.write_bytes(gzip.compress(text.encode(), compresslevel=9, mtime=0))

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from slipstream.config import parse
+from slipstream.data_tools.options import check_at_least
 from slipstream.data_tools.tiny_corpus import read_conversations, split
 from slipstream.data_tools.tiny_tokenizer import MIN_VOCAB_SIZE, encode, train_tokenizer
 
@@ -68,8 +69,7 @@ class Options:
             )
         if not 2 <= self.row_length <= MAX_POSITIONS:
             raise ValueError(f"row_length {self.row_length} does not fit the model: give 2 to {MAX_POSITIONS}")
-        if min(self.batch_rows, self.passes, self.evaluate_every) < 1:
-            raise ValueError("batch_rows, passes and evaluate_every must be at least 1")
+        check_at_least(self, 1, "batch_rows", "passes", "evaluate_every")
 
 
 def pack(documents: list[list[int]], row_length: int, pad_id: int) -> Tensor:  # (R, row_length) int64
@@ -208,15 +208,11 @@ def train(options: Options) -> None:
         losses = []
         line = json.dumps({"step": step, "tokens": step * tokens_per_step, "train_loss": train_loss, **scores})
         progress.write(line)
-        append_line(log, line)
+        with log.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
         if scores["held_out_loss"] < best_loss:
             best_loss = scores["held_out_loss"]
             save(model, tokenizer, output)
-
-
-def append_line(path: Path, line: str) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(line + "\n")
 
 
 def train_step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, rows: Tensor, pad_id: int) -> Tensor:

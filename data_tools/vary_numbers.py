@@ -12,13 +12,12 @@ Invariant: a copy depends on its conversation, its number and the seed alone.
 import json
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import parse
-from slipstream.data_tools.options import ConversationOptions
+from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named, run
 from slipstream.data_tools.rows import matches, read_rows
 from slipstream.models.atomic import atomic_file
 from slipstream.models.outputs import check_new_file
@@ -26,6 +25,8 @@ from slipstream.models.outputs import check_new_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
+    """Questions with other numbers."""
+
     data: tuple[str, ...] = ()
     """Files whose rows hold `id` and `messages` (a list of role and content)."""
     where: tuple[str, ...] = ()
@@ -38,10 +39,8 @@ class Options:
     """Seed of the numbers."""
 
     def __post_init__(self) -> None:
-        if not self.output:
-            raise ValueError("output is empty; name the file to write")
-        if self.copies < 0:
-            raise ValueError(f"copies is {self.copies}; give 0 or more")
+        check_named(self, output="the file to write")
+        check_at_least(self, 0, "copies")
 
 
 def vary(row: Mapping[str, Any], copy: int, seed: int) -> dict[str, Any]:
@@ -61,26 +60,22 @@ def vary(row: Mapping[str, Any], copy: int, seed: int) -> dict[str, Any]:
     return {**row, "id": f"{row['id']}~{copy}", "messages": messages}
 
 
-def write(options: Options) -> int:
-    """Writes the file and returns its number of lines. Raises ValueError if it exists, and for unreadable data."""
+def vary_numbers(options: Options) -> None:
+    """Raises ValueError if the file exists, and for unreadable data."""
     check_new_file(options.output, {"data": options.data})
-    conditions = dict(condition.split("=", 1) for condition in options.where)
-    read = ((row.place, row.columns()) for row in read_rows(ConversationOptions(data=options.data, target="none")))
-    rows = [columns for place, columns in read if matches(columns, conditions, place)]
+    chosen = ConversationOptions(data=options.data, where=options.where)
+    read = ((row.place, row.columns()) for row in read_rows(chosen))
+    rows = [columns for place, columns in read if matches(columns, chosen.conditions, place)]
     with atomic_file(Path(options.output)) as path, open(path, "w", encoding="utf-8") as file:
         for copy in range(options.copies + 1):
             for row in rows:
                 line = vary(row, copy, options.seed) if copy else row
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    return len(rows) * (options.copies + 1)
+    print(f"{len(rows) * (options.copies + 1)} conversations: {options.output}")
 
 
-def main(argv: list[str] | None = None) -> None:
-    options = parse(Options, argv, prog="data_tools/vary_numbers.py", description="Questions with other numbers.")
-    try:
-        print(f"{write(options)} conversations: {options.output}")
-    except ValueError as error:
-        raise SystemExit(f"data_tools/vary_numbers.py: error: {error}") from error
+def main(argv: Sequence[str] | None = None) -> None:
+    run(vary_numbers, Options, argv, "data_tools/vary_numbers.py")
 
 
 if __name__ == "__main__":

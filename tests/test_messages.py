@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.data_tools.chat_template import ChatTemplate
 from slipstream.data_tools.conversations import to_example
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import Row
+from slipstream.data_tools.target_tokenizer import ChatTemplate
 from slipstream.serve.bench import read_prompt
 from slipstream.serve.frontend import Frontend
 from slipstream.serve.options import ServeConfig

@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.config import parse
 from slipstream.data_tools import capture_features
-from slipstream.data_tools.capture_features import main
-from slipstream.data_tools.capture_options import CaptureConfig
+from slipstream.data_tools.capture_features import CaptureConfig, main
 from slipstream.data_tools.dataset import write_dataset
-from slipstream.data_tools.feature_plan import measure, plan_shards
+from slipstream.data_tools.feature_shards import measure, plan_shards
 from slipstream.models.feature_store import FeatureFormat, FeatureStore, needed_tokens
 from slipstream.tests.data_tools.captures import MAX_LENGTH, Flags, random_row, shards
 
@@ -89,17 +88,14 @@ def test_the_plan_covers_every_document_once_in_shards_that_fit() -> None:
     rows = [random_row(generator) for _ in range(200)]
     masks = [mask.tolist() for _, mask in rows]
     needs = measure(Dataset.from_dict({"loss_mask": masks}), MAX_LENGTH)
-    for mask, tokens, supervised in zip(masks, needs.tokens, needs.supervised, strict=True):
+    for mask, (tokens, supervised) in zip(masks, needs.tolist(), strict=True):
         cut = torch.tensor([False, *mask[1:MAX_LENGTH]])
         assert tokens == needed_tokens(cut)
         assert supervised == int(cut[:tokens].sum())
     form = FeatureFormat(layers=(1,), num_layers=4, hidden_size=8, dtype="fp8", last_hidden=True)
-    spans = plan_shards({"train": needs, "heldout": needs}, form, shard_bytes=2000)
-    for split in ("train", "heldout"):
-        chosen = [span for span in spans if span.split == split]
-        listed = [number for span in chosen for number in range(span.first, span.first + span.count)]
-        assert listed == list(range(200))
-        assert sum(span.num_tokens for span in chosen) == needs.tokens.sum()
+    spans = list(plan_shards("train", needs, form, shard_bytes=2000))
+    assert [n for span in spans for n in range(span.first, span.first + span.count)] == list(range(200))
+    assert sum(span.num_tokens for span in spans) == needs[:, 0].sum()
     sizes = [(span.count, form.num_bytes(span.count, span.num_tokens, span.num_supervised)) for span in spans]
     assert all(size <= 2000 or count == 1 for count, size in sizes)
     assert max(size for _, size in sizes) > 1500

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream import cli
 from slipstream.config import parse
-from slipstream.data_tools.command_line import run
+from slipstream.data_tools.options import run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def test_faults_become_one_sentence(
         raise raised
 
     with pytest.raises(SystemExit) as caught:
-        run(program, Options, [], prog="test", description="test")
+        run(program, Options, [], "test")
     assert caught.value.code == status
     assert capsys.readouterr().err == f"test: {message}\n"
 

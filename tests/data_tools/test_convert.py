@@ -74,34 +74,24 @@ def test_a_foreign_checkpoint_gets_its_target_and_public_names(runs: Runs) -> No
     save_file({names.get(key, key): x.float() for key, x in tensors.items()}, draft / "model.safetensors")
     assert "the draft names no target; add --target" in runs.refused(draft, "sglang")
     folder, printed = runs.convert(draft, "sglang", "--target", str(runs.target))
-    for line in (
-        "tensor encoder.fc.weight -> fc.weight",
-        "tensor model.norm.weight -> norm.weight",
-        "field dflash_config.block_size -> block_size",
-        "field bos_token_id left out",
-        f"field target added: {runs.target}",
-    ):
-        assert f"  {line}\n" in printed
+    num = len(tensors)
+    assert f"  tensors  {num}: {num - 2} of the {num} that were read, 2 under new names\n" in printed
     written = load_file(folder / "model.safetensors")
     assert written.keys() == tensors.keys()
     assert {tensor.dtype for tensor in written.values()} == {torch.float32}, "as in the file"
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "float32"
 
 
-def test_every_change_is_reported(runs: Runs) -> None:
-    folder, printed = runs.convert(save(runs), "speculators")
-    for line in (
-        "tensor embed_tokens.weight added",
-        "tensor lm_head.weight added",
-        "field dflash_config.target_layer_ids -> aux_hidden_state_layer_ids: [0, 1] -> [1, 2]",
-        "field dflash_config.mask_token_id -> mask_token_id",
-        "field hidden_size -> transformer_layer_config.hidden_size",
-    ):
-        assert f"  {line}\n" in printed
-    assert "note:" not in printed
-    _, printed = runs.convert(folder, "sglang")
-    assert "  tensor lm_head.weight left out\n" in printed
-    assert "  field speculators_version left out\n" in printed
+def test_tensors_and_fields_are_counted(runs: Runs) -> None:
+    draft = save(runs)
+    folder, printed = runs.convert(draft, "speculators")
+    old, new = (json.loads((path / "config.json").read_text()).keys() for path in (draft, folder))
+    num = len(load_file(draft / "model.safetensors"))
+    assert printed.splitlines() == [
+        f"{folder}: layout speculators",
+        f"  tensors  {num + 2}: {num} of the {num} that were read, 2 under new names",
+        f"  fields   {len(new)}: {len(old & new)} of the {len(old)} that were read, {len(new - old)} under new names",
+    ]
 
 
 def test_the_last_layers_output_is_pointed_out(runs: Runs) -> None:

@@ -110,21 +110,13 @@ def test_the_layout_of_speculators(runs: Runs) -> None:
         "architectures": ["LlamaForCausalLM"],
     }
     assert find_drafter(str(folder)) is find_drafter(str(draft)), "it can be served as it is"
-    for line in (
-        "tensor midlayer.self_attn.q_proj.weight -> layers.0.self_attn.q_proj.weight",
-        "tensor embed_tokens.weight added",
-        "field rms_norm_eps -> transformer_layer_config.rms_norm_eps",
-        f"field eagle_config.{AUX_LAYERS} left out",
-        "field norm_before_residual added: False",
-    ):
-        assert f"  {line}\n" in printed
-    assert "tensor norm.weight" not in printed, "it keeps its name"
+    kept = len(tensors.keys() & before.keys())
+    assert f"tensors  {len(tensors)}: {kept} of the {len(before)} that were read" in printed
 
 
 def test_a_full_vocabulary_has_no_map_there(runs: Runs) -> None:
-    folder, printed = runs.convert(save(runs, (0, 1, 2), 120), "speculators")
+    folder, _ = runs.convert(save(runs, (0, 1, 2), 120), "speculators")
     assert not {"d2t", "t2d"} & load_file(folder / "model.safetensors").keys()
-    assert "  tensor d2t left out\n" in printed
 
 
 def test_a_checkpoint_as_safeailab_publishes_it(runs: Runs) -> None:
@@ -138,10 +130,7 @@ def test_a_checkpoint_as_safeailab_publishes_it(runs: Runs) -> None:
     absent = ("drafter", "target", "target_fingerprint", "target_num_layers", "torch_dtype", "tokenizer_hash")
     change(draft, **dict.fromkeys((*absent, "eagle_config", AUX_LAYERS)), architectures=["LlamaForCausalLM"])
     assert "the draft names no target; add --target" in runs.refused(draft, "sglang")
-    folder, printed = runs.convert(draft, "sglang", "--target", str(runs.target))
-    parts = ", ".join(f"midlayer.self_attn.{part}_proj.weight" for part in "qkv")
-    assert f"  tensor midlayer.self_attn.qkv_proj.weight -> {parts}\n" in printed
-    assert "  tensor embed_tokens.weight left out\n" in printed
+    folder, _ = runs.convert(draft, "sglang", "--target", str(runs.target))
     written = load_file(folder / "model.safetensors")
     assert torch.equal(
         fuse(written)["midlayer.self_attn.qkv_proj.weight"], tensors["midlayer.self_attn.qkv_proj.weight"]
@@ -211,8 +200,6 @@ def test_eagle_drafts_come_back_bit_by_bit(fields: dict[str, Any], runs: Runs) -
     torch.save(tensors | {"embed_tokens.weight": embedding.bfloat16()}, foreign / "pytorch_model.bin")
     folder, printed = runs.convert(foreign, "sglang")
     assert_equal_checkpoints(draft, folder)
-    assert "  tensor model.layers.0.mlp.up_proj.weight -> layers.0.mlp.up_proj.weight\n" in printed
-    assert "  tensor embed_tokens.weight left out\n" in printed
     assert "note:" not in printed
     torch.save(tensors | {"embed_tokens.weight": embedding + 1}, foreign / "pytorch_model.bin")
     written = load_file(runs.convert(foreign, "sglang")[0] / "model.safetensors")

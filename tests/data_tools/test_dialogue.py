@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from slipstream.data_tools.chat_template import ChatTemplate
 from slipstream.data_tools.dialogue import Answer, Dialogue, DialogueReader, Result, converse, row_seed, split_questions
-from slipstream.data_tools.journal import Journal, sort_rows
 from slipstream.data_tools.options import ConversationOptions
+from slipstream.data_tools.regenerate import Journal, sort_rows
 from slipstream.data_tools.rows import RowError
+from slipstream.data_tools.target_tokenizer import ChatTemplate
 from slipstream.tests.data_tools.chats import CHATML, THINKING, build_tokenizer, chat, write_jsonl
 
 

@@ -220,7 +220,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pyte
     main([*arguments, "--skip-bad"])
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert (report["rows_in"], report["rows_kept"], report["rows_dropped"]) == (7, 3, {"malformed": 4})
-    assert "outside the vocabulary of 512" in report["dropped_examples"]["malformed"][1]
+    assert "512 is no token id of the target's vocabulary of 512" in report["dropped_examples"]["malformed"][1]
     assert "line 6: its input_ids come from another tokenizer" in report["dropped_examples"]["malformed"][2]
 
 

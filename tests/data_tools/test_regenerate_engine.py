@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from slipstream.data_tools import prepare, regenerate
-from slipstream.data_tools.journal import Journal
+from slipstream.data_tools.regenerate import Journal
 from slipstream.models.checkpoint import tokenizer_hash
 from slipstream.serve.request import Output
 from slipstream.tests.data_tools.chats import CHATML, LLAMA, build_tokenizer, chat, write_jsonl
@@ -176,7 +176,7 @@ def test_the_date_in_prompts_is_frozen(
         (("--endpoint", "x", "--draft", "d"), "draft and engine are for a target in this process"),
         (("--endpoint", ""), "endpoint is ''; name a URL such as http://localhost:8000/v1"),
         (("--endpoint", "localhost:8000/v1"), "endpoint is 'localhost:8000/v1'; name a URL such as http"),
-        (("--endpoint", "http://a:port/v1"), "endpoint 'http://a:port/v1' is no URL"),
+        (("--endpoint", "http://a:port/v1"), "endpoint is 'http://a:port/v1'; name a URL"),
         (("--target", "x", "--engine.speed", "9"), "engine has no option speed"),
         (("--target", "x", "--temperature", "-1"), "temperature is -1.0"),
         (("--target", "x", "--concurrency", "0"), "concurrency is 0"),

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from slipstream.data_tools import served_answers
+from slipstream.data_tools import tokenization
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import Row, RowError
-from slipstream.data_tools.served_answers import tokenize_answers
 from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer
+from slipstream.data_tools.tokenization import tokenize_answers
 from slipstream.tests.data_tools.chats import chat
 
 END = "<|im_end|>"
@@ -77,7 +77,7 @@ def test_token_ids_are_taken_as_they_are(loaded: TargetTokenizer) -> None:
 def test_rows_keep_their_order_over_chunks(
     target: Path, loaded: TargetTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served_answers, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(tokenization, "CHUNK_ANSWERS", 3)
     rows = [row({"text": f"I am {n}", "kind": "ab"[n % 2]}, n) for n in range(10)]
     outcomes = list(tokenize_answers(rows, loaded, ConversationOptions(where=("kind=a",), limit=4)))
     kept = [outcome.input_ids.tolist() for outcome in outcomes if outcome.status == "kept"]
@@ -102,10 +102,10 @@ def test_failed_requests_and_tool_calls_are_dropped(loaded: TargetTokenizer) -> 
     [
         ({"choices": [{"delta": {"content": "He"}}]}, "holds a piece of a stream; log whole answers"),
         ({"choices": {"text": "a"}}, "choices holds a dict, not a list"),
-        ({"choices": [choice(7)]}, "content holds a int, not text"),
-        ({"choices": [choice("a\ud83d")]}, "content holds \\\\ud83d at character 1, half of a surrogate pair"),
-        ({"token_ids": [512]}, "token_ids holds 512, no token id of the target's vocabulary of 512"),
-        ({"output_ids": ["5"]}, "output_ids holds '5'"),
+        ({"choices": [choice(7)]}, "message.content is a int; it must be a string"),
+        ({"choices": [choice("a\ud83d")]}, "message holds \\\\ud83d at character 1, half of a surrogate pair"),
+        ({"token_ids": [512]}, "512 is no token id of the target's vocabulary of 512"),
+        ({"output_ids": ["5"]}, "'5' is no token id"),
         ({"input_ids": [5], "loss_mask": [1], "tokenizer_hash": "x"}, "come from another tokenizer"),
         ({"answer": "Hello"}, "has answer; expected messages"),
     ],

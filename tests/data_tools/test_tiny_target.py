@@ -177,8 +177,9 @@ def test_bad_options_name_the_field(option: str, value: int, capsys: pytest.Capt
 )
 def test_a_bad_line_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"id": 1, "messages": []}\n' + line + "\n")
-    with pytest.raises(ValueError, match=re.escape(f"{path}:2")):
+    good = json.dumps({"id": 1, "messages": [{"role": "user", "content": "?"}]})
+    path.write_text(good + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=re.escape(f"{path}, line 2: ")):
         tiny_corpus.read_conversations([str(path)])
 
 
