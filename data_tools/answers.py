@@ -130,7 +130,7 @@ class EndpointAnswers(Answers):
     api_key: str | None
     concurrency: int
     retries: int
-    first_pause_s: float  # doubles with every retry
+    retry_pause: float  # seconds; doubles with every retry
     max_failures: int  # rows that may fail before the run ends
     _num_failed: int = 0
 
@@ -196,7 +196,7 @@ class EndpointAnswers(Answers):
             await asyncio.sleep(pause)
             base = self.urls[(worker + attempt) % len(self.urls)]
             url = f"{base}/chat/completions" if self.chat is None else f"{base}/completions"
-            pause = min(self.first_pause_s * 2**attempt, LONGEST_PAUSE_S)
+            pause = min(self.retry_pause * 2**attempt, LONGEST_PAUSE_S)
             try:
                 async with client.post(url, json=body, allow_redirects=False) as response:
                     status, text = response.status, (await response.read()).decode(errors="replace")

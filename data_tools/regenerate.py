@@ -281,10 +281,7 @@ def endpoint_options(config: RegenerateConfig, context: int | None) -> dict[str,
         "model": model,
         "context": models.get(model) or context,
         "api_key": api_key,
-        "concurrency": config.concurrency,
-        "retries": config.retries,
-        "first_pause_s": config.retry_pause,
-        "max_failures": config.max_failures,
+        **{name: getattr(config, name) for name in ("concurrency", "retries", "retry_pause", "max_failures")},
     }
 
 
@@ -309,14 +306,10 @@ def is_report(path: Path) -> bool:
 
 def is_dropped(path: Path) -> bool:
     try:
-        return all(json.loads(line).keys() == {"id", "reason"} for line in whole_lines(path))
+        lines = path.read_bytes().splitlines(keepends=True)  # the last may have been cut off by a kill
+        return all(json.loads(line).keys() == {"id", "reason"} for line in lines if line.endswith(b"\n"))
     except (ValueError, AttributeError):
         return False
-
-
-def whole_lines(path: Path) -> list[bytes]:
-    """The last one left out if a kill cut it off."""
-    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def check_options(config: RegenerateConfig, output: Path, dropped_path: Path, report_path: Path) -> None:
@@ -338,13 +331,12 @@ def check_options(config: RegenerateConfig, output: Path, dropped_path: Path, re
 def summary(config: RegenerateConfig, reader: DialogueReader, progress: Progress, dropped_path: Path) -> dict[str, Any]:
     with dropped_path.open() as file:
         dropped = reader.dropped + Counter(json.loads(line)["reason"] for line in file)
-    num_failed = progress.failures.total()
     return {
         "options": config.answer_options,
         "rows_in": len(reader.ids) + reader.dropped.total(),
         "rows_kept": len(progress.kept.ids),
         "rows_dropped": dict(dropped.most_common()),
-        "rows_failed": num_failed,
+        "rows_failed": progress.failures.total(),
         "tokens_this_run": progress.tokens,
     }
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.data_tools import tiny_corpus, tiny_target
-from slipstream.data_tools.tiny_tokenizer import SPECIAL_TOKENS, encode, train_tokenizer
+from slipstream.data_tools.tiny_target import SPECIAL_TOKENS, encode, train_tokenizer
 
 ASSETS = Path(tiny_target.__file__).parent.parent / "assets"
 TEXTS = ["12 + 345 = 357", "\n\n  indented\n", "naïve 日本 🙂\t|", " ", "", "a\r\nb\x00c", "<|spare_3|> x <|mask|>"]
