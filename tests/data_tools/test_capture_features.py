@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.config import parse
 from slipstream.data_tools import capture_features
-from slipstream.data_tools.capture_features import CaptureConfig, main
+from slipstream.data_tools.capture_features import CaptureConfig, choose_format, main
 from slipstream.data_tools.dataset import write_dataset
 from slipstream.data_tools.feature_shards import measure, plan_shards
 from slipstream.models.feature_store import FeatureFormat, FeatureStore, needed_tokens
@@ -68,18 +68,17 @@ def test_states_are_those_of_transformers(captured: Path, capture_data: Path, ca
         (("--layers", "3", "0"), (3, 0), True),
     ],
 )
-def test_other_states(
-    tmp_path: Path,
-    flags: Flags,
-    capture_data: Path,
-    capture_target: Path,
-    words: list[str],
-    layers: list[int],
-    last_hidden: bool,
+def test_drafts_decide_the_states(
+    words: list[str], layers: tuple[int, ...], last_hidden: bool, flags: Flags, tmp_path: Path, capture_target: Path
 ) -> None:
-    main(flags(tmp_path, *words))
-    form = FeatureStore(tmp_path).index.form
+    form = choose_format(parse(CaptureConfig, flags(tmp_path, *words), prog="", description=""), capture_target)
     assert (form.layers, form.last_hidden) == (layers, last_hidden)
+
+
+@pytest.mark.parametrize("words", [("--drafters", "eagle3", "eagle"), ("--layers", "3", "0")])
+def test_other_states(words: list[str], tmp_path: Path, flags: Flags, capture_data: Path, capture_target: Path) -> None:
+    main(flags(tmp_path, *words))
+    assert FeatureStore(tmp_path).index.form.layers == {"--drafters": (1, 2, 3, 4), "--layers": (3, 0)}[words[0]]
     check_states(tmp_path, capture_data, capture_target)
 
 

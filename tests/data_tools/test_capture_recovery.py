@@ -1,17 +1,22 @@
 """Captures that are stopped, killed, split over processes or damaged end as the same files."""
 
+import itertools
 import os
 import random
 import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from slipstream.data_tools import capture_features
 from slipstream.data_tools.capture_features import main
@@ -51,11 +56,35 @@ def start(arguments: list[str], *launcher: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_does(tmp_path: Path, flags: Flags, captured: Path) -> None:
     torch.set_num_threads(1)
     program = start(flags(tmp_path), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     printed, _ = program.communicate(timeout=300)
     assert program.returncode == 0, printed
+    assert shards(tmp_path) == shards(captured)
+
+
+def test_two_ranks_write_what_one_does(
+    tmp_path: Path, flags: Flags, captured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads in place of the processes, a barrier in place of torch.distributed."""
+    ranks, barrier = itertools.count(), threading.Barrier(2, timeout=60)
+
+    def accelerator(cpu: bool) -> SimpleNamespace:
+        rank, one = next(ranks), Accelerator(cpu=cpu)
+        return SimpleNamespace(
+            is_main_process=rank == 0,
+            process_index=rank,
+            num_processes=2,
+            device=one.device,
+            wait_for_everyone=barrier.wait,
+            print=print,
+        )
+
+    monkeypatch.setattr(capture_features, "Accelerator", accelerator)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(main, [flags(tmp_path)] * 2))
     assert shards(tmp_path) == shards(captured)
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,17 @@ def test_seed_decides_the_order(tmp_path: Path, target: Path) -> None:
     assert order("--heldout", "0")[1] != order("--heldout", "0.5")[1]
 
 
-def test_processes_change_nothing(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
+def test_workers_change_nothing(kind: str, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenization, "CHUNK_ROWS", 5)
-    rows = [{"messages": chat(f"What is {n}?", f"It is {n}.")} for n in range(200)]
-    rows[150] = {"messages": chat("no answer")}
-    one, two = (prepare(tmp_path, target, rows, "--num-proc", processes) for processes in "12")
+    if kind == "threads":
+        monkeypatch.setattr(tokenization, "ProcessPoolExecutor", lambda number, **_: ThreadPoolExecutor(number))
+    rows = [{"messages": chat(f"What is {n}?", f"It is {n}.")} for n in range(100)]
+    rows[70] = {"messages": chat("no answer")}
+    one, two = (prepare(tmp_path, target, rows, "--num-proc", number) for number in "12")
     assert list(one[0]["train"]["input_ids"]) == list(two[0]["train"]["input_ids"])
     assert {**one[1], "options": None} == {**two[1], "options": None}
-    assert one[1]["rows_kept"] == 199
+    assert one[1]["rows_kept"] == 99
 
 
 def test_a_held_out_file_is_that_split_in_its_order(tmp_path: Path, target: Path) -> None:
@@ -83,17 +87,6 @@ def test_a_held_out_file_is_that_split_in_its_order(tmp_path: Path, target: Path
     assert list(dataset["heldout"]["input_ids"]) == [expected(target, number)[0] for number in range(15, 20)]
     assert as_set(dataset, "train") == {tuple(map(tuple, expected(target, number))) for number in range(15)}
     assert (report["rows_in"], report["split_rows"]) == (20, {"train": 15, "heldout": 5})
-
-
-def test_a_held_out_file_of_which_nothing_is_left_is_refused(
-    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = write_jsonl(tmp_path / "other.jsonl", [{**ROWS[1], "split": "b"}])
-    with pytest.raises(SystemExit) as stop:
-        prepare(tmp_path, target, ROWS, "--where", "split=a", "--heldout-data", str(other))
-    assert stop.value.code == 1
-    assert "no row of heldout_data passes `where` and can be kept" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_copies_of_held_out_rows_are_not_trained_on(
@@ -167,15 +160,6 @@ def test_cut_answers_have_no_supervised_end(tmp_path: Path, target: Path, make_f
     assert AutoTokenizer.from_pretrained(plain).decode(dataset["train"][0]["input_ids"]) == "What is 1?It is 1."
 
 
-def test_text_without_bytes_is_a_bad_row(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [ROWS[0], {"messages": chat("hi \ud83d", "fine")}]
-    with pytest.raises(SystemExit):
-        prepare(tmp_path, target, rows)
-    assert "rows.jsonl, line 2: messages.0 holds \\ud83d at character 3, half of a" in capsys.readouterr().err
-    _, report = prepare(tmp_path, target, rows, "--skip-bad", "--heldout", "0")
-    assert (report["rows_kept"], report["rows_dropped"]) == (1, {"malformed": 1})
-
-
 def test_dropped_rows_are_counted_by_reason(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     thinking = chat("Hello", "<think>hm</think>fine", "What?", "four")
     rows = [ROWS[0], {"messages": thinking}, {"messages": chat("What?")}, {"messages": chat("a", "b")[1:]}]
@@ -205,7 +189,7 @@ def test_chat_template_file_and_variables(tmp_path: Path, make_folder: Callable[
 
 def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     foreign = {"input_ids": [5], "loss_mask": [1], "tokenizer_hash": "other"}
-    bad = [{"messages": []}, {"input_ids": [512], "loss_mask": [1]}, foreign]
+    bad = [{"messages": []}, {"input_ids": [512], "loss_mask": [1]}, foreign, {"messages": chat("hi \ud83d", "fine")}]
     data = write_jsonl(tmp_path / "rows.jsonl", [*ROWS[:3], *bad])
     with data.open("a") as file:
         file.write('{"messages": [')  # cut short
@@ -219,7 +203,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pyte
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
     main([*arguments, "--skip-bad"])
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert (report["rows_in"], report["rows_kept"], report["rows_dropped"]) == (7, 3, {"malformed": 4})
+    assert (report["rows_in"], report["rows_kept"], report["rows_dropped"]) == (8, 3, {"malformed": 5})
     assert "512 is no token id of the target's vocabulary of 512" in report["dropped_examples"]["malformed"][1]
     assert "line 6: its input_ids come from another tokenizer" in report["dropped_examples"]["malformed"][2]
 
@@ -232,21 +216,29 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pyte
         (ROWS[:2], ("--where", "part=a"), "no column 'part' as `where` asks; it has id, messages, split"),
         ([{"messages": chat("x")}], (), r"none of 1 rows could be kept \(no_assistant_turn 1\)"),
         (ROWS[:1], ("--heldout", "0.5"), "leaves no row of 1 for training"),
+        (ROWS[:2], ("--where", "split=a", "--heldout-data", "other.jsonl"), "no row of heldout_data passes `where`"),
         (ROWS[:1], ("--target", "/absent"), "checkpoint /absent does not exist"),
         (ROWS[:1], ("--target", ""), "target is empty"),
         (ROWS[:1], ("--chat-template", "/absent"), "No such file"),
     ],
 )
 def test_impossible_runs_get_one_sentence(
-    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str], rows: Any, options: Any, message: str
+    tmp_path: Path,
+    target: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    rows: Any,
+    options: Any,
+    message: str,
 ) -> None:
+    monkeypatch.chdir(write_jsonl(tmp_path / "other.jsonl", ROWS[1:2]).parent)
     with pytest.raises(SystemExit) as caught:
         prepare(tmp_path, target, rows, *options)
     assert caught.value.code == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("slipstream prepare: error: ")
     assert re.search(message, error)
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.jsonl", "rows.jsonl"]
 
 
 def test_an_existing_output_is_kept(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,11 +266,3 @@ def test_what_a_kill_left_is_cleaned_up(tmp_path: Path, target: Path) -> None:
     (tmp_path / ".notes.tmp").write_text("mine")
     prepare(tmp_path, target, ROWS)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".notes.tmp", "out", "rows.jsonl"]
-
-
-def test_a_tokenizer_larger_than_the_model_is_refused(
-    tmp_path: Path, make_folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        prepare(tmp_path, make_folder(CHATML, 300), ROWS)
-    assert "token id 314, its config.json a vocab_size of 300" in capsys.readouterr().err

@@ -34,22 +34,11 @@ def write_sums(path: Path, num_rows: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run of 12 steps on sums, with vocabulary 300 and rows of 160 tokens."""
+    """Folder of a run of 8 steps on sums, with vocabulary 300 and rows of 160 tokens."""
     folder = tmp_path_factory.mktemp("tiny")
     write_sums(folder / "sums.jsonl", 200)
     argv = ["--data", f"[{folder / 'sums.jsonl'}]", "--output", str(folder / "model"), "--vocab_size", "300"]
-    argv += [
-        "--row_length",
-        "160",
-        "--batch_rows",
-        "4",
-        "--steps",
-        "12",
-        "--evaluate_every",
-        "5",
-        "--warmup_steps",
-        "2",
-    ]
+    argv += ["--row_length", "160", "--batch_rows", "2", "--steps", "8", "--evaluate_every", "3", "--warmup_steps", "2"]
     tiny_target.main(argv)
     return folder / "model"
 
@@ -75,8 +64,7 @@ def held_out_rows(folder: Path, row_length: int) -> list[list[int]]:
 
 def test_loss_falls(trained: Path) -> None:
     log = read_log(trained)
-    assert [record["step"] for record in log] == [5, 10, 12]
-    assert [record["tokens"] for record in log] == [5 * 640, 10 * 640, 12 * 640]
+    assert [(record["step"], record["tokens"]) for record in log] == [(step, 320 * step) for step in (3, 6, 8)]
     assert log[-1]["held_out_loss"] < log[0]["held_out_loss"] < 5.7  # 5.7 = log(300), a uniform guess
 
 
@@ -232,11 +220,11 @@ def test_bundled_model_answers_like_gsm8k() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with gzip.open(ASSETS / "gsm8k.jsonl.gz", "rt", encoding="utf-8") as file:
-        questions = [json.loads(next(file))["messages"][:1] for _ in range(8)]
+        questions = [json.loads(next(file))["messages"][:1] for _ in range(5)]
     inputs = tokenizer.apply_chat_template(
         questions, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
     )
     outputs = model.generate(**inputs, max_new_tokens=200, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     answers = [text.replace("<|endoftext|>", "") for text in tokenizer.batch_decode(outputs)]
     finished = [answer for answer in answers if re.search(r"\n#### -?[\d,.]+<\|im_end\|>$", answer)]
-    assert len(finished) >= 6, answers
+    assert len(finished) >= 4, answers
