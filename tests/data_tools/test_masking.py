@@ -100,12 +100,10 @@ def test_rewritten_history_drops_the_row_but_not_its_last_answer() -> None:
         ("<think>so</think>four<|im_end|>", True),
         ("\n", False),
     ]
-    assert mask(THINKING, THINKING_CHAT, turns="last") == join(build_tokenizer(THINKING), pieces)
-
-
-def test_single_turn_of_a_thinking_template_is_kept() -> None:
-    ids, supervised = mask(THINKING, THINKING_CHAT[:2])
-    text = build_tokenizer(THINKING).decode([token for token, value in zip(ids, supervised, strict=True) if value])
+    tokenizer = build_tokenizer(THINKING)
+    assert mask(THINKING, THINKING_CHAT, turns="last") == join(tokenizer, pieces)
+    ids, supervised = mask(THINKING, THINKING_CHAT[:2])  # a single turn is kept
+    text = tokenizer.decode([token for token, value in zip(ids, supervised, strict=True) if value])
     assert text == "<think>hm</think>fine<|im_end|>"
 
 

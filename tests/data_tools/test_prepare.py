@@ -243,26 +243,14 @@ def test_impossible_runs_get_one_sentence(
 
 def test_an_existing_output_is_kept(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepare(tmp_path, target, ROWS)
-
-    def refused(output: Path, *options: str, data: str = "unread.jsonl") -> str:
+    out, rows = tmp_path / "out", str(tmp_path / "rows.jsonl")
+    for output, option, message in (
+        (out, "--no-overwrite", "exists; name another folder or add --overwrite"),
+        (tmp_path / "out" / "train", "--overwrite", "train is not a prepared dataset"),
+        (tmp_path, f"--data={rows}", f"output {tmp_path} holds data {rows}, which is read"),
+        (tmp_path, f"--heldout-data={rows}", f"output {tmp_path} holds heldout_data"),
+    ):
         with pytest.raises(SystemExit):
-            main(["--data", data, "--target", "/absent", "--output", str(output), *options])
-        return capsys.readouterr().err
-
-    out = tmp_path / "out"
-    assert "exists; name another folder or add --overwrite" in refused(out)
-    (out / "train" / "photo.jpg").write_text("mine")
-    assert "out holds train/photo.jpg beside a prepared dataset and is not replaced" in refused(out, "--overwrite")
-    assert (out / "train" / "photo.jpg").read_text() == "mine"
-    rows = str(tmp_path / "rows.jsonl")
-    assert f"output {tmp_path} holds data {rows}, which is read" in refused(tmp_path, "--overwrite", data=rows)
-    assert f"output {tmp_path} holds heldout_data" in refused(tmp_path, f"--heldout-data={rows}", "--overwrite")
-    assert f"output {rows} is a file; name a folder" in refused(Path(rows), "--overwrite")
-
-
-def test_what_a_kill_left_is_cleaned_up(tmp_path: Path, target: Path) -> None:
-    (tmp_path / ".out.tmp" / "new").mkdir(parents=True)
-    (tmp_path / ".out.tmp" / "new" / "rows.arrow").write_text("half")
-    (tmp_path / ".notes.tmp").write_text("mine")
-    prepare(tmp_path, target, ROWS)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".notes.tmp", "out", "rows.jsonl"]
+            main(["--data", "unread.jsonl", "--target", "/absent", "--output", str(output), option])
+        assert message in capsys.readouterr().err
+    assert load_from_disk(out)["train"]

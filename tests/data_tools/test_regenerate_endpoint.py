@@ -16,8 +16,7 @@ from transformers import AutoTokenizer
 from slipstream.data_tools import regenerate
 from slipstream.data_tools.dialogue import row_seed
 from slipstream.tests.data_tools.chats import CHATML, chat, write_jsonl
-from slipstream.tests.data_tools.fake_answers import FakeEndpoint
-from slipstream.tests.data_tools.regeneration import EXPECTED, ROWS, answered, error, lines, report, run
+from slipstream.tests.data_tools.fake_answers import EXPECTED, ROWS, FakeEndpoint, answered, error, lines, report, run
 
 
 @pytest.fixture

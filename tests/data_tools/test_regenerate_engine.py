@@ -1,7 +1,6 @@
 """`slipstream regenerate` with an engine in the same process: answers, options, drops, interrupts."""
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,10 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from slipstream.data_tools import prepare, regenerate
-from slipstream.data_tools.regenerate import Journal
 from slipstream.models.checkpoint import tokenizer_hash
 from slipstream.serve.request import Output
-from slipstream.tests.data_tools.chats import CHATML, LLAMA, build_tokenizer, chat, write_jsonl
-from slipstream.tests.data_tools.fake_answers import FakeLLM
-from slipstream.tests.data_tools.regeneration import EXPECTED, ROWS, answered, error, lines, report, run
+from slipstream.tests.data_tools.chats import CHATML, build_tokenizer, chat, write_jsonl
+from slipstream.tests.data_tools.fake_answers import EXPECTED, ROWS, FakeLLM, answered, error, lines, report, run
 from slipstream.tests.random_targets import SHAPE, save_random_target
 
 
@@ -32,13 +29,19 @@ def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
     return made
 
 
-def test_engine_answers_every_turn(tmp_path: Path, target: Path, llms: list[FakeLLM]) -> None:
-    rows = run(tmp_path, "--target", target, "--temperature", 0.7, "--engine.max_running", 3, "--draft", "d")
+def test_engine_answers_every_turn(
+    tmp_path: Path, make_folder: Callable[..., Path], llms: list[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = make_folder("{{ '<|im_start|>' + strftime_now('%d %b %Y') }}" + CHATML)
+    words = ("--target", target, "--temperature", 0.7, "--engine.max_running", 3, "--draft", "d")
+    rows = run(tmp_path, *words, "--date", "2023-03-05")
+    assert "frozen at 2023-03-05" in capsys.readouterr().out
     assert [row["id"] for row in rows] == [row["id"] for row in ROWS]
     assert [row["messages"] for row in rows] == EXPECTED
     (llm,) = llms
     assert llm.options == {"draft": "d", "revision": None, "trust_remote_code": False, "max_running": 3}
     assert llm.most_running == llm.room
+    assert llm.tokenizer.decode(llm.requests[0].prompt).startswith("<|im_start|>05 Mar 2023<|im_start|>user")
     assert {request.params.temperature for request in llm.requests} == {0.7}
     assert (report(tmp_path)["rows_in"], report(tmp_path)["rows_kept"]) == (30, 30)
     assert "input_ids" not in rows[4]  # three answers
@@ -144,6 +147,7 @@ def test_a_file_has_one_recipe(tmp_path: Path, target: Path, capsys: Any) -> Non
     assert "seed is 1, but" in error(capsys, tmp_path, "--target", target, "--seed", 1)
     assert "was begun with 0" in error(capsys, tmp_path, "--target", target, "--seed", 1)
     assert len(run(tmp_path, "--target", target, rows=ROWS[:3])) == 3  # more data is no other recipe
+    assert "no conversation to answer" in error(capsys, tmp_path, "--target", target, rows=[])
     (tmp_path / "out.jsonl").unlink()  # with the file goes its recipe, and what it dropped
     (tmp_path / "out.jsonl.dropped").write_text('{"id": "row0", "reason": "cut_by_max_tokens"}\n')
     assert len(run(tmp_path, "--target", target, "--seed", 1, rows=ROWS[:2])) == 2
@@ -159,14 +163,6 @@ def test_a_run_that_ended_before_its_first_row_binds_the_next_one_to_nothing(
     assert len(run(tmp_path, "--target", target, "--max-tokens", 3, "--cut", "drop")) < len(ROWS)
     (tmp_path / "out.jsonl").write_text("")  # what was dropped is the work of one recipe, too
     assert "cut is 'keep', but" in error(capsys, tmp_path, "--target", target, "--max-tokens", 3)
-
-
-def test_the_date_in_prompts_is_frozen(
-    tmp_path: Path, make_folder: Callable[..., Path], llms: list[FakeLLM], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(tmp_path, "--target", make_folder(LLAMA, end="<|eot|>"), "--date", "2023-03-05", rows=ROWS[:2])
-    assert "frozen at 2023-03-05" in capsys.readouterr().out
-    assert "Today: 05 Mar 2023<|eot|>" in llms[0].tokenizer.decode(llms[0].requests[0].prompt)
 
 
 @pytest.mark.parametrize(
@@ -185,12 +181,6 @@ def test_the_date_in_prompts_is_frozen(
 )
 def test_bad_options_get_one_sentence(tmp_path: Path, options: tuple[str, ...], message: str, capsys: Any) -> None:
     assert message in error(capsys, tmp_path, *options)
-
-
-def test_a_folder_is_no_output(tmp_path: Path, target: Path, capsys: Any) -> None:
-    (tmp_path / "out.jsonl").mkdir()
-    for more in ((), ("--overwrite",)):
-        assert "out.jsonl is a folder; name a file" in error(capsys, tmp_path, "--target", target, *more)
 
 
 @pytest.mark.parametrize(
@@ -216,32 +206,14 @@ def test_files_of_others_are_neither_continued_nor_replaced(
     assert {path.name for path in tmp_path.iterdir()} == {name, "rows.jsonl"}
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows", "rows.jsonl.report"])
-def test_an_input_is_no_output(tmp_path: Path, target: Path, name: str, capsys: Any) -> None:
-    data = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    link = tmp_path / name
-    if not link.exists():
-        os.link(data, link)
-    words = ["--target", str(target), "--data", str(link), "--output", str(data), "--overwrite"]
+def test_an_input_is_no_output(tmp_path: Path, target: Path, capsys: Any) -> None:
+    """Not even the file of its report."""
+    data = write_jsonl(tmp_path / "out.jsonl.report", ROWS)
     with pytest.raises(SystemExit):
-        regenerate.main(words)
-    assert f" is data {link}, which is read" in capsys.readouterr().err
-    assert [json.loads(line) for line in data.read_text().splitlines()] == ROWS
-
-
-@pytest.mark.usefixtures("llms")
-def test_a_second_writer_is_refused_and_the_first_loses_nothing(tmp_path: Path, target: Path, capsys: Any) -> None:
-    whole = run(tmp_path, "--target", target)
-    with Journal(tmp_path / "out.jsonl") as first:
-        for more in ((), ("--overwrite",)):
-            assert "being written by another process" in error(capsys, tmp_path, "--target", target, *more)
-        first.append({"id": "last"})
-    assert lines(tmp_path) == [*whole, {"id": "last"}]
-
-
-@pytest.mark.usefixtures("llms")
-def test_empty_data_is_an_error(tmp_path: Path, target: Path, capsys: Any) -> None:
-    assert "no conversation to answer" in error(capsys, tmp_path, "--target", target, rows=[])
+        regenerate.main(
+            ["--target", str(target), "--data", str(data), "-o", str(tmp_path / "out.jsonl"), "--overwrite"]
+        )
+    assert f"{data} is data {data}, which is read" in capsys.readouterr().err
 
 
 def test_the_real_engine_writes_what_the_target_generates(tmp_path: Path) -> None:
