@@ -155,7 +155,7 @@ def expand(config_class: type, argv: Sequence[str]) -> list[str]:
     result: list[str] = []
     while words:
         name, value = _option(words.pop(0), types)
-        option = name.removeprefix("--")
+        option = name.removeprefix("--") if name.startswith("--") else ""  # a value may have an option's name
         if get_origin(types.get(option)) in (list, tuple):
             values = [value] if value is not None else _take_values(words)
             lists.setdefault(option, []).extend(_items(values))

@@ -33,7 +33,8 @@ def test_the_forms_of_a_flag() -> None:
         assert read(off, "--data", "-o", "c") == Options(output="c")
 
 
-def test_dashes_in_values_and_keys_stay() -> None:
+def test_values_and_keys_stay_as_they_are() -> None:
+    assert read("--output", "data") == Options(output="data")
     options = read("--data", "my-file", "--template.enable-it", "false", "--output", "a-b")
     assert options == Options(data=("my-file",), output="a-b", template={"enable-it": False})
 
