@@ -13,7 +13,7 @@ from typing import Any
 
 from slipstream.data_tools.conversations import Example, content_hash, to_example
 from slipstream.data_tools.options import ConversationOptions
-from slipstream.data_tools.rows import Row, RowError, matches, read_rows
+from slipstream.data_tools.rows import RowError, matches, read_rows
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped
 from slipstream.models.messages import Message
 
@@ -75,20 +75,16 @@ class DialogueReader:
             try:
                 columns = row.columns()
                 if matches(columns, self.options.conditions, row.place):
-                    yield self._conversation(row, columns)
+                    # Without the tokens of an earlier run: the model answers again.
+                    example = to_example(row, {**columns, "input_ids": None, "loss_mask": None})
+                    if example.messages is None:
+                        raise RowError(f"{row.place}: is not a conversation; only those have answers to regenerate")
+                    yield example
             except RowError as error:
                 if not self.options.skip_bad:
                     raise RowError(f"{error} (--skip-bad counts such rows instead)") from error
                 self.dropped["malformed"] += 1
                 yield None
-
-    def _conversation(self, row: Row, columns: Mapping[str, Any]) -> Example:
-        # Tokens of an earlier run are of no use here: the answers are made anew.
-        text_columns = {name: value for name, value in columns.items() if name not in ("input_ids", "loss_mask")}
-        example = to_example(row, text_columns)
-        if example.messages is None:
-            raise RowError(f"{row.place}: is no conversation; only those have answers to regenerate")
-        return example
 
     def _dialogue(self, example: Example) -> Dialogue | None:
         assert example.messages is not None

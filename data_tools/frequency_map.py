@@ -26,7 +26,7 @@ from datasets import load_from_disk
 from tqdm import tqdm
 
 from slipstream.data_tools.dataset import is_prepared, read_report
-from slipstream.data_tools.options import TokenizeOptions, check_named, run
+from slipstream.data_tools.options import TokenizeOptions, check_named, counted, run
 from slipstream.data_tools.prepare import Tally
 from slipstream.data_tools.rows import read_rows
 from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer
@@ -245,7 +245,7 @@ def count_outcomes(outcomes: Iterable[Outcome], target: TargetTokenizer) -> Coun
         counts += count_ids(supervised, target.vocab_size)
         digest.update(supervised.tobytes())
     tally.check()
-    print(f"{tally.rows:,} rows, of which dropped: {dict(tally.dropped) or 'none'}")
+    print(f"{tally.rows:,} rows, of which dropped: {counted(tally.dropped)}")
     return Counted(counts=counts, tokenizer_hash=target.hash, data_hash=digest.hexdigest(), kept_ids=target.kept_ids)
 
 

@@ -49,6 +49,11 @@ def show_table(rows: Mapping[str, object]) -> None:
         print(f"  {name:<{width}}  {value:,}" if type(value) is int else f"  {name:<{width}}  {value}")
 
 
+def counted(counts: Mapping[str, int]) -> str:
+    """Names with their numbers in one line."""
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "none"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationOptions:
     """Which conversations, and the target whose tokenizer and chat template render them."""

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.data_tools.dataset import Tokens, write_dataset
-from slipstream.data_tools.options import TokenizeOptions, check_named, run, show_table
+from slipstream.data_tools.options import TokenizeOptions, check_named, counted, run, show_table
 from slipstream.data_tools.rows import read_rows
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.data_tools.tokenization import Outcome, RowTokenizer, tokenize_rows
@@ -73,13 +73,10 @@ class Tally:
                 self.first = self.first or (outcome.input_ids, outcome.loss_mask)
                 yield outcome.input_ids, outcome.loss_mask
             elif outcome.status != "filtered":
-                self._drop(outcome)
-
-    def _drop(self, outcome: Outcome) -> None:
-        reason = outcome.reason or "malformed"
-        self.dropped[reason] += 1
-        if self.dropped[reason] <= EXAMPLES_PER_REASON:
-            self.examples.setdefault(reason, []).append(outcome.detail)
+                reason = outcome.reason or "malformed"
+                self.dropped[reason] += 1
+                self.examples.setdefault(reason, []).append(outcome.detail)
+                del self.examples[reason][EXAMPLES_PER_REASON:]
 
     def check(self) -> None:
         """Raises ValueError when no row was kept."""
@@ -88,7 +85,7 @@ class Tally:
         if self.rows == 0:
             hint = f"; all {self.filtered:,} rows fail --where" if self.filtered else "; the data is empty"
             raise ValueError("no row to prepare" + hint)
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.dropped.most_common())
+        reasons = counted(dict(self.dropped.most_common()))
         example = next(iter(self.examples.values()))[0]
         raise ValueError(f"none of {self.rows:,} rows could be kept ({reasons}); the first: {example}")
 
@@ -155,12 +152,10 @@ def describe(tokenizer: RowTokenizer, tally: Tally) -> dict[str, Any]:
 
 
 def show_report(report: Mapping[str, Any], output: Path) -> None:
-    figures: dict[str, object] = {name.replace("_", " "): report[name] for name in ("rows_in", "rows_kept")}
-    figures |= {f"  dropped: {reason}": count for reason, count in report["rows_dropped"].items()}
-    for name in ("rows_filtered", "rows_truncated", "tokens", "supervised_tokens"):
-        figures[name.replace("_", " ")] = report[name]
+    names = ("rows_in", "rows_kept", "rows_filtered", "rows_truncated", "tokens", "supervised_tokens")
+    figures: dict[str, object] = {name.replace("_", " "): report[name] for name in names}
     figures["supervised share"] = f"{report['supervised_share']:.1%}"
-    figures["split rows"] = ", ".join(f"{name} {count:,}" for name, count in report["split_rows"].items())
+    figures |= {"rows dropped": counted(report["rows_dropped"]), "split rows": counted(report["split_rows"])}
     if report["copies_of_heldout"]:
         figures["copies of held-out rows"] = f"{report['copies_of_heldout']:,}, left out of training"
     print(f"{output}:")

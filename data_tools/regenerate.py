@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from slipstream.data_tools.answers import EndpointAnswers, EngineAnswers, served_models
 from slipstream.data_tools.dialogue import Dialogue, DialogueReader, Result
-from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named, run, show_table
+from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named, counted, run, show_table
 from slipstream.data_tools.target_tokenizer import ChatTemplate, load_target_tokenizer
 from slipstream.models.atomic import atomic_file, open_locked
 from slipstream.models.checkpoint import read_json
@@ -238,7 +238,8 @@ def regenerate(config: RegenerateConfig) -> None:
     report = summary(config, reader, progress, dropped_path)
     write_report(report_path, report)
     print(f"{output}:")
-    show_table({name.replace("_", " "): value for name, value in report.items() if name != "options"})
+    figures = {**report, "rows_dropped": counted(report["rows_dropped"])}
+    show_table({name.replace("_", " "): value for name, value in figures.items() if name != "options"})
     if report["rows_in"] == 0:
         raise ValueError("no conversation to answer: the data is empty, or no row passes --where")
     if progress.failures:

@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from slipstream.models.atomic import atomic_file
 from slipstream.models.token_map import TokenMap, ranking
@@ -87,11 +85,13 @@ def plot_coverage(token_map: TokenMap, path: Path, accept_rates: Sequence[float]
     axes = figure.subplots()
     axes.plot(sizes, curve[sizes], color=BLUE, label="answer tokens covered")
     axes.plot(sizes, kept, color=GREY, linestyle="--", label="accept length kept (by the model)")
+    axes.plot([size], [curve[size]], "o", color=BLUE, label=f"{size:,} tokens cover {curve[size]:.1%}")
+    axes.axvline(size, color=BLUE, linewidth=0.8, linestyle=":")
     axes.set(xlabel="tokens in the map", ylabel="share", xlim=(sizes[0], sizes[-1]), ylim=(0.0, 1.08))
     axes.set_title(f"{token_map.metadata['tokens_seen']:,} answer tokens, vocabulary {token_map.vocab_size:,}")
-    _log_axis(axes, smallest, token_map.vocab_size)
-    _mark(axes, size, float(curve[size]), is_right=size**2 > int(sizes[0]) * token_map.vocab_size)
-    axes.legend(loc="lower right", facecolor="white", edgecolor="none", framealpha=1.0)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.legend(loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     with atomic_file(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png", metadata={"Software": SOFTWARE})
@@ -102,27 +102,3 @@ def is_coverage_plot(path: Path) -> bool:
     with path.open("rb") as file:
         start = file.read(1024)
     return start.startswith(b"\x89PNG") and SOFTWARE.encode() in start
-
-
-def _mark(axes: Axes, size: int, share: float, *, is_right: bool) -> None:
-    """The chosen size: a dot with its figures, and lines to both axes."""
-    axes.plot([size, size, axes.get_xlim()[0]], [0, share, share], color=BLUE, linewidth=0.8, linestyle=":")
-    axes.plot([size], [share], color=BLUE, marker="o", markersize=6)
-    axes.annotate(
-        f"{size:,} tokens: {share:.1%}",
-        (size, share),
-        xytext=(-8, 6) if is_right else (8, -16),
-        textcoords="offset points",
-        ha="right" if is_right else "left",
-        color=BLUE,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.0},
-    )
-
-
-def _log_axis(axes: Axes, smallest: int, largest: int) -> None:
-    """Powers of two as whole numbers."""
-    axes.set_xscale("log", base=2)
-    ticks = [2**power for power in range(smallest.bit_length(), largest.bit_length())]
-    axes.set_xticks(ticks[:: max(1, len(ticks) // 8)])
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())

@@ -70,7 +70,7 @@ def test_what_cannot_be_answered_is_counted(tmp_path: Path) -> None:
     dialogues, reader = read(tmp_path, rows, skip_bad=True)
     assert len(dialogues) == 2
     assert reader.dropped == {"no_user_turn": 1, "tool_calls": 1, "malformed": 1}
-    with pytest.raises(RowError, match="line 3: is no conversation"):
+    with pytest.raises(RowError, match="line 3: is not a conversation"):
         read(tmp_path, rows)
 
 
