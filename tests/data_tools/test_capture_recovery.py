@@ -1,27 +1,23 @@
 """Captures that are stopped, killed, split over processes or damaged end as the same files."""
 
-import itertools
 import os
 import random
 import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 from slipstream.data_tools import capture_features
 from slipstream.data_tools.capture_features import main
 from slipstream.models.atomic import staging_path
-from slipstream.models.feature_store import shard_path, write_shard
+from slipstream.models.feature_store import FeatureIndex, shard_path, write_shard
 from slipstream.tests.data_tools.captures import Flags, shards
 
 ROOT = Path(__file__).parents[2]
@@ -68,23 +64,15 @@ def test_two_processes_write_what_one_does(tmp_path: Path, flags: Flags, capture
 def test_two_ranks_write_what_one_does(
     tmp_path: Path, flags: Flags, captured: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads in place of the processes, a barrier in place of torch.distributed."""
-    ranks, barrier = itertools.count(), threading.Barrier(2, timeout=60)
-
-    def accelerator(cpu: bool) -> SimpleNamespace:
-        rank, one = next(ranks), Accelerator(cpu=cpu)
-        return SimpleNamespace(
-            is_main_process=rank == 0,
-            process_index=rank,
-            num_processes=2,
-            device=one.device,
-            wait_for_everyone=barrier.wait,
-            print=print,
-        )
-
-    monkeypatch.setattr(capture_features, "Accelerator", accelerator)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(main, [flags(tmp_path)] * 2))
+    """One after the other, each with all shards missing; test_two_processes has them wait for each other."""
+    monkeypatch.setattr(FeatureIndex, "missing", lambda index, _: list(range(len(index.shards))))
+    for rank in range(2):
+        accelerator = SimpleNamespace(is_main_process=rank == 0, process_index=rank, num_processes=2)
+        accelerator.device, accelerator.print = torch.device("cpu"), print
+        accelerator.wait_for_everyone = lambda: None
+        monkeypatch.setattr(capture_features, "Accelerator", lambda cpu, one=accelerator: one)
+        main(flags(tmp_path))
+        assert sorted(shards(tmp_path)) == sorted(shards(captured))[:: 2 - rank]
     assert shards(tmp_path) == shards(captured)
 
 
