@@ -1,5 +1,4 @@
-"""Linear layers of few rows in CUDA graphs, with the weights cold, against the memory and torch's library: each shape
-alone, and the layers of an 8B target one behind another with the small kernels between them.
+"""Linear layers of few rows in CUDA graphs, with the weights cold, against the memory and torch's library.
 
     python bench/linear.py --output bench/results/linear.jsonl
     python bench/linear.py --tune true --shapes "[qkv,o]"
@@ -21,7 +20,6 @@ from torch.nn import functional as F
 
 from slipstream.bench.gpu import copy_bandwidth, revision
 from slipstream.bench.kernel_times import graph_us
-from slipstream.bench.linear_chain import time_chains
 from slipstream.bench.lines import Lines
 from slipstream.config import parse
 from slipstream.kernels.activation import silu_mul
@@ -61,10 +59,6 @@ class LinearConfig:
     """Names of shapes. Default: all."""
     tune: bool = False
     """Time the candidate tilings, at the last of --rows."""
-    chain: bool = True
-    """Time the 32 layers of an 8B target at 1, 4 and 8 rows; needs 16 GB."""
-    context: int = 640
-    """Tokens that the chain's attention reads."""
     output: str | None = None
     """File to append the JSON lines to."""
 
@@ -81,8 +75,6 @@ def main() -> None:
     for name in config.shapes or list(SHAPES):
         for result in tune(name, config.rows[-1], limit) if config.tune else measure(name, config.rows, limit):
             lines.add(result)
-    for result in time_chains([1, 4, 8], config.context) if config.chain and not config.tune else []:
-        lines.add(result)
     lines.print()
 
 

@@ -1,13 +1,11 @@
 """The training benchmark on a tiny shape: its arithmetic against torch's own count, and what it prints."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from slipstream.bench import offline_training
 from slipstream.bench.training import main
 from slipstream.bench.training_case import StepConfig, build, make_batch
 from slipstream.bench.training_flops import step_flops
@@ -42,20 +40,6 @@ def test_it_ends_in_a_line_of_json(drafter: str, capsys: pytest.CaptureFixture[s
     assert 0 < line["share_of_peak"] < 1
     assert set(line["parts_ms"]) == {"target", "draft and loss", "backward", "update"}
     assert sum(line["groups_ms"].values()) > 0
-
-
-@pytest.mark.parametrize("drafter", ["dflash", "eagle3"])
-def test_training_from_a_capture_reads_every_batch_and_leaves_no_file(
-    drafter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    offline_training.main([*SIZES, "--steps=2", "--ttt_steps=2", f"--drafter={drafter}", f"--folder={tmp_path}"])
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert [(line["dtype"], line["from"]) for line in lines] == [
-        (dtype, source) for dtype in ("bf16", "fp8") for source in ("disk", "memory")
-    ]
-    assert all(0 < line["wait_ms"] < line["step_ms"] for line in lines)
-    assert all(line[f"{source}_gb_per_second"] > 0 for line in lines for source in ("read", "disk"))
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_shape_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
