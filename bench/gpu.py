@@ -1,6 +1,5 @@
-"""What the GPU benchmarks share: the copy bandwidth as the limit, a profile by kernel, the revision measured."""
+"""What the GPU benchmarks share: the copy bandwidth as the limit, times by events, a profile by kernel."""
 
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,20 +17,7 @@ def copy_bandwidth() -> float:
     """Bytes per second of a large copy, read and written."""
     source = torch.randint(0, 255, (2**31,), dtype=torch.uint8, device="cuda")
     destination = torch.empty_like(source)
-    times = []
-    for _ in range(10):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        destination.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    return 2 * source.nbytes / sorted(times)[5]
-
-
-def revision() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
+    return 2000 * source.nbytes / milliseconds(lambda: destination.copy_(source))
 
 
 def kernel_table(run: Callable[[], object], repeats: int = 5) -> str:
@@ -55,13 +41,13 @@ def kernel_table(run: Callable[[], object], repeats: int = 5) -> str:
     return "\n".join([f"busy {busy:.0f} us of {wall:.0f} us a round, {len(spans) / repeats:.0f} kernels", *lines])
 
 
-def milliseconds(run: Callable[[], object], restore: Callable[[], None]) -> float:
-    """Median over replays, by device events."""
+def milliseconds(run: Callable[[], object], restore: Callable[[], object] = lambda: None) -> float:
+    """Median over calls of `run`, by device events. `restore` comes before each and is not timed."""
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for _ in range(REPLAYS):
         restore()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(100_000)  # so that the host is ahead when the graph begins
+        torch.cuda._sleep(100_000)  # so that the host is ahead when `run` begins
         start.record()
         run()
         end.record()

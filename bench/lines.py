@@ -1,7 +1,11 @@
 """What a benchmark ends in: JSON lines, printed at the end, and in a file as soon as each is measured."""
 
 import json
-from collections.abc import Mapping
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,37 @@ class Lines:
                 file.write(json.dumps(line) + "\n")
         return line
 
-    def print(self) -> None:
+    def print(self, hidden: Iterable[str] = ()) -> None:
+        """Every line, without the keys `hidden`."""
         for line in self.all:
-            print(json.dumps(line))
+            print(json.dumps({key: value for key, value in line.items() if key not in hidden}))
+
+
+def read_lines(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of an interrupted run, or none. A line that broke off is removed from the file."""
+    path = Path(path)
+    text = path.read_text() if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole)
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def origin(bench: str, device: str) -> dict[str, str]:
+    """What was measured where, when and at which revision. `device`: "cuda" or "cpu"."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return {
+        "bench": bench,
+        "device": device_name(device),
+        "date": date.today().isoformat(),
+        "revision": found.stdout.strip() or "unknown",
+    }
+
+
+def device_name(kind: str) -> str:
+    """How results name the device: "cuda" or "cpu"."""
+    if kind == "cuda":
+        import torch  # programs that send requests to a server do without
+
+        return torch.cuda.get_device_name()
+    return f"{len(os.sched_getaffinity(0))} CPU cores, {platform.machine()}"

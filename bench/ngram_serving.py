@@ -16,16 +16,14 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from slipstream.bench.gpu import revision
 from slipstream.bench.host_clock import HostClock
-from slipstream.bench.lines import Lines
-from slipstream.bench.serving_run import Run, device_name, run_offline
-from slipstream.bench.workload import KINDS, Task, Workload, read_chats
+from slipstream.bench.lines import Lines, origin
+from slipstream.bench.serving_run import Run, run_offline
+from slipstream.bench.workload import KINDS, Task, Workload, read_questions
 from slipstream.config import parse
 from slipstream.models.checkpoint import resolve
 from slipstream.models.pretrained import load_tokenizer
@@ -33,11 +31,7 @@ from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig
 
 TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny-target"
-RANDOM: dict[str, Any] = {
-    "input_len": 100,
-    "output_len": 160,
-    "range_ratio": 0.2,
-}  # sampled, without end
+RANDOM: dict[str, Any] = {"input_len": 100, "output_len": 160, "range_ratio": 0.2}  # sampled, without end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +64,7 @@ class BenchConfig:
             raise ValueError(f"concurrency is {self.concurrency!r}; give positive numbers parted by commas")
         if self.prompts not in KINDS:
             raise ValueError(f"prompts is {self.prompts!r}; choose one of {', '.join(KINDS)}")
-        most = len(read_chats("heldout"))
+        most = len(read_questions())
         if self.prompts == "gsm8k" and any(self.count(level) * self.turns > most for level in self.levels):
             raise ValueError(f"there are {most} questions to ask once; lower questions, turns or concurrency")
 
@@ -122,15 +116,12 @@ def measure(config: BenchConfig, tokenizer: Any, level: int) -> dict[str, Any]:
             title, seed = f"{name} at {level}, turn {index + 1}", index * len(tasks)
             run = run_offline(engines[name], tasks, level, title, seed=seed, **params)
             turns[name].append(Turn(run, time.process_time() - began))
-    return {**origin(config, level, engines["ngram"]), **compare(turns["none"], turns["ngram"]), **clock.figures()}
+    return {**describe(config, level, engines["ngram"]), **compare(turns["none"], turns["ngram"]), **clock.figures()}
 
 
-def origin(config: BenchConfig, level: int, engine: Engine) -> dict[str, Any]:
+def describe(config: BenchConfig, level: int, engine: Engine) -> dict[str, Any]:
     return {
-        "bench": "ngram_serving",
-        "device": device_name(engine.device.type),
-        "date": date.today().isoformat(),
-        "revision": revision(),
+        **origin("ngram_serving", engine.device.type),
         "target": config.target,
         "draft": "ngram",
         "prompts": config.prompts,

@@ -10,17 +10,15 @@ line.
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from statistics import median
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slipstream.bench.gpu import kernel_table, revision
-from slipstream.bench.lines import Lines
+from slipstream.bench.gpu import kernel_table, milliseconds
+from slipstream.bench.lines import Lines, origin
 from slipstream.config import parse
 from slipstream.models.layers import Linear
 from slipstream.serve.engine import Engine
@@ -68,10 +66,7 @@ def main() -> None:
     lines = Lines(config.output)
     lines.add(
         {
-            "bench": "prefill",
-            "device": torch.cuda.get_device_name(),
-            "date": date.today().isoformat(),
-            "revision": revision(),
+            **origin("prefill", "cuda"),
             "target": config.target,
             "draft": "none",
             "prompt_len": length,
@@ -108,7 +103,7 @@ def linears_ms(engine: Engine, rows: int) -> float:
         for module in modules:
             F.linear(inputs[module.in_features], module.weight, module.bias)
 
-    return events_ms(run)
+    return milliseconds(run)
 
 
 def random(rows: int, columns: int, module: nn.Linear) -> torch.Tensor:
@@ -138,19 +133,7 @@ def attention_ms(engine: Engine, rows: int) -> float:
         for layer in range(spec.num_layers):
             wrapper.run(q, (pages[layer, 0], pages[layer, 1]))
 
-    return events_ms(run)
-
-
-def events_ms(run: Callable[[], None]) -> float:
-    times = []
-    for _ in range(REPEATS + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times[1:])
+    return milliseconds(run)
 
 
 if __name__ == "__main__":

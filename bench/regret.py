@@ -15,7 +15,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from itertools import groupby
 from typing import Any
 
@@ -24,9 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from slipstream.bench.gpu import revision
-from slipstream.bench.lines import Lines
-from slipstream.bench.serving_run import device_name
+from slipstream.bench.lines import Lines, origin
 from slipstream.config import parse
 from slipstream.models.checkpoint import resolve
 
@@ -126,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         measure(answers, config)
     except (ValueError, OSError) as error:
         raise SystemExit(f"bench/regret.py: error: {error}") from error
-    shared = {"bench": "regret", "device": device_name(torch.device(config.device).type), "target": config.target}
-    lines = Lines(config.output, {**shared, "date": date.today().isoformat(), "revision": revision()})
+    where = origin("regret", torch.device(config.device).type)
+    lines = Lines(config.output, {**where, "target": config.target})
     for line in figures(answers):
         lines.add(line)
     lines.print()

@@ -13,15 +13,14 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 import gc
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from datetime import date
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.bench.gpu import copy_bandwidth, gaps_between_replays, kernel_table, milliseconds, revision
-from slipstream.bench.lines import Lines
+from slipstream.bench.gpu import copy_bandwidth, gaps_between_replays, kernel_table, milliseconds
+from slipstream.bench.lines import Lines, origin
 from slipstream.config import parse
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig
@@ -69,28 +68,6 @@ class RoundConfig:
     """File to append the JSON lines to."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    bench: str
-    device: str
-    date: str
-    revision: str
-    target: str
-    draft: str
-    batch: int
-    width: int
-    ms: float
-    graph_ms: float | None
-    gap_us: float | None
-    parts_ms: dict[str, float]
-    floor_ms: float
-    share_of_floor: float
-    tok_s: float
-    accept_length: float
-    rounds: int
-    memory_growth_mb: float
-
-
 def main() -> None:
     config = parse(RoundConfig, prog="bench/round.py", description="Time of a round by batch size.")
     bandwidth = copy_bandwidth()
@@ -100,9 +77,8 @@ def main() -> None:
     for draft, width in [("none", 1), *drafted]:
         engine = build(config, draft, width)
         for batch in config.batch:
-            measured = measure(engine, config, batch, bandwidth)
-            lines.add(asdict(measured))
-            print_row(measured, first=len(lines.all) == 1)
+            line = lines.add(measure(engine, config, batch, bandwidth))
+            print_row(line, first=len(lines.all) == 1)
         del engine
         gc.collect()
         torch.cuda.empty_cache()
@@ -123,7 +99,7 @@ def build(config: RoundConfig, draft: str, width: int) -> Engine:
     return engine
 
 
-def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -> Measured:
+def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -> dict[str, Any]:
     """The second of two runs: the first one warms up."""
     decode(engine, config, batch)
     before = torch.cuda.memory_allocated()
@@ -133,26 +109,23 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
     graph_ms, parts = replay(engine, config, batch)
     ms = 1000 * seconds / rounds
     floor = 1000 * bytes_read(engine, config, batch) / bandwidth
-    return Measured(
-        bench="round",
-        device=torch.cuda.get_device_name(),
-        date=date.today().isoformat(),
-        revision=revision(),
-        target=config.target,
-        draft=engine.info.draft,
-        batch=batch,
-        width=engine.width,
-        ms=round(ms, 3),
-        graph_ms=graph_ms,
-        gap_us=gaps[0] if gaps else None,
-        parts_ms=parts,
-        floor_ms=round(floor, 3),
-        share_of_floor=round(floor / ms, 3),
-        tok_s=round(tokens / seconds, 1),
-        accept_length=round(tokens / rounds / batch, 3),
-        rounds=rounds,
-        memory_growth_mb=round(growth / 2**20, 2),
-    )
+    return {
+        **origin("round", "cuda"),
+        "target": config.target,
+        "draft": engine.info.draft,
+        "batch": batch,
+        "width": engine.width,
+        "ms": round(ms, 3),
+        "graph_ms": graph_ms,
+        "gap_us": gaps[0] if gaps else None,
+        "parts_ms": parts,
+        "floor_ms": round(floor, 3),
+        "share_of_floor": round(floor / ms, 3),
+        "tok_s": round(tokens / seconds, 1),
+        "accept_length": round(tokens / rounds / batch, 3),
+        "rounds": rounds,
+        "memory_growth_mb": round(growth / 2**20, 2),
+    }
 
 
 def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:
@@ -259,15 +232,16 @@ def passes(engine: Engine) -> Iterator[tuple[int, int]]:
         yield bytes_per_token(specs[1:], item), read + is_block * target.head.nbytes
 
 
-def print_row(line: Measured, first: bool) -> None:
+def print_row(line: dict[str, Any], first: bool) -> None:
     if first:
         print(
             f"{'draft':8}{'batch':>6}{'width':>6}{'ms':>9}{'graph':>9}{'floor':>9}{'share':>7}{'tok/s':>10}{'accept':>8}"
         )
-    graph = "-" if line.graph_ms is None else f"{line.graph_ms:.3f}"
+    graph = "-" if line["graph_ms"] is None else f"{line['graph_ms']:.3f}"
     print(
-        f"{line.draft[-8:]:8}{line.batch:6}{line.width:6}{line.ms:9.3f}{graph:>9}{line.floor_ms:9.3f}"
-        f"{line.share_of_floor:7.2f}{line.tok_s:10.1f}{line.accept_length:8.2f}  gap {line.gap_us} us {line.parts_ms}",
+        f"{line['draft'][-8:]:8}{line['batch']:6}{line['width']:6}{line['ms']:9.3f}{graph:>9}{line['floor_ms']:9.3f}"
+        f"{line['share_of_floor']:7.2f}{line['tok_s']:10.1f}{line['accept_length']:8.2f}  gap {line['gap_us']} us "
+        f"{line['parts_ms']}",
         flush=True,
     )
 

@@ -6,8 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-
-import httpx
+from urllib.request import urlopen
 
 START_SECONDS = 600.0
 
@@ -15,7 +14,9 @@ START_SECONDS = 600.0
 @contextmanager
 def running_server(command: Sequence[str], start_seconds: float = START_SECONDS) -> Iterator[str]:
     """Starts `command` on a free port and yields its base URL once it is healthy; ends it afterwards."""
-    port = free_port()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     base_url = f"http://127.0.0.1:{port}"
     process = subprocess.Popen([*command, "--port", str(port)], stdout=sys.stderr)
     try:
@@ -26,21 +27,15 @@ def running_server(command: Sequence[str], start_seconds: float = START_SECONDS)
         process.wait(timeout=60)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def wait_until_healthy(process: "subprocess.Popen[bytes]", base_url: str, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise ValueError(f"the server ended with status {process.returncode} before it was ready")
         try:
-            if httpx.get(f"{base_url}/health", timeout=5).status_code == 200:
+            with urlopen(f"{base_url}/health", timeout=5):
                 return
-        except httpx.TransportError:
-            pass  # it is not listening yet
+        except OSError:
+            pass  # it is not listening or not ready yet
         time.sleep(0.2)
     raise ValueError(f"the server was not ready after {seconds:.0f} s")

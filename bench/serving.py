@@ -1,14 +1,20 @@
-"""Throughput and latency of serving, without a draft and with one in the same run, in this process or over HTTP.
+"""Throughput, latency and answers of serving, without a draft and with any number of them, here or over HTTP.
 
     python bench/serving.py --draft runs/llama31-8b/draft --prompts gsm8k --input-len 512 --output-len 256
     python bench/serving.py --draft CKPT --mode http --concurrency 1,8,32,64 --requests 500 --input-len 1024 \
         --output-len 1024 --range-ratio 0.7
     python bench/serving.py --draft CKPT --simulate-accept-length 2.99 --engine.attention triton --drafter.depth 3
+    python bench/serving.py --draft runs/a/best,depth=5 --draft ngram,nodes=8 --target TARGET --prompts gsm8k \
+        --input-len 0 --ignore-eos false --output runs/lines.jsonl --resume
 
-`--engine.NAME` sets any option of the engine (of `serve` with `--mode http`), `--drafter.NAME` one of the drafter. Each
-level of concurrency has prompts of its own, the same ones with and without the draft. Prints a table and ends in one
-JSON line per level and draft, in which times are milliseconds: `ms` is a round's (the median time between two outputs
-of a request), TTFT and ITL are between outputs, which hold several tokens where drafts are accepted.
+A draft is written NAME[,option=value...] with options of its drafter or of the engine. `--engine.NAME` sets an option
+of all engines (of `serve` with `--mode http`), `--drafter.NAME` one of all drafters. Each level of concurrency has
+prompts of its own, the same ones for every draft, and no level knows what another has said. `same answers` counts those
+that equal the ones without a draft; `right` is the share of questions answered rightly.
+
+Prints a table in Markdown and ends in one JSON line per level and draft, in which times are milliseconds: `ms` is a
+round's (the median time between two outputs of a request), TTFT and ITL are between outputs, which hold several tokens
+where drafts are accepted. With --resume the same command goes on where OUTPUT ends.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -16,75 +22,213 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 import gc
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import date
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import yaml
 
-from slipstream.bench.gpu import revision
-from slipstream.bench.lines import Lines
-from slipstream.bench.serving_options import ServingConfig, flags
-from slipstream.bench.serving_run import Run, device_name, run_offline
-from slipstream.bench.workload import Task, Workload
+from slipstream.bench.lines import Lines, origin, read_lines
+from slipstream.bench.server import running_server
+from slipstream.bench.serving_run import Run, run_http, run_offline
+from slipstream.bench.workload import KINDS, Task, Workload
 from slipstream.config import parse
+from slipstream.models.checkpoint import is_checkpoint, resolve
 from slipstream.models.pretrained import load_tokenizer
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig, find_target
 
 WARMUP_TASKS = 2
+ENGINE_OPTIONS = {one.name for one in fields(EngineConfig)} - {"target", "draft", "drafter"}
 COLUMNS = (  # heading, key of a line, format
     ("draft", "draft", "s"),
-    ("conc", "concurrency", "d"),
-    ("req", "requests", "d"),
-    ("width", "width", "g"),
+    ("requests at once", "concurrency", "d"),
     ("tok/s", "tok_s", ".1f"),
     ("speed-up", "speed_up", ".2f"),
-    ("accept len", "accept_length", ".2f"),
-    ("ms/round", "ms", ".2f"),
-    ("floor", "floor_ms", ".2f"),
-    ("ttft p50", "ttft_ms_p50", ".1f"),
+    ("accept length", "accept_length", ".2f"),
+    ("nodes", "width", ".2f"),
+    ("ms per round", "ms", ".2f"),
+    ("first token, ms: p50", "ttft_ms_p50", ".1f"),
     ("p99", "ttft_ms_p99", ".1f"),
-    ("itl p50", "itl_ms_p50", ".2f"),
-    ("p99", "itl_ms_p99", ".2f"),
+    ("between outputs: p99", "itl_ms_p99", ".2f"),
     ("same answers", "num_identical", "d"),
+    ("right", "accuracy", ".1%"),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingConfig:
+    """Options of this benchmark."""
+
+    draft: list[str] = field(default_factory=list)
+    """Drafts, NAME[,option=value...] each: checkpoints, or drafters that need none."""
+    target: str = ""
+    """Target checkpoint. Empty: the one that the first checkpoint among the drafts names."""
+    baseline: bool = True
+    """Measure without a draft, too, first."""
+    mode: str = "offline"
+    """offline: an engine in this process; http: a server of our own and streaming clients."""
+    concurrency: str = "1,8,32,64"
+    """Requests open at once; several levels, parted by commas, are measured one after another."""
+    requests: int | None = None
+    """Requests at each level. Default: four per open one, at least 8."""
+    prompts: str = "random"
+    """random: token ids; gsm8k, or a file of questions and answers: these, behind answered ones up to the input length.
+    """
+    input_len: int = 512
+    """Longest prompt in tokens; 0, with questions: the bare question."""
+    output_len: int = 256
+    """Longest answer in tokens."""
+    range_ratio: float = 1.0
+    """Lengths are drawn from this share of the longest ones up to them."""
+    ignore_eos: bool = True
+    """Go on after end of text, so that answers have the length asked for."""
+    temperature: float = 0.0
+    """0: greedy."""
+    seed: int = 0
+    """Seed of prompts and lengths; the first request samples with it, each further one takes the next."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as enable_thinking."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Options of the engine by name (with http: of `serve`), with and without a draft."""
+    drafter: dict[str, Any] = field(default_factory=dict)
+    """Options of all drafters by name."""
+    simulate_accept_length: float | None = None
+    """Pretend that a draft's rounds emit so many tokens on average, for drafts that say nothing."""
+    output: str | None = None
+    """File to append the JSON lines to."""
+    resume: bool = False
+    """Take from OUTPUT what an interrupted run of these options has measured."""
+    answers: str | None = None
+    """File to append prompts and answers to, as token ids, for bench/regret.py; offline only."""
+
+    def __post_init__(self) -> None:
+        if not all(level.strip().isdigit() and int(level) > 0 for level in self.concurrency.split(",")):
+            raise ValueError(f"concurrency is {self.concurrency!r}; give positive numbers parted by commas")
+        known = self.prompts in KINDS or Path(self.prompts).is_file()
+        for name, valid, remedy in (
+            ("mode", self.mode in ("offline", "http"), "choose offline or http"),
+            ("prompts", known, f"choose one of {', '.join(KINDS)}, or a file of questions"),
+            ("requests", self.requests is None or self.requests > 0, "it must be at least 1"),
+            ("input_len", self.input_len >= (self.prompts == "random"), "it must be at least 1, or 0 with questions"),
+            ("output_len", self.output_len > 0, "it must be at least 1"),
+            ("range_ratio", 0.0 < self.range_ratio <= 1.0, "it must be above 0 and at most 1"),
+            ("answers", self.answers is None or self.mode == "offline", "over HTTP they are text: give --mode offline"),
+            ("resume", not self.resume or self.output, "it goes on with a file: name it by --output"),
+        ):
+            if not valid:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; {remedy}")
+        for draft in self.draft:
+            split_draft(draft)
+
+    @property
+    def levels(self) -> list[int]:
+        return [int(level) for level in self.concurrency.split(",")]
+
+    @property
+    def drafts(self) -> list[str]:
+        return list(dict.fromkeys([*(["none"] if self.baseline or not self.draft else []), *self.draft]))
+
+    @property
+    def target_name(self) -> str:
+        """Raises ValueError where neither the options nor a draft name a target."""
+        names = (split_draft(draft)[0] for draft in self.drafts)
+        first = next((name for name in names if is_checkpoint(name)), "none")
+        return find_target(EngineConfig(target=self.target, draft=first))[0]
+
+    def count(self, level: int) -> int:
+        return self.requests or max(8, 4 * level)
+
+    def engine_options(self, draft: str) -> dict[str, Any]:
+        """Fields of EngineConfig, or of ServeConfig, for `draft`."""
+        name, own = split_draft(draft)
+        options = {"max_running": max(self.levels), **self.engine, "target": self.target_name, "draft": name}
+        if name == "none":
+            return options
+        simulated: dict[str, Any] = {}
+        if self.simulate_accept_length is not None:
+            simulated["simulate_accept_length"] = self.simulate_accept_length
+            simulated |= {"unsafe_simulate": True} if self.mode == "http" else {}
+        drafter = self.drafter | {key: value for key, value in own.items() if key not in ENGINE_OPTIONS}
+        own_engine = {key: value for key, value in own.items() if key in ENGINE_OPTIONS}
+        return options | own_engine | simulated | ({"drafter": drafter} if drafter else {})
+
+    def settings(self, draft: str, level: int) -> dict[str, Any]:
+        """What tells one measurement from another."""
+        names = ("mode", "prompts", "input_len", "output_len", "range_ratio", "ignore_eos", "temperature", "seed")
+        return {
+            "target": self.target_name,
+            "draft": draft,
+            "concurrency": level,
+            "batch": min(level, self.count(level)),
+            "requests": self.count(level),
+            **{name: getattr(self, name) for name in (*names, "template")},
+            "simulate_accept_length": None if draft == "none" else self.simulate_accept_length,
+            "options": {**self.engine, **({} if draft == "none" else {"drafter": self.drafter})},
+        }
+
+
+def split_draft(draft: str) -> tuple[str, dict[str, Any]]:
+    """NAME,option=value,... -> name and options."""
+    name, *options = draft.split(",")
+    if not name or not all("=" in option for option in options):
+        raise ValueError(f"draft is {draft!r}; write NAME or NAME,option=value,option=value")
+    pairs = (option.split("=", 1) for option in options)
+    return name, {key.strip().replace("-", "_"): yaml.safe_load(value) for key, value in pairs}
 
 
 class Measure(Protocol):
     """Answers tasks, `concurrency` at a time. Requests share what was said only with those of their namespace."""
 
-    def __call__(self, tasks: Sequence[Task], concurrency: int, namespace: str = "") -> Run: ...
+    def __call__(self, tasks: Sequence[Task], concurrency: int, namespace: str) -> Run: ...
 
 
-def measure(config: ServingConfig) -> Iterator[dict[str, Any]]:
-    """One line of results per draft and level, the baseline's first, as soon as it is measured."""
-    _, path = find_target(EngineConfig(target=config.target, draft=config.draft))
-    tokenizer = load_tokenizer(path)
-    work = Workload(
-        tokenizer=tokenizer,
-        kind=config.prompts,
-        input_len=config.input_len,
-        output_len=config.output_len,
-        range_ratio=config.range_ratio,
-    )
-    baselines: dict[int, Run] = {}
-    floors: Iterator[Any] = iter(config.floor_ms or [None] * config.num_lines)
+def measure(config: ServingConfig, lines: Lines) -> None:
+    """Adds one line per draft and level, those of an earlier run and the baseline's first, as soon as each is known."""
+    for line in read_lines(config.output) if config.resume and config.output else []:
+        lines.all += [line] if is_of(config, line) else []
+    tokenizer = load_tokenizer(resolve(config.target_name))
+    lengths = {name: getattr(config, name) for name in ("input_len", "output_len", "range_ratio", "template")}
+    work = Workload(tokenizer=tokenizer, kind=config.prompts, **lengths)
     for draft in config.drafts:
+        missing = [level for level in config.levels if find(lines.all, draft, level) is None]
+        if not missing:
+            continue
         with measuring(config, draft) as run:
-            for level in config.levels:
-                run(work.tasks(min(level, WARMUP_TASKS), f"{config.seed}/{level}/warmup"), level)
-                count = config.requests or max(8, 4 * level)
-                tasks = work.tasks(count, f"{config.seed}/{level}")
-                result = run(tasks, level)
+            # A dynamic token map learns from all requests and so refuses namespaces.
+            parted = not config.engine_options(draft).get("drafter", {}).get("token_map_dynamic")
+            for level in missing:
+                name = f"at {level}" if parted else ""
+                warmup = work.tasks(min(level, WARMUP_TASKS), f"{config.seed}/{level}/warmup")
+                run(warmup, level, f"warm-up {name}" if parted else "")
+                tasks = work.tasks(config.count(level), f"{config.seed}/{level}")
+                result = run(tasks, level, name)
                 if config.answers is not None:
                     write_answers(config.answers, tasks, result, draft, level, config.temperature)
-                if draft == "none":
-                    baselines[level] = result
-                compared = against(baselines.get(level), draft, result, config)
-                yield {**origin(config, draft, level, result), **result.figures(), **compared, "floor_ms": next(floors)}
+                where = origin("serving", "cpu" if config.engine.get("device") == "cpu" else default_device())
+                found = {**result.figures(), "accuracy": accuracy(config, tasks, result, tokenizer)}
+                found |= compare(config, result, find(lines.all, "none", level), draft)
+                lines.add({**where, **config.settings(draft, level), **found, "answers": checksums(result)})
+
+
+def is_of(config: ServingConfig, line: Mapping[str, Any]) -> bool:
+    """Whether this run would measure the line, too."""
+    draft, level = line.get("draft"), line.get("concurrency")
+    if draft not in config.drafts or level not in config.levels or "answers" not in line:
+        return False
+    return all(line.get(name) == value for name, value in config.settings(draft, level).items())
+
+
+def find(lines: Sequence[dict[str, Any]], draft: str, level: int) -> dict[str, Any] | None:
+    return next((line for line in lines if (line["draft"], line["concurrency"]) == (draft, level)), None)
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @contextmanager
@@ -93,19 +237,26 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
     options = config.engine_options(draft)
     params = {"temperature": config.temperature, "ignore_eos": config.ignore_eos, "seed": config.seed}
     if config.mode == "http":
-        # Imported here: measuring offline needs no HTTP package.
-        from slipstream.bench.server import running_server
-        from slipstream.bench.serving_http import run_http
-
         with running_server([str(Path(sys.executable).parent / "serve"), *flags(options)]) as base_url:
-            yield lambda tasks, level, name="": run_http(base_url, tasks, level, cache_salt=name, **params)
+            yield lambda tasks, level, name: run_http(base_url, tasks, level, cache_salt=name, **params)
         return
     engines = [Engine(EngineConfig(**options))]
     title = Path(draft).name
-    yield lambda tasks, level, name="": run_offline(engines[0], tasks, level, f"{title} at {level}", name, **params)
+    yield lambda tasks, level, name: run_offline(engines[0], tasks, level, f"{title} at {level}", name, **params)
     engines.clear()  # the caller still holds the function: free the memory before the next engine looks for it
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def flags(options: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Options as the words of a command line, those of nested groups under dotted names."""
+    words = []
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            words += flags(value, f"{prefix}{name}.")
+        elif value is not None:
+            words.append(f"--{prefix}{name}={value if isinstance(value, str) else json.dumps(value)}")
+    return words
 
 
 def write_answers(path: str, tasks: Sequence[Task], run: Run, draft: str, level: int, temperature: float) -> None:
@@ -116,60 +267,57 @@ def write_answers(path: str, tasks: Sequence[Task], run: Run, draft: str, level:
             file.write(json.dumps({**row, "prompt": task.prompt, "answer": answer}) + "\n")
 
 
-def origin(config: ServingConfig, draft: str, level: int, run: Run) -> dict[str, Any]:
-    """What was measured, where and when."""
-    on_gpu = torch.cuda.is_available() and config.engine.get("device") != "cpu"
-    return {
-        "bench": "serving",
-        "device": device_name("cuda" if on_gpu else "cpu"),
-        "date": date.today().isoformat(),
-        "revision": revision(),
-        "target": config.target_name,
-        "draft": draft,
-        "mode": config.mode,
-        "concurrency": level,
-        "batch": min(level, len(run.answers)),
-        "requests": len(run.answers),
-        "prompts": config.prompts,
-        "input_len": config.input_len,
-        "output_len": config.output_len,
-        "range_ratio": config.range_ratio,
-        "temperature": config.temperature,
-        "simulate_accept_length": None if draft == "none" else config.simulate_accept_length,
-        "options": {**config.engine, **({} if draft == "none" else {"drafter": config.drafter})},
-    }
+def checksums(run: Run) -> list[int]:
+    return [zlib.crc32(repr(answer).encode()) for answer in run.answers]
 
 
-def against(baseline: Run | None, draft: str, run: Run, config: ServingConfig) -> dict[str, Any]:
-    """Speed and answers beside those without the draft at the same level; None where there is nothing to compare."""
+def accuracy(config: ServingConfig, tasks: Sequence[Task], run: Run, tokenizer: Any) -> float | None:
+    """Share of the questions answered rightly; None for prompts that ask nothing and answers that do not end."""
+    if config.prompts == "random" or config.ignore_eos:
+        return None
+    decoded = [answer if isinstance(answer, str) else tokenizer.decode(answer) for answer in run.answers]
+    return round(sum(task.is_right(text) for task, text in zip(tasks, decoded, strict=True)) / len(tasks), 4)
+
+
+def compare(config: ServingConfig, run: Run, baseline: dict[str, Any] | None, draft: str) -> dict[str, Any]:
+    """Speed and answers beside those without a draft at the same level; None where there is nothing to compare."""
     if baseline is None or draft == "none":
         return dict.fromkeys(("speed_up", "identical", "num_identical"))
-    speed_up = round(run.completion_tokens / run.wall_s / (baseline.completion_tokens / baseline.wall_s), 3)
+    speed_up = round(run.completion_tokens / run.wall_s / baseline["tok_s"], 3)
     if config.simulate_accept_length is not None:
         return {"speed_up": speed_up, "identical": None, "num_identical": None}
-    num_identical = sum(one == other for one, other in zip(baseline.answers, run.answers, strict=True))
+    num_identical = sum(one == other for one, other in zip(baseline["answers"], checksums(run), strict=True))
     return {"speed_up": speed_up, "identical": num_identical == len(run.answers), "num_identical": num_identical}
 
 
-def table(lines: Sequence[dict[str, Any]]) -> str:
-    rows = [[heading for heading, _, _ in COLUMNS]]
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown."""
+    rows = ["| " + " | ".join(heading for heading, _, _ in COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     for line in lines:
-        values = line | {"draft": Path(line["draft"]).name}
-        rows.append(["-" if values[key] is None else format(values[key], form) for _, key, form in COLUMNS])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
+        values = {**line, "draft": label(line["draft"])}
+        cells = ["-" if values[key] is None else format(values[key], form) for _, key, form in COLUMNS]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def label(draft: str) -> str:
+    """A draft in a table: a path's last two parts, and the options."""
+    name, *options = draft.split(",")
+    return ", ".join(("/".join(Path(name).parts[-2:]), *options))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(ServingConfig, argv, prog="bench/serving.py", description="Serving, with a draft and without.")
+    config = parse(ServingConfig, argv, prog="bench/serving.py", description="Serving, without a draft and with some.")
     lines = Lines(config.output)
     try:
-        for line in measure(config):
-            lines.add(line)
+        measure(config, lines)
     except (ValueError, OSError) as error:
         raise SystemExit(f"bench/serving.py: error: {error}") from error
+    except KeyboardInterrupt as error:
+        raise SystemExit("bench/serving.py: interrupted; with --output, --resume goes on from here") from error
+    lines.all.sort(key=lambda line: (config.drafts.index(line["draft"]), config.levels.index(line["concurrency"])))
     print(table(lines.all))
-    lines.print()
+    lines.print(hidden=["answers"])
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
-"""One level of concurrency of a serving benchmark, in this process: answers, and when their tokens came."""
+"""One level of concurrency of a serving benchmark, here or over HTTP: answers, and when their tokens came."""
 
-import os
-import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+from urllib.request import urlopen
 
-import torch
 from tqdm import tqdm
 
 from slipstream.bench.workload import Task
 from slipstream.serve.engine import Engine
+from slipstream.serve.load import run_load
 from slipstream.serve.request import Output, Request, RequestStats, SamplingParams
+
+DRAFTED = "slipstream_drafted_tokens_total"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +119,6 @@ def run_offline(
     return summarise([answers[request.id] for request in requests], wall_s)
 
 
-def device_name(kind: str) -> str:
-    """How results name the device: "cuda" or "cpu"."""
-    if kind == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{len(os.sched_getaffinity(0))} CPU cores, {platform.machine()}"
-
-
 def outputs(
     engine: Engine, requests: Sequence[Request], concurrency: int, answers: dict[str, Answer]
 ) -> Iterator[Output]:
@@ -153,3 +147,35 @@ def summarise(answers: Sequence[Answer], wall_s: float) -> Run:
         ttft_s=[times[0] for times in arrivals],
         itl_s=[later - earlier for times in arrivals for earlier, later in pairwise(times)],
     )
+
+
+def run_http(base_url: str, tasks: Sequence[Task], concurrency: int, seed: int = 0, **params: Any) -> Run:
+    """Streams every task's answer, sampled with `seed` + its index as run_offline does. `params` go into each request.
+
+    Raises ValueError if one fails.
+    """
+    before = read_counters(base_url)
+    prompts = [task.prompt for task in tasks]
+    own = [{"max_tokens": task.max_tokens, "seed": seed + index} for index, task in enumerate(tasks)]
+    load = run_load(base_url, prompts, concurrency=concurrency, stream=True, each=own, **params)
+    if load.errors:
+        raise ValueError(f"{len(load.errors)} of {len(tasks)} requests failed, the first with: {load.errors[0]}")
+    streams = [answer.arrivals_s for answer in load.answers if answer.arrivals_s]
+    return Run(
+        wall_s=load.wall_s,
+        answers=[answer.text for answer in load.answers],
+        completion_tokens=load.completion_tokens,
+        rounds=sum(answer.rounds for answer in load.answers),
+        decoded_tokens=sum(answer.decoded_tokens for answer in load.answers),
+        drafted_tokens=int(read_counters(base_url)[DRAFTED] - before[DRAFTED]),
+        ttft_s=[times[0] for times in streams],
+        itl_s=[later - earlier for times in streams for earlier, later in pairwise(times)],
+    )
+
+
+def read_counters(base_url: str) -> dict[str, float]:
+    """Our server's metrics without labels."""
+    with urlopen(f"{base_url}/metrics") as response:
+        lines = response.read().decode().splitlines()
+    pairs = [line.split(" ") for line in lines if not line.startswith("#") and "{" not in line]
+    return {name: float(value) for name, value in pairs}

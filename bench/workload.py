@@ -1,15 +1,34 @@
-"""What a serving benchmark asks for: prompts as token ids, each with the length of its answer, fixed by a seed."""
+"""What a serving benchmark asks for: prompts as token ids, each with the length of its answer, fixed by a seed; and
+whether a text answers a question: its last number counts, as is usual for GSM8K.
+"""
 
 import gzip
 import json
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from slipstream.models.chat_template import PromptTemplate
+from slipstream.models.messages import DEFAULT_DATE
+
 QUESTIONS = Path(__file__).resolve().parent.parent / "assets" / "gsm8k.jsonl.gz"
 KINDS = ("random", "gsm8k")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+MARK = "####"  # GSM8K's, before the final answer
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    text: str
+    answer: str
+
+    @property
+    def chat(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self.text}, {"role": "assistant", "content": self.answer}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +37,11 @@ class Task:
 
     prompt: list[int]
     max_tokens: int
+    number: Decimal | None = None
+    """The right answer, if there is one."""
+
+    def is_right(self, answer: str) -> bool:
+        return self.number is not None and final_number(answer) == self.number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +49,8 @@ class Workload:
     """Lengths are drawn uniformly from [range_ratio * length, length], as other engines' benchmarks do.
 
     "random" prompts are token ids without meaning. "gsm8k" ones are held-out questions behind as many answered ones as
-    fill `input_len`, the first of which is cut; `input_len` 0 asks the bare question.
+    fill `input_len`, the first of which is cut; `input_len` 0 asks the bare question. Any other kind is the file of the
+    questions (`read_questions`).
     """
 
     tokenizer: Any
@@ -33,39 +58,81 @@ class Workload:
     input_len: int
     output_len: int
     range_ratio: float = 1.0
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
 
     def tasks(self, count: int, seed: str) -> list[Task]:
-        """Other seeds give other prompts, so that no prefix cache helps."""
+        """Other seeds give other prompts, so that no prefix cache helps. Raises ValueError where the questions do not
+        suffice."""
         rng = random.Random(seed)
         lengths = [(self._length(rng, self.input_len), self._length(rng, self.output_len)) for _ in range(count)]
         if self.kind == "random":
             ids = sorted(set(range(len(self.tokenizer))) - set(self.tokenizer.all_special_ids))
             return [Task(rng.choices(ids, k=prompt), answer) for prompt, answer in lengths]
-        questions, answered = read_chats("heldout"), read_chats("train")
+        path = QUESTIONS if self.kind == "gsm8k" else Path(self.kind)
+        questions, answered = read_questions(path), read_questions(path, "train") if self.input_len else []
+        if self.input_len and not answered:
+            raise ValueError(f"input_len is {self.input_len}; {path} has no rows of split 'train' to fill it: give 0")
+        if not questions or (count > len(questions) and not self.input_len):
+            raise ValueError(f"requests is {count}; {path} has {len(questions)} questions: ask for fewer")
         first = rng.randrange(len(questions))
-        return [
-            Task(self._few_shot(rng, questions[(first + index) % len(questions)], answered, prompt), answer)
-            for index, (prompt, answer) in enumerate(lengths)
-        ]
+        tasks = []
+        for index, (length, answer_len) in enumerate(lengths):
+            question = questions[(first + index) % len(questions)]
+            prompt = self._few_shot(rng, question, answered, length)
+            tasks.append(Task(prompt, answer_len, final_number(question.answer)))
+        return tasks
 
     def _length(self, rng: random.Random, longest: int) -> int:
         return rng.randint(max(1, int(longest * self.range_ratio)), longest) if longest else 0
 
-    def _few_shot(self, rng: random.Random, question: list[Any], answered: list[list[Any]], length: int) -> list[int]:
-        ids = self._encode(question[:1], add_generation_prompt=True)
+    def _few_shot(self, rng: random.Random, question: Question, answered: list[Question], length: int) -> list[int]:
+        ids = self._encode(question.chat[:1], prompt=True)
         if not length:
             return ids
         while len(ids) < length:
-            ids = self._encode(rng.choice(answered)) + ids
+            ids = self._encode(rng.choice(answered).chat) + ids
         return ids[-length:]
 
-    def _encode(self, chat: list[Any], **options: Any) -> list[int]:
-        text = self.tokenizer.apply_chat_template(chat, tokenize=False, **options)
+    def _encode(self, chat: list[Any], prompt: bool = False) -> list[int]:
+        template = PromptTemplate(self.tokenizer, date=DEFAULT_DATE, variables={})
+        text = template.render(chat, prompt=prompt, variables=self.template)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def read_chats(split: str) -> list[list[Any]]:
-    """The bundled GSM8K slice: a question and its answer each."""
-    with gzip.open(QUESTIONS, "rt") as lines:
-        rows: Iterator[dict[str, Any]] = map(json.loads, lines)
-        return [row["messages"] for row in rows if row["split"] == split]
+def final_number(text: str) -> Decimal | None:
+    """The first number behind the last "####", else the last number of the text; None where there is none."""
+    _, mark, behind = text.rpartition(MARK)
+    found = NUMBER.findall(behind)
+    if not found:
+        return None
+    return Decimal((found[0] if mark else found[-1]).replace(",", ""))
+
+
+def read_questions(path: Path = QUESTIONS, split: str = "heldout") -> list[Question]:
+    """Of a file of JSON lines (also .gz) with `question` and `answer`, or `messages` whose last two turns they are.
+    Rows that name a `split` count if it is the one asked for, others are held out.
+
+    Raises ValueError naming the line that holds no answer.
+    """
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        return list(_parse(lines, str(path), split))
+
+
+def _parse(lines: Any, path: str, split: str) -> Iterator[Question]:
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            if row.get("split", "heldout") != split:
+                continue
+            asked, answer = (row["question"], row["answer"]) if "question" in row else _contents(row["messages"][-2:])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}:{number} holds no question and answer: {error!r}") from error
+        if final_number(answer) is None:
+            raise ValueError(f"{path}:{number}: its answer holds no number")
+        yield Question(asked, answer)
+
+
+def _contents(turns: list[dict[str, str]]) -> tuple[str, str]:
+    question, answer = turns
+    return question["content"], answer["content"]

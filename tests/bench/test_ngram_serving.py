@@ -12,7 +12,7 @@ from slipstream.bench import host_clock
 from slipstream.bench.host_clock import HostClock
 from slipstream.bench.ngram_serving import BenchConfig, Turn, compare, main
 from slipstream.bench.serving_run import Run
-from slipstream.bench.workload import read_chats
+from slipstream.bench.workload import read_questions
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
 
@@ -37,7 +37,7 @@ def test_no_question_is_asked_twice() -> None:
     turns = BenchConfig(turns=5).tasks(tokenizer, 8)
     assert [len(turn) for turn in turns] == [16] * 5
     assert len({tuple(task.prompt) for turn in turns for task in turn}) == 80
-    most = len(read_chats("heldout"))
+    most = len(read_questions())
     with pytest.raises(ValueError, match=f"there are {most} questions to ask once; lower questions, turns or conc"):
         BenchConfig(concurrency="1,64", turns=3)
     with pytest.raises(ValueError, match="concurrency is '0'"):

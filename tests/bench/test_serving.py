@@ -1,21 +1,20 @@
-"""The serving benchmark: its figures against direct counts, its workloads, and what it passes on."""
+"""The serving benchmark: its figures against direct counts, grading, going on where it was interrupted."""
 
+import gzip
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from slipstream.bench import serving_run
-from slipstream.bench.serving import ServingConfig, against, main, table
-from slipstream.bench.serving_http import run_http
-from slipstream.bench.serving_options import flags
-from slipstream.bench.serving_run import Run, milliseconds, run_offline
-from slipstream.bench.workload import Task, Workload, read_chats
+from slipstream.bench import serving, serving_run
+from slipstream.bench.serving import ServingConfig, compare, flags, label, main, split_draft, table
+from slipstream.bench.serving_run import Run, milliseconds, run_http, run_offline
+from slipstream.bench.workload import Question, Task, Workload, final_number, read_questions
 from slipstream.serve.cli import read_config
 from slipstream.serve.engine import Engine
 from slipstream.serve.llm import LLM
@@ -23,10 +22,11 @@ from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.fake_engine import ROUND, FakeEngine
-from slipstream.tests.serve.fake_server import MODEL, serving, write_target
+from slipstream.tests.serve.fake_server import MODEL, write_target
+from slipstream.tests.serve.fake_server import serving as fake_serving
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
-SIZES = ["--input-len", "24", "--output-len", "12", "--range-ratio", "0.5", "--concurrency", "1,3", "--requests", "4"]
+SIZES = ["--output-len", "12", "--range-ratio", "0.5", "--concurrency", "1,3", "--requests", "4", "--prompts", "gsm8k"]
 
 
 @pytest.fixture(scope="module")
@@ -44,37 +44,114 @@ def tokenizer() -> Any:
 def test_the_program_counts_what_the_engine_does(
     draft: Path, tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--engine.kv_cache_tokens", "1024", "--engine.max_model_len", "64", "--drafter.depth", "2"]
-    floors = ["--floor-ms", "1", "2", "3", "4.5", "--output", str(tmp_path / "lines.jsonl")]
-    main(["--draft", str(draft), *SIZES, *options, *floors, "--prompts", "gsm8k"])
+    options = ["--engine.kv_cache_tokens", "1024", "--engine.max_model_len", "256", "--output", str(tmp_path / "lines")]
+    drafts = [f"{draft},depth=2,width=2", "ngram,nodes=4"]
+    main([*SIZES, *options, "--draft", drafts[0], "--draft", drafts[1], "--input-len", "0", "--ignore-eos", "false"])
     printed = capsys.readouterr().out.splitlines()
-    assert printed[-4:] == (tmp_path / "lines.jsonl").read_text().splitlines()
-    lines = [json.loads(line) for line in printed[-4:]]
-    assert [line["draft"] for line in lines] == ["none", "none", str(draft), str(draft)]
-    assert [line["concurrency"] for line in lines] == [line["batch"] for line in lines] == [1, 3, 1, 3]
-    assert [line["floor_ms"] for line in lines] == [1.0, 2.0, 3.0, 4.5]
-    assert [line["width"] for line in lines] == [1, 1, 3, 3]
-    assert [line["identical"] for line in lines] == [None, None, True, True]
-    assert [line["num_identical"] for line in lines[2:]] == [4, 4]
-    work = Workload(tokenizer=tokenizer, kind="gsm8k", input_len=24, output_len=12, range_ratio=0.5)
-    for line in lines:
-        check_line(line, work.tasks(4, f"0/{line['concurrency']}"))
+    lines = [json.loads(line) for line in printed[-6:]]
+    written = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    assert [line | {"answers": row["answers"]} for line, row in zip(lines, written, strict=True)] == written
+    assert printed[:-6] == table(lines).splitlines()
+    names = ["none", *drafts]
+    assert [(line["draft"], line["concurrency"]) for line in lines] == [
+        (name, level) for name in names for level in (1, 3)
+    ]
+    assert [line["width"] for line in lines[:4]] == [1, 1, 2, 2], "width=2 is the engine's option, for this draft alone"
+    assert [line["identical"] for line in lines] == [None, None, True, True, True, True]
+    assert [line["num_identical"] for line in lines[2:]] == [4] * 4
+    work = Workload(tokenizer=tokenizer, kind="gsm8k", input_len=0, output_len=12, range_ratio=0.5)
+    for name in names:
+        draft_name, own = split_draft(name)
+        options = {"width": own.pop("width")} if "width" in own else {}
+        llm = LLM(str(TINY), draft_name, drafter=own, kv_cache_tokens=1024, max_model_len=256, **options)
+        for line in (line for line in lines if line["draft"] == name):
+            check_line(line, lines, llm, work.tasks(4, f"0/{line['concurrency']}"))
 
 
-def check_line(line: dict[str, Any], tasks: list[Task]) -> None:
+def check_line(line: dict[str, Any], lines: list[dict[str, Any]], llm: LLM, tasks: list[Task]) -> None:
     """Against LLM.generate over the same tasks."""
-    drafter = {"depth": 2} if line["draft"] != "none" else {}
-    llm = LLM(line["target"], line["draft"], drafter=drafter, kv_cache_tokens=1024, max_model_len=64)
-    params = [SamplingParams(max_tokens=task.max_tokens, temperature=0.0, ignore_eos=True) for task in tasks]
-    counts = [answer.stats for answer in llm.generate([task.prompt for task in tasks], params)]
-    tokens, rounds = (sum(getattr(one, name) for one in counts) for name in ("completion_tokens", "rounds"))
-    assert tokens == sum(task.max_tokens for task in tasks)
-    assert (line["completion_tokens"], line["rounds"], line["requests"]) == (tokens, rounds, 4)
-    assert line["accept_length"] == pytest.approx((tokens - 4) / rounds, abs=1e-4)
+    name = split_draft(line["draft"])[0]
+    params = [SamplingParams(max_tokens=task.max_tokens, temperature=0.0) for task in tasks]
+    answers = llm.generate([task.prompt for task in tasks], params)
+    tokens = sum(len(answer.tokens) for answer in answers)
+    assert (line["completion_tokens"], line["requests"]) == (tokens, 4)
+    if name != "ngram":  # which may know the answers that ended before
+        assert line["rounds"] == sum(answer.stats.rounds for answer in answers)
+    assert line["accuracy"] == sum(task.is_right(answer.text) for task, answer in zip(tasks, answers, strict=True)) / 4
+    assert line["accept_length"] == pytest.approx((tokens - 4) / line["rounds"], abs=1e-4)
     assert line["tok_s"] == pytest.approx(tokens / line["wall_s"], rel=0.05)
+    baseline = next(one for one in lines if (one["draft"], one["batch"]) == ("none", line["batch"]))
+    assert line["speed_up"] == (None if name == "none" else pytest.approx(line["tok_s"] / baseline["tok_s"], abs=2e-3))
     assert 0 < line["ms"] == line["itl_ms_p50"] <= line["itl_ms_p99"]
     assert 0 < line["ttft_ms_p50"] <= line["ttft_ms_p99"] < 1000 * line["wall_s"]
-    assert {"bench", "device", "date", "revision", "target", "speed_up"} <= line.keys()
+    assert {"bench", "device", "date", "revision", "target"} <= line.keys()
+
+
+class FakeEngines:
+    """Answers at once, with the level as the answer; breaks off where it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int, str]] = []  # draft, tasks, concurrency, namespace
+        self.interrupted_at: tuple[str, int] | None = None
+
+    @contextmanager
+    def measuring(self, _: Any, draft: str) -> Iterator[Any]:
+        def run(tasks: Sequence[Task], level: int, namespace: str) -> Run:
+            self.calls.append((draft, len(tasks), level, namespace))
+            if (draft, level) == self.interrupted_at:
+                raise KeyboardInterrupt
+            wall_s = 1.0 if draft == "none" else 0.5
+            counts = {"completion_tokens": 100, "rounds": 50, "decoded_tokens": 100, "drafted_tokens": 50}
+            return Run(wall_s=wall_s, answers=[f"#### {level}"] * len(tasks), ttft_s=[0.1], itl_s=[0.01], **counts)
+
+        yield run
+
+
+def test_it_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines, path = FakeEngines(), tmp_path / "lines.jsonl"
+    monkeypatch.setattr(serving, "measuring", engines.measuring)
+    command = [
+        "--target",
+        str(TINY),
+        "--draft",
+        "ngram",
+        "--concurrency",
+        "1,3",
+        "--requests",
+        "4",
+        "--prompts",
+        "gsm8k",
+    ]
+    command += ["--input-len", "0", "--ignore-eos", "false", "--output", str(path), "--resume"]
+    engines.interrupted_at = ("ngram", 3)
+    with pytest.raises(SystemExit, match="interrupted; with --output, --resume goes on"):
+        main(command)
+    assert engines.calls == [
+        ("none", 1, 1, "warm-up at 1"),
+        ("none", 4, 1, "at 1"),
+        ("none", 2, 3, "warm-up at 3"),
+        ("none", 4, 3, "at 3"),
+        ("ngram", 1, 1, "warm-up at 1"),
+        ("ngram", 4, 1, "at 1"),
+        ("ngram", 2, 3, "warm-up at 3"),
+    ]
+    lines = path.read_text().splitlines()
+    assert len(lines) == 3
+    changed = json.loads(lines[1])
+    changed["answers"][0] += 1
+    path.write_text("\n".join([lines[0], json.dumps(changed), lines[2], '{"bench": "serv']))  # killed while it wrote
+    engines.interrupted_at, engines.calls = None, []
+    main(command)
+    assert [call[:1] + call[2:3] for call in engines.calls] == [("ngram", 3)] * 2
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["draft"], row["batch"]) for row in rows] == [("none", 1), ("none", 3), ("ngram", 1), ("ngram", 3)]
+    assert [row["speed_up"] for row in rows] == [None, None, 2.0, 2.0]
+    assert [row["num_identical"] for row in rows] == [None, None, 4, 3]
+    engines.calls = []
+    main(command)
+    assert not engines.calls, "everything is there"
+    main([*command, "--seed", "1", "--concurrency", "3"])
+    assert [call[:1] for call in engines.calls] == [("none",)] * 2 + [("ngram",)] * 2, "other settings, other lines"
 
 
 class Clock:
@@ -138,7 +215,7 @@ def test_percentiles_are_values_that_occurred() -> None:
 @pytest.fixture(scope="module")
 def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     target = str(write_target(tmp_path_factory.mktemp("target")))
-    with serving(ServeConfig(target=target, port=0, served_model_name=MODEL)) as server:
+    with fake_serving(ServeConfig(target=target, port=0, served_model_name=MODEL)) as server:
         yield server.url
 
 
@@ -175,7 +252,7 @@ def test_lengths_and_prompts_come_from_the_seed(tokenizer: Any) -> None:
 
 
 def test_questions_stand_at_the_end_of_answered_ones(tokenizer: Any) -> None:
-    heldout = {chat[0]["content"] for chat in read_chats("heldout")}
+    heldout = {question.text for question in read_questions()}
     bare = Workload(tokenizer=tokenizer, kind="gsm8k", input_len=0, output_len=3).tasks(3, "a")
     long = Workload(tokenizer=tokenizer, kind="gsm8k", input_len=800, output_len=3).tasks(3, "a")
     assert {len(task.prompt) for task in long} == {800}
@@ -183,37 +260,91 @@ def test_questions_stand_at_the_end_of_answered_ones(tokenizer: Any) -> None:
         turns = tokenizer.decode(task.prompt).split("<|im_start|>user\n")
         assert turns[-1].removesuffix("<|im_end|>\n<|im_start|>assistant\n") in heldout
         assert len(turns) > num_turns
+    with pytest.raises(ValueError, match="requests is 382; .* has 381 questions: ask for fewer"):
+        Workload(tokenizer=tokenizer, kind="gsm8k", input_len=0, output_len=3).tasks(382, "a")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so 3 + 4 = 7\n#### 7", "7"),
+        ("#### 1,234,567 dollars, 5 of them new", "1234567"),
+        ("first #### 3, no: #### -12.50", "-12.5"),
+        ("He pays $1,000.00.", "1000"),
+        ("it is 3.5, or 7/2", "2"),
+        ("12 apples\n#### many", None),
+        ("", None),
+    ],
+)
+def test_the_last_number_counts(text: str, number: str | None) -> None:
+    assert final_number(text) == (None if number is None else Decimal(number))
+    assert Task([], 1, Decimal(12)).is_right("#### 12")
+    assert not Task([], 1, Decimal(12)).is_right(text)
+    assert not Task([], 1).is_right(text)
+
+
+def test_questions_come_in_either_form_and_of_one_split(tokenizer: Any, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "b?"}, {"role": "assistant", "content": "#### 2"}]
+    rows: list[dict[str, Any]] = [
+        {"question": "a?", "answer": "1"},
+        {"messages": [{"role": "system", "content": "s"}, *turns], "split": "heldout"},
+        {"question": "c?", "answer": "3", "split": "train"},
+    ]
+    path = tmp_path / "questions.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    assert read_questions(path) == [Question("a?", "1"), Question("b?", "#### 2")]
+    assert read_questions(path, "train") == [Question("c?", "3")]
+    for broken, message in (
+        ('{"question": "a?"}', ":2 holds no question and answer"),
+        ("[]", ":2 holds no question"),
+        ('{"question": "a?", "answer": "who knows"}', ":2: its answer holds no number"),
+    ):
+        (tmp_path / "broken.jsonl").write_text('{"question": "a?", "answer": "1"}\n' + broken + "\n")
+        with pytest.raises(ValueError, match=f"broken.jsonl{message}"):
+            read_questions(tmp_path / "broken.jsonl")
+    (tmp_path / "one.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n')
+    kind, sizes = str(tmp_path / "one.jsonl"), {"input_len": 0, "output_len": 3}
+    asked, cut = (
+        Workload(tokenizer=tokenizer, kind=kind, template=template, **sizes).tasks(1, "a")[0]  # type: ignore[arg-type]
+        for template in ({}, {"add_generation_prompt": False})
+    )
+    assert asked.prompt[: len(cut.prompt)] == cut.prompt != asked.prompt, "the template has its variables"
+    assert "2 + 2?" in tokenizer.decode(cut.prompt)
+    with pytest.raises(ValueError, match="input_len is 9; .* has no rows of split 'train' to fill it: give 0"):
+        Workload(tokenizer=tokenizer, kind=kind, input_len=9, output_len=3).tasks(1, "a")
 
 
 def test_options_reach_the_engine_and_the_server(draft: Path) -> None:
+    drafted = f"{draft},max-model-len=98,depth=5"
     options: dict[str, Any] = {
-        "draft": str(draft),
+        "draft": [drafted],
         "concurrency": "1,16",
         "engine": {"attention": "sdpa", "max_model_len": 99},
-        "drafter": {"depth": 5},
+        "drafter": {"depth": 4, "topk": 2},
     }
     config = ServingConfig(**options)
-    assert config.drafts == ["none", str(draft)]
-    drafted = EngineConfig(**config.engine_options(str(draft)))
-    assert (drafted.max_running, drafted.max_model_len, drafted.drafter) == (16, 99, {"depth": 5})
-    assert EngineConfig(**config.engine_options("none")).drafter == {}
-    served = read_config(flags(ServingConfig(**options, mode="http").engine_options(str(draft))))
-    assert (served.max_running, served.max_model_len, served.drafter["depth"]) == (16, 99, 5)
-    assert served.target == str(TINY)
+    assert config.drafts == ["none", drafted]
+    engine = EngineConfig(**config.engine_options(drafted))
+    assert (engine.max_running, engine.max_model_len, engine.drafter) == (16, 98, {"depth": 5, "topk": 2})
+    baseline = EngineConfig(**config.engine_options("none"))
+    assert (baseline.max_model_len, baseline.drafter) == (99, {})
+    served = read_config(flags(ServingConfig(**options, mode="http").engine_options(drafted)))
+    assert (served.max_running, served.max_model_len, served.drafter["depth"]) == (16, 98, 5)
+    assert served.target == config.target_name == str(TINY)
 
 
 def test_simulation_is_for_the_draft_alone(draft: Path) -> None:
-    options: dict[str, Any] = {"draft": str(draft), "simulate_accept_length": 2.5}
+    options: dict[str, Any] = {"draft": [str(draft)], "simulate_accept_length": 2.5}
     for mode in ("offline", "http"):
         config = ServingConfig(**options, mode=mode)
         assert "simulate_accept_length" not in config.engine_options("none")
         words = flags(config.engine_options(str(draft)))
         assert "--simulate_accept_length=2.5" in words
         assert ("--unsafe_simulate=true" in words) == (mode == "http")
-    run = Run(
-        wall_s=1, answers=[[1]], completion_tokens=1, rounds=0, decoded_tokens=0, drafted_tokens=0, ttft_s=[1], itl_s=[]
-    )
-    assert against(run, str(draft), run, config) == {"speed_up": 1.0, "identical": None, "num_identical": None}
+    counts = {"completion_tokens": 1, "rounds": 0, "decoded_tokens": 0, "drafted_tokens": 0}
+    run = Run(wall_s=1, answers=[[1]], ttft_s=[1], itl_s=[], **counts)
+    found = compare(config, run, {"tok_s": 1.0, "answers": [0]}, str(draft))
+    assert found == {"speed_up": 1.0, "identical": None, "num_identical": None}
     assert run.figures()["accept_length"] is None
 
 
@@ -222,27 +353,25 @@ def test_simulation_is_for_the_draft_alone(draft: Path) -> None:
     [
         ({"concurrency": "1;2"}, "concurrency is '1;2'; give positive numbers"),
         ({"mode": "grpc"}, "mode is 'grpc'; choose offline or http"),
-        ({"prompts": "poems"}, "prompts is 'poems'; choose one of random, gsm8k"),
-        ({"input_len": 0}, "input_len is 0; it must be at least 1, or 0 with gsm8k"),
+        ({"prompts": "poems"}, "prompts is 'poems'; choose one of random, gsm8k, or a file"),
+        ({"input_len": 0}, "input_len is 0; it must be at least 1, or 0 with questions"),
         ({"range_ratio": 0.0}, "range_ratio is 0.0; it must be above 0"),
         ({"answers": "a.jsonl", "mode": "http"}, "answers is 'a.jsonl'; over HTTP they are text: give --mode offline"),
-        ({"floor_ms": [1.0, 2.0]}, "give 4 values, one per line"),
+        ({"resume": True}, "resume is True; .* name it by --output"),
+        ({"draft": ["ngram,nodes"]}, "draft is 'ngram,nodes'; write NAME or NAME,option=value"),
     ],
 )
 def test_bad_options_are_sentences(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ServingConfig(**options)
-    assert ServingConfig(prompts="gsm8k", input_len=0).num_lines == 4
 
 
 def test_the_table_shows_what_is_missing() -> None:
-    empty = dict.fromkeys(("speed_up", "floor_ms", "num_identical", "accept_length", "ttft_ms_p50", "ttft_ms_p99"))
-    line = {"draft": "runs/best", "concurrency": 8, "requests": 32, "width": 4.0, "tok_s": 100.0, "ms": 5.5}
-    heading, row = table([line | empty | {"itl_ms_p50": 5.5, "itl_ms_p99": 6.0}]).splitlines()
-    assert len(heading) == len(row)
-    assert row.split() == ["best", "8", "32", "4", "100.0", "-", "-", "5.50", "-", "-", "-", "5.50", "6.00", "-"]
-
-
-def test_offline_needs_no_http_package() -> None:
-    code = "import sys, slipstream.bench.serving; assert not {'httpx', 'starlette', 'uvicorn'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+    empty = dict.fromkeys(("speed_up", "num_identical", "accept_length", "ttft_ms_p50", "ttft_ms_p99"))
+    line = {"draft": "runs/x/draft/best,depth=3", "concurrency": 8, "width": 4.0, "tok_s": 100.0, "ms": 5.5}
+    row = table([line | empty | {"itl_ms_p99": 6.0, "accuracy": 0.055}]).splitlines()[2]
+    assert row == "| draft/best, depth=3 | 8 | 100.0 | - | - | 4.00 | 5.50 | - | - | 6.00 | - | 5.5% |"
+    assert label("none") == "none"
+    assert ServingConfig(draft=["ngram"]).drafts == ["none", "ngram"]
+    with pytest.raises(ValueError, match="target is empty"):
+        assert ServingConfig(draft=["ngram"]).target_name
