@@ -1,32 +1,37 @@
-"""Every small kernel of a pass, timed inside a CUDA graph, with the bytes that it must move and its share of a large
-copy's bandwidth; FlashInfer's and torch's kernels for the same work beside it, and the linears of an 8B target.
+"""Every kernel of a pass, timed inside a CUDA graph, with the bytes that it must move and its share of a large copy's
+bandwidth; FlashInfer's and torch's kernels for the same work beside it.
 
     python bench/kernel_times.py
-    python bench/kernel_times.py --rows "[1,32]" --kernels "[rms_norm,sample]" --output bench/results/kernels.jsonl
+    python bench/kernel_times.py --rows 1 32 --kernels rms_norm sample --output bench/results/kernels.jsonl
+    python bench/kernel_times.py --kernels attention --batches 8 --contexts 8192 --nodes 4 16 --page-sizes 16 --tune
+    python bench/kernel_times.py --kernels "linear qkv" head --rows 1 4 32
 
 A graph holds many launches one behind another, so a time of a few microseconds is a launch's latency as a pass pays it.
-From 33 rows on they take turns over buffers larger than the L2 cache. Prints a table and ends in one JSON line per row;
-"-" stands where there is nothing to compare.
+From 33 rows on they take turns over buffers larger than the L2 cache, products and attention always. --tune times other
+ways to cut the work of products, draft heads and attention instead, and checks attention's results. Prints a table and
+ends in one JSON line per row.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import date
+from itertools import product
 from statistics import median
 from typing import Any
 
 import torch
 
-from slipstream.bench.gpu import copy_bandwidth, revision
-from slipstream.bench.kernel_cases import LAYERS, LINEARS, Calls, Case, all_cases
-from slipstream.bench.lines import Lines
+from slipstream.bench.gpu import copy_bandwidth
+from slipstream.bench.kernel_cases import LAYERS, MAKERS, Calls, Case, all_cases, attention
+from slipstream.bench.lines import Lines, origin
 from slipstream.config import parse
 
 LAUNCHES = 48
 REPLAYS = 11
+ATTENTION = "attention"
+LINEARS = ("linear qkv", "linear o", "linear gate_up", "linear down")  # of a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +39,37 @@ class KernelsConfig:
     """Options of this benchmark."""
 
     rows: list[int] = field(default_factory=lambda: [1, 4, 32, 128, 2048, 8192])
-    """Packed tokens; for sampling, masks and moves requests or nodes, up to 128, as for linears."""
+    """Packed tokens; for sampling, masks and moves requests or nodes, up to 128, as for products."""
     kernels: list[str] = field(default_factory=list)
-    """Names of kernels. Default: all."""
+    """Names of kernels, or what they begin with. Default: all."""
+    batches: list[int] = field(default_factory=lambda: [1, 8, 32, 64])
+    """Requests of attention."""
+    contexts: list[int] = field(default_factory=lambda: [700, 8192])
+    """Committed tokens of each."""
+    nodes: list[int] = field(default_factory=lambda: [1, 4, 16])
+    """New tokens of each."""
+    page_sizes: list[int] = field(default_factory=lambda: [16, 64])
+    """Tokens per page."""
+    ragged: bool = False
+    """Contexts from 0.1 to 1.9 times as long."""
+    tune: bool = False
+    """Time other ways to cut the work instead of other kernels."""
     flashinfer: bool = True
     """Time FlashInfer's kernels where it is installed; their first use compiles them."""
     output: str | None = None
     """File to append the JSON lines to."""
+
+    def __post_init__(self) -> None:
+        known = (*MAKERS, ATTENTION)
+        for kernel in self.kernels:
+            if not any(name.startswith(kernel) for name in known):
+                raise ValueError(f"kernels holds {kernel!r}; choose of {', '.join(known)}")
+
+    def cases(self) -> Iterator[Case]:
+        yield from all_cases(self.rows, self.kernels)
+        if not self.kernels or ATTENTION.startswith(tuple(self.kernels)):
+            for work in product(self.batches, self.contexts, self.nodes, self.page_sizes):
+                yield attention(*work, self.ragged)
 
 
 @torch.inference_mode()
@@ -48,11 +77,11 @@ def main() -> None:
     config = parse(KernelsConfig, prog="bench/kernel_times.py", description="Kernels of a pass against the memory.")
     limit = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: a large copy moves {limit / 1e9:,.0f} GB/s")
-    print(f"{'kernel':20}{'rows':>6}{'MB':>10}{'us':>9}{'GB/s':>8}{'share':>7}{'flashinfer us':>15}{'torch us':>10}")
-    shared = {"bench": "kernels", "device": torch.cuda.get_device_name(), "date": str(date.today())}
-    lines = Lines(config.output, shared | {"revision": revision()})
-    for case in all_cases(config.rows, config.kernels):
-        print_row(lines.add(measure(case, limit, config.flashinfer)), case.bytes)
+    print(f"{'kernel':68}{'MB':>10}{'us':>9}{'GB/s':>8}{'share':>7}  others, us")
+    lines = Lines(config.output, origin("kernels", "cuda"))
+    for case in config.cases():
+        for result in tune(case, limit) if config.tune else [measure(case, limit, config.flashinfer)]:
+            print_row(lines.add({"kernel": case.kernel, "rows": case.rows, **case.sizes, **result}), case)
         del case
         gc.collect()
         torch.cuda.empty_cache()
@@ -62,19 +91,25 @@ def main() -> None:
 
 def measure(case: Case, limit: float, with_flashinfer: bool) -> dict[str, Any]:
     """Our kernel, or torch's where there is none of ours, against the copy bandwidth `limit` in bytes per second."""
-    others = {"flashinfer_us": graph_us(case.flashinfer if with_flashinfer else []), "torch_us": graph_us(case.torch)}
-    time_us = graph_us(case.ours) if case.ours else others["torch_us"]
-    assert time_us is not None
+    others = {"flashinfer": case.flashinfer if with_flashinfer else [], "torch": case.torch, **case.others}
+    times = {f"{name}_us": round(graph_us(calls), 3) for name, calls in others.items() if calls}
+    time_us = graph_us(case.ours) if case.ours else times["torch_us"]
+    return {**rated(case, time_us, limit), **times}
+
+
+def tune(case: Case, limit: float) -> Iterator[dict[str, Any]]:
+    """Each way to cut the work, the chosen one first; none for kernels that have but one."""
+    for tiling, calls in case.tunings() if case.tunings else ():
+        yield {**rated(case, graph_us(calls), limit), "tiling": list(tiling)}
+
+
+def rated(case: Case, time_us: float, limit: float) -> dict[str, float]:
     rate = case.bytes / time_us * 1e6
-    result = {"us": time_us, "gb_s": rate / 1e9, "share": rate / limit, **others}
-    rounded = {key: None if value is None else round(value, 3) for key, value in result.items()}
-    return {"kernel": case.kernel, "rows": case.rows, **rounded}
+    return {"us": round(time_us, 3), "gb_s": round(rate / 1e9, 3), "share": round(rate / limit, 3)}
 
 
-def graph_us(calls: Calls) -> float | None:
-    """Microseconds of one of `calls`, taken in turn by the launches of a graph; None for no calls."""
-    if not calls:
-        return None
+def graph_us(calls: Calls) -> float:
+    """Microseconds of one of `calls`, taken in turn by the launches of a graph."""
     launches = -(-LAUNCHES // len(calls)) * len(calls)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -97,20 +132,21 @@ def graph_us(calls: Calls) -> float | None:
     return median(times[1:])
 
 
-def print_row(result: dict[str, Any], num_bytes: int) -> None:
-    others = [f"{value:.2f}" if value is not None else "-" for value in (result["flashinfer_us"], result["torch_us"])]
+def print_row(result: dict[str, Any], case: Case) -> None:
+    sizes = ", ".join(f"{name} {value}" for name, value in (case.sizes or {"rows": case.rows}).items())
     ours = f"{result['us']:9.2f}{result['gb_s']:8,.0f}{result['share']:7.0%}"
-    print(f"{result['kernel']:20}{result['rows']:6}{num_bytes / 1e6:10.3f}{ours}{others[0]:>15}{others[1]:>10}")
+    others = [f"{key.removesuffix('_us')} {value:.2f}" for key, value in result.items() if key.endswith("_us")]
+    text = f"tiling {result['tiling']}" if "tiling" in result else "; ".join(others)
+    print(f"{case.kernel + ': ' + sizes:68}{case.bytes / 1e6:10.3f}{ours}  {text}", flush=True)
 
 
 def print_passes(results: Sequence[dict[str, Any]]) -> None:
-    """The time of an 8B target's linears in one pass."""
-    times = {(result["kernel"], result["rows"]): result["us"] for result in results}
+    """The time of an 8B target's linear layers in one pass, by torch's library."""
+    times = {(result["kernel"], result["rows"]): result.get("torch_us") for result in results}
     for rows in sorted({result["rows"] for result in results}):
-        parts = [(f"linear {part}", rows) for part in LINEARS]
-        if all(part in times for part in parts):
-            *layer, head = (times[part] for part in parts)
-            print(f"linears of a pass over {rows} rows: {(LAYERS * sum(layer) + head) / 1000:.3f} ms")
+        layer, head = [times.get((name, rows)) for name in LINEARS], times.get(("linear head", rows))
+        if head is not None and None not in layer:
+            print(f"linear layers of a pass over {rows} rows: {(LAYERS * sum(layer) + head) / 1000:.3f} ms")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class DraftHead:
 
 
 def choose_tiling(num_rows: int) -> Tiling:
-    """How a program reads the weights. The best that bench/head.py --tune finds on an H200 at 32,768 x 4,096."""
+    """How a program reads the weights. The best that bench/kernel_times.py finds on an H200 at 32,768 x 4,096."""
     if num_rows <= 16:
         return Tiling(outputs=128, depth=64, split=1, stages=4)
     if num_rows <= 32:

@@ -41,7 +41,7 @@ class Tiling:
 def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1) -> Tiling:
     """The tiling of (O, I) weights of 16 bits. All numbers of rows add the inputs up alike, so that they round alike.
 
-    The best of those that bench/linear.py --tune tries on an H200.
+    The best of those that bench/kernel_times.py --tune tries on an H200.
     """
     if gated:
         if num_rows > 64:
