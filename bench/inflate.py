@@ -23,20 +23,37 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from slipstream.bench import inflate_dflash, inflate_eagle3
-from slipstream.bench.inflate_draft import CPU, Draft
-from slipstream.bench.inflate_shapes import SHAPES, Shape, check, places, target_json
-from slipstream.bench.inflate_weights import Inflation, Layer, Part, read_parts, target_tensors
-from slipstream.bench.shards import ShardWriter
+from slipstream.bench.inflate_weights import (
+    LIFT,
+    SHAPES,
+    Inflation,
+    Layer,
+    Part,
+    Shape,
+    check,
+    check_layer,
+    check_room,
+    places,
+    read_parts,
+    take,
+    target_json,
+    target_tensors,
+    within,
+)
 from slipstream.config import parse
+from slipstream.models import dflash_checkpoint, eagle3_checkpoint
 from slipstream.models.atomic import atomic_folder
 from slipstream.models.checkpoint import (
     read_json,
@@ -46,12 +63,18 @@ from slipstream.models.checkpoint import (
     write_checkpoint,
 )
 from slipstream.models.config import ModelConfig
+from slipstream.models.dflash import DFlashConfig
+from slipstream.models.draft import ids_of
+from slipstream.models.eagle3 import Eagle3Config
 from slipstream.models.outputs import CHECKPOINT, FolderKind, check_output_folder
 from slipstream.models.target import load_config, load_target
 from slipstream.serve.drafters.base import drafter_name
 from slipstream.serve.options import EngineConfig, find_target
 
-DRAFTS: dict[str, type[Draft]] = {"eagle3": inflate_eagle3.Draft, "dflash": inflate_dflash.Draft}
+CPU = torch.device("cpu")
+EAGLE3_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+NUM_LAYERS = 5  # of a big DFLASH draft
+NUM_STATES = 5
 PAIR = FolderKind(
     "an enlarged target and draft",
     ("target/config.json", *(f"draft/{name}" for name in CHECKPOINT.markers)),
@@ -84,6 +107,165 @@ class InflateConfig:
             raise ValueError(f"shape is {self.shape!r}; choose one of {', '.join(SHAPES)}")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device is {self.device!r}; choose cpu or cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Draft(ABC):
+    """A small draft, and the big one that it becomes."""
+
+    config: Eagle3Config | DFlashConfig
+    weights: Mapping[str, Tensor]
+    """By public name, projections taken apart."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, path: Path, model: ModelConfig) -> "Draft":
+        """Reads the draft of the target `model` in bf16."""
+
+    @abstractmethod
+    def big_config(self, shape: Shape, **origin: Any) -> Any:
+        """Config of the big draft; `origin`: target, target_fingerprint and tokenizer_hash."""
+
+    @abstractmethod
+    def big_json(self, shape: Shape, **origin: Any) -> dict[str, Any]:
+        """config.json of the big draft."""
+
+    @abstractmethod
+    def tensors(self, inflation: Inflation, shape: Shape) -> Iterator[Part]:
+        """Every tensor of the big draft."""
+
+    def check(self, model: ModelConfig, shape: Shape) -> None:
+        """Raises ValueError naming what does not fit."""
+        config = self.config
+        if config.attention_bias:
+            raise ValueError("draft has attention_bias; only drafts without biases can be inflated")
+        if config.hidden_size != model.hidden_size:
+            raise ValueError(
+                f"draft has hidden_size {config.hidden_size}, its target {model.hidden_size}; make them equal"
+            )
+        check_layer("draft", config.layer_config(), shape)
+        if config.draft_vocab_size is not None:
+            check_room("draft_vocab_size", config.draft_vocab_size, shape.draft_vocab_size)
+            unused = shape.draft_vocab_size - config.draft_vocab_size
+            check_room("unused draft tokens", unused, shape.vocab_size - model.vocab_size)
+
+    def big_fields(self, shape: Shape) -> dict[str, Any]:
+        """Fields of the big draft's config that every draft has, but for the states that it reads."""
+        config = self.config
+        same = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "vocab_size")
+        return {name: getattr(shape, name) for name in (*same, "max_position_embeddings")} | {
+            "draft_vocab_size": None if config.draft_vocab_size is None else shape.draft_vocab_size,
+            "rms_norm_eps": config.rms_norm_eps * config.hidden_size / shape.hidden_size,
+            "target_num_layers": shape.num_layers,
+            "target_revision": None,
+        }
+
+    def own_features(self, shape: Shape) -> tuple[int, ...]:
+        """States of the big target that equal the small draft's features."""
+        place_of = {index: big for big, index in places(self.config.target_num_layers, shape.num_layers).items()}
+        return tuple(place_of.get(layer, shape.num_layers) for layer in self.config.feature_layers)
+
+    def vocabulary(self, shape: Shape) -> Iterator[Part]:
+        """The big draft's map: the small one's (Vd,) and, behind it, the first tokens that nobody uses."""
+        own = ids_of(self.weights["d2t"])
+        ids = torch.cat((own, self.config.vocab_size + torch.arange(shape.draft_vocab_size - len(own))))
+        yield "d2t", ids - torch.arange(len(ids))
+        yield "t2d", torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Draft(Draft):
+    """Its residual stream starts from fc, which must pass the constant on."""
+
+    config: Eagle3Config
+
+    @classmethod
+    def load(cls, path: Path, model: ModelConfig) -> "Eagle3Draft":
+        module = eagle3_checkpoint.load_eagle3(path, model, torch.bfloat16, CPU)
+        return cls(module.config, read_parts(module, module.config.layer_config()))
+
+    def big_config(self, shape: Shape, **origin: Any) -> Eagle3Config:
+        return replace(
+            self.config,
+            **self.big_fields(shape),
+            target_hidden_size=shape.hidden_size,
+            feature_layers=self.own_features(shape),
+            **origin,
+        )
+
+    def big_json(self, shape: Shape, **origin: Any) -> dict[str, Any]:
+        return eagle3_checkpoint.config_to_json(self.big_config(shape, **origin))
+
+    def tensors(self, inflation: Inflation, shape: Shape) -> Iterator[Part]:
+        """The small draft's tokens come first in the big one's vocabulary."""
+        small, config = None if inflation.random else self.weights, self.config
+        is_normed = [layer == config.target_num_layers for layer in config.feature_layers]
+        fusion = inflation.fusion(take(small, "fc"), range(len(is_normed)))
+        yield "fc.weight", inflation.pass_constant(fusion, is_normed)
+        sizes = Layer.of(shape, config.head_dim, num_inputs=2, qk_norm=False, norms=EAGLE3_NORMS)
+        for name, tensor in inflation.layer(within(small, "midlayer."), sizes):
+            yield f"midlayer.{name}.weight", tensor
+        yield "norm.weight", inflation.norm(take(small, "norm"), LIFT)
+        yield "lm_head.weight", inflation.head(take(small, "lm_head"), shape.draft_vocab_size)
+        yield from self.vocabulary(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashDraft(Draft):
+    """The usual five layers over five target states. Its residual stream starts from the target's embedding and
+    ends at the target's head, so that the constant channel needs nothing but the lift of the last norm. Added
+    layers add next to nothing to the stream, and next to nothing is read of added states. Block size and mask token
+    stay.
+    """
+
+    config: DFlashConfig
+
+    @classmethod
+    def load(cls, path: Path, model: ModelConfig) -> "DFlashDraft":
+        module = dflash_checkpoint.load_dflash(path, model, torch.bfloat16, CPU)
+        return cls(module.config, read_parts(module, module.config.layer_config()))
+
+    def check(self, model: ModelConfig, shape: Shape) -> None:
+        Draft.check(self, model, shape)
+        check_room("draft num_layers", self.config.num_layers, NUM_LAYERS)
+        check_room("draft feature_layers", len(self.config.feature_layers), NUM_STATES)
+
+    def states(self, shape: Shape) -> dict[int, int | None]:
+        """States of the big target in rising order -> the small draft's feature that each is; None: an added one."""
+        own = self.own_features(shape)
+        free = [layer for layer in range(shape.num_layers) if layer not in own]
+        count = NUM_STATES - len(own)
+        added = [free[index * len(free) // count] for index in range(count)]
+        return {layer: own.index(layer) if layer in own else None for layer in sorted((*own, *added))}
+
+    def big_config(self, shape: Shape, **origin: Any) -> DFlashConfig:
+        """An added layer has the window, or none, of the one before it."""
+        layer_at = places(self.config.num_layers, NUM_LAYERS)
+        before = [layer_at[max(big for big in layer_at if big <= index)] for index in range(NUM_LAYERS)]
+        return replace(
+            self.config,
+            **self.big_fields(shape),
+            num_layers=NUM_LAYERS,
+            windowed_layers=tuple(index for index in range(NUM_LAYERS) if before[index] in self.config.windowed_layers),
+            feature_layers=tuple(self.states(shape)),
+            **origin,
+        )
+
+    def big_json(self, shape: Shape, **origin: Any) -> dict[str, Any]:
+        return dflash_checkpoint.config_to_json(self.big_config(shape, **origin))
+
+    def tensors(self, inflation: Inflation, shape: Shape) -> Iterator[Part]:
+        small, config = None if inflation.random else self.weights, self.config
+        yield "fc.weight", inflation.fusion(take(small, "fc"), list(self.states(shape).values()))
+        yield "hidden_norm.weight", inflation.norm(take(small, "hidden_norm"))
+        layer_at = places(config.num_layers, NUM_LAYERS)
+        yield from inflation.layers(small, Layer.of(shape, config.head_dim), layer_at, NUM_LAYERS)
+        yield "norm.weight", inflation.norm(take(small, "norm"), LIFT)
+        if config.draft_vocab_size is not None:
+            yield from self.vocabulary(shape)
+
+
+DRAFTS: dict[str, type[Draft]] = {"eagle3": Eagle3Draft, "dflash": DFlashDraft}
 
 
 def inflate(config: InflateConfig) -> None:
@@ -123,14 +305,36 @@ def write_target(config: InflateConfig, model: ModelConfig, source: Path, folder
         places(model.num_layers, shape.num_layers),
         shape,
     )
-    with ShardWriter(folder) as writer:
-        for name, tensor in progress(tensors, "target", 3 + 11 * shape.num_layers):
-            writer.add(name, tensor)
+    write_shards(folder, progress(tensors, "target", 3 + 11 * shape.num_layers))
     values = target_json(read_json(source / "config.json"), shape)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     for pattern in COPIED:
         for file in source.glob(pattern):
             shutil.copyfile(file, folder / file.name)
+
+
+def write_shards(folder: Path, tensors: Iterable[Part], shard_bytes: int = 2**30) -> None:
+    """A sharded safetensors checkpoint, written as the tensors come: one shard of about `shard_bytes` is ever held."""
+    folder.mkdir(exist_ok=True)
+    file_of, num_bytes = dict[str, str](), 0
+    for index, shard in enumerate(shards_of(tensors, shard_bytes), 1):
+        file = f"model-{index:05}.safetensors"
+        save_file(shard, folder / file, {"format": "pt"})
+        file_of |= dict.fromkeys(shard, file)
+        num_bytes += sum(tensor.nbytes for tensor in shard.values())
+    index_file = {"metadata": {"total_size": num_bytes}, "weight_map": file_of}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=2) + "\n")
+
+
+def shards_of(tensors: Iterable[Part], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        shard[name] = tensor.cpu().contiguous()
+        if sum(held.nbytes for held in shard.values()) >= shard_bytes:
+            yield shard
+            shard = {}
+    if shard:
+        yield shard
 
 
 def write_draft(config: InflateConfig, draft: Draft, folder: Path, target: Path, target_name: Path) -> None:

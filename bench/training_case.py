@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from slipstream.bench.inflate_shapes import SHAPES, Shape
+from slipstream.bench.inflate_weights import SHAPES, Shape
 from slipstream.models.config import ModelConfig, default_feature_layers
 from slipstream.models.dflash import DFlash, DFlashConfig, default_block_feature_layers
 from slipstream.models.eagle3 import Eagle3, Eagle3Config

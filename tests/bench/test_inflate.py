@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from slipstream.bench.inflate import InflateConfig, inflate
-from slipstream.bench.inflate_shapes import SHAPES
-from slipstream.bench.inflate_weights import CONSTANT, LIFT, QUIET, SPREAD, Inflation
+from slipstream.bench.inflate_weights import CONSTANT, LIFT, QUIET, SHAPES, SPREAD, Inflation
 from slipstream.models.checkpoint import read_json, read_tensors
 from slipstream.models.frozen_target import load_frozen_target
 from slipstream.tests.bench.inflated import (

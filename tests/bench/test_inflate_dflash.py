@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from slipstream.bench.inflate import InflateConfig, inflate, load_draft
-from slipstream.bench.inflate_shapes import SHAPES
-from slipstream.bench.inflate_weights import CONSTANT, QUIET, SPREAD, Inflation
+from slipstream.bench.inflate_weights import CONSTANT, QUIET, SHAPES, SPREAD, Inflation
 from slipstream.kernels.norm import HeadNorms, norm_heads
 from slipstream.models.checkpoint import read_json, read_tensors
 from slipstream.models.dflash import load_dflash

@@ -12,11 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from slipstream.bench import inflate as program
-from slipstream.bench import inflate_dflash, inflate_eagle3
-from slipstream.bench.inflate import InflateConfig, check_pair, inflate, main
-from slipstream.bench.inflate_shapes import SHAPES, places, target_json
-from slipstream.bench.inflate_weights import CONSTANT, SPREAD
-from slipstream.bench.shards import ShardWriter
+from slipstream.bench.inflate import DFlashDraft, Eagle3Draft, InflateConfig, check_pair, inflate, main, write_shards
+from slipstream.bench.inflate_weights import CONSTANT, SHAPES, SPREAD, places, target_json
 from slipstream.models.checkpoint import read_json, read_tensors, weights_fingerprint
 from slipstream.models.config import ModelConfig
 from slipstream.models.dflash import DFlash, DFlashConfig, load_dflash
@@ -28,14 +25,14 @@ TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
 CPU = torch.device("cpu")
 
 
-def small_eagle3(**fields: Any) -> inflate_eagle3.Draft:
+def small_eagle3(**fields: Any) -> Eagle3Draft:
     values = {"draft_vocab_size": 1024, "feature_layers": (1, 3, 5)} | fields
-    return inflate_eagle3.Draft(Eagle3Config.from_target(load_config(TINY), **values), {})
+    return Eagle3Draft(Eagle3Config.from_target(load_config(TINY), **values), {})
 
 
-def small_dflash(**fields: Any) -> inflate_dflash.Draft:
+def small_dflash(**fields: Any) -> DFlashDraft:
     values = {"num_layers": 3, "feature_layers": (1, 3, 5), "mask_token_id": 9, "block_size": 8} | fields
-    return inflate_dflash.Draft(DFlashConfig.from_target(load_config(TINY), **values), {})
+    return DFlashDraft(DFlashConfig.from_target(load_config(TINY), **values), {})
 
 
 def big_config(shape: str, folder: Path) -> ModelConfig:
@@ -239,13 +236,10 @@ def test_a_failure_leaves_the_old_pair(draft: Path, tmp_path: Path, monkeypatch:
 
 def test_shards_hold_what_came_and_the_index_says_where(tmp_path: Path) -> None:
     tensors: dict[str, Tensor] = {f"part.{index}": torch.randn(64, 1 + index) for index in range(20)}
-    with ShardWriter(tmp_path, shard_bytes=10_000) as writer:
-        for name, tensor in tensors.items():
-            writer.add(name, tensor)
+    write_shards(tmp_path, tensors.items(), shard_bytes=10_000)
     index = read_json(tmp_path / "model.safetensors.index.json")
     files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
     assert len(files) > 3
-    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     held = {}
     for file in files:
