@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from slipstream.bench.training import main
-from slipstream.bench.training_case import StepConfig, build, make_batch
+from slipstream.bench.training import StepConfig, build, main, make_batch
 from slipstream.bench.training_flops import step_flops
 
 SIZES = ["--shape=tiny", "--sequence=96", "--rows=2", "--document=32", "--anchors=9", "--block=5", "--layers=2"]
