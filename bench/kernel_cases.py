@@ -1,9 +1,9 @@
 """What bench/kernel_times.py times: our kernels, torch's and FlashInfer's for the same work, at Llama-3.1-8B's sizes.
 
-A case holds one call per set of buffers, several of them, so that large work finds nothing in the L2 cache.
+A case has several sets of buffers where the work is large, so that it finds nothing in the L2 cache.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -64,49 +64,38 @@ LINEARS = {  # outputs, inputs
     "qwen3 gate_up": (24_576, H),
     "qwen3 head": (151_936, H),
 }
+OURS = ("gathered", "fused")
 DRAFT_VOCAB, CHILDREN = 32_768, 4  # rows of a draft's head, children of a tree's node
-HEAD_CUTS = [  # outputs, depth, split, stages, warps
-    (128, 64, 1, 3, 4),
-    (128, 64, 1, 4, 4),
-    (128, 64, 1, 6, 4),
-    (128, 64, 1, 4, 8),
-    (128, 128, 1, 3, 8),
-    (64, 64, 1, 4, 4),
-    (64, 64, 1, 6, 4),
-    (64, 128, 1, 4, 4),
-    (256, 64, 1, 3, 8),
-]
+HEAD_TILES = ((64, 64, 1, 4, 4), (64, 64, 1, 6, 4), (64, 128, 1, 4, 4), (128, 64, 1, 3, 4), (128, 64, 1, 4, 4))
+HEAD_TILES += ((128, 64, 1, 6, 4), (128, 64, 1, 4, 8), (128, 128, 1, 3, 8), (256, 64, 1, 3, 8))
 TABLE_TOKENS = 32_768  # that a page table has room for
 MAX_LAYERS = 128
 SMALL_TILES = ((32, 2, 4), (32, 4, 3), (32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3))
 ATTENTION_TILES = (*SMALL_TILES, (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3))  # (tokens, warps, stages)
 
-Calls = list[Callable[[], Any]]
-Cuts = Iterator[tuple[tuple[int, ...], Calls]]
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """`bytes`: what one call must read and write. `tunings`: ways to cut the work, the chosen one first."""
+    """`ours` and what is timed beside it, each a function of one of `sets`, buffers that take turns."""
 
-    kernel: str
-    rows: int
     bytes: int
-    ours: Calls
-    torch: Calls = field(default_factory=list)
-    flashinfer: Calls = field(default_factory=list)
-    others: dict[str, Calls] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-    tunings: Callable[[], Cuts] | None = None
+    """What one call must read and write."""
+    sets: Sequence[Any]
+    ours: Callable[[Any], Any] | None
+    others: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
+    beside: dict[str, Sequence[Any]] = field(default_factory=dict)
+    """Sets of those of `others` that have their own."""
+    tunings: Callable[[], Iterator[tuple[tuple[int, ...], Callable[[Any], Any]]]] | None = None
+    """Ways to cut the work, the chosen one first."""
 
 
-def all_cases(row_counts: list[int], names: list[str]) -> Iterator[Case]:
-    """Cases of the kernels whose names begin like one of `names` (all, if it is empty), made when asked for."""
+def all_cases(row_counts: list[int], names: list[str]) -> Iterator[tuple[dict[str, Any], Case]]:
+    """Cases, made when asked for, and what they are, of the kernels whose names begin like one of `names`, if any."""
     for name, make in MAKERS.items():
         if not names or name.startswith(tuple(names)):
             for rows in row_counts:
                 if rows <= LARGEST.get(name, rows):
-                    yield make(name, rows)
+                    yield {"kernel": name, "rows": rows}, make(rows)
 
 
 def random(*shape: int) -> Tensor:
@@ -118,98 +107,97 @@ def copies(num_bytes: int, rows: int) -> int:
     return 1 if rows <= 32 else max(2, min(32, COLD_BYTES // num_bytes))
 
 
-def flashinfer_calls(make: Callable[[Any], Calls]) -> Calls:
-    """No calls where FlashInfer is missing."""
+def flashinfer(make: Callable[[Any], Callable[[Any], Any]]) -> dict[str, Callable[[Any], Any]]:
+    """Nothing where FlashInfer is missing."""
     if find_spec("flashinfer") is None:
-        return []
+        return {}
     import flashinfer
 
-    return make(flashinfer)
+    return {"flashinfer": make(flashinfer)}
 
 
-def norm(name: str, rows: int) -> Case:
+def norm(rows: int) -> Case:
     num_bytes = 2 * rows * H * 2
-    xs, weight = random(copies(num_bytes, rows), rows, H), random(H)
+    weight = random(H)
     return Case(
-        name,
-        rows,
-        num_bytes,
-        [lambda x=x: rms_norm_triton(x, weight, EPS) for x in xs],
-        [lambda x=x: F.rms_norm(x, (H,), weight, EPS) for x in xs],
-        flashinfer_calls(lambda lib: [lambda x=x: lib.norm.rmsnorm(x, weight, EPS) for x in xs]),
+        bytes=num_bytes,
+        sets=random(copies(num_bytes, rows), rows, H),
+        ours=lambda x: rms_norm_triton(x, weight, EPS),
+        others=flashinfer(lambda lib: lambda x: lib.norm.rmsnorm(x, weight, EPS))
+        | {"torch": lambda x: F.rms_norm(x, (H,), weight, EPS)},
     )
 
 
-def add_norm(name: str, rows: int) -> Case:
+def add_norm(rows: int) -> Case:
     num_bytes = 4 * rows * H * 2
-    pairs, weight = random(copies(num_bytes, rows), 2, rows, H), random(H)
+    weight = random(H)
     return Case(
-        name,
-        rows,
-        num_bytes,
-        [lambda p=p: add_rms_norm_triton(p[0], p[1], weight, EPS) for p in pairs],
-        [lambda p=p: F.rms_norm(p[0] + p[1], (H,), weight, EPS) for p in pairs],
-        flashinfer_calls(lambda lib: [lambda p=p: lib.norm.fused_add_rmsnorm(p[0], p[1], weight, EPS) for p in pairs]),
+        bytes=num_bytes,
+        sets=random(copies(num_bytes, rows), 2, rows, H),
+        ours=lambda pair: add_rms_norm_triton(*pair, weight, EPS),
+        others=flashinfer(lambda lib: lambda pair: lib.norm.fused_add_rmsnorm(*pair, weight, EPS))
+        | {"torch": lambda pair: F.rms_norm(pair[0] + pair[1], (H,), weight, EPS)},
     )
 
 
-def norm_pair(name: str, rows: int) -> Case:
+def norm_pair(rows: int) -> Case:
     num_bytes = 4 * rows * H * 2
-    pairs, weights = random(copies(num_bytes, rows), 2, rows, H), (random(H), random(H))
+    weights = (random(H), random(H))
 
     def in_torch(pair: Tensor) -> Tensor:
         return torch.cat([F.rms_norm(x, (H,), weight, EPS) for x, weight in zip(pair, weights, strict=True)], dim=-1)
 
-    ours: Calls = [lambda p=p: rms_norm_pair_triton(p[0], p[1], weights, EPS) for p in pairs]
-    return Case(name, rows, num_bytes, ours, [lambda p=p: in_torch(p) for p in pairs])
-
-
-def activation(name: str, rows: int) -> Case:
-    num_bytes = 3 * rows * INTERMEDIATE * 2
-    xs = random(copies(num_bytes, rows), rows, 2 * INTERMEDIATE)
     return Case(
-        name,
-        rows,
-        num_bytes,
-        [lambda x=x: silu_mul_triton(x) for x in xs],
-        [lambda x=x: silu_mul_reference(x) for x in xs],
-        flashinfer_calls(lambda lib: [lambda x=x: lib.activation.silu_and_mul(x) for x in xs]),
+        bytes=num_bytes,
+        sets=random(copies(num_bytes, rows), 2, rows, H),
+        ours=lambda pair: rms_norm_pair_triton(*pair, weights, EPS),
+        others={"torch": in_torch},
     )
 
 
-def rope(name: str, rows: int) -> Case:
+def activation(rows: int) -> Case:
+    num_bytes = 3 * rows * INTERMEDIATE * 2
+    others = flashinfer(lambda lib: lib.activation.silu_and_mul) | {"torch": silu_mul_reference}
+    sets = random(copies(num_bytes, rows), rows, 2 * INTERMEDIATE)
+    return Case(bytes=num_bytes, sets=sets, ours=silu_mul_triton, others=others)
+
+
+def rope(rows: int, normed: bool) -> Case:
     """FlashInfer takes two launches, rotation and append; its page table is one request's. With q/k norms, as Qwen3 has
     them, it and torch take two more."""
     num_bytes = rows * (2 * Q + 4 * G) * D * 2
     pages = -(-rows // PAGE_SIZE)
     positions, batch = torch.arange(rows, device="cuda"), torch.zeros(rows, dtype=torch.int32, device="cuda")
     cos, sin = torch.rand(2, rows, D, device="cuda")
-    norms = HeadNorms(random(D), random(D), EPS) if name.startswith("norm") else None
+    norms = HeadNorms(random(D), random(D), EPS) if normed else None
     table = torch.cat((cos[:, : D // 2], sin[:, : D // 2]), dim=1)
     sets = []
     for _ in range(copies(num_bytes, rows)):
         q, k, v = random(rows, (Q + 2 * G) * D).view(rows, -1, D).split([Q, G, G], dim=1)
         sets.append((q, k, v, random(pages, PAGE_SIZE, G, D), random(pages, PAGE_SIZE, G, D)))
 
-    def run(kernel: Callable[..., Tensor]) -> Calls:
-        flat = [(q, k, v, keys.flatten(0, 1), values.flatten(0, 1)) for q, k, v, keys, values in sets]
-        return [lambda s=s: kernel(s[0], s[1], s[2], cos, sin, positions, positions, s[3], s[4], norms) for s in flat]
+    def run(kernel: Callable[..., Tensor], buffers: tuple[Tensor, ...]) -> Tensor:
+        q, k, v, keys, values = buffers
+        flat = keys.flatten(0, 1), values.flatten(0, 1)
+        return kernel(q, k, v, cos, sin, positions, positions, *flat, norms)
 
-    def in_flashinfer(lib: Any) -> Calls:
+    def in_flashinfer(lib: Any) -> Callable[[Any], None]:
         places, indices = positions.int(), torch.arange(pages, dtype=torch.int32, device="cuda")
         starts = torch.tensor([0, pages], dtype=torch.int32, device="cuda")
         last = torch.tensor([rows - (pages - 1) * PAGE_SIZE], dtype=torch.int32, device="cuda")
 
-        def call(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
+        def call(buffers: tuple[Tensor, ...]) -> None:
+            q, k, v, keys, values = buffers
             if norms is not None:
                 q, k = lib.norm.rmsnorm(q, norms.q, EPS), lib.norm.rmsnorm(k, norms.k, EPS)
             lib.rope.apply_rope_with_cos_sin_cache_inplace(positions, q.flatten(1), k.flatten(1), D, table)
             lib.page.append_paged_kv_cache(k, v, batch, places, (keys, values), indices, starts, last)
 
-        return [lambda s=s: call(*s) for s in sets]
+        return call
 
-    triton, reference = run(rotate_and_store_triton), run(rotate_and_store_reference)
-    return Case(name, rows, num_bytes, triton, reference, flashinfer_calls(in_flashinfer))
+    others = flashinfer(in_flashinfer) | {"torch": partial(run, rotate_and_store_reference)}
+    ours = partial(run, rotate_and_store_triton)
+    return Case(bytes=num_bytes, sets=sets, ours=ours, others=others)
 
 
 def language_logits(rows: int) -> Tensor:
@@ -218,46 +206,46 @@ def language_logits(rows: int) -> Tensor:
     return (20 - 1.6 * ranks.float().log()).bfloat16()
 
 
-def sampling(name: str, rows: int) -> Case:
+def sampling(rows: int, name: str) -> Case:
     """FlashInfer reads fp32 logits and draws noise of its own."""
     num_bytes = rows * V * 2
     sets = [language_logits(rows) for _ in range(copies(num_bytes, rows))]
-    full = [logits.float() for logits in sets]
     top_k, top_p = SETTINGS.get(name, (0, 1.0))
     keys, positions = torch.arange(rows, device="cuda") * 12345, torch.arange(rows, device="cuda")
     filters = Filters(*(torch.full((rows,), value, device="cuda") for value in (top_k, top_p, 0.0)))
     temperature = None if name == "sample greedy" else torch.ones(rows, device="cuda")
     settings = Sampling(keys, temperature, filters if name in SETTINGS else None)
 
-    def in_flashinfer(lib: Any) -> Calls:
-        library = lib.sampling
+    def in_flashinfer(lib: Any) -> Callable[[Any], Any]:
+        library, ks, ps = lib.sampling, filters.top_k.int(), filters.top_p
         if name == "sample":
-            return [lambda x=x: library.sampling_from_logits(x, seed=1, offset=0) for x in full]
+            return lambda x: library.sampling_from_logits(x, seed=1, offset=0)
         if top_k:
-            ks, ps = filters.top_k.int(), filters.top_p
-            return [lambda x=x: library.top_k_top_p_sampling_from_logits(x, ks, ps, seed=1, offset=0) for x in full]
-        return [
-            lambda x=x: library.top_p_sampling_from_probs(x.softmax(-1), filters.top_p, seed=1, offset=0) for x in full
-        ]
+            return lambda x: library.top_k_top_p_sampling_from_logits(x, ks, ps, seed=1, offset=0)
+        return lambda x: library.top_p_sampling_from_probs(x.softmax(-1), ps, seed=1, offset=0)
 
     return Case(
-        name,
-        rows,
-        num_bytes,
-        [lambda x=x: sample_triton(x, positions, settings) for x in sets],
-        [lambda x=x: sample_reference(x, positions, settings) for x in sets],
-        [] if temperature is None else flashinfer_calls(in_flashinfer),
+        bytes=num_bytes,
+        sets=sets,
+        ours=lambda x: sample_triton(x, positions, settings),
+        others=({} if temperature is None else flashinfer(in_flashinfer))
+        | {"torch": lambda x: sample_reference(x, positions, settings)},
+        beside={"flashinfer": [logits.float() for logits in sets]},
     )
 
 
-def filtering(name: str, rows: int) -> Case:
+def filtering(rows: int) -> Case:
     """The four launches of the search alone, beside torch's sort."""
     num_bytes = rows * V * 2
     sets = [language_logits(rows) for _ in range(copies(num_bytes, rows))]
     filters = Filters(*(torch.full((rows,), value, device="cuda") for value in (20, 0.8, 0.0)))
     ones = torch.ones(rows, device="cuda")
-    ours: Calls = [lambda x=x: filter_thresholds_triton(x, ones, filters, None, 1) for x in sets]
-    return Case(name, rows, num_bytes, ours, [lambda x=x: x.float().sort(dim=-1) for x in sets])
+    return Case(
+        bytes=num_bytes,
+        sets=sets,
+        ours=lambda x: filter_thresholds_triton(x, ones, filters, None, 1),
+        others={"torch": lambda x: x.float().sort(dim=-1)},
+    )
 
 
 def proposals(rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -267,49 +255,54 @@ def proposals(rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, parents.repeat(rows, 1), torch.randint(NODES, (rows, NODES), device="cuda")
 
 
-def masks(name: str, rows: int) -> Case:
-    parents = proposals(rows)[1]
-    ours, reference = (lambda: ancestor_masks_triton(parents)), (lambda: ancestor_masks_reference(parents))
-    return Case(name, rows, rows * NODES * 12, [ours], [reference])
+def masks(rows: int) -> Case:
+    sets, others = [proposals(rows)[1]], {"torch": ancestor_masks_reference}
+    return Case(bytes=rows * NODES * 12, sets=sets, ours=ancestor_masks_triton, others=others)
 
 
-def acceptance(name: str, rows: int) -> Case:
+def acceptance(rows: int) -> Case:
     tokens, parents, sampled = proposals(rows)
-    above = ancestor_masks_triton(parents)
-    ours: Calls = [lambda: verify_triton(tokens, parents, sampled, above)]
-    return Case(name, rows, rows * NODES * 32, ours, [lambda: verify_reference(tokens, parents, sampled, above)])
+    return Case(
+        bytes=rows * NODES * 32,
+        sets=[(tokens, parents, sampled, ancestor_masks_triton(parents))],
+        ours=lambda proposal: verify_triton(*proposal),
+        others={"torch": lambda proposal: verify_reference(*proposal)},
+    )
 
 
-def moves(name: str, rows: int) -> Case:
+def moves(rows: int) -> Case:
     """Every request moves half of its nodes, in all layers."""
     slots = torch.randperm(rows * NODES, device="cuda").view(rows, NODES)
     sources = slots.clone()
     sources[:, 1 : NODES // 2 + 1] = slots[:, NODES // 2 :]
     cache = random(LAYERS, 2, rows * NODES, G, D)
-    num_bytes = 2 * rows * NODES // 2 * LAYERS * 2 * G * D * 2
-    ours: Calls = [lambda: move_rows_triton(cache, sources, slots)]
-    return Case(name, rows, num_bytes, ours, [lambda: move_rows_reference(cache, sources, slots)])
+    return Case(
+        bytes=2 * rows * NODES // 2 * LAYERS * 2 * G * D * 2,
+        sets=[cache],
+        ours=lambda cache: move_rows_triton(cache, sources, slots),
+        others={"torch": lambda cache: move_rows_reference(cache, sources, slots)},
+    )
 
 
-def linear(name: str, rows: int) -> Case:
+def linear(rows: int, name: str) -> Case:
     """Ours where it takes so many rows, cuBLAS as it is: the floor under a pass."""
-    shape = name.removeprefix("linear ")
-    (outputs, inputs), is_gated = LINEARS[shape], shape == GATED
-    num_bytes = 2 * (outputs * inputs + rows * (outputs // (1 + is_gated) + inputs))
+    (outputs, inputs), is_gated = LINEARS[name], name == GATED
     x = random(rows, inputs)
-    weights = [random(outputs, inputs) for _ in range(1 + COLD_BYTES // (2 * outputs * inputs))]
-    ours = gated_linear_few_rows_triton if is_gated else linear_few_rows_triton
-    product = (lambda x, w: silu_mul_triton(F.linear(x, w))) if is_gated else F.linear
+    kernel = gated_linear_few_rows_triton if is_gated else linear_few_rows_triton
 
-    def tunings() -> Cuts:
-        tiles = outputs // 2 if is_gated else outputs
-        for tiling in (choose_linear_tiling(tiles, inputs, is_gated, rows), *linear_tilings(shape)):
-            yield astuple(tiling), [partial(ours, x, w, tiling=tiling) for w in weights]
+    def tunings() -> Iterator[Any]:
+        chosen = choose_linear_tiling(outputs // 2 if is_gated else outputs, inputs, is_gated, rows)
+        for tiling in (chosen, *linear_tilings(name)):
+            yield astuple(tiling), lambda w, tiling=tiling: kernel(x, w, tiling=tiling)
 
-    if rows > (MAX_GATED_ROWS if is_gated else MAX_ROWS):
-        return Case(name, rows, num_bytes, [], [partial(product, x, w) for w in weights])
-    calls: Calls = [partial(ours, x, w) for w in weights]
-    return Case(name, rows, num_bytes, calls, [partial(product, x, w) for w in weights], tunings=tunings)
+    is_ours = rows <= (MAX_GATED_ROWS if is_gated else MAX_ROWS)
+    return Case(
+        bytes=2 * (outputs * inputs + rows * (outputs // (1 + is_gated) + inputs)),
+        sets=[random(outputs, inputs) for _ in range(1 + COLD_BYTES // (2 * outputs * inputs))],
+        ours=partial(kernel, x) if is_ours else None,
+        others={"torch": lambda w: silu_mul_triton(F.linear(x, w)) if is_gated else F.linear(x, w)},
+        tunings=tunings if is_ours else None,
+    )
 
 
 def linear_tilings(shape: str) -> list[Tiling]:
@@ -325,7 +318,7 @@ def linear_tilings(shape: str) -> list[Tiling]:
     return [Tiling(*cut) for cut in cuts]
 
 
-def draft_head(name: str, rows: int) -> Case:
+def draft_head(rows: int, name: str) -> Case:
     """A set of a head's rows read through an index in random order (gathered), beside copies of them (static) and the
     whole head (full): logits, the sample behind them, or the best that a tree takes. "two steps" stores the logits,
     "fused" does not. The bytes are the set's weights."""
@@ -334,34 +327,35 @@ def draft_head(name: str, rows: int) -> Case:
     sampling = Sampling(keys, temperature, None)
     weight = torch.empty(V, H, dtype=torch.bfloat16, device="cuda").normal_(std=3 * H**-0.5)
     sets = [torch.randperm(V, device="cuda")[:DRAFT_VOCAB] for _ in range(2)]  # 268 MB each, they take turns
-    gathered = [DraftHead(weight, ids, gathered=True) for ids in sets]
-    static, full = [DraftHead(weight[ids], ids) for ids in sets], [DraftHead(weight)]
-    ways: dict[str, Callable[..., Any]] = {"two steps": lambda head: head_logits(head, hidden)}
-
-    def fused(head: DraftHead, tiling: Tiling | None = None) -> Any:
-        return gathered_linear_triton(hidden, head.weight, head.ids, tiling)
-
-    if name == "head sample":
-        ways["two steps"] = lambda head: head_sample_reference(head, hidden, positions, sampling)
-        ways["fused"] = fused = lambda head, tiling=None: head_sample_triton(head, hidden, positions, sampling, tiling)
-    elif name == "head topk":
-        ways["two steps"] = lambda head: head_topk_reference(head, hidden, CHILDREN, positions, sampling)
-        ways["fused"] = fused = lambda head, tiling=None: head_topk_triton(
-            head, hidden, CHILDREN, positions, sampling, tiling
-        )
-    heads = {"gathered": gathered, "static": static, "full": full}
-    calls: dict[str, Calls] = {
-        f"{kind}, {way}": [partial(run, head) for head in turns]
-        for kind, turns in heads.items()
-        for way, run in ways.items()
+    heads = {
+        "gathered": [DraftHead(weight, ids, gathered=True) for ids in sets],
+        "static": [DraftHead(weight[ids], ids) for ids in sets],
+        "full": [DraftHead(weight)],
     }
+    two_steps: Callable[..., Any] = {
+        "head logits": lambda head: head_logits(head, hidden),
+        "head sample": lambda head: head_sample_reference(head, hidden, positions, sampling),
+        "head topk": lambda head: head_topk_reference(head, hidden, CHILDREN, positions, sampling),
+    }[name]
+    fused: Callable[..., Any] = {
+        "head logits": lambda head, tiling=None: gathered_linear_triton(hidden, head.weight, head.ids, tiling),
+        "head sample": lambda head, tiling=None: head_sample_triton(head, hidden, positions, sampling, tiling),
+        "head topk": lambda head, tiling=None: head_topk_triton(head, hidden, CHILDREN, positions, sampling, tiling),
+    }[name]
+    ways = {"two steps": two_steps} | ({} if name == "head logits" else {"fused": fused})
 
-    def tunings() -> Cuts:
-        for tiling in (choose_tiling(rows), *(Tiling(*cut) for cut in HEAD_CUTS)):
-            yield astuple(tiling), [partial(fused, head, tiling) for head in gathered]
+    def tunings() -> Iterator[Any]:
+        for tiling in (choose_tiling(rows), *(Tiling(*cut) for cut in HEAD_TILES)):
+            yield astuple(tiling), lambda head, tiling=tiling: fused(head, tiling)
 
-    ours = calls.pop("gathered, fused" if "fused" in ways else "gathered, two steps")
-    return Case(name, rows, 2 * DRAFT_VOCAB * H, ours, others=calls, tunings=tunings)
+    return Case(
+        bytes=2 * DRAFT_VOCAB * H,
+        sets=heads["gathered"],
+        ours=fused,
+        others={f"{kind}, {way}": run for kind in heads for way, run in ways.items() if (kind, way) != OURS},
+        beside={f"{kind}, {way}": turns for kind, turns in heads.items() for way in ways},
+        tunings=tunings,
+    )
 
 
 def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool) -> Case:
@@ -384,18 +378,15 @@ def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool
     chosen = choose_blocks(batch, nodes * heads, D, 2)
     parts = choose_parts(batch, G * -(-nodes * heads // chosen.rows), chosen.rows, capacity * page_size, D)
 
-    def attend(layer: int, blocks: Blocks, parts: Parts) -> Tensor:
+    def attend(layer: int, blocks: Blocks = chosen, parts: Parts = parts) -> Tensor:
         keys, values = cache[layer]
         out = tree_attention_triton(q[layer], keys, values, *where, "tree", D**-0.5, blocks=blocks, parts=parts)
         assert isinstance(out, Tensor)
         return out
 
-    def calls(blocks: Blocks, parts: Parts) -> Calls:
-        return [partial(attend, layer, blocks, parts) for layer in range(len(cache))]
-
-    def tunings() -> Cuts:
-        expected, most = attend(0, chosen, parts).float(), parts.most
-        yield (*chosen, *parts), calls(chosen, parts)
+    def tunings() -> Iterator[Any]:
+        expected, most = attend(0).float(), parts.most
+        yield (*chosen, *parts), attend
         for tile in ATTENTION_TILES:
             blocks = Blocks(chosen.rows, *tile)
             for cut in (
@@ -407,29 +398,31 @@ def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool
                 except OutOfResources:
                     continue  # such blocks do not fit the device
                 assert (out - expected).norm() < 0.02 * expected.norm(), f"{blocks} in {cut} gives something else"
-                yield (*blocks, *cut), calls(blocks, cut)
+                yield (*blocks, *cut), partial(attend, blocks=blocks, parts=cut)
 
-    sizes = {"batch": batch, "context": context, "nodes": nodes, "page_size": page_size, "ragged": int(ragged)}
-    return Case("attention", batch * nodes, num_bytes, calls(chosen, parts), sizes=sizes, tunings=tunings)
+    return Case(
+        bytes=num_bytes,
+        sets=range(len(cache)),
+        ours=attend,
+        tunings=tunings,
+    )
 
 
 SETTINGS = {"sample top_k top_p": (20, 0.8), "sample top_p": (0, 0.9)}
-MAKERS: dict[str, Callable[[str, int], Case]] = {
+MAKERS: dict[str, Callable[[int], Case]] = {
     "rms_norm": norm,
     "add_rms_norm": add_norm,
     "rms_norm_pair": norm_pair,
     "silu_mul": activation,
-    "rotate_and_store": rope,
-    "norm_rotate_and_store": rope,
-    "sample greedy": sampling,
-    "sample": sampling,
-    **dict.fromkeys(SETTINGS, sampling),
+    "rotate_and_store": partial(rope, normed=False),
+    "norm_rotate_and_store": partial(rope, normed=True),
+    **{name: partial(sampling, name=name) for name in ("sample greedy", "sample", *SETTINGS)},
     "filter_thresholds": filtering,
     "ancestor_masks": masks,
     "verify": acceptance,
     "move_rows": moves,
-    **dict.fromkeys((f"linear {part}" for part in LINEARS), linear),
-    **dict.fromkeys(("head logits", "head sample", "head topk"), draft_head),
+    **{f"linear {name}": partial(linear, name=name) for name in LINEARS},
+    **{name: partial(draft_head, name=name) for name in ("head logits", "head sample", "head topk")},
 }
-SMALL = ["sample greedy", "sample", *SETTINGS, "filter_thresholds", "ancestor_masks", "verify", "move_rows"]
-LARGEST = dict.fromkeys([*SMALL, *(name for name in MAKERS if name.startswith(("linear ", "head ")))], 128)
+LARGE = ("rms_norm", "add_rms_norm", "rms_norm_pair", "silu_mul", "rotate_and_store", "norm_rotate_and_store")
+LARGEST = {name: 128 for name in MAKERS if name not in LARGE}  # rows

@@ -15,7 +15,7 @@ ends in one JSON line per row.
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import median
@@ -24,14 +24,13 @@ from typing import Any
 import torch
 
 from slipstream.bench.gpu import copy_bandwidth
-from slipstream.bench.kernel_cases import LAYERS, MAKERS, Calls, Case, all_cases, attention
+from slipstream.bench.kernel_cases import MAKERS, Case, all_cases, attention
 from slipstream.bench.lines import Lines, origin
 from slipstream.config import parse
 
 LAUNCHES = 48
 REPLAYS = 11
 ATTENTION = "attention"
-LINEARS = ("linear qkv", "linear o", "linear gate_up", "linear down")  # of a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +64,12 @@ class KernelsConfig:
             if not any(name.startswith(kernel) for name in known):
                 raise ValueError(f"kernels holds {kernel!r}; choose of {', '.join(known)}")
 
-    def cases(self) -> Iterator[Case]:
+    def cases(self) -> Iterator[tuple[dict[str, Any], Case]]:
         yield from all_cases(self.rows, self.kernels)
         if not self.kernels or ATTENTION.startswith(tuple(self.kernels)):
-            for work in product(self.batches, self.contexts, self.nodes, self.page_sizes):
-                yield attention(*work, self.ragged)
+            for work in product(self.batches, self.contexts, self.nodes, self.page_sizes, [self.ragged]):
+                sizes = dict(zip(("batch", "context", "nodes", "page_size", "ragged"), work, strict=True))
+                yield {"kernel": ATTENTION, **sizes}, attention(**sizes)
 
 
 @torch.inference_mode()
@@ -77,30 +77,33 @@ def main() -> None:
     config = parse(KernelsConfig, prog="bench/kernel_times.py", description="Kernels of a pass against the memory.")
     limit = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: a large copy moves {limit / 1e9:,.0f} GB/s")
-    print(f"{'kernel':68}{'MB':>10}{'us':>9}{'GB/s':>8}{'share':>7}  others, us")
+    print(f"{'kernel':72}{'MB':>10}{'us':>9}{'GB/s':>8}{'share':>7}  others, us")
     lines = Lines(config.output, origin("kernels", "cuda"))
-    for case in config.cases():
+    for labels, case in config.cases():
         for result in tune(case, limit) if config.tune else [measure(case, limit, config.flashinfer)]:
-            print_row(lines.add({"kernel": case.kernel, "rows": case.rows, **case.sizes, **result}), case)
+            lines.add({**labels, **result})
+            print_row(labels, result, case.bytes)
         del case
         gc.collect()
         torch.cuda.empty_cache()
-    print_passes(lines.all)
     lines.print()
 
 
 def measure(case: Case, limit: float, with_flashinfer: bool) -> dict[str, Any]:
     """Our kernel, or torch's where there is none of ours, against the copy bandwidth `limit` in bytes per second."""
-    others = {"flashinfer": case.flashinfer if with_flashinfer else [], "torch": case.torch, **case.others}
-    times = {f"{name}_us": round(graph_us(calls), 3) for name, calls in others.items() if calls}
-    time_us = graph_us(case.ours) if case.ours else times["torch_us"]
+    times = {
+        f"{name}_us": round(graph_us(run, case.beside.get(name, case.sets)), 3)
+        for name, run in case.others.items()
+        if with_flashinfer or name != "flashinfer"
+    }
+    time_us = graph_us(case.ours, case.sets) if case.ours else times["torch_us"]
     return {**rated(case, time_us, limit), **times}
 
 
 def tune(case: Case, limit: float) -> Iterator[dict[str, Any]]:
     """Each way to cut the work, the chosen one first; none for kernels that have but one."""
-    for tiling, calls in case.tunings() if case.tunings else ():
-        yield {**rated(case, graph_us(calls), limit), "tiling": list(tiling)}
+    for tiling, run in case.tunings() if case.tunings else ():
+        yield {**rated(case, graph_us(run, case.sets), limit), "tiling": list(tiling)}
 
 
 def rated(case: Case, time_us: float, limit: float) -> dict[str, float]:
@@ -108,19 +111,19 @@ def rated(case: Case, time_us: float, limit: float) -> dict[str, float]:
     return {"us": round(time_us, 3), "gb_s": round(rate / 1e9, 3), "share": round(rate / limit, 3)}
 
 
-def graph_us(calls: Calls) -> float:
-    """Microseconds of one of `calls`, taken in turn by the launches of a graph."""
-    launches = -(-LAUNCHES // len(calls)) * len(calls)
+def graph_us(run: Callable[[Any], Any], sets: Sequence[Any]) -> float:
+    """Microseconds of `run` on one of `sets`, which the launches of a graph take in turn."""
+    launches = -(-LAUNCHES // len(sets)) * len(sets)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls:
-            call()
+        for buffers in sets:
+            run(buffers)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for index in range(launches):
-            calls[index % len(calls)]()
+            run(sets[index % len(sets)])
     times = []
     for _ in range(REPLAYS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -132,21 +135,12 @@ def graph_us(calls: Calls) -> float:
     return median(times[1:])
 
 
-def print_row(result: dict[str, Any], case: Case) -> None:
-    sizes = ", ".join(f"{name} {value}" for name, value in (case.sizes or {"rows": case.rows}).items())
+def print_row(labels: dict[str, Any], result: dict[str, Any], num_bytes: int) -> None:
+    label = ", ".join(str(value) if name == "kernel" else f"{name} {value}" for name, value in labels.items())
     ours = f"{result['us']:9.2f}{result['gb_s']:8,.0f}{result['share']:7.0%}"
     others = [f"{key.removesuffix('_us')} {value:.2f}" for key, value in result.items() if key.endswith("_us")]
     text = f"tiling {result['tiling']}" if "tiling" in result else "; ".join(others)
-    print(f"{case.kernel + ': ' + sizes:68}{case.bytes / 1e6:10.3f}{ours}  {text}", flush=True)
-
-
-def print_passes(results: Sequence[dict[str, Any]]) -> None:
-    """The time of an 8B target's linear layers in one pass, by torch's library."""
-    times = {(result["kernel"], result["rows"]): result.get("torch_us") for result in results}
-    for rows in sorted({result["rows"] for result in results}):
-        layer, head = [times.get((name, rows)) for name in LINEARS], times.get(("linear head", rows))
-        if head is not None and None not in layer:
-            print(f"linear layers of a pass over {rows} rows: {(LAYERS * sum(layer) + head) / 1000:.3f} ms")
+    print(f"{label:72}{num_bytes / 1e6:10.3f}{ours}  {text}", flush=True)
 
 
 if __name__ == "__main__":

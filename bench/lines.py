@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,15 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     if whole != text:
         path.write_text(whole)
     return [json.loads(line) for line in whole.splitlines()]
+
+
+def table(columns: Sequence[tuple[str, str, str]], lines: Iterable[Mapping[str, Any]]) -> str:
+    """In Markdown. `columns`: heading, key of a line, format; "-" for None."""
+    rows = ["| " + " | ".join(heading for heading, _, _ in columns) + " |", "|---" * len(columns) + "|"]
+    for line in lines:
+        cells = ["-" if line[key] is None else format(line[key], form) for _, key, form in columns]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
 
 
 def origin(bench: str, device: str) -> dict[str, str]:

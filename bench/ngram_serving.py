@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from slipstream.bench.host_clock import HostClock
-from slipstream.bench.lines import Lines, origin
+from slipstream.bench.lines import Lines, origin, table
 from slipstream.bench.serving_run import Run, run_offline
 from slipstream.bench.workload import KINDS, Task, Workload, read_questions
 from slipstream.config import parse
@@ -168,12 +168,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse(BenchConfig, argv, prog="bench/ngram_serving.py", description="n-gram lookahead against no draft.")
     tokenizer = load_tokenizer(resolve(config.target))
     lines = Lines(config.output)
-    print("  ".join(heading for heading, _, _ in COLUMNS))
     for level in config.levels:
-        line = lines.add(measure(config, tokenizer, level))
-        cells = ["-" if line[key] is None else format(line[key], form) for _, key, form in COLUMNS]
-        row = (cell.rjust(len(heading)) for cell, (heading, _, _) in zip(cells, COLUMNS, strict=True))
-        print("  ".join(row), flush=True)
+        lines.add(measure(config, tokenizer, level))
+    print(table(COLUMNS, lines.all))
     lines.print()
 
 

@@ -1,19 +1,27 @@
 """A server of our own for as long as a measurement lasts."""
 
+import json
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 START_SECONDS = 600.0
 
 
+class Server(NamedTuple):
+    url: str
+    pid: int
+    """Of the process that listens."""
+
+
 @contextmanager
-def running_server(command: Sequence[str], start_seconds: float = START_SECONDS) -> Iterator[str]:
-    """Starts `command` on a free port and yields its base URL once it is healthy; ends it afterwards."""
+def running_server(command: Sequence[str], start_seconds: float = START_SECONDS) -> Iterator[Server]:
+    """Starts `command` on a free port and yields the server once it is healthy; ends it afterwards."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -21,7 +29,7 @@ def running_server(command: Sequence[str], start_seconds: float = START_SECONDS)
     process = subprocess.Popen([*command, "--port", str(port)], stdout=sys.stderr)
     try:
         wait_until_healthy(process, base_url, start_seconds)
-        yield base_url
+        yield Server(base_url, process.pid)
     finally:
         process.terminate()
         process.wait(timeout=60)
@@ -39,3 +47,14 @@ def wait_until_healthy(process: "subprocess.Popen[bytes]", base_url: str, second
             pass  # it is not listening or not ready yet
         time.sleep(0.2)
     raise ValueError(f"the server was not ready after {seconds:.0f} s")
+
+
+def flags(options: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Options as the words of a command line, those of nested groups under dotted names."""
+    words = []
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            words += flags(value, f"{prefix}{name}.")
+        elif value is not None:
+            words.append(f"--{prefix}{name}={value if isinstance(value, str) else json.dumps(value)}")
+    return words

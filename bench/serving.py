@@ -32,8 +32,8 @@ from typing import Any, Protocol
 import torch
 import yaml
 
-from slipstream.bench.lines import Lines, origin, read_lines
-from slipstream.bench.server import running_server
+from slipstream.bench.lines import Lines, origin, read_lines, table
+from slipstream.bench.server import flags, running_server
 from slipstream.bench.serving_run import Run, run_http, run_offline
 from slipstream.bench.workload import KINDS, Task, Workload
 from slipstream.config import parse
@@ -237,8 +237,8 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
     options = config.engine_options(draft)
     params = {"temperature": config.temperature, "ignore_eos": config.ignore_eos, "seed": config.seed}
     if config.mode == "http":
-        with running_server([str(Path(sys.executable).parent / "serve"), *flags(options)]) as base_url:
-            yield lambda tasks, level, name: run_http(base_url, tasks, level, cache_salt=name, **params)
+        with running_server([str(Path(sys.executable).parent / "serve"), *flags(options)]) as server:
+            yield lambda tasks, level, name: run_http(server.url, tasks, level, cache_salt=name, **params)
         return
     engines = [Engine(EngineConfig(**options))]
     title = Path(draft).name
@@ -246,17 +246,6 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
     engines.clear()  # the caller still holds the function: free the memory before the next engine looks for it
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def flags(options: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Options as the words of a command line, those of nested groups under dotted names."""
-    words = []
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            words += flags(value, f"{prefix}{name}.")
-        elif value is not None:
-            words.append(f"--{prefix}{name}={value if isinstance(value, str) else json.dumps(value)}")
-    return words
 
 
 def write_answers(path: str, tasks: Sequence[Task], run: Run, draft: str, level: int, temperature: float) -> None:
@@ -290,16 +279,6 @@ def compare(config: ServingConfig, run: Run, baseline: dict[str, Any] | None, dr
     return {"speed_up": speed_up, "identical": num_identical == len(run.answers), "num_identical": num_identical}
 
 
-def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown."""
-    rows = ["| " + " | ".join(heading for heading, _, _ in COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-    for line in lines:
-        values = {**line, "draft": label(line["draft"])}
-        cells = ["-" if values[key] is None else format(values[key], form) for _, key, form in COLUMNS]
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
-
-
 def label(draft: str) -> str:
     """A draft in a table: a path's last two parts, and the options."""
     name, *options = draft.split(",")
@@ -316,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt as error:
         raise SystemExit("bench/serving.py: interrupted; with --output, --resume goes on from here") from error
     lines.all.sort(key=lambda line: (config.drafts.index(line["draft"]), config.levels.index(line["concurrency"])))
-    print(table(lines.all))
+    print(table(COLUMNS, [{**line, "draft": label(line["draft"])} for line in lines.all]))
     lines.print(hidden=["answers"])
 
 

@@ -12,7 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from slipstream.bench import serving, serving_run
-from slipstream.bench.serving import ServingConfig, compare, flags, label, main, split_draft, table
+from slipstream.bench.lines import table
+from slipstream.bench.server import flags
+from slipstream.bench.serving import COLUMNS, ServingConfig, compare, label, main, split_draft
 from slipstream.bench.serving_run import Run, milliseconds, run_http, run_offline
 from slipstream.bench.workload import Question, Task, Workload, final_number, read_questions
 from slipstream.serve.cli import read_config
@@ -51,7 +53,7 @@ def test_the_program_counts_what_the_engine_does(
     lines = [json.loads(line) for line in printed[-6:]]
     written = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
     assert [line | {"answers": row["answers"]} for line, row in zip(lines, written, strict=True)] == written
-    assert printed[:-6] == table(lines).splitlines()
+    assert printed[:-6] == table(COLUMNS, [line | {"draft": label(line["draft"])} for line in lines]).splitlines()
     names = ["none", *drafts]
     assert [(line["draft"], line["concurrency"]) for line in lines] == [
         (name, level) for name in names for level in (1, 3)
@@ -368,8 +370,8 @@ def test_bad_options_are_sentences(options: dict[str, Any], message: str) -> Non
 
 def test_the_table_shows_what_is_missing() -> None:
     empty = dict.fromkeys(("speed_up", "num_identical", "accept_length", "ttft_ms_p50", "ttft_ms_p99"))
-    line = {"draft": "runs/x/draft/best,depth=3", "concurrency": 8, "width": 4.0, "tok_s": 100.0, "ms": 5.5}
-    row = table([line | empty | {"itl_ms_p99": 6.0, "accuracy": 0.055}]).splitlines()[2]
+    line = {"draft": label("runs/x/draft/best,depth=3"), "concurrency": 8, "width": 4.0, "tok_s": 100.0, "ms": 5.5}
+    row = table(COLUMNS, [line | empty | {"itl_ms_p99": 6.0, "accuracy": 0.055}]).splitlines()[2]
     assert row == "| draft/best, depth=3 | 8 | 100.0 | - | - | 4.00 | 5.50 | - | - | 6.00 | - | 5.5% |"
     assert label("none") == "none"
     assert ServingConfig(draft=["ngram"]).drafts == ["none", "ngram"]

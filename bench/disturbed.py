@@ -1,0 +1,304 @@
+"""A server beside what disturbs it: what is left of its speed, its streams and its /health.
+
+    python bench/disturbed.py --kinds busy --concurrency 8 --repeats 3       # processes that only compute
+    python bench/disturbed.py --kinds hostile                                # every kind of costly request
+    python bench/disturbed.py --kinds "stop string" "4,000 messages" --serve.max-running 8
+
+Starts one server and sends it the same streamed requests each time, first with nothing beside them. A hostile client
+repeats its request, from a process of its own, for as long as those take; the kinds of its requests are named in
+ATTACKS, and every kind whose name holds one of --kinds is measured. Prints a table and ends in JSON lines: tokens/s and
+their share of the idle server's in the same turn, times of /health and gaps between the pieces of a stream in
+milliseconds, the largest resident memory of the HTTP process.
+"""
+
+import asyncio
+import json
+import math
+import multiprocessing
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import aiohttp
+import psutil
+
+from slipstream.bench.lines import Lines, origin
+from slipstream.bench.server import Server, flags, running_server
+from slipstream.config import parse
+from slipstream.serve.bench import read_prompts
+from slipstream.serve.load import run_load
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MB = 2**20
+SETTLE_SECONDS = 1.0  # between two kinds, for the server to end what it was doing
+PROBE_SECONDS = 0.02  # between two requests of /health
+HELLO = [{"role": "user", "content": "x"}]
+COLUMNS = "| beside it | answers to it | tok/s | of idle | /health p50 / p99 / max, ms | gaps, ms | RSS, MB |"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DisturbedConfig:
+    """Options of the benchmark."""
+
+    kinds: list[str] = field(default_factory=lambda: ["busy", "hostile"])
+    """busy, hostile, or words from the names of hostile requests."""
+    target: str = "assets/tiny-target"
+    """Target to serve."""
+    draft: str = "none"
+    """Draft to serve it with."""
+    serve: dict[str, Any] = field(default_factory=dict)
+    """Further options of `serve` by name."""
+    processes: int = 1
+    """Busy processes."""
+    prompts: str = "assets/gsm8k.jsonl.gz"
+    """File of prompts."""
+    num_prompts: int = 24
+    """Prompts of the file to send each time."""
+    concurrency: int = 1
+    """Requests open at once."""
+    max_tokens: int = 96
+    """Length of the answers."""
+    repeats: int = 1
+    """Turns, each of an idle measurement and one of every kind; medians are printed."""
+    output: str | None = None
+    """File to append the JSON lines to."""
+
+    def __post_init__(self) -> None:
+        for name in ("processes", "num_prompts", "concurrency", "max_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for kind in self.kinds:
+            if kind not in ("busy", "hostile") and not any(kind in name for name in ATTACKS):
+                raise ValueError(f"kinds holds {kind!r}; give busy, hostile, or words of {', '.join(ATTACKS)}")
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that is measured in a turn."""
+        attacks = [name for name in ATTACKS if any(kind == "hostile" or kind in name for kind in self.kinds)]
+        return ["idle", *(["busy"] if "busy" in self.kinds else []), *attacks]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """Bodies that `clients` send again and again, each over connections of its own."""
+
+    path: str
+    body: Callable[[], bytes]
+    clients: int = 1
+    timeout: float = 30.0  # after which the client hangs up
+
+
+def fill(head: str, unit: str, tail: str, size: int) -> Callable[[], bytes]:
+    """A body of about `size` bytes, `unit` repeated."""
+    return lambda: (head + unit * (size // len(unit)) + tail).encode()
+
+
+def nested(depth: int) -> Callable[[], bytes]:
+    messages = json.dumps(HELLO)
+    return lambda: (
+        f'{{"max_tokens":1,"messages":{messages},"chat_template_kwargs":{{"a":{"[" * depth}{"]" * depth}}}}}'.encode()
+    )
+
+
+def stops(count: int, length: int) -> Callable[[], bytes]:
+    strings = [f"{index:06}".rjust(length, "~") for index in range(count)]
+    return as_json({"prompt": "Tom has", "max_tokens": 100, "ignore_eos": True, "stop": strings})
+
+
+def as_json(body: dict[str, Any]) -> Callable[[], bytes]:
+    return lambda: json.dumps(body).encode()
+
+
+PROMPT, METADATA = '{"max_tokens":1,"prompt":', '{"prompt":"x","max_tokens":1,"metadata":['
+MESSAGE = '{"role":"user","content":"x"},'
+MANY_CHOICES = {"messages": HELLO, "n": 128, "max_tokens": 256, "ignore_eos": True, "temperature": 1}
+SALTED = {"prompt": "x" * 64, "max_tokens": 1, "cache_salt": "s" * MB}
+ATTACKS = {  # one body above the limit of its size, the others just below a limit
+    "text of 50 MB": Attack(COMPLETIONS, fill(PROMPT + '"', "hello world ", '"}', 50 * MB)),
+    "text of 4 MB": Attack(COMPLETIONS, fill(PROMPT + '"', "hello world ", '"}', 4 * MB - 99)),
+    "text of 4 MB, leaves at once": Attack(
+        COMPLETIONS, fill(PROMPT + '"', "hello world ", '"}', 4 * MB - 99), timeout=0.1
+    ),
+    "texts of 4 MB, 8 clients": Attack(COMPLETIONS, fill(PROMPT + '"', "hello world ", '"}', 4 * MB - 99), clients=8),
+    "texts of 30 kB, 8 clients": Attack(COMPLETIONS, fill(PROMPT + '"', "hello world ", '"}', 30_000), clients=8),
+    "2M token ids": Attack(COMPLETIONS, fill(PROMPT + "[", "1,", "1]}", 4 * MB - 99)),
+    "260k token ids": Attack(COMPLETIONS, fill(PROMPT + "[", "4095,", "1]}", 260_000 * 5)),
+    "140k messages": Attack(CHAT, fill('{"messages":[', MESSAGE, "{}]}", 4 * MB - 99)),
+    "4,000 messages": Attack(CHAT, fill('{"messages":[', MESSAGE, "{}]}", 4_000 * len(MESSAGE))),
+    "500k objects in metadata": Attack(COMPLETIONS, fill(METADATA, '{"a":1},', "{}]}", 4 * MB - 99)),
+    "1.3M lists in metadata": Attack(COMPLETIONS, fill(METADATA, "[],", "[]]}", 4 * MB - 99)),
+    "65k lists in metadata": Attack(COMPLETIONS, fill(METADATA, "[],", "[]]}", 65_000 * 3)),
+    "unknown field of 4 MB": Attack(COMPLETIONS, fill('{"prompt":"x","abc":"', "y", '"}', 4 * MB - 99)),
+    "stop string of 1 MB": Attack(COMPLETIONS, stops(1, MB)),
+    "300k stop strings": Attack(COMPLETIONS, stops(300_000, 6)),
+    "16 stop strings": Attack(COMPLETIONS, stops(16, 256)),
+    "template options 60 deep": Attack(CHAT, nested(60)),
+    "template options 500 deep": Attack(CHAT, nested(500)),
+    "salt of 1 MB": Attack(COMPLETIONS, as_json(SALTED)),
+    "n = 128, 3 clients": Attack(CHAT, as_json(MANY_CHOICES), clients=3),
+}
+
+
+@contextmanager
+def beside(kind: str, config: DisturbedConfig, url: str) -> Iterator[dict[str, Any]]:
+    """Disturbs the server for as long as the context lasts; afterwards the dict holds what a hostile client got."""
+    found: dict[str, Any] = {}
+    if kind in ("idle", "busy"):
+        count = config.processes if kind == "busy" else 0
+        processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+        try:
+            yield found
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return
+    context = multiprocessing.get_context("spawn")
+    pipe, far_end = context.Pipe()
+    client = context.Process(target=attack, args=(url, kind, far_end), daemon=True)
+    client.start()
+    far_end.close()
+    pipe.recv()  # its bodies are ready
+    yield found
+    pipe.send("stop")
+    answers = pipe.recv()
+    client.join()
+    found["statuses"] = dict(Counter(status for status, _ in answers))
+    found["longest_s"] = round(max(seconds for _, seconds in answers), 2)
+
+
+def attack(url: str, name: str, pipe: Connection) -> None:
+    """A hostile client, in a process of its own, so that bodies of megabytes do not hold up the probes."""
+    chosen, answers = ATTACKS[name], list[tuple[str, float]]()
+
+    async def send(session: aiohttp.ClientSession, body: bytes) -> None:
+        while not answers or not pipe.poll():
+            start = time.perf_counter()
+            try:
+                async with session.post(
+                    chosen.path, data=body, headers={"Content-Type": "application/json"}
+                ) as response:
+                    await response.read()
+                status = str(response.status)
+            except (aiohttp.ClientError, OSError) as error:
+                status = type(error).__name__
+            answers.append((status, time.perf_counter() - start))
+
+    async def send_all() -> None:
+        timeout, connector = aiohttp.ClientTimeout(total=chosen.timeout), aiohttp.TCPConnector(force_close=True)
+        bodies = [chosen.body() for _ in range(chosen.clients)]
+        pipe.send("ready")
+        async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
+            await asyncio.gather(*(send(session, body) for body in bodies))
+
+    asyncio.run(send_all())
+    pipe.send(answers)
+
+
+@dataclass
+class Probe:
+    """Asks /health again and again, and the process for its memory."""
+
+    server: Server
+    times_s: list[float] = field(default_factory=list)
+    rss: int = 0
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        while not self.done.wait(PROBE_SECONDS):
+            start = time.perf_counter()
+            try:
+                with urlopen(f"{self.server.url}/health", timeout=120) as response:
+                    response.read()
+            except HTTPError:
+                pass  # an answer, too
+            self.times_s.append(time.perf_counter() - start)
+            self.rss = max(self.rss, psutil.Process(self.server.pid).memory_info().rss)
+
+
+def measure(config: DisturbedConfig, kind: str, server: Server) -> dict[str, Any]:
+    """The load beside one kind of disturbance. Raises ValueError if all of it fails."""
+    probe = Probe(server)
+    thread = threading.Thread(target=probe.run)
+    with beside(kind, config, server.url) as found:
+        thread.start()
+        try:
+            load = run_load(
+                server.url,
+                read_prompts(config.prompts, config.num_prompts),
+                concurrency=config.concurrency,
+                stream=True,
+                max_tokens=config.max_tokens,
+                ignore_eos=True,
+                temperature=0.0,
+            )
+        finally:
+            probe.done.set()
+            thread.join()
+    if not load.completed:
+        raise ValueError(f"all requests failed beside {kind}, the first with: {load.errors[0]}")
+    gaps = [later - earlier for answer in load.completed for earlier, later in pairwise(answer.arrivals_s)]
+    return {
+        "kind": kind,
+        **found,
+        "tok_s": round(load.tokens_per_second, 1),
+        "failed": len(load.errors),
+        "health_ms": quantiles(probe.times_s),
+        "gap_ms": quantiles(gaps),
+        "rss_mb": round(probe.rss / MB),
+    }
+
+
+def quantiles(seconds: Sequence[float]) -> list[float | None]:
+    """p50, p99 and the longest, in milliseconds."""
+    ordered = sorted(seconds)
+    if not ordered:
+        return [None] * 3
+    return [round(1000 * ordered[math.ceil(share * len(ordered)) - 1], 1) for share in (0.5, 0.99, 1.0)]
+
+
+def row(line: dict[str, Any]) -> str:
+    times = [
+        " / ".join("-" if value is None else f"{value:.0f}" for value in line[key]) for key in ("health_ms", "gap_ms")
+    ]
+    statuses = ", ".join(f"{count} x {status}" for status, count in line.get("statuses", {}).items())
+    speed = f"{line['tok_s']:.0f} | {line['share']:.2f}"
+    return f"| {line['kind']} | {statuses} | {speed} | {times[0]} | {times[1]} | {line['rss_mb']} |"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(DisturbedConfig, argv, prog="bench/disturbed.py", description="A server beside what disturbs it.")
+    lines = Lines(config.output, {**origin("disturbed", "cpu"), "concurrency": config.concurrency})
+    options = {"target": config.target, "draft": config.draft, **config.serve}
+    print(f"{COLUMNS}\n{'|---' * (COLUMNS.count('|') - 1)}|")
+    try:
+        with running_server([sys.executable, "-m", "slipstream.serve.cli", *flags(options)]) as server:
+            measure(config, "idle", server)  # fills the prefix cache
+            for _ in range(config.repeats):
+                idle = 0.0
+                for kind in config.names:
+                    result = measure(config, kind, server)
+                    idle = idle or result["tok_s"]
+                    print(row(lines.add({**result, "share": round(result["tok_s"] / idle, 3)})), flush=True)
+                    time.sleep(SETTLE_SECONDS)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"bench/disturbed.py: error: {error}") from error
+    for kind in config.names if config.repeats > 1 else ():
+        speeds, shares = ([line[key] for line in lines.all if line["kind"] == kind] for key in ("tok_s", "share"))
+        print(f"{kind}: median {median(speeds):.0f} tok/s, {median(shares):.2f} of idle")
+    lines.print()
+
+
+if __name__ == "__main__":
+    main()
