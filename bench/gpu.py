@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from slipstream.serve.graphs import RoundGraphs
 
@@ -20,25 +20,28 @@ def copy_bandwidth() -> float:
     return 2000 * source.nbytes / milliseconds(lambda: destination.copy_(source))
 
 
-def kernel_table(run: Callable[[], object], repeats: int = 5) -> str:
-    """Kernels of one call by total time, and the time in which none ran."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+def profile_kernels(run: Callable[[], object], is_gpu: bool = True, repeats: int = 5) -> dict[str, tuple[float, float]]:
+    """Kernels of one call of `run`, operators on a CPU: name -> milliseconds, launches."""
+    with profile(activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]) as profiler:
         for _ in range(repeats):
             run()
-        torch.cuda.synchronize()
-    spans = [event for event in profiler.events() if event.device_type.name == "CUDA"]
-    totals: dict[str, tuple[float, int]] = {}
-    for span in spans:
-        time_us, count = totals.get(span.name, (0.0, 0))
-        totals[span.name] = (time_us + span.time_range.elapsed_us(), count + 1)
-    busy = sum(time_us for time_us, _ in totals.values()) / repeats
-    wall = (max(span.time_range.end for span in spans) - min(span.time_range.start for span in spans)) / repeats
-    rows = sorted(totals.items(), key=lambda item: -item[1][0])
-    lines = [
-        f"{time_us / repeats:9.1f} us {count / repeats:6.1f} x {time_us / count:7.2f} us  {name[:110]}"
-        for name, (time_us, count) in rows[:45]
-    ]
-    return "\n".join([f"busy {busy:.0f} us of {wall:.0f} us a round, {len(spans) / repeats:.0f} kernels", *lines])
+        if is_gpu:
+            torch.cuda.synchronize()
+    found: dict[str, tuple[float, float]] = {}
+    for event in profiler.key_averages():
+        if is_gpu and event.device_type != DeviceType.CUDA:
+            continue
+        time_us = event.self_device_time_total if is_gpu else event.self_cpu_time_total
+        ms, count = found.get(event.key, (0.0, 0.0))
+        found[event.key] = ms + time_us / 1000 / repeats, count + event.count / repeats
+    return found
+
+
+def print_kernels(found: dict[str, tuple[float, float]]) -> None:
+    """The longest, and the sum of all."""
+    print(f"{sum(ms for ms, _ in found.values()):9.3f} ms in {sum(count for _, count in found.values()):.0f} kernels")
+    for name, (ms, count) in sorted(found.items(), key=lambda item: -item[1][0])[:45]:
+        print(f"{ms:9.3f} ms {count:6.1f} x {1000 * ms / count:9.2f} us  {name[:110]}")
 
 
 def milliseconds(run: Callable[[], object], restore: Callable[[], object] = lambda: None) -> float:

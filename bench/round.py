@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.bench.gpu import copy_bandwidth, gaps_between_replays, kernel_table, milliseconds
+from slipstream.bench.gpu import copy_bandwidth, gaps_between_replays, milliseconds, print_kernels, profile_kernels
 from slipstream.bench.lines import Lines, origin
 from slipstream.config import parse
 from slipstream.serve.engine import Engine
@@ -178,7 +178,7 @@ def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | Non
 
     whole = milliseconds(run, restore)
     if config.profile:
-        print(kernel_table(run))
+        print_kernels(profile_kernels(run))
     restore()
     target = milliseconds(capture_target(engine, state.upload(rows)).replay, restore)
     for sequence in sequences:

@@ -23,9 +23,9 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.profiler import DeviceType, ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from slipstream.bench.gpu import print_kernels, profile_kernels
 from slipstream.bench.inflate_weights import SHAPES, Shape
 from slipstream.bench.lines import Lines, origin
 from slipstream.bench.training_flops import step_flops
@@ -121,12 +121,13 @@ def main(argv: list[str] | None = None) -> None:
     line = describe(config, accelerator) | measure(config, parts, batch, flops, peak, device)
     line["tokens_per_second"] *= accelerator.num_processes
     line["supervised_per_second"] *= accelerator.num_processes
-    by_name = profile_step(parts, device) if config.profile else {}
+    kernels = profile_kernels(lambda: run(parts), device.type == "cuda", repeats=3) if config.profile else {}
     if not accelerator.is_main_process:
         return
     print_table(line, flops)
     if config.profile:
-        line["groups_ms"] = print_profile(by_name)
+        line["groups_ms"] = print_groups(kernels)
+        print_kernels(kernels)
     lines = Lines(config.output)
     lines.add(line)
     lines.print()
@@ -312,32 +313,14 @@ def print_table(line: dict[str, Any], flops: dict[str, int]) -> None:
     )
 
 
-def profile_step(parts: dict[str, Part], device: torch.device, repeats: int = 3) -> dict[str, float]:
-    """Milliseconds of a step by kernel."""
-    is_gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]) as profiler:
-        for _ in range(repeats):
-            run(parts)
-        clock(device)
-    by_name: dict[str, float] = {}
-    for event in profiler.key_averages():
-        if is_gpu and event.device_type != DeviceType.CUDA:
-            continue
-        time_us = event.self_device_time_total if is_gpu else event.self_cpu_time_total
-        by_name[event.key] = by_name.get(event.key, 0.0) + time_us / 1000 / repeats
-    return by_name
-
-
-def print_profile(by_name: dict[str, float]) -> dict[str, float]:
-    """Prints the milliseconds of groups of kernels, which it returns, and of the longest kernels."""
+def print_groups(found: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Prints and returns the milliseconds of groups of kernels."""
     groups = dict.fromkeys(GROUPS, 0.0)
-    for name, milliseconds in by_name.items():
-        groups[next(group for group, pattern in GROUPS.items() if re.search(pattern, name, re.I))] += milliseconds
-    for group, milliseconds in groups.items():
-        print(f"{milliseconds:9.2f} ms  {group}")
-    for name, milliseconds in sorted(by_name.items(), key=lambda item: -item[1])[:40]:
-        print(f"{milliseconds:9.3f} ms  {name[:110]}")
-    return {group: round(milliseconds, 2) for group, milliseconds in groups.items()}
+    for name, (ms, _) in found.items():
+        groups[next(group for group, pattern in GROUPS.items() if re.search(pattern, name, re.I))] += ms
+    for group, ms in groups.items():
+        print(f"{ms:9.2f} ms  {group}")
+    return {group: round(ms, 2) for group, ms in groups.items()}
 
 
 if __name__ == "__main__":
