@@ -53,7 +53,7 @@ from slipstream.bench.inflate_weights import (
     within,
 )
 from slipstream.config import parse
-from slipstream.models import dflash_checkpoint, eagle3_checkpoint
+from slipstream.models import dflash, eagle3
 from slipstream.models.atomic import atomic_folder
 from slipstream.models.checkpoint import (
     read_json,
@@ -181,7 +181,7 @@ class Eagle3Draft(Draft):
 
     @classmethod
     def load(cls, path: Path, model: ModelConfig) -> "Eagle3Draft":
-        module = eagle3_checkpoint.load_eagle3(path, model, torch.bfloat16, CPU)
+        module = eagle3.load_eagle3(path, model, torch.bfloat16, CPU)
         return cls(module.config, read_parts(module, module.config.layer_config()))
 
     def big_config(self, shape: Shape, **origin: Any) -> Eagle3Config:
@@ -194,7 +194,7 @@ class Eagle3Draft(Draft):
         )
 
     def big_json(self, shape: Shape, **origin: Any) -> dict[str, Any]:
-        return eagle3_checkpoint.config_to_json(self.big_config(shape, **origin))
+        return eagle3.config_to_json(self.big_config(shape, **origin))
 
     def tensors(self, inflation: Inflation, shape: Shape) -> Iterator[Part]:
         """The small draft's tokens come first in the big one's vocabulary."""
@@ -222,7 +222,7 @@ class DFlashDraft(Draft):
 
     @classmethod
     def load(cls, path: Path, model: ModelConfig) -> "DFlashDraft":
-        module = dflash_checkpoint.load_dflash(path, model, torch.bfloat16, CPU)
+        module = dflash.load_dflash(path, model, torch.bfloat16, CPU)
         return cls(module.config, read_parts(module, module.config.layer_config()))
 
     def check(self, model: ModelConfig, shape: Shape) -> None:
@@ -252,7 +252,7 @@ class DFlashDraft(Draft):
         )
 
     def big_json(self, shape: Shape, **origin: Any) -> dict[str, Any]:
-        return dflash_checkpoint.config_to_json(self.big_config(shape, **origin))
+        return dflash.config_to_json(self.big_config(shape, **origin))
 
     def tensors(self, inflation: Inflation, shape: Shape) -> Iterator[Part]:
         small, config = None if inflation.random else self.weights, self.config

@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,17 +19,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import torch
 
-from slipstream.bench.gpu import revision
-from slipstream.bench.lines import Lines
-from slipstream.bench.server import free_port
-from slipstream.bench.serving_run import device_name
+from slipstream.bench.lines import Lines, origin
 from slipstream.config import parse
 
 CACHES = {
@@ -61,7 +58,9 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: f"{folder}/{cache}" for name, cache in CACHES.items()} if config.cold else {}
         if "serve" in Path(words[0]).name or "slipstream.serve.cli" in words:
-            port = free_port()
+            with socket.socket() as listener:
+                listener.bind(("127.0.0.1", 0))
+                port = listener.getsockname()[1]
             seconds = measure([*words, "--port", str(port)], caches, lambda: has_answered(port))
         else:
             metrics = Path(folder, "run", "metrics.jsonl")
@@ -71,20 +70,9 @@ def main(argv: list[str] | None = None) -> None:
                 lambda: metrics.exists() and metrics.stat().st_size > 0,
             )
     print(f"{seconds:.1f} s")
-    lines = Lines(
-        config.output, {"bench": "startup", "device": device_name("cuda" if torch.cuda.is_available() else "cpu")}
-    )
+    lines = Lines(config.output, origin("startup", "cuda" if torch.cuda.is_available() else "cpu"))
     caches_were = "empty" if config.cold else "filled"
-    today = date.today().isoformat()
-    lines.add(
-        {
-            "date": today,
-            "revision": revision(),
-            "command": config.command,
-            "caches": caches_were,
-            "seconds": round(seconds, 1),
-        }
-    )
+    lines.add({"command": config.command, "caches": caches_were, "seconds": round(seconds, 1)})
     lines.print()
 
 

@@ -70,7 +70,7 @@ def test_two_ranks_write_what_one_does(
         accelerator = SimpleNamespace(is_main_process=rank == 0, process_index=rank, num_processes=2)
         accelerator.device, accelerator.print = torch.device("cpu"), print
         accelerator.wait_for_everyone = lambda: None
-        monkeypatch.setattr(capture_features, "Accelerator", lambda cpu, one=accelerator: one)
+        monkeypatch.setattr(capture_features, "Accelerator", lambda one=accelerator, **_: one)
         main(flags(tmp_path))
         assert sorted(shards(tmp_path)) == sorted(shards(captured))[:: 2 - rank]
     assert shards(tmp_path) == shards(captured)
