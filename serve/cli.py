@@ -17,7 +17,6 @@ from slipstream.config import parse, read_options
 from slipstream.serve.client import EngineClient, EngineError
 from slipstream.serve.listener import bind
 from slipstream.serve.options import NoOptions, ServeConfig
-from slipstream.serve.worker import EngineFactory, build_engine
 
 DESCRIPTION = (
     "OpenAI-compatible server with speculative decoding. The options of a draft, --drafter.*, are listed by "
@@ -26,15 +25,21 @@ DESCRIPTION = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    raise SystemExit(run(read_config(sys.argv[1:] if argv is None else argv)))
+    argv = sys.argv[1:] if argv is None else argv
+    engine = EngineClient()
+    if not {"-h", "--help"} & set(argv):
+        engine.spawn()
+    try:
+        status = run(read_config(argv), engine)
+    finally:
+        engine.kill()
+    raise SystemExit(status)
 
 
-def run(config: ServeConfig, make_engine: EngineFactory = build_engine) -> int:
+def run(config: ServeConfig, engine: EngineClient) -> int:
     """Serves until a signal or the engine's end; the process's exit status."""
-    engine = EngineClient(config, make_engine)
     try:
         listener = bind(config.host, config.port)
-        engine.spawn()  # first: it loads the model while this process loads the HTTP packages
         from slipstream.serve.launch import serve
 
         return asyncio.run(serve(config, listener, engine))
@@ -43,8 +48,6 @@ def run(config: ServeConfig, make_engine: EngineFactory = build_engine) -> int:
     except (ValueError, OSError, EngineError) as error:
         print(f"serve: error: {error}", file=sys.stderr)
         return 1
-    finally:
-        engine.kill()
 
 
 def read_config(argv: Sequence[str]) -> ServeConfig:

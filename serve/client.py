@@ -58,12 +58,12 @@ class Receiver(Protocol):
 class EngineClient:
     """One engine process. All methods belong to the event loop that ran `start`."""
 
-    def __init__(self, config: EngineConfig, make_engine: EngineFactory = build_engine) -> None:
+    def __init__(self, make_engine: EngineFactory = build_engine) -> None:
         self.failure: str | None = None  # why there is no engine any more
         self.ended = asyncio.Event()  # set with `failure`
         self.num_failed = 0  # requests that the engine's end left without an answer
         self.metrics: dict[str, int] = {}  # the engine's latest gauges
-        self._config, self._make_engine = config, make_engine
+        self._make_engine = make_engine
         self._receivers: dict[str, Receiver] = {}
         self._outbox: list[Request | Abort | Ping | None] = []
         self._asked_at: float | None = None  # when the oldest message was sent that nothing has come back after
@@ -92,7 +92,7 @@ class EngineClient:
         return self._writer is not None and self._writer.transport.get_write_buffer_size() > MAX_UNSENT
 
     def spawn(self) -> None:
-        """Starts the process, which loads while the caller goes on: `start` waits for it. Needs no event loop."""
+        """Starts the process, which imports its modules while the caller reads its options. Needs no event loop."""
         self._end_of_pipe, engine_end = socket.socketpair()
         with engine_end:  # closed here, so that it closes with the engine's process
             self._process = self._start_process(engine_end)
@@ -102,19 +102,23 @@ class EngineClient:
         if self._process is not None:
             self._process.kill()
 
-    async def start(self) -> Any:
-        """Waits for the engine and returns its EngineInfo. Raises EngineError with one sentence."""
+    async def start(self, config: EngineConfig) -> Any:
+        """Has the process, spawned by now or not, build its engine. Returns the EngineInfo.
+
+        Raises EngineError with one sentence.
+        """
         if self._process is None:
             self.spawn()
         self._info = asyncio.get_running_loop().create_future()
         reader, self._writer = await asyncio.open_unix_connection(sock=self._end_of_pipe)
+        self._writer.write(frame(config))
         self._tasks.append(asyncio.create_task(self._listen(reader)))
         info = await self._info
         self._tasks.append(asyncio.create_task(self._ping()))
         return info
 
     def _start_process(self, engine_end: socket.socket) -> BaseProcess:
-        arguments = (self._make_engine, self._config, engine_end)
+        arguments = (self._make_engine, engine_end)
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=run_engine, args=arguments, name="slipstream-engine", daemon=True)
         # Ctrl-C and service managers signal every process of the server; the engine inherits this mask and leaves the

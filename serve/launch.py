@@ -92,7 +92,7 @@ class Server(uvicorn.Server):
 async def prepare(config: ServeConfig, listener: socket.socket, engine: EngineClient) -> AsyncIterator[Server]:
     """A server whose engine is ready. Raises ValueError or EngineError, with one sentence, where that fails."""
     try:
-        info, tokenizer = await asyncio.gather(engine.start(), asyncio.to_thread(read_tokenizer, config))
+        info, tokenizer = await asyncio.gather(engine.start(config), asyncio.to_thread(read_tokenizer, config))
         yield Server(Api(config, Frontend(config, info, tokenizer), engine), config, listener)
     finally:
         await engine.stop()

@@ -1,8 +1,9 @@
 """The engine's process: builds the engine, then takes requests from a pipe and sends back what each step yields.
 
-Messages in: lists of Request, Abort, Ping, and None to end. Messages out: `engine.info` once it is ready, then Step and
-Rejected; Failed before an end that nobody asked for. A step and its Outputs are one message, so that a round costs one
-write. Every message is answered by a Step: at once by an idle engine, else after the step, within METRICS_SECONDS more.
+Messages in: the EngineConfig; then lists of Request, Abort, Ping, and None to end. Messages out: `engine.info` once it
+is ready, then Step and Rejected; Failed before an end that nobody asked for. A step and its Outputs are one message, so
+that a round costs one write. Every message is answered by a Step: at once by an idle engine, else after the step,
+within METRICS_SECONDS more.
 
 A message travels as an 8-byte length and a pickle. The engine's end of the pipe blocks; the server's is an asyncio
 stream, so that neither a full pipe nor half a message stops its event loop.
@@ -115,10 +116,16 @@ def build_engine(config: EngineConfig) -> EngineLike:
     return Engine(config)
 
 
-def run_engine(make_engine: EngineFactory, config: EngineConfig, end: socket.socket) -> None:
+def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
     """Target of the process. Ends with status 1 after a Failed message."""
     inbox: Inbox = SimpleQueue()
     pipe = Pipe(end)
+    if make_engine is build_engine:
+        import slipstream.serve.engine  # noqa: F401  which takes seconds, while the server reads its options
+    try:
+        config = pipe.receive()
+    except EOFError:
+        return  # the options were wrong
     threading.Thread(target=listen, args=(pipe, inbox), daemon=True).start()
     engine = start_engine(make_engine, config, pipe)
     try:

@@ -254,3 +254,11 @@ def test_an_existing_output_is_kept(tmp_path: Path, target: Path, capsys: pytest
             main(["--data", "unread.jsonl", "--target", "/absent", "--output", str(output), option])
         assert message in capsys.readouterr().err
     assert load_from_disk(out)["train"]
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(
+    tmp_path: Path, make_folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        prepare(tmp_path, make_folder(CHATML, 300), ROWS)
+    assert "token id 314, its config.json a vocab_size of 300" in capsys.readouterr().err

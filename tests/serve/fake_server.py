@@ -37,9 +37,10 @@ TEMPLATE = (
 
 SCRIPT = """
 from slipstream.serve.cli import run
+from slipstream.serve.client import EngineClient
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine, never_start
-raise SystemExit(run(ServeConfig(target={target!r}, port=0), {engine}))
+raise SystemExit(run(ServeConfig(target={target!r}, port=0), EngineClient({engine})))
 """
 
 
@@ -65,7 +66,7 @@ def serving(config: ServeConfig) -> Iterator[Server]:
 
     async def run() -> None:
         listener = bind(config.host, config.port)
-        async with prepare(config, listener, EngineClient(config, FakeEngine)) as server:
+        async with prepare(config, listener, EngineClient(FakeEngine)) as server:
             servers.append(server)
             await server.serve([server.listener])
 

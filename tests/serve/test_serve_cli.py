@@ -16,6 +16,7 @@ import pytest
 
 from slipstream.config import build_parser, option_names
 from slipstream.serve.cli import options_class, read_config, run
+from slipstream.serve.client import EngineClient
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine, refuse_to_start
 from slipstream.tests.serve.fake_server import read_banner, start, wait_until, write_target
@@ -164,14 +165,15 @@ def test_a_place_that_can_not_be_listened_on(capsys: pytest.CaptureFixture[str])
             assert line.endswith(f"choose another {remedy}")
 
 
-def test_a_bad_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(ServeConfig(target="x", port=0), refuse_to_start) == 1
-    assert capsys.readouterr().err == "serve: error: checkpoint x is cut short; fetch it again\n"
+def test_a_bad_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = str(write_target(tmp_path))
+    assert run(ServeConfig(target=target, port=0), EngineClient(refuse_to_start)) == 1
+    assert capsys.readouterr().err == f"serve: error: checkpoint {target} is cut short; fetch it again\n"
 
 
 @pytest.mark.slow  # the real engine's process
 def test_a_target_that_does_not_exist(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(ServeConfig(target="/no/such/target", port=0)) == 1
+    assert run(ServeConfig(target="/no/such/target", port=0), EngineClient()) == 1
     error = capfd.readouterr().err
     assert error.startswith("serve: error: ")
     assert "/no/such/target" in error

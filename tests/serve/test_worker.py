@@ -19,6 +19,7 @@ from slipstream.tests.serve.fake_engine import VOCABULARY, FakeEngine, break_at_
 from slipstream.tests.serve.fake_server import wait_until
 
 PROMPT = [5, 6, 7]
+CONFIG = EngineConfig(target="ckpt")
 
 
 def request(name: str, max_tokens: int = 7, namespace: str = "", prompt: list[int] = PROMPT) -> Request:
@@ -43,7 +44,7 @@ class Collector:
 
 def with_client(test: Callable, make_engine: EngineFactory = FakeEngine) -> None:
     async def run() -> None:
-        client = EngineClient(EngineConfig(target="ckpt"), make_engine)
+        client = EngineClient(make_engine)
         try:
             await test(client)
         finally:
@@ -55,7 +56,7 @@ def with_client(test: Callable, make_engine: EngineFactory = FakeEngine) -> None
 
 def test_refused_aborted_and_broken_requests_all_end() -> None:
     async def run(client: EngineClient) -> None:
-        await client.start()
+        await client.start(CONFIG)
         refused, aborted, broken = (Collector() for _ in range(3))
         client.submit(request("refused", namespace="refuse"), refused)
         assert isinstance(await refused.end, ValueError)
@@ -85,7 +86,7 @@ def test_refused_aborted_and_broken_requests_all_end() -> None:
 def test_a_failed_start_says_why(make_engine: EngineFactory, sentence: str) -> None:
     async def run(client: EngineClient) -> None:
         with pytest.raises(EngineError) as caught:
-            await client.start()
+            await client.start(CONFIG)
         assert str(caught.value) == sentence
 
     with_client(run, make_engine)
@@ -97,7 +98,7 @@ def test_a_receiver_that_raises_fails_alone(caplog: pytest.LogCaptureFixture) ->
             raise TypeError("no text for this")
 
     async def run(client: EngineClient) -> None:
-        await client.start()
+        await client.start(CONFIG)
         raising, other = Raising(), Collector()
         client.submit(request("raising", max_tokens=10**6, namespace="slow"), raising)
         client.submit(request("other", max_tokens=30, namespace="slow"), other)
@@ -116,7 +117,7 @@ def test_a_receiver_that_raises_fails_alone(caplog: pytest.LogCaptureFixture) ->
 
 def test_an_engine_that_does_not_read_blocks_nobody_and_misses_nothing() -> None:
     async def run(client: EngineClient) -> None:
-        assert (await client.start()).vocab_size == VOCABULARY
+        assert (await client.start(CONFIG)).vocab_size == VOCABULARY
         engine, was_late = psutil.Process(client.pid), threading.Event()
         rescue = threading.Timer(30, lambda: (was_late.set(), engine.resume()))  # a blocked loop would never do it
         engine.suspend()
@@ -151,7 +152,7 @@ def test_an_engine_that_does_not_read_blocks_nobody_and_misses_nothing() -> None
 
 def test_stopping_while_the_engine_loads() -> None:
     async def run(client: EngineClient) -> None:
-        starting = asyncio.create_task(client.start())
+        starting = asyncio.create_task(client.start(CONFIG))
         await asyncio.sleep(0.2)
         await client.stop()
         with pytest.raises(EngineError, match="shutting down"):
@@ -167,8 +168,8 @@ from slipstream.serve.options import EngineConfig
 from slipstream.tests.serve.fake_engine import FakeEngine, never_start
 
 async def main():
-    client = EngineClient(EngineConfig(), {engine})
-    starting = asyncio.create_task(client.start())
+    client = EngineClient({engine})
+    starting = asyncio.create_task(client.start(EngineConfig()))
     await asyncio.sleep(0)
     {ready}
     print(client.pid, flush=True)
