@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.activation import silu_mul, silu_mul_reference, silu_mul_triton
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
 
+KERNELS = [silu_mul_reference, silu_mul_triton]
 REAL = [(1, 14336), (32, 14336), (8192, 14336), (5, 12288), (3, 11008)]
 SHAPES = [(1, 16), (3, 1000), (2, 2100), *(pytest.param(shape, marks=pytest.mark.gpu) for shape in REAL)]
 
@@ -19,9 +20,8 @@ def random(rows: int, size: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kernel", [silu_mul_reference, silu_mul_triton])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
 def test_silu_mul(kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     gate_up = random(*shape, dtype, device)
     with poisoned():
@@ -50,9 +50,8 @@ def gradient(run: Callable[[Tensor], Tensor], gate_up: Tensor, upstream: Tensor)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("shape", [*SHAPES, (2, 1), (3, 1025)])
-@pytest.mark.parametrize("kernel", [silu_mul_reference, silu_mul_triton])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("shape", "dtype"), cover([*SHAPES, (2, 1), (3, 1025)], TOLERANCES))
 def test_gradients(kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     """Upstream gradients in rows that lie apart, one that is the same everywhere, and one that lies by columns."""
     gate_up = random(*shape, dtype, device)

@@ -9,6 +9,7 @@ from torch import Tensor
 from slipstream.kernels import draft_tree
 from slipstream.kernels.draft_tree import Candidates, Frontier, Place, TreeShape
 from slipstream.kernels.verify import unpack
+from slipstream.tests.kernels.triton_runs import cover
 
 VOCAB = 40
 
@@ -76,10 +77,13 @@ def build(shape: TreeShape, B: int, kind: str, page_size: int, run: Any, ids: Te
 
 
 @pytest.mark.parametrize("run", ["reference", "triton"])
-@pytest.mark.parametrize("kind", ["plain", "ties", "certain", "filtered"])
-@pytest.mark.parametrize(("topk", "depth", "count"), [(1, 3, 4), (2, 1, 3), (3, 4, 16), (4, 3, 16), (4, 5, 64)])
-def test_trees_equal_the_loops(run: str, kind: str, topk: int, depth: int, count: int) -> None:
-    shape, B = TreeShape(topk, depth), 3
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    cover([(3, 4, 16), (2, 1, 3), (4, 5, 64), (4, 3, 16), (1, 3, 4)], ["plain", "ties", "certain", "filtered"]),
+)
+def test_trees_equal_the_loops(run: str, kind: str, size: tuple[int, int, int]) -> None:
+    """size: topk, depth and the number of nodes that are kept."""
+    shape, B, count = TreeShape(*size[:2]), 3, size[2]
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2)) if kind == "plain" else None
     place, candidates, frontiers = build(shape, B, kind, 4, run, ids)
     roots = torch.tensor([7, 8, 9])

@@ -19,9 +19,9 @@ from slipstream.kernels.gathered_head import (
     head_topk_reference,
     head_topk_triton,
 )
-from slipstream.kernels.sampling import Sampling, gumbel, noise_key
+from slipstream.kernels.sampling import Sampling
 from slipstream.kernels.small_m_gemm import Tiling
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, exact_scores, keys_of, poisoned, replayed
 
 # The interpreter has no product of bfloat16.
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -52,9 +52,8 @@ def whole(rows: int, device: str, shape: tuple[int, int, int] = (V, VD, H)) -> t
 
 
 def sampling_of(rows: int, device: str, greedy: bool = False) -> Sampling:
-    keys = torch.tensor([noise_key(seed, 0) for seed in range(rows)], device=device)
     temperature = torch.tensor([(1.0, 0.0, 0.6)[row % 3] for row in range(rows)], device=device)
-    return Sampling(keys, None if greedy else temperature, None)
+    return Sampling(keys_of(range(rows), device), None if greedy else temperature, None)
 
 
 def exact_logits(head: DraftHead, hidden: Tensor) -> Tensor:
@@ -66,14 +65,6 @@ def exact_logits(head: DraftHead, hidden: Tensor) -> Tensor:
     return torch.where(head.ids < 0, -torch.inf, logits[:, head.ids])
 
 
-def exact_scores(head: DraftHead, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
-    if sampling.temperature is None:
-        return logits.double()
-    ids = torch.arange(head.size, device=logits.device) if head.ids is None else head.ids
-    noise = gumbel(sampling.keys, positions, ids).double()
-    return logits.double() + sampling.temperature.double()[:, None] * noise
-
-
 def heads(weight: Tensor, ids: Tensor) -> list[DraftHead]:
     """Gathered, copied rows, and all of the vocabulary."""
     kept = ids[ids >= 0]
@@ -81,9 +72,7 @@ def heads(weight: Tensor, ids: Tensor) -> list[DraftHead]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize(("tiling", "rows", "dtype"), cover(TILINGS, ROWS, DTYPES))
 def test_gathered_linear(tiling: Tiling | None, rows: int, dtype: torch.dtype, device: str) -> None:
     hidden, weight, ids = random(rows, dtype, device)
     expected = exact_logits(DraftHead(weight, ids, gathered=True), hidden)
@@ -95,14 +84,13 @@ def test_gathered_linear(tiling: Tiling | None, rows: int, dtype: torch.dtype, d
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rows", [1, 33])
-@pytest.mark.parametrize("tiling", TILINGS[1:])
+@pytest.mark.parametrize(("tiling", "rows"), cover([None, TILINGS[1]], [1, 33]))
 def test_fused_equals_the_formula(tiling: Tiling | None, rows: int, device: str) -> None:
     """In fp32, so that scores closer than the noise's rounding are rare."""
     hidden, weight, ids = random(rows, torch.float32, device)
     positions, sampling = torch.arange(rows, device=device) * 7, sampling_of(rows, device)
     for head in heads(weight, ids):
-        expected = exact_scores(head, exact_logits(head, hidden), positions, sampling).log_softmax(dim=-1)
+        expected = exact_scores(exact_logits(head, hidden), positions, sampling, head.ids).log_softmax(dim=-1)
         best = expected.sort(dim=-1, descending=True).values
         with poisoned():
             places = head_sample_triton(head, hidden, positions, sampling, tiling)
@@ -116,8 +104,7 @@ def test_fused_equals_the_formula(tiling: Tiling | None, rows: int, device: str)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("k", [2, 16])
-@pytest.mark.parametrize("tiling", TILINGS[::2])
+@pytest.mark.parametrize(("tiling", "k"), cover(TILINGS[::2], [16, 2]))
 def test_fused_ties_go_to_the_lowest_place(tiling: Tiling | None, k: int, device: str) -> None:
     hidden, weight, ids = whole(4, device)
     positions, sampling = torch.arange(4, device=device), sampling_of(4, device, greedy=True)
@@ -140,7 +127,7 @@ def test_unused_places_are_last(device: str) -> None:
     ids[used] = torch.tensor([5, 149, 0], device=device)
     head = DraftHead(weight, ids, gathered=True)
     positions, sampling = torch.arange(3, device=device), sampling_of(3, device)
-    expected = exact_scores(head, exact_logits(head, hidden), positions, sampling)
+    expected = exact_scores(exact_logits(head, hidden), positions, sampling, head.ids)
     with poisoned():
         places = head_sample_triton(head, hidden, positions, sampling, TILINGS[0])
         values, columns = head_topk_triton(head, hidden, 5, positions, sampling, TILINGS[0])
@@ -168,7 +155,7 @@ def test_parameters_by_entry(device: str) -> None:
     head, positions = DraftHead(weight, ids, gathered=True), torch.arange(6, device=device)
     entries, rows = sampling_of(4, device), torch.tensor([3, 0, 1], device=device)
     sampling = Sampling(entries.keys, entries.temperature, None, rows).repeat(2)
-    expected = exact_scores(head, exact_logits(head, hidden), positions, sampling.by_row())
+    expected = exact_scores(exact_logits(head, hidden), positions, sampling.by_row(), head.ids)
     assert torch.equal(head_sample_triton(head, hidden, positions, sampling), expected.argmax(dim=-1))
     values, places = head_topk_triton(head, hidden, 4, positions, sampling)
     assert torch.equal(places, expected.sort(dim=-1, descending=True).indices[:, :4])
@@ -201,7 +188,7 @@ def test_no_rows_and_the_cpu() -> None:
         assert head_topk_triton(head, hidden[:0], 3, positions[:0], sampling)[0].shape == (0, 3)
         logits = exact_logits(head, hidden)
         torch.testing.assert_close(head_logits(head, hidden).double(), logits, atol=1e-5, rtol=1e-5)
-        expected = exact_scores(head, logits, positions, sampling)
+        expected = exact_scores(logits, positions, sampling, head.ids)
         assert torch.equal(head_sample(head, hidden, positions, sampling), expected.argmax(dim=-1))
         values, places = head_topk(head, hidden, 3, positions, sampling)
         assert torch.equal(places, expected.sort(dim=-1, descending=True).indices[:, :3])
@@ -230,7 +217,7 @@ def test_real_shapes_fused(rows: int, greedy: bool) -> None:
     hidden, weight, ids = whole(rows, "cuda", REAL)
     positions, sampling = torch.arange(rows, device="cuda"), sampling_of(rows, "cuda", greedy)
     for head in heads(weight, ids):
-        scores = exact_scores(head, exact_logits(head, hidden).to(hidden.dtype), positions, sampling)
+        scores = exact_scores(exact_logits(head, hidden).to(hidden.dtype), positions, sampling, head.ids)
         best = scores.sort(dim=-1, descending=True, stable=True)
         for _ in range(3):
             with poisoned():

@@ -1,4 +1,4 @@
-"""Moving KV rows equals a loop that reads everything before it writes."""
+"""Moving KV rows equals a loop that reads everything before it writes; slots of chains equal plain indexing."""
 
 import random
 
@@ -6,8 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.kv import move_rows, move_rows_reference, move_rows_triton
-from slipstream.tests.kernels.triton_runs import DEVICES, replayed
+from slipstream.kernels.kv import (
+    chain_slots,
+    chain_slots_reference,
+    chain_slots_triton,
+    move_rows,
+    move_rows_reference,
+    move_rows_triton,
+)
+from slipstream.tests.kernels.triton_runs import DEVICES, cover, replayed
+
+HEADS = [(1, 8), (3, 20), pytest.param((8, 128), marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 40])
@@ -42,9 +51,12 @@ def random_moves(batch: int, width: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [(1, 8), (3, 20), pytest.param((8, 128), marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("width", [1, 2, 5, 64])
+@pytest.mark.parametrize(
+    ("width", "heads", "dtype"),
+    cover(
+        [1, 2, 5, 64], [(1, 8), (3, 20), pytest.param((8, 128), marks=pytest.mark.gpu)], [torch.float32, torch.bfloat16]
+    ),
+)
 def test_the_kernel_equals_the_reference(width: int, heads: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     batch, layers = (2, 2) if device == "cpu" else (32, 16)
     sources, destinations = random_moves(batch, width, device)
@@ -87,3 +99,21 @@ def test_a_graph_replays_it() -> None:
 
     move_rows_reference(expected, sources, destinations)
     assert torch.equal(replayed(run), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("count", "page_size"), cover([1, 4, 13, 64], [1, 16, 64]))
+def test_slots_of_a_chain_equal_indexing(device: str, page_size: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    pages = torch.randint(1, 2**40, (7, 130), generator=generator).to(device)
+    rows = torch.tensor([3, 0, 6, 6, 2], device=device)
+    starts = torch.tensor([0, 1, 17, 64 - count, 5], device=device)
+    positions, slots = chain_slots_triton(pages, page_size, rows, starts, count)
+    expected = [
+        (row, start + step) for row, start in zip(rows.tolist(), starts.tolist(), strict=True) for step in range(count)
+    ]
+    assert positions.tolist() == [position for _, position in expected]
+    table = pages.tolist()
+    assert slots.tolist() == [table[row][p // page_size] * page_size + p % page_size for row, p in expected]
+    for found in (chain_slots, chain_slots_reference):
+        assert all(map(torch.equal, found(pages, page_size, rows, starts, count), (positions, slots)))

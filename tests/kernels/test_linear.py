@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from slipstream.kernels.linear import FEW_ROWS, linear
 
 
-@pytest.mark.parametrize("rows", [*range(FEW_ROWS + 2), 40])
+@pytest.mark.parametrize("rows", [0, 1, 2, FEW_ROWS, FEW_ROWS + 1, 40])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_linear_equals_torch(rows: int, with_bias: bool, dtype: torch.dtype, tolerance: float) -> None:

@@ -1,12 +1,13 @@
-"""Rotary embedding and the KV write against complex numbers in fp64."""
+"""Rotary embedding and the KV write against complex numbers in fp64, also of context rows in all layers at once."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.norm import HeadNorms
+from slipstream.kernels.norm import HeadNorms, rms_norm_triton
 from slipstream.kernels.rope import (
     rotate_and_store,
     rotate_and_store_reference,
@@ -14,8 +15,11 @@ from slipstream.kernels.rope import (
     rotate_reference,
     rotate_triton,
     store,
+    store_context,
+    store_context_reference,
+    store_context_triton,
 )
-from slipstream.tests.kernels.triton_runs import DEVICES, poisoned
+from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
 
 MAX_LEN, THETA, EPS = 300, 100.0, 1e-6
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # one rounding
@@ -27,6 +31,8 @@ CASES = [  # T, Q, G, D
     (7, 1, 1, 96),
     (2, 8, 8, 256),
 ]
+KERNELS = [rotate_and_store_reference, rotate_and_store_triton]
+REAL = pytest.param((8192, 32, 8, 128), marks=pytest.mark.gpu)
 
 
 class Scene:
@@ -74,9 +80,8 @@ def check(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("case", [*CASES, pytest.param((8192, 32, 8, 128), marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kernel", [rotate_and_store_reference, rotate_and_store_triton])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("case", "dtype"), cover([*CASES, REAL], TOLERANCES))
 def test_equals_complex_numbers(
     kernel: Callable[..., Tensor], case: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
@@ -89,9 +94,8 @@ def test_equals_complex_numbers(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("case", [*CASES, pytest.param((8192, 32, 8, 128), marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kernel", [rotate_and_store_reference, rotate_and_store_triton])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("case", "dtype"), cover([*CASES, REAL], TOLERANCES))
 def test_heads_are_normed_before_they_turn(
     kernel: Callable[..., Tensor], case: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
@@ -115,7 +119,7 @@ def test_heads_are_normed_before_they_turn(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kernel", [rotate_and_store_reference, rotate_and_store_triton])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_store_writes_what_rotate_and_store_writes(
     kernel: Callable[..., Tensor], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,9 +130,8 @@ def test_store_writes_what_rotate_and_store_writes(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernel", [rotate_reference, rotate_triton])
+@pytest.mark.parametrize(("case", "dtype"), cover(CASES, TOLERANCES))
 def test_alone_it_turns_forth_and_its_gradient_back(
     kernel: Callable[..., Tensor], case: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
@@ -149,11 +152,87 @@ def test_replays_write_what_eager_calls_write() -> None:
     scene = Scene((4, 32, 8, 128), torch.bfloat16, "cuda")
     expected = rotate_and_store(*scene.arguments())
     keys = scene.keys[scene.slots]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = rotate_and_store(*scene.arguments())
-    for tensor in (out, scene.keys):
-        tensor.fill_(torch.nan)
-    graph.replay()
-    assert torch.equal(out, expected)
+
+    def run() -> Tensor:
+        scene.keys.fill_(torch.nan)
+        return rotate_and_store(*scene.arguments())
+
+    assert torch.equal(replayed(run), expected)
     assert torch.equal(scene.keys[scene.slots], keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    T: int
+    L: int = 2
+    G: int = 2
+    D: int = 16
+
+
+CONTEXTS = [Case(1), Case(5), Case(3, L=5, G=8, D=128), Case(2, L=3, G=3, D=24), Case(4, L=1, G=1, D=64)]
+CONTEXTS += [Case(2, G=12, D=8), Case(0)]
+REAL_CONTEXTS = [Case(16, L=5, G=8, D=128), Case(512, L=5, G=8, D=128), Case(8192, L=5, G=8, D=128)]
+
+
+class ContextScene:
+    """Slots in random order; the rest of the cache, NaN, must stay as it is."""
+
+    def __init__(self, case: Case, dtype: torch.dtype, device: str) -> None:
+        self.case, generator = case, torch.Generator(device).manual_seed(1)
+        options = {"generator": generator, "device": device}
+        T, L, G, D = case.T, case.L, case.G, case.D
+        self.kv = torch.randn(T, L * 2 * G * D, **options).to(dtype)
+        self.k_norm = (1 + torch.rand(L, D, **options)).to(dtype)
+        self.positions = torch.randint(0, 50, (T,), **options)
+        self.slots = torch.randperm(T + 7, **options)[:T]
+        angles = torch.outer(torch.arange(50, device=device), 100.0 ** (-torch.arange(D // 2, device=device) * 2 / D))
+        self.cos, self.sin = (torch.cat((x, x), dim=-1) for x in (angles.cos(), angles.sin()))
+        self.cache = torch.full((L, 2, T + 7, G, D), torch.nan, device=device).to(dtype)
+
+    def run(self, store: Callable[..., None]) -> Tensor:
+        cache = self.cache.clone()
+        store(self.kv, self.k_norm, EPS, self.cos, self.sin, self.positions, self.slots, cache)
+        return cache
+
+    def expected(self) -> Tensor:
+        case, cache = self.case, self.cache.double()
+        half = case.D // 2
+        rows = self.kv.double().view(case.T, case.L, 2, case.G, case.D)
+        for t, (slot, position) in enumerate(zip(self.slots.tolist(), self.positions.tolist(), strict=True)):
+            turn = torch.complex(self.cos[position, :half].double(), self.sin[position, :half].double())
+            for layer in range(case.L):
+                for head in range(case.G):
+                    key = rows[t, layer, 0, head]
+                    key = key / (key.square().mean() + EPS).sqrt() * self.k_norm[layer].double()
+                    turned = torch.complex(key[:half], key[half:]) * turn
+                    cache[layer, 0, slot, head] = torch.cat((turned.real, turned.imag))
+                    cache[layer, 1, slot, head] = rows[t, layer, 1, head]
+        return cache
+
+
+def check_context(scene: ContextScene, cache: Tensor) -> None:
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[cache.dtype]  # two roundings
+    assert cache.dtype == scene.kv.dtype
+    torch.testing.assert_close(cache.double(), scene.expected(), atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("case", "dtype"), cover(CONTEXTS, TOLERANCES))
+@pytest.mark.parametrize("kernel", [store_context_reference, store_context_triton])
+def test_context_rows_equal_a_loop(kernel: Callable[..., None], case: Case, dtype: torch.dtype, device: str) -> None:
+    scene = ContextScene(case, dtype, device)
+    check_context(scene, scene.run(kernel))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REAL_CONTEXTS, ids=str)
+@torch.inference_mode()
+def test_the_kernel_stores_what_one_kernel_a_layer_stores(case: Case) -> None:
+    """Rounded where the norm and the rotation round: a draft's KV does not depend on who wrote it."""
+    scene = ContextScene(case, torch.bfloat16, "cuda")
+    expected, rows = scene.cache.clone(), scene.kv.view(case.T, case.L, 2, case.G, case.D)
+    for layer, (keys, values) in enumerate(expected):
+        k = rms_norm_triton(rows[:, layer, 0], scene.k_norm[layer], EPS)
+        where = (scene.cos, scene.sin, scene.positions, scene.slots)
+        rotate_and_store_triton(k[:, :0], k, rows[:, layer, 1], *where, keys, values)
+    torch.testing.assert_close(scene.run(store_context), expected, atol=2**-5, rtol=2**-7, equal_nan=True)

@@ -12,8 +12,8 @@ from slipstream.kernels.round_state import (
     store_proposal_reference,
     store_proposal_triton,
 )
+from slipstream.tests.kernels.triton_runs import DEVICES
 
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 NULL = 9
 
 
@@ -62,8 +62,7 @@ def test_a_round_ends_with_its_tokens_committed(device: str, width: int) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("width", [1, 4, 64])
+@pytest.mark.parametrize(("width", "dtype"), [(1, torch.int32), (4, torch.int64), (64, torch.int32)])
 def test_a_proposal_replaces_all_that_its_row_held(width: int, dtype: torch.dtype, device: str) -> None:
     tokens, parents, _, rows = state(device, width)
     rows = rows[:4]  # where row NULL is there twice, either may stay

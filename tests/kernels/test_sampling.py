@@ -10,10 +10,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from slipstream.kernels.filters import Filters, filter_logits
 from slipstream.kernels.sampling import Sampling, gumbel, noise_key, sample
-
-
-def keys_of(seeds: range) -> Tensor:
-    return torch.tensor([noise_key(seed, 0) for seed in seeds])
+from slipstream.tests.kernels.triton_runs import keys_of
 
 
 def uniforms(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:

@@ -12,16 +12,11 @@ from slipstream.kernels.sampling import (
     bits_to_gumbel,
     gumbel,
     noise_bits,
-    noise_key,
     row_noise_bits,
     sample_reference,
     sample_triton,
 )
-from slipstream.tests.kernels.triton_runs import DEVICES, poisoned, replayed
-
-
-def keys_of(seeds: range) -> Tensor:
-    return torch.tensor([noise_key(seed, 0) for seed in seeds])
+from slipstream.tests.kernels.triton_runs import DEVICES, cover, keys_of, poisoned, replayed
 
 
 @triton.jit
@@ -82,15 +77,14 @@ def assert_same_tokens(logits: Tensor, positions: Tensor, sampling: Sampling, id
 
 
 BIG = [(1, 128_256), (4, 151_936), (128, 128_256), (33, 262_144), (4096, 32_000)]
+SHAPES = [(1, 30), (3, 2048), (4, 5000), *(pytest.param(shape, marks=pytest.mark.gpu) for shape in BIG)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "shape", [(1, 30), (3, 2048), (4, 5000), *(pytest.param(shape, marks=pytest.mark.gpu) for shape in BIG)]
+    ("shape", "mode", "with_ids", "dtype"),
+    cover(SHAPES, ["greedy", "plain", "full"], [True, False], [torch.float32, torch.bfloat16]),
 )
-@pytest.mark.parametrize("mode", ["greedy", "plain", "full"])
-@pytest.mark.parametrize("with_ids", [False, True])
 def test_the_kernel_equals_the_reference(
     shape: tuple[int, int], mode: str, with_ids: bool, dtype: torch.dtype, device: str
 ) -> None:

@@ -11,11 +11,12 @@ from slipstream.kernels import small_m_gemm
 from slipstream.kernels.activation import silu_mul_reference, silu_mul_triton
 from slipstream.kernels.linear import gated_linear, linear
 from slipstream.kernels.small_m_gemm import Tiling
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned, replayed
+from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, TOLERANCES, cover, poisoned, replayed
 
 # The interpreter has no product of bfloat16.
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 TILINGS = [Tiling(16, 16, 1), Tiling(16, 32, 3), Tiling(32, 16, 4)]
+GATED_TILINGS = [TILINGS[0], Tiling(32, 32, 1), None]
 SMALL = [(1, 24, 40), (3, 33, 50), (8, 16, 16), (17, 65, 7), (32, 10, 128)]
 LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
 DRAFT = [(4096, 12288), (6144, 8192), (32000, 4096), (24576, 4096), (4096, 12288), (1000, 2560)]
@@ -38,9 +39,7 @@ def check(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SMALL)
-@pytest.mark.parametrize("tiling", [*TILINGS, None])
+@pytest.mark.parametrize(("tiling", "shape", "dtype"), cover([*TILINGS, None], SMALL, DTYPES))
 def test_small(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     if tiling is None and dtype == torch.float32 and device == "cuda":
         pytest.skip("the default tilings are for weights of 16 bits; of 32 they do not fit into shared memory")
@@ -53,9 +52,10 @@ def test_small(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SMALL, (40, 24, 40), (100, 40, 72)])
-@pytest.mark.parametrize("tiling", [TILINGS[0], Tiling(32, 32, 1), None])
+@pytest.mark.parametrize(
+    ("tiling", "shape", "dtype"),
+    cover([TILINGS[0], Tiling(32, 32, 1), None], [*SMALL, (40, 24, 40), (100, 40, 72)], DTYPES),
+)
 def test_small_gated(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     if tiling is None and dtype == torch.float32 and device == "cuda":
         pytest.skip("the default tilings are for weights of 16 bits; of 32 they do not fit into shared memory")
@@ -76,7 +76,7 @@ def test_gated_rounds_as_the_two_kernels(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("tiling", [TILINGS[1], *(pytest.param(tiling, marks=SLOW) for tiling in TILINGS[::2])])
 def test_a_row_does_not_depend_on_the_others(tiling: Tiling, device: str) -> None:
     most = 16 if device == "cpu" else 32  # the interpreter's product of 32 rows adds in another order
     x, weight, bias = random(most, 40, 72, torch.float16, device)

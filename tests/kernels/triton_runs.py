@@ -1,17 +1,50 @@
 """How the kernels' tests run them: interpreted on the CPU or compiled on a GPU, into poisoned memory, in a graph."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from itertools import product
+from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch import Tensor
+
+from slipstream.kernels.sampling import Sampling, gumbel, noise_key
 
 NO_INTERPRETER = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
 DEVICES = [pytest.param("cpu", marks=NO_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]
+SLOW = pytest.mark.slow
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # two roundings
 
 Result = TypeVar("Result")
+
+
+def cover(*axes: Iterable[Any]) -> list[Any]:
+    """Parameters for every combination of the axes' values. The gate runs as few as hold each value once; the others
+    are slow. Values for a GPU alone are pytest.param."""
+    values = [list(axis) for axis in axes]
+    on_cpu = [[x for x in axis if not hasattr(x, "marks")] for axis in values]
+    gate = [tuple(axis[index % len(axis)] for axis in on_cpu) for index in range(max(map(len, on_cpu)))]
+    return [
+        pytest.param(
+            *(x.values[0] if hasattr(x, "marks") else x for x in chosen),
+            marks=[*(mark for x in chosen for mark in getattr(x, "marks", ())), *([] if chosen in gate else [SLOW])],
+        )
+        for chosen in product(*values)
+    ]
+
+
+def keys_of(seeds: range, device: str = "cpu") -> Tensor:
+    return torch.tensor([noise_key(seed, 0) for seed in seeds], device=device)
+
+
+def exact_scores(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> Tensor:
+    """Logits (R, V) with noise in fp64, without filters."""
+    if sampling.temperature is None:
+        return logits.double()
+    ids = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
+    noise = gumbel(sampling.keys, positions, ids).double()
+    return logits.double() + sampling.temperature.double()[:, None] * noise
 
 
 @contextmanager

@@ -1,48 +1,39 @@
-"""The EAGLE3 network: its formula, its start from the target's weights, its vocabulary."""
+"""EAGLE3: the network's formula and start; the public file exactly, other trainers' layouts, and what is refused."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from slipstream.kernels.norm import HeadNorms
-from slipstream.kernels.rope import rotate_halves
-from slipstream.models.eagle3 import Eagle3, Eagle3Config, save_eagle3
+from slipstream.models.checkpoint import fuse
+from slipstream.models.config import ModelConfig, RopeConfig, default_feature_layers
+from slipstream.models.draft import OWN_FIELDS
+from slipstream.models.eagle3 import (
+    UNSUPPORTED_FLAGS,
+    Eagle3,
+    Eagle3Config,
+    config_from_json,
+    config_to_json,
+    load_eagle3,
+    save_eagle3,
+)
 from slipstream.models.layers import RotaryEmbedding
+from slipstream.models.speculators_layout import AUX_LAYERS
 from slipstream.models.target import load_config, load_target
+from slipstream.tests.models.saved_drafts import CPU, ORIGIN, CausalAttention, SavedDraft, Tensors, Values
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 
 LENGTH = 23
 
 
-class RecordingAttention:
-    """Causal attention over one sequence that keeps what was written."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        self.cos, self.sin = RotaryEmbedding(config.rope, config.head_dim, LENGTH).cos_sin(torch.arange(LENGTH))
-
-    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
-        assert layer == 0
-        self.k, self.v = rotate_halves(k, self.cos, self.sin), v
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: int,
-        mask: str,
-        window: int | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        assert (mask, norms) == ("causal", None)
-        self.write(k, v, layer)
-        q, k, v = (x.transpose(-2, -3) for x in (rotate_halves(q, self.cos, self.sin), self.k, self.v))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.transpose(-2, -3)
+def attention_of(config: Eagle3Config) -> CausalAttention:
+    return CausalAttention(RotaryEmbedding(config.rope, config.head_dim, LENGTH), LENGTH)
 
 
 def random_module(target: Path, **fields: Any) -> Eagle3:
@@ -67,7 +58,7 @@ def test_the_module_equals_its_formula(
     generator = torch.Generator().manual_seed(3)
     embeds, features = (torch.randn(LENGTH, size, generator=generator) for size in (32, 96))
     hidden = module.fuse(features)
-    states = module(embeds, hidden, RecordingAttention(module.config))
+    states = module(embeds, hidden, attention_of(module.config))
     expected = naive.states(embeds.double(), naive.fuse(features))
     torch.testing.assert_close(states.double(), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(module.logits(states).double(), naive.logits(expected), atol=1e-5, rtol=1e-4)
@@ -77,7 +68,7 @@ def test_the_module_equals_its_formula(
 def test_write_context_stores_what_the_forward_pass_stores(bias: bool, make_target: Callable[[str], Path]) -> None:
     module = random_module(make_target("llama"), attention_bias=bias)
     embeds, hidden = torch.randn(LENGTH, 32), torch.randn(LENGTH, 32)
-    written, attended = RecordingAttention(module.config), RecordingAttention(module.config)
+    written, attended = attention_of(module.config), attention_of(module.config)
     module.write_context(embeds, hidden, written)
     module(embeds, hidden, attended)
     torch.testing.assert_close(written.k, attended.k)
@@ -87,7 +78,7 @@ def test_write_context_stores_what_the_forward_pass_stores(bias: bool, make_targ
 def test_leading_dims_are_free(make_target: Callable[[str], Path]) -> None:
     module = random_module(make_target("llama"))
     embeds, features = torch.randn(2, LENGTH, 32), torch.randn(2, LENGTH, 96)
-    attention = RecordingAttention(module.config)
+    attention = attention_of(module.config)
     hidden = module.fuse(features)
     together = module.logits(module(embeds, hidden, attention))
     for row in range(2):
@@ -157,3 +148,259 @@ def test_wrong_configs_are_refused(make_target: Callable[[str], Path]) -> None:
         Eagle3Config.from_target(config, draft_vocab_size=121, feature_layers=(0, 1, 2))
     with pytest.raises(ValueError, match=r"feature_layers is \[0, 5\]; name distinct states 0..3"):
         Eagle3Config.from_target(config, draft_vocab_size=50, feature_layers=(0, 5))
+
+
+FILES = save_eagle3, load_eagle3
+
+
+def save_draft(target: ModelConfig, folder: Path, draft_vocab_size: int) -> SavedDraft:
+    torch.manual_seed(4)
+    fields = {"draft_vocab_size": draft_vocab_size, "feature_layers": (1, 2, 4)}
+    return SavedDraft(Eagle3(Eagle3Config.from_target(target, **fields, **ORIGIN)), target, folder, FILES)
+
+
+@pytest.fixture
+def draft(make_target: Callable[[str], Path], tmp_path: Path) -> SavedDraft:
+    return save_draft(load_config(make_target("llama")), tmp_path, 50)
+
+
+@pytest.fixture
+def full_draft(make_target: Callable[[str], Path], tmp_path: Path) -> SavedDraft:
+    """Its vocabulary is the target's."""
+    return save_draft(load_config(make_target("llama")), tmp_path, 120)
+
+
+def test_a_round_trip_is_exact(draft: SavedDraft) -> None:
+    draft.check_round_trip()
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig(5e5),
+        RopeConfig(1e4, "linear", {"factor": 2.0}),
+        RopeConfig(1e4, "yarn", {"factor": 4.0, "beta_fast": 30}),
+        RopeConfig(1e4, "llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+    ],
+)
+def test_a_config_survives_json(rope: RopeConfig, draft: SavedDraft) -> None:
+    scaling = dict(rope.scaling)
+    if rope.rope_type in ("yarn", "llama3"):
+        scaling["original_max_position_embeddings"] = 64
+    config = replace(draft.module.config, rope=replace(rope, scaling=scaling), attention_bias=True)
+    assert config_from_json(json.loads(json.dumps(config_to_json(config))), draft.target) == config
+
+
+def test_the_file_holds_the_public_keys(draft: SavedDraft) -> None:
+    tensors = load_file(draft.folder / "model.safetensors")
+    assert {key: tuple(tensor.shape) for key, tensor in tensors.items()} == {
+        "d2t": (50,),
+        "t2d": (120,),
+        "fc.weight": (32, 96),
+        "midlayer.input_layernorm.weight": (32,),
+        "midlayer.hidden_norm.weight": (32,),
+        "midlayer.self_attn.q_proj.weight": (32, 64),
+        "midlayer.self_attn.k_proj.weight": (16, 64),
+        "midlayer.self_attn.v_proj.weight": (16, 64),
+        "midlayer.self_attn.o_proj.weight": (32, 32),
+        "midlayer.post_attention_layernorm.weight": (32,),
+        "midlayer.mlp.gate_proj.weight": (48, 32),
+        "midlayer.mlp.up_proj.weight": (48, 32),
+        "midlayer.mlp.down_proj.weight": (32, 48),
+        "norm.weight": (32,),
+        "lm_head.weight": (50, 32),
+    }
+    assert {key: tensor.dtype for key, tensor in tensors.items() if not tensor.is_floating_point()} == {
+        "d2t": torch.int64,
+        "t2d": torch.bool,
+    }
+    assert {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()} == {torch.bfloat16}
+    assert (torch.arange(50) + tensors["d2t"]).tolist() == list(range(0, 100, 2)), "d2t are offsets"
+    assert tensors["t2d"].nonzero().flatten().tolist() == list(range(0, 100, 2))
+
+
+def test_the_config_holds_the_public_fields(draft: SavedDraft) -> None:
+    config = json.loads((draft.folder / "config.json").read_text())
+    public = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    public |= {"hidden_size": 32, "target_hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "vocab_size": 120}
+    public |= {"num_attention_heads": 4, "num_key_value_heads": 2, "draft_vocab_size": 50, "rope_theta": 10000.0}
+    public |= {"hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "drafter": "eagle3"}
+    assert public.items() <= config.items()
+    assert config["eagle_config"][AUX_LAYERS] == [1, 2, 4], "outputs of layers, which SGLang reads"
+    assert config[AUX_LAYERS] == [2, 3, 5], "the layers that the states go into, which vLLM reads"
+
+
+LAYOUTS: dict[str, Callable[[Tensors], Tensors]] = {
+    "layers.0": lambda tensors: {key.replace("midlayer.", "layers.0."): tensors[key] for key in tensors},
+    "model prefix": lambda tensors: {f"model.{key}" if "head" not in key else key: tensors[key] for key in tensors},
+    "both": lambda tensors: {f"model.{key}".replace("midlayer.", "layers.0."): tensors[key] for key in tensors},
+    "embedding": lambda tensors: tensors | {"embed_tokens.weight": torch.zeros(120, 32)},
+    "prefixed embedding": lambda tensors: tensors | {"model.embed_tokens.weight": torch.zeros(120, 32)},
+    "fused": lambda tensors: fuse(tensors),
+    "fused, layers.0": lambda tensors: {key.replace("midlayer.", "layers.0."): x for key, x in fuse(tensors).items()},
+    "no t2d": lambda tensors: {key: tensors[key] for key in tensors if key != "t2d"},
+    "t2d of bytes": lambda tensors: tensors | {"t2d": tensors["t2d"].to(torch.uint8)},
+    "fp32": lambda tensors: {key: x.float() if x.is_floating_point() else x for key, x in tensors.items()},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_foreign_layouts_load(layout: str, draft: SavedDraft) -> None:
+    draft.change(LAYOUTS[layout])
+    draft.assert_loads_equal()
+
+
+def test_a_full_vocabulary_needs_no_map(full_draft: SavedDraft) -> None:
+    full_draft.change(lambda tensors: {key: tensors[key] for key in tensors if key not in ("d2t", "t2d")})
+    full_draft.assert_loads_equal()
+    full_draft.change(values={"draft_vocab_size": None})
+    full_draft.assert_loads_equal()
+
+
+def test_a_foreign_config_loads(draft: SavedDraft) -> None:
+    """No target, no layer ids, no head_dim, rope as older trainers write it: rule and target fill the gaps."""
+    absent = (*OWN_FIELDS, "target_num_layers", "drafter", "eagle_config", AUX_LAYERS, "head_dim")
+    absent += ("target_hidden_size", "attention_bias")
+    draft.change(values=dict.fromkeys(absent))
+    config = draft.load().config
+    assert config.feature_layers == default_feature_layers(4)
+    assert (config.target, config.target_num_layers, config.target_hidden_size, config.head_dim) == ("", 4, 32, 8)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"rope_theta": 77.0, "rope_scaling": None}, RopeConfig(77.0)),
+        ({"rope_theta": None}, RopeConfig(10000.0)),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}, RopeConfig(5.0)),
+        ({"rope_parameters": {"rope_theta": 5.0, "partial_rotary_factor": None}}, RopeConfig(5.0)),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeConfig(10000.0, "linear", {"factor": 2.0})),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, RopeConfig(10000.0, "linear", {"factor": 3.0})),
+    ],
+)
+def test_rope_fields_old_and_new(values: Values, expected: RopeConfig, draft: SavedDraft) -> None:
+    draft.change(values=values)
+    assert draft.load().config.rope == expected
+
+
+@pytest.mark.parametrize("flag", UNSUPPORTED_FLAGS)
+@pytest.mark.parametrize("nested", [False, True])
+def test_flags_that_change_the_network_are_refused_by_name(flag: str, nested: bool, draft: SavedDraft) -> None:
+    draft.change(values={flag: False})
+    draft.assert_loads_equal()
+    draft.change(values={"eagle_config": {flag: True}} if nested else {flag: True})
+    with pytest.raises(ValueError, match=f"draft config sets {flag}, which is not supported"):
+        draft.load()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers must be 1"),
+        ({"hidden_act": "gelu"}, "hidden_act 'silu'"),
+        ({"sliding_window": 512}, "sliding_window 512, which is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope'; supported"),
+        ({"hidden_size": None, "rms_norm_eps": None}, "draft config lacks hidden_size, rms_norm_eps"),
+        ({"draft_vocab_size": 121}, "draft_vocab_size is 121; the target has 120 tokens"),
+        ({AUX_LAYERS: None, "eagle_config": {AUX_LAYERS: [2, 16, 29]}}, r"feature_layers is \[2, 16, 29\]"),
+        ({AUX_LAYERS: [0, 2, 3], "eagle_config": None}, r"feature_layers is \[-1, 1, 2\]"),
+        (
+            {AUX_LAYERS: [1, 2, 4]},
+            r"eagle_config.* is \[1, 2, 4\], outputs of .* is \[1, 2, 4\], the layers that .* go into",
+        ),
+        (
+            {AUX_LAYERS: [2, 3, 4, 5], "eagle_config": None},
+            "fc.weight has 96 columns, for 3 target states of 32, .* means 4",
+        ),
+        ({"vocab_size": 128}, "vocab_size is 128 in the draft and 120 in the target; serve the target"),
+        ({"target_hidden_size": 64}, "target_hidden_size is 64 in the draft and 32 in the target"),
+        ({"target_num_layers": 8}, "target_num_layers is 8 in the draft and 4 in the target"),
+        ({"draft_vocab_size": 40}, r"lm_head\.weight is \[50, 32\], the config says \[40, 32\]"),
+        ({"intermediate_size": 40}, r"mlp\.down_proj\.weight is \[32, 48\], the config says \[32, 40\]"),
+    ],
+)
+def test_misfits_name_field_and_values(values: Values, message: str, draft: SavedDraft) -> None:
+    draft.change(values=values)
+    with pytest.raises(ValueError, match=message):
+        draft.load()
+
+
+def test_an_unused_sliding_window_is_accepted(draft: SavedDraft) -> None:
+    draft.change(values={"sliding_window": 4096, "use_sliding_window": False})
+    draft.assert_loads_equal()
+
+
+def without(*names: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {key: tensors[key] for key in tensors if key not in names}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("fc.weight", "norm.weight"), r"missing fc\.weight; missing norm\.weight"),
+        (without("midlayer.self_attn.v_proj.weight"), r"missing midlayer\.self_attn\.qkv_proj\.weight"),
+        (without("d2t"), "missing d2t"),
+        (lambda tensors: tensors | {"fc_norm.0.weight": torch.ones(32)}, r"unexpected fc_norm\.0\.weight"),
+        (lambda tensors: tensors | {"layers.1.norm.weight": torch.ones(32)}, r"unexpected layers\.1\.norm\.weight"),
+        (lambda tensors: tensors | {"d2t": tensors["d2t"] + 90}, "d2t maps outside the target's 120 tokens or twice"),
+        (lambda tensors: without("t2d")(tensors | {"d2t": tensors["d2t"] - 1}), "d2t maps outside"),
+        (lambda tensors: tensors | {"d2t": -torch.arange(50)}, "d2t maps outside .* or twice to one"),
+        (lambda tensors: tensors | {"d2t": tensors["d2t"][:40]}, r"d2t is \[40\], the config says \[50\]"),
+    ],
+)
+def test_damaged_tensors_are_named(change: Callable[[Tensors], Tensors], message: str, draft: SavedDraft) -> None:
+    draft.change(change)
+    with pytest.raises(ValueError, match=message):
+        draft.load()
+
+
+@pytest.mark.parametrize(("layers", "is_written"), [((1, 7, 12), False), ((1, 7, 13), True), ((7, 1, 12), True)])
+def test_ids_that_every_reader_takes_by_itself_are_left_out(
+    layers: tuple[int, ...], is_written: bool, draft: SavedDraft
+) -> None:
+    target = replace(draft.target, num_layers=16)
+    config = replace(draft.module.config, target_num_layers=16, feature_layers=layers)
+    values = config_to_json(config)
+    assert (AUX_LAYERS in values, "eagle_config" in values) == (is_written, is_written)
+    assert config_from_json(values, target) == config
+
+
+def test_below_eleven_layers_ids_are_always_written(draft: SavedDraft) -> None:
+    """There the rule of others is not ours: outputs of layers 1, 4 and 6 of 10."""
+    for layers in ((1, 4, 6), default_feature_layers(10)):
+        config = replace(draft.module.config, target_num_layers=10, feature_layers=layers)
+        assert config_to_json(config)[AUX_LAYERS] == [layer + 1 for layer in layers]
+
+
+def test_a_list_with_the_last_layer_appended_is_understood(draft: SavedDraft) -> None:
+    """speculators records that layer's state for the teacher; fc does not read it."""
+    draft.change(values={"eagle_config": None, AUX_LAYERS: [1, 2, 3, 4]})
+    assert draft.load().config.feature_layers == (0, 1, 2)
+
+
+def test_layer_ids_of_eagle_config_count(draft: SavedDraft) -> None:
+    draft.change(values={"eagle_config": {AUX_LAYERS: [0, 1, 3]}, AUX_LAYERS: None})
+    assert draft.load().config.feature_layers == (0, 1, 3)
+
+
+def test_a_pickle_of_tensors_loads_and_other_objects_do_not(draft: SavedDraft) -> None:
+    """As SafeAILab publishes them."""
+    file, pickled = draft.folder / "model.safetensors", draft.folder / "pytorch_model.bin"
+    torch.save(load_file(file), pickled)
+    file.unlink()
+    draft.assert_loads_equal()
+    torch.save({"fc.weight": Path("x")}, pickled)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is damaged or holds more than tensors"):
+        draft.load()
+
+
+def test_an_embedding_of_its_own_is_kept(draft: SavedDraft) -> None:
+    embedding = torch.randn(120, 32)
+    draft.change(lambda tensors: tensors | {"embed_tokens.weight": embedding.bfloat16()})
+    assert load_eagle3(draft.folder, draft.target, None, CPU, {"embed_tokens.weight": embedding}).embed_tokens is None
+    module = load_eagle3(draft.folder, draft.target, None, CPU, {"embed_tokens.weight": embedding + 1})
+    assert module.embed_tokens is not None
+    assert torch.equal(module.embed_tokens.weight, embedding.bfloat16())
+    draft.change(lambda tensors: tensors | {"embed_tokens.weight": embedding[:119]})
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is \[119, 32\], the config says \[120, 32\]"):
+        load_eagle3(draft.folder, draft.target, None, CPU, {"embed_tokens.weight": embedding})

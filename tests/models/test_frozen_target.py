@@ -94,6 +94,7 @@ def test_packed_documents_do_not_see_each_other(model: PreTrainedModel) -> None:
         torch.testing.assert_close(found, torch.cat((states[1], states[3]), dim=-1)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_compiled_layers_give_the_same_states(device: str) -> None:
     """One compilation serves all layers, for rows of documents and of any number."""

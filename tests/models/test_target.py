@@ -8,45 +8,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
-from slipstream.kernels.norm import HeadNorms, norm_heads
-from slipstream.kernels.rope import rotate_halves
-from slipstream.models.config import NEEDED, ModelConfig, RopeConfig, check_feature_layers, default_feature_layers
+from slipstream.models.config import NEEDED, ModelConfig, check_feature_layers, default_feature_layers
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config, load_target
+from slipstream.tests.models.saved_drafts import CPU, CausalAttention
 from slipstream.tests.random_targets import FAMILIES
-
-CPU = torch.device("cpu")
-
-
-class FullAttention:
-    """Causal attention over one sequence, written out."""
-
-    def __init__(self, rope: RotaryEmbedding, length: int) -> None:
-        self.cos, self.sin = rope.cos_sin(torch.arange(length))
-
-    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
-        raise AssertionError("a target attends with every row")
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: int,
-        mask: str,
-        window: int | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        q, k = norm_heads(q, k, norms)
-        q, k = rotate_halves(q, self.cos, self.sin), rotate_halves(k, self.cos, self.sin)
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5
-        scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
-        return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -59,7 +27,7 @@ def test_logits_and_features_equal_transformers(family: str, make_target: Callab
     rope = RotaryEmbedding(config.rope, config.head_dim, 256)
     layers = (0, 2, config.num_layers)
     with torch.no_grad():
-        hidden, features = target(tokens, FullAttention(rope, len(tokens)), layers)
+        hidden, features = target(tokens, CausalAttention(rope, len(tokens)), layers)
         expected = reference(tokens[None], output_hidden_states=True)
     torch.testing.assert_close(target.logits(hidden), expected.logits[0], atol=2e-5, rtol=1e-4)
     states = [expected.hidden_states[layer + 1] for layer in layers[:-1]] + [expected.hidden_states[-1]]
@@ -87,36 +55,6 @@ def test_foreign_architecture_is_refused_with_the_list() -> None:
         ModelConfig.from_hf(GPT2Config(architectures=["GPT2LMHeadModel"]))
 
 
-def test_unknown_rope_type_is_refused() -> None:
-    with pytest.raises(ValueError, match="rope_type is 'longrope'; supported"):
-        RopeConfig.from_json({"rope_scaling": {"rope_type": "longrope"}})
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("missing", "missing layers.1.mlp.down_proj.weight"),
-        ("extra", "unexpected surprise"),
-        ("cut", "damaged or cut short"),
-    ],
-)
-def test_damaged_checkpoints_name_the_fault(
-    fault: str, message: str, make_target: Callable[[str], Path], tmp_path: Path
-) -> None:
-    tensors = load_file(make_target("llama") / "model.safetensors")
-    if fault == "missing":
-        del tensors["model.layers.1.mlp.down_proj.weight"]
-    if fault == "extra":
-        tensors["surprise"] = torch.zeros(1)
-    save_file(tensors, tmp_path / "model.safetensors")
-    if fault == "cut":
-        data = (tmp_path / "model.safetensors").read_bytes()
-        (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
-    config = load_config(make_target("llama"))
-    with pytest.raises(ValueError, match=message):
-        load_target(tmp_path, config, torch.float32, CPU)
-
-
 def test_feature_layer_rule() -> None:
     assert default_feature_layers(32) == (1, 15, 28)  # EAGLE-3: inputs of layers 2, 16, 29
     for num_layers in range(3, 40):
@@ -124,3 +62,11 @@ def test_feature_layer_rule() -> None:
     for wrong in ((1, 1, 2), (0, 7), ()):
         with pytest.raises(ValueError, match="feature_layers"):
             check_feature_layers(wrong, 6)
+
+
+def test_a_missing_tensor_is_named(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+    tensors = load_file(make_target("llama") / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing layers.1.mlp.down_proj.weight"):
+        load_target(tmp_path, load_config(make_target("llama")), torch.float32, CPU)

@@ -1,4 +1,4 @@
-"""Distillation losses: values against other forms of their formulas in fp64, gradients against autograd of those."""
+"""Losses: values against other forms of their formulas in fp64, gradients against autograd of those."""
 
 from collections.abc import Callable
 from typing import Any, get_args
@@ -11,16 +11,22 @@ from torch.nn import functional as F
 from slipstream.kernels import cross_entropy as module
 from slipstream.kernels.cross_entropy import (
     Kind,
+    label_cross_entropy,
+    label_cross_entropy_reference,
+    label_cross_entropy_triton,
     soft_cross_entropy,
     soft_cross_entropy_reference,
     soft_cross_entropy_triton,
 )
-from slipstream.tests.kernels.triton_runs import DEVICES, poisoned
+from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned
 
 KINDS = get_args(Kind)
 RUNS = [soft_cross_entropy_reference, soft_cross_entropy_triton]
 SHAPES = [(1, 1), (2, 128), (3, 300), pytest.param((4096, 32768), marks=pytest.mark.gpu)]
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+LABEL_RUNS = [label_cross_entropy_reference, label_cross_entropy_triton]
+LABEL_SHAPES = [(1, 1), (3, 300), (2, 1025), pytest.param((4096, 151936), marks=pytest.mark.gpu)]
+PRECISIONS = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}  # the interpreter cuts bf16 off
 Run = Callable[..., tuple[Tensor, Tensor]]
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy's, in the interpreter
 
@@ -80,8 +86,7 @@ def check(run: Run, student: Tensor, teacher: Tensor, weights: Tensor, kind: str
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtypes", DTYPES, ids=["fp32", "mixed", "bf16"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtypes"), cover(SHAPES, DTYPES))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("run", RUNS)
 def test_values_and_gradients(
@@ -224,8 +229,123 @@ def test_float64_stays_float64_on_the_cpu() -> None:
         assert torch.autograd.gradcheck(lambda x, kind=kind: soft_cross_entropy(x, teacher, weights, kind)[0], student)
 
 
-def test_the_soft_cross_entropy_is_that_of_torch() -> None:
-    student, teacher = torch.randn(5, 40), torch.randn(5, 40)
-    losses, best = soft_cross_entropy(student, teacher, torch.ones(5))
-    torch.testing.assert_close(losses, F.cross_entropy(student, teacher.softmax(-1), reduction="none"))
-    assert torch.equal(best, student.argmax(-1))
+def labelled(shape: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Logits, and labels (N,)."""
+    labels = torch.randint(shape[1], shape[:1], generator=torch.Generator().manual_seed(shape[1]))
+    return random(shape, dtype, device, shape[1]), labels.to(device)
+
+
+def label_expected(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses and gradient in fp64, a few rows at a time."""
+    losses, gradients = [], []
+    for part, of_part in zip(logits.split(256), labels.split(256), strict=True):
+        leaf = part.double().requires_grad_()
+        losses.append(F.cross_entropy(leaf, of_part, reduction="none"))
+        gradients.append(torch.autograd.grad(losses[-1].sum(), leaf)[0].float())
+    return torch.cat(losses).detach(), torch.cat(gradients)
+
+
+def check_labels(run: Run, logits: Tensor, labels: Tensor) -> None:
+    """Each loss within 1e-5 of itself, the gradient within the rounding of its type, as a vector and by entry."""
+    losses, gradient = label_expected(logits, labels)
+    best, before = logits.float().argmax(dim=-1), logits.clone()
+    with poisoned():
+        found, found_best = run(logits, labels, with_gradient=False)
+    assert (found.dtype, found_best.dtype) == (torch.float32, torch.int64)
+    torch.testing.assert_close(found.double(), losses, rtol=1e-5, atol=2e-6)
+    assert torch.equal(found_best, best)
+    assert torch.equal(logits, before)
+    with poisoned():
+        again, best_again = run(logits, labels, with_gradient=True)
+    assert torch.equal(again, found)
+    assert torch.equal(best_again, best)
+    precision = PRECISIONS[logits.dtype]
+    torch.testing.assert_close(logits.float(), gradient, rtol=precision, atol=2e-7)
+    assert ((logits.float() - gradient).norm(dim=-1) <= precision * gradient.norm(dim=-1) + 2e-7).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("shape", "dtype"), cover(LABEL_SHAPES, PRECISIONS))
+@pytest.mark.parametrize("run", LABEL_RUNS)
+def test_losses_best_columns_and_gradients(run: Run, shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    check_labels(run, *labelled(shape, dtype, device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", LABEL_RUNS)
+def test_nothing_is_written_between_the_rows(run: Run, device: str) -> None:
+    wide = torch.full((3, 400), torch.nan, device=device)
+    wide[:, 50:350], labels = labelled((3, 300), torch.float32, device)
+    run(wide[:, 50:350], labels, with_gradient=True)
+    assert wide[:, :50].isnan().all()
+    assert wide[:, 350:].isnan().all()
+    assert not wide[:, 50:350].isnan().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", LABEL_RUNS)
+def test_labels_extreme_logits(run: Run, device: str) -> None:
+    """Far from 0, far apart, and with the peak in the first or the last tile: the running maximum must move."""
+    logits = torch.full((8, 300), -40.0)
+    logits[0, 299], logits[1, 0], logits[2, 150] = 60.0, 60.0, 60.0
+    logits[3] = torch.linspace(-50, 50, 300)
+    logits[4] = torch.linspace(50, -50, 300)
+    logits[5] = torch.randn(300, generator=torch.Generator().manual_seed(0)) + 3e4
+    logits[6] = logits[5] - 6e4
+    logits[7] = torch.linspace(-1e20, 1e20, 300)
+    check_labels(run, logits.to(device), torch.tensor([299, 5, 150, 299, 299, 7, 7, 298], device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("run", LABEL_RUNS)
+def test_labels_columns_that_are_ruled_out(run: Run, dtype: torch.dtype, device: str) -> None:
+    """-inf is probability 0, whole tiles, too: it costs infinitely much as a label, and gets no gradient else."""
+    logits, _ = labelled((3, 300), dtype, device)
+    logits[0, :130], logits[1, 1:], logits[2, 250:] = (-torch.inf,) * 3
+    labels = torch.tensor([299, 0, 250], device=device)
+    check_labels(run, logits, labels)
+    assert (logits[0, :130] == 0).all()
+    assert (logits[1] == 0).all()
+    assert logits[2, 250] == -1.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", LABEL_RUNS)
+def test_a_logit_that_is_no_number_makes_its_row_none(run: Run, device: str) -> None:
+    logits, labels = labelled((3, 300), torch.float32, device)
+    logits[1, 200] = torch.nan
+    losses, _ = run(logits, labels, with_gradient=True)
+    assert losses.isnan().tolist() == [False, True, False]
+    assert logits.isnan().all(dim=-1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", LABEL_RUNS)
+def test_labels_best_column_is_the_first_of_equals(run: Run, device: str) -> None:
+    logits, labels = labelled((6, 400), torch.bfloat16, device)
+    logits[1, [30, 150, 390]] = 50.0
+    logits[2, [399, 200]] = 50.0
+    logits[3] = 0.0
+    logits[4] = -torch.inf
+    logits[4, 7] = -3.0
+    logits[5, 0] = 60.0
+    first = max(range(400), key=lambda i: (logits[0, i].item(), -i))
+    assert run(logits, labels, with_gradient=True)[1].tolist() == [first, 30, 200, 0, 7, 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", LABEL_RUNS)
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_labels_no_rows(with_gradient: bool, run: Run, device: str) -> None:
+    labels = torch.zeros(0, dtype=torch.int64, device=device)
+    losses, best = run(torch.zeros(0, 50, device=device), labels, with_gradient=with_gradient)
+    assert losses.shape == best.shape == (0,)
+
+
+def test_labels_float64_is_computed_in_float64_on_the_cpu() -> None:
+    logits = torch.randn(4, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    labels, leaf = torch.tensor([3, 0, 29, 5]), logits.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(F.cross_entropy(leaf, labels, reduction="sum"), leaf)
+    label_cross_entropy(logits, labels, with_gradient=True)
+    torch.testing.assert_close(logits, gradient, rtol=1e-12, atol=1e-14)

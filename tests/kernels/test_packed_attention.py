@@ -12,7 +12,7 @@ from slipstream.kernels.packed_attention import (
     own_keys_gradients_reference,
     own_keys_gradients_triton,
 )
-from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, poisoned
+from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned
 
 NUM_OTHERS = 6
 CASES = [  # N, S, Q, G, D
@@ -83,17 +83,15 @@ class Scene:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shift", [-60.0, 0.0, 60.0])
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("extend", "gradients"), RUNS)
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("case", "dtype", "shift"), cover(CASES, TOLERANCES, [0.0, -60.0, 60.0]))
 def test_equals_one_softmax(
-    extend: Extend, gradients: Gradients, case: tuple[int, ...], dtype: torch.dtype, shift: float, device: str
+    run: tuple[Extend, Gradients], case: tuple[int, ...], dtype: torch.dtype, shift: float, device: str
 ) -> None:
     """Far apart, too, where one side has all the weight."""
     scene = Scene(case, dtype, device, shift)
     with poisoned():
-        found = scene.found(extend, gradients)
+        found = scene.found(*run)
     for one, other in zip(found, scene.expected(), strict=True):
         tolerance = 4 * TOLERANCES[dtype]
         torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)

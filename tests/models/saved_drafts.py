@@ -1,0 +1,91 @@
+"""A draft on disk, to be changed and loaded, and attention of one sequence for networks alone."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream.kernels.norm import HeadNorms, norm_heads
+from slipstream.kernels.rope import rotate_halves
+from slipstream.models.config import ModelConfig
+from slipstream.models.layers import RotaryEmbedding
+
+CPU = torch.device("cpu")
+Tensors = dict[str, Tensor]
+Values = dict[str, Any]
+ORIGIN = {"target": "owner/model", "target_revision": "main", "target_fingerprint": "f00", "tokenizer_hash": "ba5"}
+
+
+class SavedDraft:
+    """Of a tiny target: V 120, H 32, 4 heads, 2 KV heads, I 48. `files` saves and loads it."""
+
+    def __init__(self, module: Any, target: ModelConfig, folder: Path, files: tuple[Any, Any]) -> None:
+        self.module, self.target, self.folder = module.bfloat16(), target, folder
+        save, self._load = files
+        size = module.config.draft_vocab_size
+        if size is not None:
+            module.set_vocabulary(torch.arange(size) * (120 // size))
+        save(module, module.state_dict(), folder, {"argv": ["train"]})
+
+    def change(self, tensors: Callable[[Tensors], Tensors] | None = None, values: Values | None = None) -> None:
+        """`tensors` maps the file's; `values` replace those of config.json, and None deletes."""
+        file, config = self.folder / "model.safetensors", self.folder / "config.json"
+        if tensors:
+            save_file(tensors(load_file(file)), file)
+        changed = json.loads(config.read_text()) | (values or {})
+        config.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))
+
+    def load(self, dtype: torch.dtype | None = torch.bfloat16) -> Any:
+        return self._load(self.folder, self.target, dtype, CPU)
+
+    def assert_loads_equal(self) -> None:
+        loaded, original = self.load().state_dict(), self.module.state_dict()
+        assert loaded.keys() == original.keys()
+        for key in original:
+            assert torch.equal(loaded[key], original[key]), key
+
+    def check_round_trip(self) -> None:
+        """Exact in every dtype, config and run.json included."""
+        self.assert_loads_equal()
+        for dtype in (torch.float32, None):
+            loaded = self.load(dtype)
+            assert loaded.config == self.module.config
+            assert not any(parameter.requires_grad for parameter in loaded.parameters())
+            for key, tensor in self.module.state_dict().items():
+                wide = tensor.float() if tensor.is_floating_point() and dtype else tensor
+                assert torch.equal(loaded.state_dict()[key], wide), key
+        assert json.loads((self.folder / "run.json").read_text()) == {"argv": ["train"]}
+
+
+class CausalAttention:
+    """Every row of one sequence sees the rows before it and itself; keeps the last k and v."""
+
+    def __init__(self, rope: RotaryEmbedding, length: int) -> None:
+        self.cos, self.sin = rope.cos_sin(torch.arange(length))
+
+    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
+        self.k, self.v = rotate_halves(k, self.cos, self.sin), v
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        mask: str,
+        window: int | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        assert (mask, window) == ("causal", None)
+        q, k = norm_heads(q, k, norms)
+        self.write(k, v, layer)
+        q, k = rotate_halves(q, self.cos, self.sin), self.k
+        group = q.shape[-2] // k.shape[-2]
+        k, v = k.repeat_interleave(group, dim=-2), v.repeat_interleave(group, dim=-2)
+        scores = torch.einsum("...ihd,...jhd->...hij", q, k) / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(torch.ones(q.shape[-3], q.shape[-3]).triu(1).bool(), -torch.inf)
+        return torch.einsum("...hij,...jhd->...ihd", scores.softmax(-1), v)
