@@ -1,6 +1,7 @@
 """One server over a fake engine process for every test that leaves it whole; rounds that cost nothing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 from slipstream.serve import round_times
 from slipstream.serve.launch import Server
 from slipstream.serve.options import ServeConfig
+from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.fake_server import MODEL, serving, write_target
 
 
@@ -22,6 +24,19 @@ def free_widths() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(round_times, "time_rounds", times)
         yield
+
+
+@pytest.fixture(scope="session")
+def target(make_target: Callable[[str], Path]) -> Path:
+    return make_target("qwen3")
+
+
+@pytest.fixture(scope="session")
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE3 draft for `target`."""
+    folder = tmp_path_factory.mktemp("drafts") / "draft"
+    save_random_draft(target, folder, draft_vocab_size=80)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from slipstream.serve.cache import PageCache, PageTable
+from slipstream.tests.pairwise import pairwise
 
 Text = tuple[str, tuple[int, ...]]
 
@@ -132,42 +133,24 @@ def test_sizes_are_checked(num_pages: int, page_size: int, field: str) -> None:
         PageCache(num_pages, page_size)
 
 
-def _lose_page(cache: PageCache, table: PageTable) -> None:  # noqa: ARG001
-    cache._free.pop()
+FAULTS: dict[str, Callable[[PageCache, PageTable], object]] = {
+    "a page is lost": lambda cache, _: cache._free.pop(),
+    "a page in use is free": lambda cache, table: cache._free.append(table.pages[-1]),
+    "a shared page is handed out": lambda cache, table: cache._free.__setitem__(0, table.pages[0]),
+    "a reader is counted twice": lambda cache, _: setattr(cache._nodes()[0], "references", 2),
+    "a node is cut off": lambda _, table: table.nodes[0].children.clear(),
+    "pages are swapped": lambda _, table: table.pages.reverse(),
+}
 
 
-def _free_page_in_use(cache: PageCache, table: PageTable) -> None:
-    cache._free.append(table.pages[-1])
-
-
-def _hand_out_shared_page(cache: PageCache, table: PageTable) -> None:
-    cache._free[0] = table.pages[0]
-
-
-def _count_reader_twice(cache: PageCache, table: PageTable) -> None:  # noqa: ARG001
-    cache._nodes()[0].references += 1
-
-
-def _cut_off_node(cache: PageCache, table: PageTable) -> None:  # noqa: ARG001
-    table.nodes[0].children.clear()
-
-
-def _swap_pages(cache: PageCache, table: PageTable) -> None:  # noqa: ARG001
-    table.pages.reverse()
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [_lose_page, _free_page_in_use, _hand_out_shared_page, _count_reader_twice, _cut_off_node, _swap_pages],
-    ids=lambda fault: fault.__name__,
-)
-def test_check_notices(fault: Callable[[PageCache, PageTable], None]) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_notices(fault: str) -> None:
     cache = PageCache(20, 4)
     store(cache, list(range(30)))
     table = PageTable("", 0)
     assert cache.admit(table, list(range(15)), 20, headroom=0)
     cache.check([table])
-    fault(cache, table)
+    FAULTS[fault](cache, table)
     with pytest.raises(AssertionError):
         cache.check([table])
 
@@ -205,9 +188,7 @@ class TextModel:
                 self.known.add(text)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
-@pytest.mark.parametrize("evicts", [False, True])
+@pytest.mark.parametrize(("page_size", "lookahead", "evicts"), pairwise([1, 4, 16], [0, 1, 2], [False, True]))
 def test_random_operations_against_the_dict_of_texts(page_size: int, lookahead: int, evicts: bool) -> None:
     rng = random.Random(f"{page_size} {lookahead} {evicts}")
     cache = PageCache(24 if evicts else 4_000, page_size)

@@ -1,6 +1,5 @@
 """Token maps in serving: which tokens are drafted, that no answer changes, and which maps are refused."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,11 +52,6 @@ def save_map(path: Path, size: int = 60, kept: tuple[int, ...] = (EOS,), **metad
     token_map = TokenMap.build(counts, size, list(kept), metadata)
     token_map.write(path)
     return token_map
-
-
-@pytest.fixture(scope="module")
-def target(make_target: Callable[[str], Path]) -> Path:
-    return make_target("qwen3")
 
 
 @pytest.fixture(scope="module")

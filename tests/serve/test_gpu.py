@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from slipstream.serve.engine import Engine
 from slipstream.serve.graphs import RoundGraphs
 from slipstream.serve.prompt_graphs import PromptGraphs
 from slipstream.serve.request import Request
-from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import (
     Answer,
     acceptance,
@@ -25,27 +23,11 @@ from slipstream.tests.serve.engine_runs import (
     run,
     tokens_of,
 )
+from slipstream.tests.serve.known_answers import SAMPLINGS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 OURS = "prefill=sdpa,verify=triton,draft=triton"
-SAMPLINGS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.0},
-    {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
-]
-
-
-@pytest.fixture(scope="module")
-def target(make_target: Callable[[str], Path]) -> Path:
-    return make_target("qwen3")
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("drafts") / "draft"
-    save_random_draft(target, folder, draft_vocab_size=80)
-    return folder
 
 
 def on_gpu(target: Path, draft: Path | str = "none", **options: Any) -> Engine:
@@ -64,7 +46,7 @@ def requests_of(sampling: dict[str, Any], count: int = 8, **params: Any) -> list
     ]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "plain", "full"])
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_captured_rounds_give_the_cpus_tokens(
     sampling: dict[str, Any], page_size: int, target: Path, draft: Path

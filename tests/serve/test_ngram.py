@@ -1,7 +1,6 @@
 """The n-gram drafter in the engine: what it learns, from whom, and what it keeps. Its core: test_ngram_core.py."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,7 @@ from slipstream.serve.cli import read_config
 from slipstream.serve.engine import Engine
 from slipstream.serve.request import Request
 from slipstream.serve.widths import WidthPolicy
-from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import Answer, build_engine, make_request, random_prompt, run, tokens_of
-
-
-@pytest.fixture(scope="module")
-def target(make_target: Callable[[str], Path]) -> Path:
-    return make_target("qwen3")
 
 
 def requests_of(namespace: str = "", temperature: float = 0.0) -> list[Request]:
@@ -162,13 +155,6 @@ def test_metrics_tell_what_it_knows(target: Path) -> None:
 # Mixed with a network
 
 
-@pytest.fixture(scope="module")
-def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mixed") / "draft"
-    save_random_draft(target, folder)
-    return folder
-
-
 def mixed(target: Path, draft: Path, **drafter: Any) -> Engine:
     return build_engine(target, draft, drafter={"ngram_first": 5, **drafter})
 
@@ -185,7 +171,7 @@ def test_the_network_drafts_until_texts_repeat(target: Path, draft: Path) -> Non
 
 def test_each_request_chooses_for_itself(target: Path, draft: Path) -> None:
     """One repeats, one does not, in the same batch: both keep what they would have alone."""
-    engine, requests = mixed(target, draft), requests_of()
+    engine, requests = mixed(target, draft, ngram_first=8), requests_of()
     known = requests[0]
     run(engine, [known])
     alone = run(build_engine(target, draft), requests[1:2])["1"].counts

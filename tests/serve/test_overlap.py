@@ -12,7 +12,6 @@ from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.serve.widths import PATIENCE
 from slipstream.tests.pairwise import rotating
-from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import (
     Answer,
     build_engine,
@@ -34,18 +33,6 @@ class OverlappingEngine(Engine):
 def build_overlapping(target: Path, draft: Path | str = "none", **options: Any) -> Engine:
     config: dict[str, Any] = {"target": str(target), "draft": str(draft), "max_running": 8, "kv_cache_tokens": 2048}
     return OverlappingEngine(EngineConfig(**config | options))
-
-
-@pytest.fixture(scope="module")
-def target(make_target: Callable[[str], Path]) -> Path:
-    return make_target("qwen3")
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("overlap") / "draft"
-    save_random_draft(target, folder)
-    return folder
 
 
 def requests_of(temperature: float) -> list[Request]:

@@ -2,7 +2,6 @@
 change by load, passes in flight."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,10 @@ import pytest
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.serve.widths import WidthPolicy
-from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import Answer, build_engine, collect, make_request, random_prompt, tokens_of
 from slipstream.tests.serve.engine_runs import run as run_all
+from slipstream.tests.serve.known_answers import SAMPLINGS
 from slipstream.tests.serve.played_graphs import PlayedGraphs, PlayedPrompts, PlayingEngine
-
-SAMPLINGS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.0},
-    {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
-]
-
-
-@pytest.fixture(scope="module")
-def target(make_target: Callable[[str], Path]) -> Path:
-    return make_target("qwen3")
-
-
-@pytest.fixture(scope="module")
-def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("played") / "draft"
-    save_random_draft(target, folder, draft_vocab_size=80)
-    return folder
 
 
 def test_a_round_with_one_filtered_request_is_chosen_by_filtered_times(target: Path, draft: Path) -> None:
@@ -62,14 +43,14 @@ def traffic(target: Path) -> tuple[dict[str, Request], dict[str, list[int]]]:
             max_tokens=rng.randrange(1, 60),
             seed=index,
             ignore_eos=rng.random() < 0.7,
-            **SAMPLINGS[index % 3],
+            **list(SAMPLINGS.values())[index % 3],
         )
         for index in range(24)
     }
     return kinds, tokens_of(run_all(build_engine(target, kv_cache_tokens=4096), list(kinds.values())))
 
 
-@pytest.mark.parametrize("num_requests", [36, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [64, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("drafter", "options"),
     [
@@ -117,6 +98,8 @@ def test_mixed_traffic_with_aborts_and_preemption(
             assert answer.tokens == tokens, (name, kinds[kind].params)
         engine.scheduler.check()
     assert engine.scheduler.num_preemptions > 0
+    greedy = make_request("greedy", random_prompt(9, 0), ignore_eos=True)
+    assert tokens_of(run_all(engine, [greedy])) == tokens_of(run_all(build_engine(target), [greedy]))
     used = engine.executor.graphs.num_rounds
     assert {mode for _, _, mode in used} == {"plain", "full"}
     assert set(used) < set(captured) == kept, "nothing is captured while serving"

@@ -1,6 +1,5 @@
 """Prompts computed in blocks, as captured prefills hold them, against prompts packed one after the other."""
 
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,10 @@ from slipstream.serve.scheduler import Chunk, Sequence
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.serve.engine_runs import cut_alike, make_request, random_prompt, run, tokens_of
+from slipstream.tests.serve.known_answers import SAMPLINGS
 from slipstream.tests.serve.played_graphs import PlayedPrompts, PlayingEngine
 
 LENGTHS = (1, 5, 31, 32, 33, 64, 70, 95, 130)  # around whole blocks, and beyond the largest pass
-SAMPLINGS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "full": {"temperature": 0.8, "top_k": 30, "top_p": 0.9},
-}
-
-
-@pytest.fixture(scope="module")
-def target(make_target: Callable[[str], Path]) -> Path:
-    return make_target("qwen3")
 
 
 @pytest.fixture(scope="module")

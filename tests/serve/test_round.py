@@ -30,12 +30,8 @@ from slipstream.tests.serve.engine_runs import (
     run,
     tokens_of,
 )
+from slipstream.tests.serve.known_answers import SAMPLINGS
 
-SAMPLINGS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "plain": {"temperature": 1.0},
-    "full": {"temperature": 0.5, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-}
 Tree = tuple[list[int], list[int]]
 
 
