@@ -109,30 +109,23 @@ def partial_rounds(answers: dict[str, Answer], depth: int) -> tuple[int, int, in
 
 
 @pytest.mark.parametrize(
-    ("variant", "options"),
+    ("variant", "options", "family"),
     rotating(
-        VARIANTS, [{"page_size": 16}, {"page_size": 1, "prefill_budget": 7}, {"page_size": 64, "attention": OURS}]
+        VARIANTS,
+        [{"page_size": 16}, {"page_size": 1, "prefill_budget": 7}, {"page_size": 64, "attention": OURS}],
+        ["qwen3", "llama"],
     ),
 )
 def test_proposals_of_a_batch_equal_the_oracle(
-    variant: str, options: dict[str, Any], make_target: Callable[[str], Path], make_draft: MakeDraft
+    variant: str, options: dict[str, Any], family: str, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
-    engine = build_engine(make_target("qwen3"), make_draft("qwen3", variant), **options)
-    oracle = Oracle(make_target("qwen3"), make_draft("qwen3", variant), engine.width)
-    answers = run_checked(engine, oracle, requests_of())
-    assert tokens_of(answers) == tokens_of(run(build_engine(make_target("qwen3")), requests_of()))
+    target, draft = make_target(family), make_draft(family, variant)
+    engine = build_engine(target, draft, **options)
+    answers = run_checked(engine, Oracle(target, draft, engine.width), requests_of())
+    assert tokens_of(answers) == tokens_of(run(build_engine(target), requests_of()))
     none, _, whole = partial_rounds(answers, depth=engine.width - 1)
     assert none > 0
     assert whole > 0, "some rounds accept, some do not"
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_proposals_of_another_family_equal_the_oracle(
-    temperature: float, make_target: Callable[[str], Path], make_draft: MakeDraft
-) -> None:
-    target, draft = make_target("llama"), make_draft("llama", "plain")
-    engine = build_engine(target, draft)
-    run_checked(engine, Oracle(target, draft, engine.width), requests_of(temperature))
 
 
 @pytest.mark.parametrize(
