@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,8 @@ from slipstream.tests.serve.fake_server import HELLO
 @pytest.mark.parametrize(("stream", "concurrency"), [(False, 5), (True, 1), (True, 5)])
 def test_answers_come_in_the_order_of_the_prompts(server: Server, stream: bool, concurrency: int) -> None:
     prompts = [*(f"prompt {index}" for index in range(7)), [104, 105], HELLO]
-    result = run_load(server.url, prompts, concurrency=concurrency, stream=stream, num_warmup=2, max_tokens=10)
+    options: dict[str, Any] = {"concurrency": concurrency, "stream": stream, "num_warmup": 2}
+    result = run_load(server.url, prompts, max_tokens=10, **options)
     assert result.errors == []
     texts = [answer.text for answer in result.answers]
     assert texts[:7] == [(f"prompt {index}" * 2)[:10] for index in range(7)]
@@ -34,6 +36,9 @@ def test_answers_come_in_the_order_of_the_prompts(server: Server, stream: bool, 
     for answer in result.answers:
         assert answer.arrivals_s == sorted(answer.arrivals_s)
         assert all(0 < arrival <= answer.latency_s for arrival in answer.arrivals_s)
+    url = server.url + "/v1/"  # as OpenAI's clients take it
+    uneven = run_load(url, prompts[:3], each=[{"max_tokens": length} for length in (3, 9, 5)], **options)
+    assert [answer.completion_tokens for answer in uneven.answers] == [3, 9, 5]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -99,14 +104,6 @@ def test_answers_of_other_servers(
     [answer] = run_load(foreign, ["x"], model="m", stream=stream).answers
     assert answer.text == text
     assert error in answer.error if error else answer.error is None
-
-
-def test_requests_may_differ_in_more_than_the_prompt(server: Server) -> None:
-    each = [{"max_tokens": length} for length in (3, 9, 5)]
-    url = server.url + "/v1/"  # as OpenAI's clients take it
-    result = run_load(url, ["one", "two", "three"], concurrency=2, num_warmup=1, max_tokens=7, each=each)
-    assert result.errors == []
-    assert [answer.completion_tokens for answer in result.answers] == [3, 9, 5]
 
 
 def test_a_server_that_is_not_there() -> None:

@@ -2,47 +2,27 @@
 
 import asyncio
 import random
-from typing import Any
+from unittest.mock import Mock
+from unittest.mock import call as mock_call
 
 import pytest
 
 from slipstream.serve.client import EngineError
 from slipstream.serve.completion import Completion, Delta, RequestFailed
+from slipstream.serve.detokenize import Decoder
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.request import Output, Request, RequestStats, SamplingParams
+from slipstream.tests.serve.test_detokenize import byte_level
+
+LETTERS = [byte_level().convert_tokens_to_ids(chr(code)) for code in range(ord("a"), ord("z") + 1)]
 
 
-class Hands:
-    """In the engine's place: keeps receivers, aborts nothing."""
-
-    def __init__(self) -> None:
-        self.receivers: dict[str, Any] = {}
-        self.aborted: list[str] = []
-
-    def submit(self, request: Request, receiver: Any) -> None:
-        self.receivers[request.id] = receiver
-
-    def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
-
-
-class Letters:
-    """A decoder of one letter per token."""
-
-    silent_ids = frozenset[int]()
-
-    def __call__(self, tokens: list[int]) -> str:
-        return "".join(chr(97 + token % 26) for token in tokens)
-
-
-def call(num_choices: int) -> tuple[Completion, Hands]:
-    hands: Any = Hands()
-    decoder: Any = Letters()
-    completion = Completion(hands, decoder, Metrics(), watched=True)
+def call(num_choices: int) -> Completion:
+    """A call whose engine only takes note."""
+    completion = Completion(Mock(), Decoder(byte_level()), Metrics(), watched=True)
     params = SamplingParams(max_tokens=99)
-    requests = [Request(id=str(index), prompt=[1], params=params) for index in range(num_choices)]
-    completion.submit(requests, ())
-    return completion, hands
+    completion.submit([Request(id=str(index), prompt=[1], params=params) for index in range(num_choices)], ())
+    return completion
 
 
 def output(index: int, tokens: list[int], is_last: bool = False) -> Output:
@@ -58,7 +38,7 @@ def test_text_that_waits_is_joined(burst: int) -> None:
     rng.shuffle(order)
 
     async def run() -> list[Delta]:
-        completion, hands = call(2)
+        completion = call(2)
         found: list[Delta] = []
 
         async def take() -> None:
@@ -68,7 +48,7 @@ def test_text_that_waits_is_joined(burst: int) -> None:
         task, num_sent = asyncio.create_task(take()), [0, 0]
         for step, index in enumerate(order):
             num_sent[index] += 1
-            hands.receivers[str(index)].receive(output(index, [step], num_sent[index] == lengths[index]))
+            completion.choices[index].receive(output(index, [LETTERS[step % 26]], num_sent[index] == lengths[index]))
             if step % burst == burst - 1:
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
@@ -87,20 +67,20 @@ def test_text_that_waits_is_joined(burst: int) -> None:
 
 def test_what_came_before_a_failure_is_not_lost() -> None:
     async def run() -> list[str]:
-        completion, hands = call(2)
+        completion = call(2)
         texts: list[str] = []
 
         async def take() -> None:
             async for delta in completion.deltas():
                 texts.append(delta.text)
 
-        hands.receivers["0"].receive(output(0, [0]))
-        hands.receivers["0"].receive(output(0, [1]))
-        hands.receivers["1"].fail(EngineError("the engine is gone"))
+        completion.choices[0].receive(output(0, [LETTERS[0]]))
+        completion.choices[0].receive(output(0, [LETTERS[1]]))
+        completion.choices[1].fail(EngineError("the engine is gone"))
         with pytest.raises(RequestFailed, match="the engine is gone"):
             await take()
         assert completion.metrics.finished == {"error": 1}
-        assert hands.aborted == ["0", "1"]
+        assert completion.engine.abort.mock_calls == [mock_call("0"), mock_call("1")]
         return texts
 
     assert asyncio.run(run()) == ["ab"]

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import aiohttp
 import httpx
 import psutil
 import pytest
@@ -41,28 +42,22 @@ def test_a_client_that_leaves_frees_its_request(client: httpx.Client, server: Se
     wait_until(lambda: gauge(client, "open_requests") == 0, "nothing is open")
 
 
-async def ask_raw(server: Server, stream: bool) -> int:
-    """Status of a request over a connection of its own; a 200 must have a whole answer behind it."""
-    host, port = server.listener.getsockname()
-    reader, writer = await asyncio.open_connection(host, port)
-    body = json.dumps({"prompt": "abc", "max_tokens": 40, "cache_salt": "slow", "stream": stream})
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-    answer = (await reader.read()).decode()
-    writer.close()
-    status = int(answer.split()[1])
-    assert status != 200 or '"finish_reason":"length"' in answer
-    return status
-
-
 @pytest.mark.parametrize("num_clients", [200, pytest.param(1000, marks=pytest.mark.slow)])
 def test_many_clients_each_get_an_answer_or_429(byte_target: str, num_clients: int) -> None:
     raise_file_limit()  # both ends of all connections are in this process
     config = ServeConfig(target=byte_target, port=0, max_running=4, max_waiting=8)
     with serving(config) as server, httpx.Client(base_url=server.url) as client:
 
+        async def ask(session: aiohttp.ClientSession, stream: bool) -> int:
+            body = {"prompt": "abc", "max_tokens": 40, "cache_salt": "slow", "stream": stream}
+            async with session.post(server.url + COMPLETIONS, json=body) as response:
+                assert response.status != 200 or '"finish_reason":"length"' in await response.text()
+                return response.status
+
         async def flood() -> list[int]:
-            return await asyncio.gather(*(ask_raw(server, stream=index % 2 == 0) for index in range(num_clients)))
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            async with aiohttp.ClientSession(connector=connector) as session:
+                return await asyncio.gather(*(ask(session, stream=index % 2 == 0) for index in range(num_clients)))
 
         statuses = asyncio.run(flood())
         assert set(statuses) == {200, 429}
@@ -109,47 +104,24 @@ def test_the_end_of_the_engine_ends_every_request_and_then_the_server(
     assert f"{24 + (cause == 'crash')} open requests failed" in line
 
 
-def test_a_prompt_that_takes_long_to_tokenise_holds_up_nobody_else(
+def test_long_prompts_hold_up_nobody_and_cost_nothing_once_their_client_has_left(
     client: httpx.Client, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frontend, started, go_on = server.api.frontend, threading.Event(), threading.Event()
-    encode = frontend.encode
+    api, encode, prompts = server.api, server.api.frontend.encode, list[str]()
+    started, go_on = threading.Event(), threading.Event()
 
-    def slow_encode(text: str, field: str, add_special_tokens: bool) -> list[int]:
-        if text == "long":
+    def held_back(text: str, *arguments: Any, **options: Any) -> list[int]:
+        prompts.append(text)
+        if text == "first":
             started.set()
             assert go_on.wait(20)
-        return encode(text, field, add_special_tokens)
+        return encode(text, *arguments, **options)
 
-    monkeypatch.setattr(frontend, "encode", slow_encode)
-    with ThreadPoolExecutor() as pool:
-        body = {"prompt": "long", "max_tokens": 4, "user": LONG}
-        long = pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=30)
-        try:
-            assert started.wait(20)
-            assert client.get("/health", timeout=10).status_code == 200
-            assert client.post(COMPLETIONS, json={"prompt": "x", "stream": True}, timeout=10).status_code == 200
-            assert not long.done()
-        finally:
-            go_on.set()
-        assert long.result().json()["choices"][0]["text"] == "long"
+    def ask(prompt: str, timeout: float = 30) -> httpx.Response:
+        body = {"prompt": prompt, "max_tokens": 4, "user": LONG}
+        return httpx.post(server.url + COMPLETIONS, json=body, timeout=timeout)
 
-
-def test_a_client_that_leaves_before_its_prompt_is_tokenised_costs_nothing(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    api, started, go_on, prompts = server.api, threading.Event(), threading.Event(), []
-
-    def slow_encode(text: str, *_: object, **__: object) -> list[int]:
-        prompts.append(text)
-        started.set()
-        assert go_on.wait(20)
-        return [104]
-
-    def ask(prompt: str) -> httpx.Response:
-        return httpx.post(server.url + COMPLETIONS, json={"prompt": prompt, "max_tokens": 1, "user": LONG}, timeout=30)
-
-    monkeypatch.setattr(api.frontend, "encode", slow_encode)
+    monkeypatch.setattr(api.frontend, "encode", held_back)
     monkeypatch.setattr(api, "long_pool", BoundedPool(1, max_waiting=2))
     with ThreadPoolExecutor() as pool:
         try:
@@ -158,12 +130,15 @@ def test_a_client_that_leaves_before_its_prompt_is_tokenised_costs_nothing(
             waiting = pool.submit(ask, "second")
             wait_until(lambda: api.long_pool.num_waiting == 1, "the second waits for the thread")
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(server.url + COMPLETIONS, json={"prompt": "left", "user": LONG}, timeout=0.5)
+                ask("left", timeout=0.5)
             wait_until(lambda: api.long_pool.num_waiting == 1, "the one that left waits no longer")
+            assert client.get("/health", timeout=10).status_code == 200
+            assert client.post(COMPLETIONS, json={"prompt": "x", "stream": True}, timeout=10).status_code == 200
+            assert not running.done()
         finally:
             go_on.set()
-        assert [running.result().status_code, waiting.result().status_code] == [200, 200]
-    assert prompts == ["first", "second"]
+        assert [call.result().json()["choices"][0]["text"] for call in (running, waiting)] == ["firs", "seco"]
+    assert prompts == ["first", "x", "second"]
     assert api.bodies.num_bytes == 0
 
 

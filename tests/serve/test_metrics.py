@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,57 +33,34 @@ def read(text: str) -> tuple[dict[str, str], dict[tuple[str, str], float]]:
     return kinds, values
 
 
-def test_counts_of_finished_requests() -> None:
+def test_what_a_scrape_shows() -> None:
     metrics = Metrics()
-    stats = RequestStats(
-        prompt_tokens=10,
-        cached_tokens=4,
-        completion_tokens=9,
-        prefills=1,
-        rounds=4,
-        drafted_tokens=12,
-        accepted_by_position=[3, 1],
-    )
-    metrics.count_finished("stop", stats)
+    counts = {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 9, "drafted_tokens": 12, "rounds": 4}
+    metrics.count_finished("stop", RequestStats(prefills=1, accepted_by_position=[3, 1], **counts))
     metrics.count_finished("length", RequestStats(prompt_tokens=5, completion_tokens=1, prefills=1))
     metrics.responses[400] += 1
+    metrics.count_tokens(1, 0.3, is_first=True)
+    metrics.count_tokens(4, 0.02, is_first=False)  # tokens of a round share its time
     kinds, values = read(metrics.render({"running": 2}, num_open=3, is_healthy=True))
     expected = {
-        ("requests_total", 'finish_reason="stop"'): 1,
-        ("requests_total", 'finish_reason="length"'): 1,
-        ("requests_total", 'finish_reason="abort"'): 0,
+        **{("requests_total", f'finish_reason="{name}"'): count for name, count in (("stop", 1), ("abort", 0))},
         ("error_responses_total", 'status="400"'): 1,
+        **{(f"{name}_total", ""): value for name, value in counts.items()},
         ("prompt_tokens_total", ""): 15,
-        ("cached_tokens_total", ""): 4,
         ("completion_tokens_total", ""): 10,
-        ("rounds_total", ""): 4,
-        ("drafted_tokens_total", ""): 12,
         ("accepted_tokens_total", ""): 4,
         ("accepted_by_position_total", 'position="0"'): 3,
         ("accepted_by_position_total", 'position="1"'): 1,
-        ("accept_length_count", ""): 1,
-        ("accept_length_sum", ""): 2.0,
-        ("open_requests", ""): 3,
-        ("engine_up", ""): 1,
-        ("engine_running", ""): 2,
+        **{("accept_length_count", ""): 1, ("accept_length_sum", ""): 2.0},
+        ("time_to_first_token_seconds_count", ""): 1,
+        **{("inter_token_latency_seconds_count", ""): 4, ("inter_token_latency_seconds_sum", ""): 0.02},
+        ("inter_token_latency_seconds_bucket", 'le="0.004"'): 0,
+        ("inter_token_latency_seconds_bucket", 'le="0.006"'): 4,
+        **{("open_requests", ""): 3, ("engine_up", ""): 1, ("engine_running", ""): 2},
     }
-    for (name, labels), value in expected.items():
-        assert values[f"slipstream_{name}", labels] == value, name
-    assert kinds["slipstream_rounds_total"] == "counter"
-    assert kinds["slipstream_open_requests"] == "gauge"
-    assert kinds["slipstream_time_to_first_token_seconds"] == "histogram"
-
-
-def test_tokens_of_a_round_share_its_time() -> None:
-    metrics = Metrics()
-    metrics.count_tokens(1, 0.3, is_first=True)
-    metrics.count_tokens(4, 0.02, is_first=False)
-    _, values = read(metrics.render({}, num_open=0, is_healthy=False))
-    assert values["slipstream_time_to_first_token_seconds_count", ""] == 1
-    assert values["slipstream_inter_token_latency_seconds_count", ""] == 4
-    assert abs(values["slipstream_inter_token_latency_seconds_sum", ""] - 0.02) < 1e-9
-    assert values["slipstream_inter_token_latency_seconds_bucket", 'le="0.004"'] == 0
-    assert values["slipstream_inter_token_latency_seconds_bucket", 'le="0.006"'] == 4
+    assert {key: values["slipstream_" + key[0], key[1]] for key in expected} == pytest.approx(expected)
+    for name, kind in (("rounds_total", "counter"), ("open_requests", "gauge"), ("accept_length", "histogram")):
+        assert kinds[f"slipstream_{name}"] == kind
 
 
 @given(st.lists(st.floats(0, 100), max_size=30))
