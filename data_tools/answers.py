@@ -1,7 +1,6 @@
 """Where regenerated answers come from: our engine in this process, or OpenAI-compatible endpoints.
 
-Both keep many dialogues under way at once, call `on_result` for each as it ends, and give a row the same seed whenever
-it is asked for.
+Both run many dialogues at once and call `on_result` as each ends. A row always gets the same seed.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ from slipstream.serve.request import Output, Request, SamplingParams
 
 LONGEST_PAUSE_S = 60.0
 TIMEOUT_S = 600.0
-# How servers say that prompt and max_tokens do not fit: ours, vLLM, SGLang, llama.cpp, OpenAI; TGI.
+# How servers say that prompt and max_tokens exceed the context: ours, vLLM, SGLang, llama.cpp, OpenAI; TGI.
 OVER_CONTEXT = re.compile(
     r"context.?(length|window|size|holds)|maximum (model|input|sequence) length|max_model_len|\+ `max_new_tokens`", re.I
 )
@@ -31,9 +30,9 @@ OVER_CONTEXT = re.compile(
 
 @dataclass(slots=True, kw_only=True)
 class Answers:
-    """What both sources share. `on_tokens` is told the number of new tokens."""
+    """What both sources share. `on_tokens` gets the number of new tokens."""
 
-    chat: ChatTemplate | None  # None: the endpoints render messages with a template of their own
+    chat: ChatTemplate | None  # None: the endpoints render the messages with their own template
     params: SamplingParams
     keep_cut: bool
     on_result: Callable[[Result], None]
@@ -43,7 +42,7 @@ class Answers:
         return converse(dialogue, self.chat, keep_cut=self.keep_cut)
 
     def params_of(self, identity: str, room: int | None) -> SamplingParams:
-        """The row's own seed, and no more tokens than the context has room for."""
+        """The row's own seed, and at most `room` tokens."""
         assert self.params.seed is not None
         most = self.params.max_tokens if room is None else min(room, self.params.max_tokens)
         return replace(self.params, max_tokens=most, seed=row_seed(self.params.seed, identity))
@@ -55,8 +54,8 @@ class EngineAnswers(Answers):
 
     llm: LLM
     _running: dict[str, Conversing] = field(default_factory=dict)  # by dialogue id
-    _tokens: dict[str, list[int]] = field(default_factory=dict)  # of the answer under way, by dialogue id
-    _requests: deque[Request] = field(default_factory=deque)  # later turns, which go before new dialogues
+    _tokens: dict[str, list[int]] = field(default_factory=dict)  # of the current answer, by dialogue id
+    _requests: deque[Request] = field(default_factory=deque)  # later turns; they go before new dialogues
 
     def run(self, dialogues: Iterable[Dialogue]) -> None:
         waiting = iter(dialogues)
@@ -65,7 +64,7 @@ class EngineAnswers(Answers):
             for output in self.llm.stream(self._draw(waiting)):
                 self.on_tokens(len(output.tokens))
                 self._take(output)
-            # The engine draws until there is nothing; turns that became ready while it ran dry need another round.
+            # The engine stops drawing at the end of `waiting`; later turns that became ready since need another round.
             more = bool(self._requests)
 
     def _draw(self, waiting: Iterator[Dialogue]) -> Iterator[Request]:
@@ -92,7 +91,7 @@ class EngineAnswers(Answers):
     def _step(self, identity: str, answer: Answer | None) -> None:
         """Sends `answer` to its dialogue; queues the next prompt or ends the dialogue."""
         try:
-            # A generator's first send must be None; its type does not know that.
+            # A generator's first send must be None, which its type cannot say.
             prompt = next(self._running[identity]) if answer is None else self._running[identity].send(answer)
         except StopIteration as stop:
             self._end(stop.value)
@@ -111,18 +110,17 @@ class EngineAnswers(Answers):
 
 
 class EndpointError(Exception):
-    """One request that got no answer, retries included. The message names the endpoint and the cause."""
+    """A request failed, retries included. The message names the endpoint and the cause."""
 
 
 class OverContextError(EndpointError):
-    """The endpoint's context has no room for the prompt and max_tokens."""
+    """The prompt and max_tokens exceed the endpoint's context."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EndpointAnswers(Answers):
-    """Drives dialogues through endpoints, with `concurrency` requests open at once over all of them; repeats each where
-    that can help. With `chat` prompts are rendered here and sent as token ids to /completions; without it messages go
-    to /chat/completions."""
+    """Drives dialogues through endpoints, `concurrency` requests at once over all of them, with retries. With `chat`
+    prompts are rendered here and sent as token ids to /completions; without it messages go to /chat/completions."""
 
     urls: tuple[str, ...]  # up to and including /v1
     model: str
@@ -131,7 +129,7 @@ class EndpointAnswers(Answers):
     concurrency: int
     retries: int
     retry_pause: float  # seconds; doubles with every retry
-    max_failures: int  # rows that may fail before the run ends
+    max_failures: int  # failed rows that end the run
     _num_failed: int = 0
 
     def run(self, dialogues: Iterable[Dialogue]) -> None:
@@ -139,7 +137,7 @@ class EndpointAnswers(Answers):
         asyncio.run(self._run(iter(dialogues)))
 
     async def _run(self, waiting: Iterator[Dialogue]) -> None:
-        """The workers share `waiting`: each takes the next one when it is free."""
+        """The workers share `waiting`: a free worker takes the next dialogue."""
         timeout = aiohttp.ClientTimeout(sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=self.concurrency)
         async with aiohttp.ClientSession(
@@ -171,7 +169,7 @@ class EndpointAnswers(Answers):
             return Result(id=dialogue.id, failed=str(error))
 
     async def _ask(self, client: aiohttp.ClientSession, prompt: Prompt, identity: str, worker: int) -> Answer:
-        """One answer. Raises RowDropped for a prompt that leaves it no room."""
+        """One answer. Raises RowDropped for a prompt that fills the context."""
         room = None
         if self.chat is not None and self.context is not None:
             room = self.context - len(prompt.token_ids)
@@ -183,14 +181,14 @@ class EndpointAnswers(Answers):
         try:
             return await self._send(client, body, worker)
         except OverContextError:
-            del body["max_tokens"]  # there is less room than that, and without it the answer gets what there is
+            del body["max_tokens"]  # too many; without a limit the endpoint uses the room it has
         try:
             return await self._send(client, body, worker)
         except OverContextError as error:
             raise RowDropped("prompt_too_long", str(error)) from error
 
     async def _send(self, client: aiohttp.ClientSession, body: Mapping[str, Any], worker: int) -> Answer:
-        """A retry goes to the next endpoint."""
+        """Retries go to the next endpoint."""
         fault, pause = "", 0.0
         for attempt in range(self.retries + 1):
             await asyncio.sleep(pause)
@@ -216,17 +214,14 @@ class EndpointAnswers(Answers):
     def _body(self, prompt: Prompt, params: SamplingParams) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "max_tokens": params.max_tokens, "seed": params.seed}
         body |= {"temperature": params.temperature, "top_p": params.top_p}
-        body |= {"top_k": params.top_k} if params.top_k else {}  # not every endpoint knows it
+        body |= {"top_k": params.top_k} if params.top_k else {}  # some endpoints reject it
         if self.chat is not None:
             return body | {"prompt": prompt.token_ids}
         return body | {"messages": prompt.messages} | ({"tools": prompt.tools} if prompt.tools else {})
 
 
 def served_models(url: str, api_key: str | None) -> dict[str, int | None]:
-    """The models that the endpoint lists, and how many tokens the context of each holds, if it says so.
-
-    Raises ValueError when it cannot be asked.
-    """
+    """The models that the endpoint lists, each with the size of its context, where listed. Raises ValueError."""
     try:
         with urllib.request.urlopen(
             urllib.request.Request(f"{url}/models", headers=bearer(api_key)), timeout=30
@@ -236,9 +231,7 @@ def served_models(url: str, api_key: str | None) -> dict[str, int | None]:
             raise ValueError("its list is empty")
         return models
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"endpoint {url} does not say which model it serves ({error}); check it or add --model"
-        ) from error
+        raise ValueError(f"endpoint {url} does not list its models ({error}); check it or add --model") from error
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
@@ -252,7 +245,7 @@ def _read_answer(url: str, text: str) -> Answer:
         message = choice["message"] if "message" in choice else {"content": choice["text"]}
         content, reason = message["content"], choice["finish_reason"]
     except (ValueError, LookupError, TypeError) as error:
-        raise EndpointError(f"{url} answered what is no completion: {text[:200]}") from error
+        raise EndpointError(f"{url} did not answer with a completion: {text[:200]}") from error
     if reason not in ("stop", "length") or not isinstance(content, str):
         raise EndpointError(f"{url} ended an answer with {reason!r} and content of type {type(content).__name__}")
     num_tokens = (body.get("usage") or {}).get("completion_tokens", 0)
@@ -261,6 +254,6 @@ def _read_answer(url: str, text: str) -> Answer:
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float:
-    """Seconds that the endpoint asks to wait; 0 where it does not say or names a date."""
+    """Seconds that the endpoint asks to wait; 0 if it does not say, or names a date."""
     value = response.headers.get("Retry-After", "")
     return min(float(value), LONGEST_PAUSE_S) if value.isdigit() else 0.0

@@ -3,7 +3,7 @@
     slipstream capture-features --target Qwen/Qwen3-8B --data data/qwen3-8b --output features/qwen3-8b
     accelerate launch data_tools/capture_features.py ... --dtype fp8 --yes      (each process takes some shards)
 
-Shows size and time first, and asks. A run that was stopped continues with the shards that are missing.
+Shows size and time first and asks before it writes. A run that was stopped continues with the missing shards.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -35,7 +35,7 @@ from slipstream.models.feature_store import INDEX, FeatureFormat, FeatureIndex, 
 from slipstream.models.outputs import check_working_folder
 from slipstream.models.pretrained import read_config
 
-BLOCK_DRAFT_LAYERS = 5  # train/dflash.py's default, which decides the states that it reads
+BLOCK_DRAFT_LAYERS = 5  # train/dflash.py's default; it decides which states a draft reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +65,13 @@ class CaptureConfig:
     train_documents: int | None = None
     """Take the first of the training split only."""
     heldout_documents: int | None = 200
-    """Take the first of the heldout split only; as many as evaluation.documents in training."""
+    """Take the first of the heldout split only; training evaluates evaluation.documents of them."""
     batch_tokens: int = 16384
     """Tokens in a pass of the target, padding included."""
     shard_gb: float = 2.0
-    """Size of a file, and of what a process may lose when it is killed. Memory holds two."""
+    """Size of a file; a killed process loses at most one. Memory holds two."""
     shards: str = ""
-    """Capture these shards anew and no others: numbers such as 3,7."""
+    """Capture only these shards, again: numbers such as 3,7."""
     verify: bool = False
     """Read all shards, compare their checksums, and write nothing."""
     yes: bool = False
@@ -91,7 +91,7 @@ class CaptureConfig:
         return sorted({int(number) for number in self.shards.split(",")}) if self.shards else []
 
     def command(self) -> str:
-        """The command line of this capture, without what may differ between two runs of it."""
+        """The command line of this capture, without the options that may change when it is continued."""
         words = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -103,7 +103,7 @@ class CaptureConfig:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be captured."""
+    """One capture: its options, data, index and the shards to write."""
 
     config: CaptureConfig
     splits: dict[str, Dataset]
@@ -132,7 +132,7 @@ def capture_features(config: CaptureConfig) -> None:
     check_output(output, index)
     if not any(shard.num_tokens for shard in index.shards):
         raise ValueError(
-            f"data {config.data} has nothing to capture: no document has a supervised token behind its first within "
+            f"data {config.data} has nothing to capture: no document has a supervised token after its first within "
             f"max_length {config.max_length}; raise --max-length or prepare other data"
         )
     if config.verify:
@@ -143,7 +143,7 @@ def capture_features(config: CaptureConfig) -> None:
     job = Job(config, splits, index, config.chosen_shards or index.missing(output))
     if job.pending:
         check_working_folder(config.output, {"data": [config.data], "target": [config.target]})
-    accelerator.wait_for_everyone()  # from here on shards appear
+    accelerator.wait_for_everyone()  # shards appear from here on
     if not job.pending:
         accelerator.print(f"{output} is complete: {len(index.shards)} shards")
         return
@@ -173,8 +173,8 @@ def load_splits(config: CaptureConfig) -> dict[str, Dataset]:
 
 
 def build_index(config: CaptureConfig, path: Path, splits: dict[str, Dataset]) -> FeatureIndex:
-    """What a capture of the target at `path` will be: documents, states, shards. Raises ValueError where the data were
-    prepared for another tokenizer than the target's."""
+    """Plans a capture of the target at `path`: documents, states, shards. Raises ValueError for data prepared with
+    another tokenizer than the target's."""
     report = read_report(Path(config.data))
     options = ConversationOptions(target=str(path), trust_remote_code=config.trust_remote_code)
     tokenizer_hash = load_target_tokenizer(options).hash
@@ -217,11 +217,11 @@ def choose_format(config: CaptureConfig, path: Path) -> FeatureFormat:
 
 
 def check_output(output: Path, index: FeatureIndex) -> None:
-    """Raises ValueError where `output` holds a capture of something else, or shards of who knows what."""
+    """Raises ValueError if `output` holds another capture, or shards without an index."""
     if not (output / INDEX).exists():
         foreign = sorted(path.name for path in output.glob("shard-*.safetensors"))
         if foreign:
-            raise ValueError(f"output {output} holds {foreign[0]} and no {INDEX} that tells of it; name another folder")
+            raise ValueError(f"output {output} holds {foreign[0]} but no {INDEX}; name another folder")
         return
     there, here = FeatureIndex.read(output).to_json(), index.to_json()
     different = [name for name in here if name != "command" and there[name] != here[name]]
@@ -262,7 +262,7 @@ def describe(job: Job) -> None:
 def estimate_time(job: Job, capturer: Capturer, num_processes: int) -> None:
     shards = job.index.shards
     span = next((shards[number] for number in job.pending if shards[number].num_tokens), None)
-    if span is None:  # the shards that are missing hold documents that nothing reads
+    if span is None:  # training reads nothing of the missing shards' documents
         return
     documents = read_documents(job.splits[span.split], span, job.config.max_length)
     rate = capturer.measure_rate(span, documents) * num_processes
@@ -276,7 +276,7 @@ def confirm(config: CaptureConfig) -> None:
     if config.yes:
         return
     if not sys.stdin.isatty():
-        raise ValueError("nothing was written: there is no terminal to ask; add --yes")
+        raise ValueError("nothing was written: no terminal to ask for confirmation; add --yes")
     if input("Write them? [y/N] ").strip().lower() not in ("y", "yes"):
         raise ValueError("nothing was written")
 
@@ -290,7 +290,7 @@ def prepare_folder(output: Path, index: FeatureIndex) -> None:
 
 
 def capture_shards(job: Job, numbers: list[int], capturer: Capturer, show: bool) -> None:
-    """One shard is written while the next is computed."""
+    """Writes one shard while the next is computed."""
     output, index, capture = Path(job.config.output), job.index, job.index.digest
     total = sum(index.shards[number].num_tokens for number in numbers)
     written: Future[None] | None = None
@@ -307,7 +307,7 @@ def capture_shards(job: Job, numbers: list[int], capturer: Capturer, show: bool)
 
 
 def verify_all(store: FeatureStore) -> None:
-    """Raises ValueError that names every shard which is missing or damaged, and the command that rebuilds it."""
+    """Raises ValueError naming every missing or damaged shard and the command that rebuilds it."""
     faults = []
     for number, shard in enumerate(tqdm(store.index.shards, "verifying", unit="shard")):
         try:

@@ -37,8 +37,8 @@ class Example:
     messages: list[Message] | None = None
     tools: list[Any] | None = None
     text: str | None = None
-    prompt: str = ""  # what precedes `text` and is not supervised
-    is_cut: bool = False  # the last answer was ended by max_tokens: no end token stood behind it
+    prompt: str = ""  # precedes `text`, not supervised
+    is_cut: bool = False  # max_tokens ended the last answer: it has no end token
 
 
 def to_example(row: Row, columns: Mapping[str, Any], *, has_template: bool = True) -> Example:
@@ -70,7 +70,7 @@ def to_example(row: Row, columns: Mapping[str, Any], *, has_template: bool = Tru
 
 
 def content_hash(messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
-    """Identifies a conversation by what it says."""
+    """Hash of a conversation's content."""
     text = json.dumps([messages, tools], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -123,7 +123,7 @@ def _string(name: str, value: Any) -> str:
 
 
 def _system(columns: Mapping[str, Any]) -> list[Message]:
-    """ShareGPT rows may keep the system prompt in a column of its own."""
+    """ShareGPT rows may have a column for the system prompt."""
     system = columns.get("system")
     return [{"role": "system", "content": _string("system", system)}] if system else []
 

@@ -63,7 +63,7 @@ class Draft(NamedTuple):
 
     values: dict[str, Any]
     tensors: dict[str, Tensor]
-    layers: tuple[int, ...]  # target states (ids of models/config.py) that it picks; EAGLE has no choice and none
+    layers: tuple[int, ...]  # target states it picks (ids of models/config.py); EAGLE picks none
 
 
 class TargetFiles(NamedTuple):
@@ -118,27 +118,25 @@ def changes(before: Iterable[str], after: Iterable[str]) -> str:
 def form_of(values: Mapping[str, Any], config: ConvertConfig) -> Form:
     drafter = str(values.get("speculators_model_type") or drafter_of(values, config.input))
     if drafter not in FORMS:
-        raise ValueError(
-            f"input {config.input} is a draft of the kind {drafter}; kinds that convert: {', '.join(FORMS)}"
-        )
+        raise ValueError(f"input {config.input} is a draft of the kind {drafter}; convert knows {', '.join(FORMS)}")
     form = FORMS[drafter]
     if config.layout not in form.layouts:
         raise ValueError(
-            f"layout {config.layout} has no place for drafts such as {config.input}; use {', '.join(form.layouts)}"
+            f"layout {config.layout} cannot hold drafts such as {config.input}; use {', '.join(form.layouts)}"
         )
     return form
 
 
 def target_of(path: Path) -> str:
-    """The target that a draft names. Raises ValueError where it names none."""
+    """The target that a draft names. Raises ValueError if it names none."""
     name = named_target(path)
     if not name:
-        raise ValueError("the draft names no target; add --target with the model that it was trained for")
+        raise ValueError("the draft names no target; add --target with the model it was trained for")
     return name
 
 
 def tensor_names(path: Path) -> Iterable[str]:
-    """Of the files that a draft is read from."""
+    """Names of the tensors in the draft's files."""
     return [name for file in weight_files(path) for name in names_in(file)] or read_draft_tensors(path)
 
 
@@ -178,12 +176,12 @@ def as_it_is(draft: Draft, _target: TargetFiles) -> Draft:
 
 def dflash_to_sglang(draft: Draft, _target: TargetFiles) -> Draft:
     if draft.values.get("sample_from_anchor"):
-        raise ValueError("this draft drafts from the anchor's slot, too (sample_from_anchor); SGLang's DFLASH does not")
+        raise ValueError("this draft also predicts at the anchor (sample_from_anchor); SGLang's DFLASH does not")
     return draft
 
 
 def dflash_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
-    """With copies of the target's embedding and head, whose rows are those of the draft's vocabulary."""
+    """With copies of the target's embedding and head; the head has the rows of the draft's vocabulary."""
     copies = dict(target.shared)
     if "t2d" in draft.tensors:
         copies[HEAD] = copies[HEAD][draft.tensors["t2d"]]
@@ -191,11 +189,11 @@ def dflash_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
 
 
 def eagle3_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
-    """With its own embedding or a copy of the target's; a draft of the whole vocabulary has no map there."""
+    """With its own embedding or a copy of the target's; without a token map if it drafts the whole vocabulary."""
     if target.config.num_layers in draft.layers:
         raise ValueError(
             f"this draft reads state {target.config.num_layers}, after the target's final norm; speculators and vLLM "
-            "have none but the layers' own"
+            "only have the layers' outputs"
         )
     is_reduced = draft.values["draft_vocab_size"] < draft.values["vocab_size"]
     tensors = {layer_name(key): x for key, x in draft.tensors.items() if is_reduced or key not in ("d2t", "t2d")}

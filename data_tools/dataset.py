@@ -31,7 +31,7 @@ class RowWriter:
 
     def __init__(self, path: Path) -> None:
         self.rows = self.tokens = self.supervised = 0
-        self.keys = array("Q")  # of each row's ids: equal ones have the same
+        self.keys = array("Q")  # hash of each row's ids
         self._digest = hashlib.sha256()
         self._pending: list[Tokens] = []
         self._writer = pyarrow.ipc.new_stream(str(path), SCHEMA)
@@ -80,9 +80,9 @@ def write_dataset(
 ) -> dict[str, Any]:
     """Writes `rows`, shuffled by `seed`, with the share `heldout` (at least one row unless it is 0) in its own split.
 
-    With `heldout_rows` these are that split, in their order, and `heldout` is not used; else copies of held-out rows
-    are left out of training. Returns the report: what `describe` says once all rows have passed, and the dataset's
-    figures. Raises ValueError when no row is left for training, or `heldout_rows` are none.
+    `heldout_rows` replace the share: they are the held-out split, in their order. Without them, copies of held-out
+    rows are left out of training. Returns the report: what `describe` says once all rows have passed, and the dataset's
+    figures. Raises ValueError if no row is left to train on, or `heldout_rows` is empty.
     """
     with atomic_folder(path, DATASET.check) as folder:
         rows_path = folder / ROWS
@@ -111,7 +111,7 @@ def write_dataset(
         }
         rows_file = Dataset.from_file(str(rows_path))
         dataset = DatasetDict({name: rows_file.select(numbers) for name, numbers in splits.items()})
-        # An empty split saved in as many files as its size asks for, none, could not be loaded again.
+        # datasets saves an empty split in no file at all and then cannot load it.
         num_shards = {name: None if size else 1 for name, size in sizes.items()}
         dataset.save_to_disk(folder, num_shards=num_shards)
         rows_path.unlink()
@@ -120,16 +120,18 @@ def write_dataset(
 
 
 def split_rows(keys: np.ndarray, heldout: float, seed: int) -> tuple[dict[str, np.ndarray], int]:
-    """Row numbers of each split, in the order of a shuffle that depends on `seed` and the number of rows alone; and how
-    many rows are in neither, because a held-out one has the same key."""
+    """Row numbers of each split, shuffled by `seed` and the number of rows alone; and how many rows are in neither
+    because they equal a held-out one."""
     order, num_rows = np.random.default_rng(seed).permutation(len(keys)), len(keys)
     num_heldout = max(1, round(num_rows * heldout)) if heldout > 0 else 0
     if num_rows <= num_heldout:
-        raise ValueError(f"heldout is {heldout}, which leaves no row of {num_rows} for training; lower it or add data")
+        raise ValueError(
+            f"heldout is {heldout}, which leaves none of {num_rows} rows to train on; lower it or add data"
+        )
     train, chosen = order[num_heldout:], order[:num_heldout]
     is_copy = np.isin(keys[train], keys[chosen])
     if is_copy.all():
-        raise ValueError("every row for training is in the held-out split, too; add other data")
+        raise ValueError("every training row is also in the held-out split; add other data")
     return {"train": train[~is_copy], "heldout": chosen}, int(is_copy.sum())
 
 

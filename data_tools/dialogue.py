@@ -1,7 +1,7 @@
-"""A conversation whose answers a model gives anew, turn by turn.
+"""Conversations whose answers a model generates again, turn by turn.
 
-Invariant: an answer is asked for behind exactly the tokens that a server would hold at that point. Where the chat
-template renders an earlier turn differently later on, the row is dropped.
+Invariant: the prompt of an answer has exactly the tokens that a server would hold at that point. A row is dropped if
+the chat template renders an earlier turn differently in a later prompt.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from slipstream.models.messages import Message
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    id: str  # unique in a run
-    questions: list[list[Message]]  # what precedes each answer: user turns, with system turns before them
+    id: str  # unique within a run
+    questions: list[list[Message]]  # before each answer: user turns, with system turns before them
     tools: list[Any] | None = None
 
 
@@ -29,7 +29,7 @@ class Dialogue:
 class Prompt:
     messages: list[Message]
     tools: list[Any] | None
-    token_ids: list[int]  # empty where the endpoint renders the messages
+    token_ids: list[int]  # empty if the endpoint renders the messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +37,18 @@ class Answer:
     text: str
     finish_reason: str  # "stop" or "length"
     num_tokens: int
-    token_ids: list[int] | None = None  # the end token included; None where only text came back
-    reasoning: str | None = None  # where the endpoint returns it apart
+    token_ids: list[int] | None = None  # with the end token; None if only text came back
+    reasoning: str | None = None  # if the endpoint returns it separately
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of one dialogue: a row to write, or the reason why there is none."""
+    """The outcome of one dialogue: a row to write, or why it was dropped or failed."""
 
     id: str
     row: Mapping[str, Any] | None = None
     dropped: str = ""
-    failed: str = ""  # may succeed when tried again
+    failed: str = ""  # a retry may succeed
 
 
 Conversing = Generator[Prompt, Answer, Result]  # send(None) starts it; send(answer) gives the next prompt
@@ -56,10 +56,10 @@ Conversing = Generator[Prompt, Answer, Result]  # send(None) starts it; send(ans
 
 @dataclass(slots=True)
 class DialogueReader:
-    """The dialogues of the input in order, each once. Counts what it leaves out."""
+    """The dialogues of the input in order, without duplicates. Counts the rows it drops."""
 
     options: ConversationOptions
-    ids: dict[str, int] = field(default_factory=dict)  # id -> position in the input, of every dialogue given out
+    ids: dict[str, int] = field(default_factory=dict)  # id -> position in the input, of every dialogue yielded
     dropped: Counter[str] = field(default_factory=Counter)
     _contents: dict[str, str] = field(default_factory=dict)  # id -> content hash
 
@@ -98,7 +98,7 @@ class DialogueReader:
         content = content_hash(list(itertools.chain(*questions)), example.tools)
         identity = content if example.id is None else example.id
         if self._contents.get(identity, content) != content:
-            identity = f"{identity}-{content[:12]}"  # two conversations of one id: the later one gets a longer id
+            identity = f"{identity}-{content[:12]}"  # another conversation has this id: lengthen it
         if identity in self.ids:
             self.dropped["duplicate"] += 1
             return None
@@ -108,7 +108,7 @@ class DialogueReader:
 
 
 def split_questions(messages: Sequence[Message]) -> list[list[Message]]:
-    """The messages before each answer; every user turn gets one. Answers that answer no user turn are left out."""
+    """The messages before each answer. Every user turn gets an answer; others are left out."""
     questions: list[list[Message]] = [[]]
     for message in messages:
         if message["role"] != "assistant":
@@ -119,15 +119,15 @@ def split_questions(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def row_seed(seed: int, identity: str) -> int:
-    """A row's own seed, 31 bits: the same whatever else is generated, and when."""
+    """A row's seed, 31 bits; depends on the run's seed and the row's id alone."""
     return int.from_bytes(hashlib.sha256(f"{seed} {identity}".encode()).digest()[:4], "big") >> 1
 
 
 def converse(dialogue: Dialogue, chat: ChatTemplate | None, *, keep_cut: bool) -> Conversing:
     """Yields the prompts of `dialogue`, takes their answers and returns the row.
 
-    Without `chat` the endpoint renders the messages, and nothing can be checked. `keep_cut` keeps answers that
-    max_tokens ended; such an answer is the last of its dialogue, since nobody goes on behind half a sentence.
+    Without `chat` the endpoint renders the messages, unchecked. `keep_cut` keeps answers that max_tokens ended; a
+    truncated answer ends its conversation.
     """
     assert dialogue.questions
     messages: list[Message] = []
@@ -143,7 +143,7 @@ def converse(dialogue: Dialogue, chat: ChatTemplate | None, *, keep_cut: bool) -
             messages = [*messages, _assistant(answer)]
             is_last = is_cut or number == len(dialogue.questions)
             is_exact = is_last and number == 1 and answer.token_ids is not None
-            if not is_exact:  # of an exact row the tokens are written, nobody will render it again
+            if not is_exact:  # the tokens of an exact row are written; nothing renders it again
                 history = _continue(chat, messages, dialogue.tools, prompt_ids, prompt=False)
             if is_last:
                 break
@@ -160,12 +160,12 @@ def converse(dialogue: Dialogue, chat: ChatTemplate | None, *, keep_cut: bool) -
 def _continue(
     chat: ChatTemplate | None, messages: list[Message], tools: list[Any] | None, before: list[int], *, prompt: bool
 ) -> list[int]:
-    """Tokens of `messages`, which must go on where the tokens `before` ended; none where the endpoint renders them."""
+    """Tokens of `messages`, which must begin with the tokens `before`; empty if the endpoint renders them."""
     if chat is None:
         return []
     token_ids = chat.encode([chat.render(messages, tools, prompt=prompt)])[0]
     if token_ids[: len(before)] != before:
-        raise RowDropped("history_rewritten", "the template renders an earlier turn differently later on")
+        raise RowDropped("history_rewritten", "the template renders an earlier turn differently in a later prompt")
     return token_ids
 
 

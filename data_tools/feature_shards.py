@@ -43,11 +43,11 @@ def measure_table(table: pyarrow.Table, max_length: int) -> np.ndarray:
     tokens = np.zeros(len(lengths), np.int64)
     np.maximum.at(tokens, document[chosen], position[chosen])
     supervised = np.bincount(document[chosen], minlength=len(lengths))
-    return np.stack([tokens, np.maximum(supervised - 1, 0)], axis=1)  # the last one is no state that anything reads
+    return np.stack([tokens, np.maximum(supervised - 1, 0)], axis=1)  # nothing reads the state of the last one
 
 
 def plan_shards(split: str, needs: np.ndarray, form: FeatureFormat, shard_bytes: int) -> Iterator[ShardRange]:
-    """Neighbouring documents together, as many as `shard_bytes` hold, at least one. needs: (D, 2), of `measure`."""
+    """Consecutive documents in shards of at most `shard_bytes`, or of one document. needs: (D, 2), from `measure`."""
     first = tokens = supervised = 0
     for number, (more, more_supervised) in enumerate(needs.tolist()):
         count = number - first
@@ -79,7 +79,7 @@ def read_documents(dataset: Dataset, span: ShardRange, max_length: int) -> list[
 
 
 def passes(documents: list[Document], batch_tokens: int) -> Iterator[list[Document]]:
-    """Documents of similar length together, at most `batch_tokens` with padding unless one alone has more."""
+    """Batches of documents of similar length: at most `batch_tokens` with padding, or one document."""
     remaining = sorted((one for one in documents if len(one.tokens)), key=lambda one: -len(one.tokens))
     start = 0
     while start < len(remaining):
@@ -89,7 +89,7 @@ def passes(documents: list[Document], batch_tokens: int) -> Iterator[list[Docume
 
 
 class Capturer:
-    """The target on one device, the format in which its states are kept, and the most tokens of a pass."""
+    """The target on one device, the format of its states, and the largest number of tokens in a pass."""
 
     def __init__(
         self, path: Path, form: FeatureFormat, device: torch.device, batch_tokens: int, trust_remote_code: bool
@@ -100,13 +100,13 @@ class Capturer:
         self.batch_tokens = batch_tokens
 
     def capture(self, span: ShardRange, documents: list[Document], advance: Callable[[int], object]) -> ShardTensors:
-        """`advance` is told how many tokens each pass has done."""
+        """Calls `advance` with the tokens of each pass."""
         shard = self._begin(span, documents)
         self._run(passes(documents, self.batch_tokens), shard, advance)
         return shard
 
     def measure_rate(self, span: ShardRange, documents: list[Document]) -> float:
-        """Tokens per second of a few passes, of which the first warms up."""
+        """Tokens per second of a few passes after a warm-up pass."""
         shard, counts = self._begin(span, documents), list[int]()
         batches = list(islice(passes(documents, self.batch_tokens), 1 + TIMED_PASSES))
         self._run(batches[:1], shard, int)
@@ -126,10 +126,10 @@ class Capturer:
             self._pass(batch, shard)
             advance(sum(len(one.tokens) for one in batch))
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # until the copies to the host are done
+            torch.cuda.synchronize(self.device)  # wait for the copies to the host
 
     def _pass(self, batch: list[Document], shard: ShardTensors) -> None:
-        """One pass; padding follows every document, where causal attention does not look."""
+        """One pass. Padding follows each document, so causal attention never sees it."""
         width = max(len(one.tokens) for one in batch)
         tokens = torch.zeros(len(batch), width, dtype=torch.int64)
         for row, one in enumerate(batch):

@@ -5,8 +5,8 @@
     slipstream frequency-map --from-responses served.jsonl --target Qwen/Qwen3-8B --plot map.png -o map.safetensors
     slipstream frequency-map --merge a.safetensors b.safetensors -o c.safetensors
 
-Invariant: special and added tokens are always in the map; equal counts go to the lower id, so the same data gives the
-same file on every machine.
+Invariant: special and added tokens are always in the map; of equal counts the lower id wins, so the same data gives
+the same file on every machine.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -52,7 +52,7 @@ class FrequencyMapConfig(TokenizeOptions):
     output: str = ""
     """Safetensors file to write."""
     overwrite: bool = False
-    """Replace files that exist, if they are what would be written there: token maps, a coverage curve."""
+    """Replace existing files, but only token maps and coverage curves."""
     size: int | None = None
     """Tokens in the draft vocabulary. Default: a quarter of the target's."""
     merge: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class FrequencyMapConfig(TokenizeOptions):
     plot: str | None = None
     """Also draw the coverage curve here (.png)."""
     accept_rates: tuple[float, ...] = ACCEPT_RATES
-    """Share of rounds that accept draft position 1, 2, ... with the whole vocabulary; for the loss of accept length."""
+    """Share of rounds that accept draft position 1, 2, ... with the whole vocabulary; used to estimate the loss."""
 
     def __post_init__(self) -> None:
         TokenizeOptions.__post_init__(self)
@@ -80,7 +80,7 @@ class FrequencyMapConfig(TokenizeOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """Occurrences of each target id, and what they were counted over."""
+    """Occurrences of each token id, and the data they were counted in."""
 
     counts: np.ndarray  # (V,) int64
     tokenizer_hash: str
@@ -120,7 +120,7 @@ def check_files(config: FrequencyMapConfig) -> None:
     for option, name in named.items():
         check_output_file(name, *kinds[option], inputs, overwrite=config.overwrite, option=option)
     if len({Path(name).resolve() for name in named.values()}) < len(named):
-        raise ValueError(f"{' and '.join(named)} name the same file; name different ones")
+        raise ValueError(f"{' and '.join(named)} name the same file; give each its own")
 
 
 def count(config: FrequencyMapConfig) -> Counted:
@@ -132,10 +132,10 @@ def count(config: FrequencyMapConfig) -> Counted:
     prepared = [is_prepared(Path(path)) for path in config.data]
     if not any(prepared):
         if not config.target:
-            raise ValueError(f"{config.data[0]} is no prepared dataset; to count conversations, name their --target")
+            raise ValueError(f"{config.data[0]} is not a prepared dataset; add --target to count conversations")
         return count_conversations(config)
     if not all(prepared):
-        raise ValueError("data mixes prepared datasets and conversations; count them apart and --merge the maps")
+        raise ValueError("data mixes prepared datasets and conversations; count them separately and --merge the maps")
     return combine([count_dataset(Path(path), config) for path in config.data])
 
 
@@ -147,13 +147,13 @@ def build_map(counted: Counted, size: int | None) -> TokenMap:
 
 
 def combine(parts: Sequence[Counted]) -> Counted:
-    """Adds counts up; the order of `parts` does not matter. Raises ValueError when the tokenizers differ."""
+    """The sum of the counts, in any order of `parts`. Raises ValueError if the tokenizers differ."""
     first = parts[0]
     for part in parts[1:]:
         if part.tokenizer_hash != first.tokenizer_hash or len(part.counts) != len(first.counts):
             raise ValueError(
                 f"the parts come from different tokenizers ({first.tokenizer_hash[:12]} of {len(first.counts)} ids, "
-                f"{part.tokenizer_hash[:12]} of {len(part.counts)}); only counts of one tokenizer can be added"
+                f"{part.tokenizer_hash[:12]} of {len(part.counts)}); counts can only be added for one tokenizer"
             )
     return Counted(
         counts=np.sum([part.counts for part in parts], axis=0),
@@ -174,7 +174,7 @@ def from_map(path: Path) -> Counted:
 
 
 def count_dataset(path: Path, config: FrequencyMapConfig) -> Counted:
-    """Counts a prepared dataset; with a target, for its vocabulary and its special tokens."""
+    """Counts a prepared dataset; a target supplies vocabulary size and special tokens."""
     report = read_report(path)
     vocab_size, kept_ids = report["vocab_size"], tuple(report["kept_ids"])
     if config.target:
@@ -197,7 +197,7 @@ def count_tokens(path: Path, split: str, vocab_size: int, threads: int | None = 
         raise ValueError(f"split is {split!r}; {path} has {', '.join(splits)}")
     shards = splits[split].data.table.to_batches(max_chunksize=SHARD_ROWS)  # views, no copies
     total = np.zeros(vocab_size, np.int64)
-    # Threads, not processes: numpy lets go of the interpreter while it counts, and no buffer is copied between them.
+    # Threads, not processes: numpy releases the GIL while it counts, and no buffer is copied.
     with ThreadPoolExecutor(threads or len(sched_getaffinity(0))) as pool:
         for counts in pool.map(lambda shard: _count_shard(shard, vocab_size), shards):
             total += counts
@@ -214,9 +214,7 @@ def count_ids(ids: np.ndarray, vocab_size: int) -> np.ndarray:
     """(V,) int64 occurrences. Raises ValueError for an id outside the vocabulary."""
     for wrong in (ids.min(initial=0), ids.max(initial=0)):
         if not 0 <= wrong < vocab_size:
-            raise ValueError(
-                f"token id {wrong} lies outside the vocabulary of {vocab_size} tokens; is it the right target?"
-            )
+            raise ValueError(f"token id {wrong} is outside the vocabulary of {vocab_size} tokens; check --target")
     return np.bincount(ids, minlength=vocab_size)
 
 
@@ -227,7 +225,7 @@ def count_conversations(config: FrequencyMapConfig) -> Counted:
 
 
 def count_responses(config: FrequencyMapConfig) -> Counted:
-    """Counts the tokens of answers that were served."""
+    """Counts the tokens of served answers."""
     absent = [path for path in config.from_responses if not Path(path).exists()]
     if absent:
         raise ValueError(f"from_responses: {absent[0]} does not exist; name files or folders of served answers")
@@ -237,7 +235,7 @@ def count_responses(config: FrequencyMapConfig) -> Counted:
 
 
 def count_outcomes(outcomes: Iterable[Outcome], target: TargetTokenizer) -> Counted:
-    """Counts the supervised tokens of rows, and says how many rows there were. Raises ValueError when none was kept."""
+    """Counts the supervised tokens of rows and prints the number of rows. Raises ValueError if none was kept."""
     counts, digest, tally = np.zeros(target.vocab_size, np.int64), hashlib.sha256(), Tally()
     kept = tally.kept(tqdm(outcomes, unit=" rows", desc="frequency-map"))
     while shard := list(itertools.islice(kept, SHARD_ROWS)):
@@ -250,7 +248,7 @@ def count_outcomes(outcomes: Iterable[Outcome], target: TargetTokenizer) -> Coun
 
 
 def _joint_hash(hashes: list[str]) -> str:
-    """One hash for several data sets, whatever their order; that of a single one is its own."""
+    """One hash for several datasets in any order; a single dataset keeps its own."""
     return hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(sorted(hashes)).encode()).hexdigest()
 
 

@@ -1,8 +1,8 @@
 """Loss masks: which tokens of a conversation the target itself would have generated.
 
-Invariant: a span is supervised only where the tokens up to its two ends are, taken alone, a prefix of the tokens of the
-whole text. So the tokens before an answer are exactly those that a server would have prefilled. Text is never
-tokenised in pieces; a row whose tokens change across an end of a span is dropped.
+Invariant: the tokens up to either end of a supervised span, tokenised alone, are a prefix of the tokens of the whole
+text. So the tokens before an answer are exactly those that a server would have prefilled. The text itself is tokenised
+as a whole; a row whose tokens merge across the edge of a span is dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ def mask_conversation(
     is_cut: bool = False,
 ) -> tuple[list[int], list[bool]]:
     """Token ids of `messages` up to the last answer, and the mask of the answers; `is_cut` says that max_tokens ended
-    the last one, whose end token is then the template's alone.
+    the last one: the template, not the target, then wrote its end token.
 
-    The spans are the template's own `{% generation %}` tags, else those found by rendering turn by turn. Raises
+    The template's `{% generation %}` tags give the spans, else rendering turn by turn. Raises
     RowDropped.
     """
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -58,7 +58,7 @@ def rendered_spans(
         prompt = chat.render(messages[:index], tools, prompt=True)
         turn = chat.render(messages[: index + 1], tools)
         if not text.startswith(turn):
-            raise RowDropped("history_rewritten", f"the template renders message {index + 1} anew in later turns")
+            raise RowDropped("history_rewritten", f"the template renders message {index + 1} differently later on")
         if not turn.startswith(prompt):
             raise RowDropped("prompt_rewritten", f"message {index + 1} does not follow the template's own prompt")
         spans.append((len(prompt), len(turn)))
@@ -80,12 +80,12 @@ def token_ranges(
 
 
 def end_of_answer(ids: Sequence[int], start: int, end: int, end_ids: frozenset[int]) -> int:
-    """`end` moved behind the last end token of the range: what a template writes after it was never generated."""
+    """`end` moved back to just after the last end token: the target never generates what a template writes after it."""
     return next((index + 1 for index in range(end - 1, start - 1, -1) if ids[index] in end_ids), end)
 
 
 def end_of_cut_answer(ids: Sequence[int], start: int, end: int, end_ids: frozenset[int]) -> int:
-    """`end` moved before the first end token of the range: generation would have stopped at one of its own."""
+    """`end` moved back to just before the first end token: generation would have stopped there."""
     return next((index for index in range(start, end) if ids[index] in end_ids), end)
 
 

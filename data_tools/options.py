@@ -1,4 +1,4 @@
-"""What the data programs share on the command line: options, checks of options, errors, tables."""
+"""The command line of the data programs: shared options and their checks, errors, tables."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,14 +28,14 @@ def run(program: Callable[[ConfigT], None], config_class: type[ConfigT], argv: S
 
 
 def check_named(config: object, **remedies: str) -> None:
-    """Raises ValueError, with the option's remedy, where one of these options is empty."""
+    """Raises ValueError if one of these options is empty; each comes with its remedy."""
     for name, remedy in remedies.items():
         if not getattr(config, name):
             raise ValueError(f"{name} is empty; name {remedy}")
 
 
 def check_at_least(config: object, minimum: float, *names: str) -> None:
-    """Raises ValueError where one of the options `names` is set and below `minimum`."""
+    """Raises ValueError if one of the options `names` is set and below `minimum`."""
     for name in names:
         value = getattr(config, name)
         if value is not None and value < minimum:
@@ -50,13 +50,13 @@ def show_table(rows: Mapping[str, object]) -> None:
 
 
 def counted(counts: Mapping[str, int]) -> str:
-    """Names with their numbers in one line."""
+    """Names with their counts on one line."""
     return ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationOptions:
-    """Which conversations, and the target whose tokenizer and chat template render them."""
+    """Conversations to read, and the target whose tokenizer and chat template render them."""
 
     data: tuple[str, ...] = ()
     """Files (.jsonl .json .parquet .arrow, also .gz), folders of them, saved datasets or hub ids."""
@@ -67,7 +67,7 @@ class ConversationOptions:
     where: tuple[str, ...] = ()
     """Keep rows with this column value: column=value. Several must all hold."""
     limit: int | None = None
-    """Take this many rows only, counted after `where`."""
+    """Take only this many rows, counted after `where`."""
     skip_bad: bool = False
     """Count malformed rows instead of stopping at the first."""
     target: str = ""
@@ -89,11 +89,11 @@ class ConversationOptions:
                 raise ValueError(f"where is {condition!r}; write column=value, such as split=train")
         check_at_least(self, 1, "limit")
         check_date(self.date)
-        # Reports and files that are continued name the day, also where that was `today`.
+        # Reports and continued files need the day itself, not `today`.
         object.__setattr__(self, "date", date_of(self.date).isoformat())
 
     def inputs(self) -> dict[str, Sequence[str | None]]:
-        """Option -> what it names to be read, which no program may write to."""
+        """Option -> the inputs it names, to which no program may write."""
         return {"data": self.data, "target": [self.target], "chat_template": [self.chat_template]}
 
     @property

@@ -3,7 +3,7 @@
     python data_tools/prepare.py --data chats.jsonl --target Qwen/Qwen3-8B --output runs/data
     slipstream prepare --data assets/gsm8k.jsonl.gz --where split=train --target assets/tiny-target --output runs/data
 
-Invariant: every row read is kept, or counted in report.json with the reason why it was not.
+Invariant: every row is either kept or counted in report.json with the reason it was dropped.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -39,7 +39,7 @@ class PrepareConfig(TokenizeOptions):
     overwrite: bool = False
     """Replace `output` if it is a prepared dataset and nothing else."""
     heldout: float = 0.02
-    """Share of the rows that goes to the held-out split."""
+    """Share of the rows in the held-out split."""
     heldout_data: tuple[str, ...] = ()
     """Files whose rows are the held-out split, in their order, instead of a share of `data`."""
     seed: int = 0
@@ -54,7 +54,7 @@ class PrepareConfig(TokenizeOptions):
 
 @dataclass(slots=True)
 class Tally:
-    """Counts what became of the rows while they pass."""
+    """Counts kept, dropped and filtered rows as they pass."""
 
     rows: int = 0
     filtered: int = 0
@@ -64,7 +64,7 @@ class Tally:
     first: Tokens | None = None  # the first row kept
 
     def kept(self, outcomes: Iterable[Outcome]) -> Iterator[Tokens]:
-        """Passes on the tokens of the rows that were kept."""
+        """Yields the tokens of the kept rows."""
         for outcome in outcomes:
             self.filtered += outcome.status == "filtered"
             self.rows += outcome.status != "filtered"
@@ -79,7 +79,7 @@ class Tally:
                 del self.examples[reason][EXAMPLES_PER_REASON:]
 
     def check(self) -> None:
-        """Raises ValueError when no row was kept."""
+        """Raises ValueError if no row was kept."""
         if self.first is not None:
             return
         if self.rows == 0:
@@ -119,7 +119,7 @@ def prepare(config: PrepareConfig) -> None:
 
 
 def mask_rule(tokenizer: RowTokenizer) -> str:
-    """One line that says how answers are found and what the template does with today's date."""
+    """One line: how answers are found, and the date the template sees."""
     chat, options = tokenizer.chat, tokenizer.options
     if chat is None:
         return "The target has no chat template: conversations are refused, plain text is taken as it is."
@@ -129,7 +129,7 @@ def mask_rule(tokenizer: RowTokenizer) -> str:
 
 
 def describe(tokenizer: RowTokenizer, tally: Tally) -> dict[str, Any]:
-    """What report.json says about the rows and the target. Raises ValueError when no row was kept."""
+    """The part of report.json on rows and target. Raises ValueError if no row was kept."""
     tally.check()
     target, options = tokenizer.target, tokenizer.options
     frozen = tokenizer.chat is not None and tokenizer.chat.inserts_date
@@ -165,7 +165,7 @@ def show_report(report: Mapping[str, Any], output: Path) -> None:
 
 
 def marked(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, mask: np.ndarray) -> str:
-    """The row's text with every supervised run of tokens in brackets; long rows are cut."""
+    """The row's text, supervised tokens in brackets, cut to SHOWN_TOKENS."""
     ids, mask = ids[:SHOWN_TOKENS], mask[:SHOWN_TOKENS]
     edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1), len(ids)]
     text = ""

@@ -1,11 +1,11 @@
-"""Replaces the answers of conversations by the target's own: a draft learns what its target says, not what others say.
+"""Replaces the answers of conversations with the target's own, which are what a draft has to predict.
 
     python data_tools/regenerate.py --data chats.jsonl --target Qwen/Qwen3-8B --output answers.jsonl
     slipstream regenerate --data chats.jsonl --endpoint http://a:8000/v1 http://b:8000/v1 --output answers.jsonl
 
-Invariant: a row's answer depends on the row, the options and the seed alone, never on when or beside what it is made.
-Rows are appended as they come; the same command goes on after an interrupt and ends with the same file. Rows that are
-left out on purpose are listed in OUTPUT.dropped; OUTPUT.report counts everything.
+Invariant: an answer depends on the row, the options and the seed alone, not on time or on other rows. Rows are appended
+as they finish; after an interrupt the same command continues and ends with the same file. OUTPUT.dropped lists the rows
+left out on purpose; OUTPUT.report counts everything.
 """
 
 import dataclasses
@@ -31,38 +31,38 @@ from slipstream.serve.llm import LLM
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import SamplingParams
 
-# Options that change answers: a file is continued only under the same ones.
+# Options that change answers: only the same ones continue a file.
 RENDERING = ("target", "revision", "chat_template", "template", "date", "model")
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "cut")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegenerateConfig(ConversationOptions):
-    """Replace the answers of conversations by the target's own."""
+    """Replace the answers of conversations with the target's own."""
 
     output: str = ""
     """JSONL file to write, or to continue."""
     overwrite: bool = False
-    """Start anew if `output` exists, instead of continuing it; only for files that regenerate wrote."""
+    """Replace `output` instead of continuing it; only if regenerate wrote it."""
     endpoint: tuple[str, ...] = ()
     """OpenAI-compatible endpoints that serve the target, such as http://localhost:8000/v1. With `target`, prompts are
     rendered here and sent as token ids; without it, messages are sent and the endpoint's template renders them."""
     model: str | None = None
-    """Name of the model at the endpoints. Default: the first that the first one lists."""
+    """Name of the model at the endpoints. Default: the first that the first endpoint lists."""
     api_key_file: str | None = None
-    """File that holds the endpoints' key."""
+    """File with the endpoints' API key."""
     concurrency: int = 64
-    """Requests open at the endpoints at once."""
+    """Concurrent requests over all endpoints."""
     retries: int = 6
-    """Times a request is sent again after status 429, 5xx or a broken connection."""
+    """Retries of a request after status 429, 5xx or a broken connection."""
     retry_pause: float = 1.0
-    """Seconds before the first retry; each further one waits twice as long."""
+    """Seconds before the first retry; doubles with each further one."""
     max_failures: int = 100
     """Stop when this many rows have failed."""
     draft: str = "none"
-    """Draft checkpoint for the target in this process; it changes the speed, not the answers."""
+    """Draft checkpoint for the target in this process; changes speed, not answers."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """Further options of the engine in this process, such as --engine.max_running 128."""
+    """Further engine options, such as --engine.max_running 128."""
     temperature: float = 0.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -70,11 +70,11 @@ class RegenerateConfig(ConversationOptions):
     top_k: int = 0
     """Sample from this many most likely tokens; 0 for all."""
     max_tokens: int = 2048
-    """Most tokens of an answer."""
+    """Maximum tokens of an answer."""
     seed: int = 0
-    """Each row has its own seed, made from this one and the row's id."""
+    """Each row gets its own seed, derived from this one and the row's id."""
     cut: Literal["keep", "drop"] = "keep"
-    """What to do with rows whose answer max_tokens ended."""
+    """Keep or drop rows whose answer max_tokens ended."""
 
     def __post_init__(self) -> None:
         ConversationOptions.__post_init__(self)
@@ -127,9 +127,9 @@ def is_url(text: str) -> bool:
 class Journal:
     """A JSONL file of rows with an `id`, appended and flushed one by one; `ids` are those in it. A context manager.
 
-    Every line is whole: a row that was begun but not ended when its writer was killed is cut off at the next opening.
-    Locks the file before it reads it or, with `anew`, empties it. Raises ValueError for a file that holds something
-    else or that another process is writing; neither is changed.
+    Every line is whole: opening the file cuts off a row that a killed writer left unfinished.
+    Locks the file before reading it or, with `anew`, emptying it. Raises ValueError for other content and while another
+    process writes the file, and leaves it unchanged.
     """
 
     def __init__(self, path: Path, *, anew: bool = False) -> None:
@@ -168,7 +168,7 @@ class Journal:
 
 
 def sort_rows(path: Path, position: Mapping[str, int]) -> None:
-    """Puts the rows in the order of `position`, those without one last: the file no longer shows which came first."""
+    """Sorts the rows by `position`; rows without one go last. The order of arrival is gone."""
     places, start = [], 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -184,11 +184,11 @@ def _row_id(path: Path, number: int, line: bytes) -> str:
     try:
         return str(json.loads(line)["id"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}, line {number}: holds no row with an id; name another file") from error
+        raise ValueError(f"{path}, line {number}: is not a row with an id; name another file") from error
 
 
 class Progress:
-    """Writes results as they come and counts them."""
+    """Writes and counts results as they arrive."""
 
     def __init__(self, kept: Journal, dropped: Journal, bar: "tqdm[Any]") -> None:
         self.kept, self._dropped, self._bar = kept, dropped, bar
@@ -225,7 +225,7 @@ def regenerate(config: RegenerateConfig) -> None:
     reader = DialogueReader(config)
     with (
         Journal(output, anew=config.overwrite) as kept,
-        # What lies beside a file that is gone tells of another run.
+        # If the output is gone, the list of dropped rows is from another run.
         Journal(dropped_path, anew=config.overwrite or kept.is_new) as dropped,
         tqdm(unit=" rows", desc="regenerate") as bar,
     ):
@@ -255,7 +255,7 @@ def answer_all(config: RegenerateConfig, dialogues: Iterator[Dialogue], progress
         context = target.context
         chat = ChatTemplate(target.tokenizer, date=config.date, variables=config.template, tokenizer_hash=target.hash)
     if chat is None:
-        tqdm.write("The endpoints render the messages: today's date and rewritten turns in their template go unseen.")
+        tqdm.write("The endpoints render the messages: dates and rewritten turns in their templates go unnoticed.")
     else:
         tqdm.write(f"Prompts are rendered here with the chat template of {config.target}{chat.date_note}.")
     shared: dict[str, Any] = {"chat": chat, "params": config.sampling(), "keep_cut": config.cut == "keep"}
@@ -268,14 +268,14 @@ def answer_all(config: RegenerateConfig, dialogues: Iterator[Dialogue], progress
 
 
 def endpoint_options(config: RegenerateConfig, context: int | None) -> dict[str, Any]:
-    """`context` is the target's own: an endpoint may hold fewer tokens, or more."""
+    """`context` is the target's; an endpoint's own, if listed, replaces it."""
     api_key = None if config.api_key_file is None else Path(config.api_key_file).read_text().strip()
     try:
         models = served_models(config.urls[0], api_key)
     except ValueError:
         if config.model is None:
             raise
-        models = {}  # a gateway may list nothing; the context of a model that is named is then the target's
+        models = {}  # a gateway may list nothing; the context is then the target's
     model = config.model or next(iter(models))
     return {
         "urls": config.urls,
@@ -287,8 +287,7 @@ def endpoint_options(config: RegenerateConfig, context: int | None) -> dict[str,
 
 
 def check_files(config: RegenerateConfig, dropped_path: Path, report_path: Path) -> None:
-    """Raises ValueError, before anything is written, unless each file is absent, empty or of an earlier run, and none
-    is an input."""
+    """Raises ValueError unless each file is absent, empty or from an earlier run, and none is an input."""
     kinds = (
         (str(report_path), is_report, "a report of slipstream regenerate"),
         (str(dropped_path), is_dropped, "a list of rows that slipstream regenerate dropped"),
@@ -307,24 +306,22 @@ def is_report(path: Path) -> bool:
 
 def is_dropped(path: Path) -> bool:
     try:
-        lines = path.read_bytes().splitlines(keepends=True)  # the last may have been cut off by a kill
+        lines = path.read_bytes().splitlines(keepends=True)  # a kill may have cut off the last
         return all(json.loads(line).keys() == {"id", "reason"} for line in lines if line.endswith(b"\n"))
     except (ValueError, AttributeError):
         return False
 
 
 def check_options(config: RegenerateConfig, output: Path, dropped_path: Path, report_path: Path) -> None:
-    """Raises ValueError when `output` holds rows made under other options, so that one file has one recipe.
-
-    A run that ended before its first row, such as one with a misspelt target, binds the next one to nothing.
-    """
+    """Raises ValueError if `output` has rows made with other options. A run that ended before its first row, for
+    example with a misspelt target, does not bind the next."""
     if not any(path.exists() and path.stat().st_size for path in (output, dropped_path)):
         return
     earlier = read_json(report_path).get("options", {})
     for name, value in config.answer_options.items():
         if earlier.get(name) != value:
             raise ValueError(
-                f"{name} is {value!r}, but {output} was begun with {earlier.get(name)!r}; use that, name "
+                f"{name} is {value!r}, but {output} was started with {earlier.get(name)!r}; use that, name "
                 "another output or add --overwrite"
             )
 

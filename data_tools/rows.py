@@ -1,7 +1,7 @@
-"""Rows out of files, folders, saved datasets and hub datasets, each with the place that error messages name.
+"""Rows of files, folders, saved datasets and hub datasets, each with its place for error messages.
 
-Invariant: order is that of the arguments, then of file names, then of the file. Lines stay unparsed until `columns` is
-called, so that worker processes parse them and one malformed line harms no other.
+Invariant: rows come in the order of the arguments, then of file names, then of the file. `columns` parses a line, so
+worker processes do the parsing and a malformed line spoils no other.
 """
 
 import codecs
@@ -30,7 +30,7 @@ class RowError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Row:
     place: str  # "file, line 3"
-    content: bytes | Mapping[str, Any]  # a line of JSON, or the columns of a row that was never text
+    content: bytes | Mapping[str, Any]  # a line of JSON, or columns that were never text
 
     def columns(self) -> Mapping[str, Any]:
         """The row's columns. Raises RowError when the line is not a JSON object."""
@@ -52,7 +52,7 @@ class Row:
 
 
 def read_rows(options: ConversationOptions) -> Iterator[Row]:
-    """Every row of `options.data`. Raises ValueError for what cannot be found or opened, or when nothing is named."""
+    """Every row of `options.data`. Raises ValueError if it is empty or names something missing or unreadable."""
     if not options.data:
         raise ValueError("data is empty; name at least one file, folder or hub dataset")
     for name in options.data:
@@ -68,7 +68,7 @@ def read_rows(options: ConversationOptions) -> Iterator[Row]:
 
 
 def matches(columns: Mapping[str, Any], conditions: Mapping[str, str], place: str) -> bool:
-    """Do all column=value conditions hold? Raises RowError for a column that the row lacks."""
+    """Whether all column=value conditions hold. Raises RowError for a missing column."""
     for column, value in conditions.items():
         if column not in columns:
             raise RowError(f"{place}: no column {column!r} as `where` asks; it has {', '.join(sorted(columns))}")
@@ -101,7 +101,7 @@ def _read_folder(path: Path, split: str) -> Iterator[Row]:
 
 
 def _is_hidden(file: Path, folder: Path) -> bool:
-    """Below `folder` in a hidden one, such as that in which another program is writing, or hidden itself."""
+    """Hidden, or in a hidden folder below `folder`, such as one that another program is writing."""
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
@@ -176,7 +176,7 @@ def _batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Without the keys that a row lacks: in Arrow every object of a column has the keys of all others, as null."""
+    """Without null keys: Arrow gives every object of a column the keys of all others, as null."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list) and value and isinstance(value[0], dict | list):

@@ -1,4 +1,4 @@
-"""What the data programs need of a target without its weights: tokenizer, chat template, vocabulary, special tokens."""
+"""A target without its weights: tokenizer, chat template, vocabulary size, special tokens."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -20,15 +20,15 @@ from slipstream.models.pretrained import end_of_text_ids, load_tokenizer, read_c
 class TargetTokenizer:
     tokenizer: PreTrainedTokenizerBase
     hash: str
-    vocab_size: int  # V: the model's, which may exceed the tokenizer's; the tokenizer's where there is no model config
-    end_ids: frozenset[int]  # end of text or turn, as the server takes them (models/pretrained.py)
+    vocab_size: int  # V: the model's, which may exceed the tokenizer's; without a model config the tokenizer's
+    end_ids: frozenset[int]  # end of text or turn, as in the server (models/pretrained.py)
     kept_ids: tuple[int, ...]  # special, added and end tokens, ascending: every token map holds them
-    context: int | None  # most tokens of a prompt and its answer; None where there is no model config
+    context: int | None  # maximum tokens of prompt and answer; None without a model config
 
 
 def load_target_tokenizer(options: ConversationOptions) -> TargetTokenizer:
-    """Raises ValueError when the target cannot be found or its parts contradict each other."""
-    check_named(options, target="the model whose tokenizer is meant (a folder or a hub id)")
+    """Raises ValueError if the target is missing or its files contradict each other."""
+    check_named(options, target="a model, as a folder or a hub id")
     trust = options.trust_remote_code
     folder = resolve(options.target, options.revision, trust_remote_code=trust, weights=False)
     tokenizer = load_tokenizer(folder, trust)
@@ -42,7 +42,7 @@ def load_target_tokenizer(options: ConversationOptions) -> TargetTokenizer:
     if highest >= vocab_size:
         raise ValueError(
             f"target {options.target}: its tokenizer has token id {highest}, its config.json a vocab_size of "
-            f"{vocab_size}; the two do not belong together"
+            f"{vocab_size}; they do not belong together"
         )
     return TargetTokenizer(
         tokenizer=tokenizer,
@@ -55,7 +55,7 @@ def load_target_tokenizer(options: ConversationOptions) -> TargetTokenizer:
 
 
 class RowDropped(Exception):
-    """A row that cannot be used, though it is well formed. `reason` is a name that is counted."""
+    """A well-formed row that cannot be used. `reason` is a name under which it is counted."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -63,8 +63,8 @@ class RowDropped(Exception):
 
 
 class ChatTemplate(PromptTemplate):
-    """Raises ValueError when there is no template or when its `{% generation %}` tags mark nothing or everything;
-    RowDropped for messages that it refuses."""
+    """Raises ValueError without a template, or if its `{% generation %}` tags mark nothing or everything; RowDropped
+    for messages that it refuses."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ChatTemplate(PromptTemplate):
         *,
         date: str,
         variables: Mapping[str, Any],
-        tokenizer_hash: str = "",  # taken before the tokenizer's first use, which may change it
+        tokenizer_hash: str = "",  # taken before first use, which may change the tokenizer
     ) -> None:
         super().__init__(tokenizer, date=date, variables=variables)
         self.tokenizer_hash = tokenizer_hash
@@ -81,11 +81,11 @@ class ChatTemplate(PromptTemplate):
 
     @property
     def date_note(self) -> str:
-        """The end of a sentence that says what the template does with today's date."""
+        """Clause for messages: the date that the template sees as today's, if it asks."""
         return f"; today's date in the template is frozen at {self._date}" if self.inserts_date else ""
 
     def marks_generation(self, tools: Sequence[Any] | None) -> bool:
-        """Does the template for conversations with these tools mark the assistant's spans?"""
+        """Whether the template for conversations with these tools marks the assistant's spans."""
         return has_generation_tag(self._source(tools))
 
     def generation_spans(

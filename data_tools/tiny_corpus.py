@@ -41,17 +41,17 @@ def id_fraction(conversation_id: str) -> float:
 
 
 def is_held_out(conversation_id: str) -> bool:
-    """The hold-out rule: every program can tell from an id whether the target was trained on the conversation."""
+    """The hold-out rule. The id alone decides whether the target was trained on the conversation."""
     return id_fraction(conversation_id) < HELD_OUT_SHARE
 
 
 def read_conversations(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """Raises ValueError, with its place, for a row that is no conversation with an id."""
+    """Raises ValueError naming the place of a row that is not a conversation with an id."""
     conversations = []
     for row in read_rows(ConversationOptions(data=tuple(paths))):
         example = to_example(row, row.columns())
         if example.id is None or example.messages is None:
-            raise RowError(f"{row.place}: is no conversation with an id; give an object with `id` and `messages`")
+            raise RowError(f"{row.place}: is not a conversation with an id; give an object with `id` and `messages`")
         messages = [{"role": message["role"], "content": message["content"]} for message in example.messages]
         conversations.append({"id": example.id, "messages": messages})
     return conversations

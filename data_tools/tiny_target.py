@@ -3,9 +3,9 @@
     python data_tools/tiny_target.py --data "[gsm8k_train.jsonl, gpteacher.jsonl]" --output assets/tiny-target
 
 Takes about two minutes on a data-centre GPU; a CPU does the same, slowly. A draft can only learn a target that
-generalises, since the answers of one that has memorised its data are noise. Invariant: from the first evaluation on,
-also when the run is interrupted, `output` holds the model of lowest held-out loss so far. Of the tokenizer: the tokens
-of a prompt are a prefix of the tokens of the whole conversation.
+generalises: one that memorised its data answers noise. Invariant: from the first evaluation on,
+even after an interrupt, `output` holds the model with the lowest held-out loss so far. The tokens of a prompt are a
+prefix of the tokens of the whole conversation.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -97,8 +97,8 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE of exactly `vocab_size` tokens.
 
-    Newlines and digits stand alone. So a prompt's tokens are a prefix of the whole conversation's, whatever follows the
-    newline after the role, and numbers are spelled in one way only.
+    Newlines and digits are tokens of their own. So a prompt's tokens are a prefix of the conversation's, whatever
+    follows the newline after the role, and a number has one spelling.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -140,7 +140,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, conversations: list[dict[str, Any
 def pack(documents: list[list[int]], row_length: int, pad_id: int) -> Tensor:  # (R, row_length) int64
     """Concatenates documents into rows, in order.
 
-    Every row begins with a document, as every prompt does; what overhangs a row's end is dropped.
+    Every row begins with a document, as every prompt does; the end of a document that does not fit is dropped.
     """
     rows: list[list[int]] = []
     row: list[int] = []
@@ -199,7 +199,7 @@ def token_losses(model: Qwen3ForCausalLM, rows: Tensor, pad_id: int) -> Tensor: 
 def evaluate(model: Qwen3ForCausalLM, rows: Tensor, batch_rows: int, pad_id: int) -> dict[str, Any]:
     """Mean loss in nats per token over `rows`, whole and by the predicted token's position (0-127, 128-255, 256-511 …).
 
-    A range that holds padding alone is left out.
+    Ranges of padding alone are left out.
     """
     device = model.device
     losses = torch.cat([token_losses(model, batch.to(device), pad_id).cpu() for batch in rows.split(batch_rows)])

@@ -1,14 +1,14 @@
-"""What a token map covers, and what the rest costs: the coverage curve as a table and a plot.
+"""The coverage of a token map and its cost in accept length, as a table and a plot.
 
-The model: a draft token outside the map cannot be proposed, so the chain of accepted tokens ends there. If position k
+The model: a draft cannot propose a token outside the map, so the accepted chain ends there. If position k
 is reached with probability a_k without a map, and a share c of the tokens lies in the map whatever their position,
 
     accept length = 1 + sum over k of a_k * c**k = 1 + sum over k of the product of p_i * c, i = 1..k
 
 with p_i = a_i / a_(i-1), the rate at position i once it is reached.
 
-It takes tokens outside to be as easy to draft as others. They are rare words, which a draft often misses anyway, so the
-real loss is smaller: docs/token_map.md compares it with published figures.
+The model assumes that tokens outside the map are as easy to draft as others. They are rare words, which a draft often
+misses anyway, so the real loss is smaller: docs/token_map.md compares it with published figures.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from matplotlib.figure import Figure
 from slipstream.models.atomic import atomic_file
 from slipstream.models.token_map import TokenMap, ranking
 
-SOFTWARE = "slipstream frequency-map"  # in the file, by which it is known again
+SOFTWARE = "slipstream frequency-map"  # in the file's metadata, by which is_coverage_plot knows it
 BAR_WIDTH = 30
 PLOTTED_SIZES = 400
 BLUE, GREY = "#1f6feb", "#9aa5b1"
-ACCEPT_RATES = (0.75, 0.56, 0.42, 0.32, 0.24)  # three of four draft tokens right, at any position
+ACCEPT_RATES = (0.75, 0.56, 0.42, 0.32, 0.24)  # three of four draft tokens right at any position
 
 
 def expected_accept_length(accept_rates: Sequence[float], coverage: float) -> float:
@@ -36,7 +36,7 @@ def expected_accept_length(accept_rates: Sequence[float], coverage: float) -> fl
 
 
 def check_accept_rates(accept_rates: Sequence[float]) -> None:
-    """Raises ValueError unless they are shares that do not rise: a position is accepted only behind the one before."""
+    """Raises ValueError unless they are shares that never rise: a position is accepted only after the one before it."""
     falling = [1.0, *accept_rates, 0.0]
     if not accept_rates or any(not later <= earlier for earlier, later in zip(falling, falling[1:], strict=False)):
         raise ValueError(
@@ -69,7 +69,7 @@ def coverage_table(token_map: TokenMap, accept_rates: Sequence[float] = ACCEPT_R
     rates = " ".join(f"{rate:g}" for rate in accept_rates)
     lines.append(
         f"accept length: 1 + sum of a_k * coverage^k, at accept rates a_k of {rates} with the whole vocabulary;\n"
-        "tokens outside the map are taken to be as easy to draft as others, so less than this is lost"
+        "assumes that tokens outside the map are as easy to draft as others; the real loss is smaller"
     )
     return "\n".join(lines)
 
@@ -98,7 +98,7 @@ def plot_coverage(token_map: TokenMap, path: Path, accept_rates: Sequence[float]
 
 
 def is_coverage_plot(path: Path) -> bool:
-    """Did `plot_coverage` draw this file?"""
+    """Whether `plot_coverage` drew this file."""
     with path.open("rb") as file:
         start = file.read(1024)
     return start.startswith(b"\x89PNG") and SOFTWARE.encode() in start

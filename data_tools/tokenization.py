@@ -1,7 +1,7 @@
-"""Rows to tokens and loss masks, in the order of the rows: conversations, in one process or several, and answers that a
-server gave, read from its logs, which are what a draft of that server will meet.
+"""Rows to tokens and loss masks, in order: conversations, in one process or several, and served answers from a
+server's logs.
 
-A row of served answers is one of these, looked for in this order:
+A row of served answers has one of these forms, tried in this order:
 
     an OpenAI response          `choices` of message, text or token_ids; also inside `response` and `body` (batch files)
     token ids                   `token_ids` or `output_ids`, the end token included
@@ -9,8 +9,8 @@ A row of served answers is one of these, looked for in this order:
     what `regenerate` writes    `input_ids` + `loss_mask`, else `messages`, of which every answer counts
     plain text                  `text`, or `prompt` + `completion`
 
-Its text is tokenised as it is, without a chat template. An answer that `finish_reason` does not call cut ends in the
-end token, which counts like any other.
+Text is tokenised as it is, without a chat template. Unless `finish_reason` is length, an answer ends in the end token,
+which counts like any other.
 """
 
 import itertools
@@ -35,15 +35,15 @@ from slipstream.models.messages import MessageError, read_message
 
 CHUNK_ROWS = 64
 CHUNK_ANSWERS = 1024
-ROWS_WORTH_PROCESSES = 2000  # fewer are done before a process has imported its libraries
-CHUNKS_IN_FLIGHT = 4  # per process: bounds memory, and what an interrupt throws away
+ROWS_WORTH_PROCESSES = 2000  # fewer are done before a worker has imported its libraries
+CHUNKS_IN_FLIGHT = 4  # per process; bounds memory and the work that an interrupt loses
 ID_COLUMNS = ("token_ids", "output_ids")  # of served answers
 WRAPPERS = ("response", "body")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one row. Arrays are empty unless it was kept."""
+    """The outcome of one row. Arrays are empty unless it was kept."""
 
     status: Literal["kept", "dropped", "bad", "filtered"]
     reason: str = ""  # of a dropped row
@@ -95,8 +95,8 @@ class RowTokenizer:
         )
 
     def _plain(self, example: Example) -> tuple[list[int], list[bool]]:
-        """Text as it is, all of it supervised; or, behind a prompt, a completion, which the end token closes unless
-        it was cut."""
+        """Text as it is, all supervised; or a prompt and its supervised completion, closed by the end token unless it
+        was cut."""
         tokenizer, prompt, text = self.target.tokenizer, example.prompt, example.text
         assert text is not None
         if not prompt:
@@ -122,14 +122,14 @@ class RowTokenizer:
 
 
 def check_ids(ids: Any, target: TargetTokenizer, place: str, tokenizer_hash: str | None = None) -> None:
-    """Raises RowError unless `ids` are a list of token ids of the target; `tokenizer_hash` is what the row says."""
+    """Raises RowError unless `ids` is a list of the target's token ids; `tokenizer_hash` is the row's own."""
     if tokenizer_hash not in (None, target.hash):
-        raise RowError(f"{place}: its input_ids come from another tokenizer than that of the target")
+        raise RowError(f"{place}: its input_ids come from another tokenizer than the target's")
     if not isinstance(ids, list):
         raise RowError(f"{place}: its token ids are a {type(ids).__name__}, not a list")
     wrong = next((token for token in ids if type(token) is not int or not 0 <= token < target.vocab_size), None)
     if wrong is not None:
-        raise RowError(f"{place}: {wrong!r} is no token id of the target's vocabulary of {target.vocab_size}")
+        raise RowError(f"{place}: {wrong!r} is not a token id of the target's vocabulary of {target.vocab_size}")
 
 
 def limited(outcomes: Iterable[Outcome], options: ConversationOptions) -> Iterator[Outcome]:
@@ -157,7 +157,7 @@ def tokenize_rows(rows: Iterable[Row], tokenizer: RowTokenizer) -> Iterator[Outc
 def _in_processes(rows: Iterator[Row], options: TokenizeOptions, processes: int) -> Iterator[Outcome]:
     settings = pickle.dumps(options)
     pending: deque[Future[list[Outcome]]] = deque()
-    # Spawned, because the parent holds threads (tokenizers, progress bars) that a fork does not survive.
+    # Spawned: the parent has threads (tokenizers, progress bars), which do not survive a fork.
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         try:
             while chunk := list(itertools.islice(rows, CHUNK_ROWS)):
@@ -177,18 +177,18 @@ def _tokenize_chunk(settings: bytes, chunk: list[Row]) -> list[Outcome]:
 
 @lru_cache(maxsize=1)
 def _row_tokenizer(settings: bytes) -> RowTokenizer:
-    """One per worker process, which lives as long as one call of `tokenize_rows`."""
+    """One per worker process; workers live for one call of `tokenize_rows`."""
     options = pickle.loads(settings)
     return RowTokenizer(load_target_tokenizer(options), options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedAnswer:
-    """`token_ids` as they were emitted; where they are unknown, `texts` that are tokenised one by one."""
+    """`token_ids` as emitted; if unknown, `texts` to be tokenised one by one."""
 
     texts: tuple[str, ...] = ()
     token_ids: tuple[int, ...] | None = None
-    ended: bool = True  # by an end token, which texts do not show
+    ended: bool = True  # with an end token, which texts do not show
 
 
 def tokenize_answers(rows: Iterable[Row], target: TargetTokenizer, options: ConversationOptions) -> Iterator[Outcome]:
@@ -200,7 +200,7 @@ def tokenize_answers(rows: Iterable[Row], target: TargetTokenizer, options: Conv
 
 
 def read_answers(row: Row, columns: Mapping[str, Any], target: TargetTokenizer) -> list[ServedAnswer]:
-    """The answers of one row; none if the request failed. Raises RowError for a row that holds something else."""
+    """The answers of one row; empty if the request failed. Raises RowError for other rows."""
     while "choices" not in columns and (inner := _wrapped(columns)):
         columns = inner
     if columns.get("choices") is not None:
@@ -218,12 +218,12 @@ def read_answers(row: Row, columns: Mapping[str, Any], target: TargetTokenizer) 
 
 
 def _wrapped(columns: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The object inside one that a batch file or a log has put around it."""
+    """The object inside the wrapper of a batch file or a log."""
     return next((columns[key] for key in WRAPPERS if isinstance(columns.get(key), dict)), None)
 
 
 def _answer_outcomes(chunk: Sequence[Row], target: TargetTokenizer, options: ConversationOptions) -> Iterator[Outcome]:
-    """Tokenises the texts of many rows in one call, which the tokenizer spreads over its threads."""
+    """Tokenises the texts of many rows in one call, multithreaded by the tokenizer."""
     read: list[list[ServedAnswer] | Outcome] = [_read_row(row, target, options) for row in chunk]
     answers = [answer for entry in read if isinstance(entry, list) for answer in entry]
     texts = [text for answer in answers for text in answer.texts if text]
@@ -256,14 +256,14 @@ def _outcome(answers: Sequence[ServedAnswer], pieces: Iterator[list[int]], targe
 
 
 def _end_id(target: TargetTokenizer) -> list[int]:
-    """The token that ends an answer: the tokenizer's own, else the first that the generation config names."""
+    """The token that ends an answer: the tokenizer's, else the lowest in the generation config."""
     own = target.tokenizer.eos_token_id
     return [own] if own in target.end_ids else sorted(target.end_ids)[:1]
 
 
 def _choice(row: Row, choice: Any, target: TargetTokenizer) -> ServedAnswer:
     if not isinstance(choice, dict) or "delta" in choice:
-        raise RowError(f"{row.place}: holds a piece of a stream; log whole answers, or their text")
+        raise RowError(f"{row.place}: holds a chunk of a stream; log whole answers or their text")
     for name in ID_COLUMNS:
         if choice.get(name):
             return _served_ids(choice[name], target, row.place)
@@ -288,7 +288,7 @@ def _example(row: Row, columns: Mapping[str, Any], target: TargetTokenizer) -> l
 
 
 def _message_texts(row: Row, message: Any) -> tuple[str, ...]:
-    """What the target wrote, its reasoning first, where a parser has split the two."""
+    """What the target wrote: reasoning, if the server split it off, then content."""
     if not isinstance(message, dict):
         raise RowError(f"{row.place}: message holds a {type(message).__name__}, not an object")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""

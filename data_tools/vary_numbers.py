@@ -1,10 +1,10 @@
-"""More questions of the same kind: copies of conversations with other numbers in the user's messages.
+"""Copies conversations with other numbers in the user's messages.
 
     python data_tools/vary_numbers.py --data questions.jsonl --copies 4 --output more.jsonl
 
-A small set of arithmetic questions is soon used up. The target answers the copies much as it answers the originals, so
-a draft sees more of its text: `slipstream regenerate` makes the answers, and copies end before their first one. Writes
-the originals, then each copy of all, with ids "ID~1", "ID~2", ...; other columns stay.
+A small set of arithmetic questions is soon used up. The target answers the copies much like the originals, so a draft
+sees more of its text. Copies end before their first answer; `slipstream regenerate` generates it. Writes the
+originals, then each copy of all, with ids "ID~1", "ID~2", ...; other columns stay.
 
 Invariant: a copy depends on its conversation, its number and the seed alone.
 """
@@ -25,7 +25,7 @@ from slipstream.models.outputs import check_new_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Questions with other numbers."""
+    """Copy questions with other numbers."""
 
     data: tuple[str, ...] = ()
     """Files whose rows hold `id` and `messages` (a list of role and content)."""
@@ -61,7 +61,7 @@ def vary(row: Mapping[str, Any], copy: int, seed: int) -> dict[str, Any]:
 
 
 def vary_numbers(options: Options) -> None:
-    """Raises ValueError if the file exists, and for unreadable data."""
+    """Raises ValueError if the file exists or the data cannot be read."""
     check_new_file(options.output, {"data": options.data})
     chosen = ConversationOptions(data=options.data, where=options.where)
     read = ((row.place, row.columns()) for row in read_rows(chosen))

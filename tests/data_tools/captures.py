@@ -1,4 +1,4 @@
-"""Random documents to capture features of, and what a capture left behind."""
+"""Random documents to capture features of, and the shards of a capture."""
 
 from collections.abc import Callable
 from pathlib import Path

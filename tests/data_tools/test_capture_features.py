@@ -1,4 +1,4 @@
-"""Captured states against transformers' own, the plan behind them, and captures that are refused."""
+"""Captured states against transformers' own, the plan of their shards, and captures that are refused."""
 
 import json
 import shlex
@@ -115,7 +115,7 @@ def test_size_and_time_are_shown_before_anything_is_written(
     with pytest.raises(SystemExit):
         main([word for word in flags(tmp_path / "new") if word != "--yes"])
     printed = capsys.readouterr()
-    assert "nothing was written: there is no terminal to ask; add --yes" in printed.err
+    assert "nothing was written: no terminal to ask for confirmation; add --yes" in printed.err
     assert not (tmp_path / "new").exists()
     index = FeatureStore(captured).index
     tokens = sum(span.num_tokens for span in index.shards)

@@ -107,7 +107,7 @@ def test_files_that_no_capture_wrote_are_left_alone(
     shard_path(tmp_path, 2).write_text("mine")
     for output, message in (
         (tmp_path / "file", "file is a file; name a folder"),
-        (tmp_path, "holds shard-00002.safetensors and no index.json"),
+        (tmp_path, "holds shard-00002.safetensors but no index.json"),
         (capture_data / "features", f"lies in data {capture_data}, which is read"),
     ):
         with pytest.raises(SystemExit):

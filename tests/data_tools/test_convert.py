@@ -114,7 +114,7 @@ def test_what_cannot_be_converted_is_refused(runs: Runs, tmp_path: Path) -> None
     save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1}, folder / "model.safetensors")
     assert "lm_head.weight is not the target's" in runs.refused(folder, "speculators")
     change(draft, drafter="medusa")
-    assert "is a draft of the kind medusa; kinds that convert: dflash, eagle3, eagle" in runs.refused(draft, "sglang")
+    assert "is a draft of the kind medusa; convert knows dflash, eagle3, eagle" in runs.refused(draft, "sglang")
     with pytest.raises(SystemExit):
         main(["--input", str(draft), "--output", str(tmp_path / "x"), "--layout", "gguf"])
     with pytest.raises(SystemExit):
@@ -297,7 +297,7 @@ def test_what_the_layout_of_speculators_cannot_hold_is_refused(
         ({"fc_norm": True}, "draft config sets fc_norm"),
         (
             {"speculators_model_type": "peagle", "drafter": "peagle"},
-            "is a draft of the kind peagle; kinds that convert",
+            "is a draft of the kind peagle; convert knows",
         ),
         (
             {"transformer_layer_config": {"model_type": "qwen3", "vocab_size": 120}},
@@ -346,5 +346,5 @@ def test_eagle_drafts_come_back_bit_by_bit(fields: dict[str, Any], llama: Runs) 
     assert "lm_head.weight is not the target's" in llama.refused(foreign, "sglang")
 
 
-def test_speculators_has_no_place_for_eagle(llama: Runs) -> None:
-    assert "layout speculators has no place for drafts such as" in llama.refused(save_eagle_draft(llama), "speculators")
+def test_speculators_cannot_hold_eagle(llama: Runs) -> None:
+    assert "layout speculators cannot hold drafts such as" in llama.refused(save_eagle_draft(llama), "speculators")

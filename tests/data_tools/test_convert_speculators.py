@@ -74,7 +74,7 @@ def their_logits(model: Any, target: Path, tokens: list[int]) -> list[Tensor]:
     inputs: dict[int, Tensor] = {}
     layers = model.target_layer_ids
     states = verifier.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    inputs = dict(enumerate(states[: len(verifier.model.layers)]))  # the last one is behind the final norm
+    inputs = dict(enumerate(states[: len(verifier.model.layers)]))  # the last one is after the final norm
     hook = verifier.model.layers[-1].register_forward_hook(
         lambda _m, _i, output: inputs.update({len(states) - 1: output})
     )

@@ -131,7 +131,7 @@ def test_a_template_that_rewrites_earlier_answers_ends_the_row() -> None:
     assert (len(prompts), result) == (1, Result(id="x", dropped="history_rewritten"))
     assert drive(THINKING, ["Hello"], [thought])[1].row is not None
     assert drive(THINKING, ["Hello", "What?"], [say("fine"), thought])[1].row is not None
-    # Where the endpoint renders, nobody can know.
+    # If the endpoint renders, the rewriting goes unnoticed.
     assert drive(None, ["Hello", "What?"], [thought, thought])[1].row is not None
 
 
@@ -170,7 +170,7 @@ def test_a_journal_cuts_off_a_half_written_row(tmp_path: Path) -> None:
 def test_a_journal_refuses_foreign_files_and_second_writers(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a"}\n{"text": "b"}\n')
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 2: holds no row with an id"):
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 2: is not a row with an id"):
         Journal(path)
     assert path.read_text() == '{"id": "a"}\n{"text": "b"}\n'
     with Journal(path, anew=True) as journal:

@@ -150,7 +150,7 @@ def test_ids_outside_the_vocabulary_are_an_error(tmp_path: Path, capsys: pytest.
     for wrong in (512, -1):
         write_tokens(tmp_path / f"data{wrong}", [10, wrong])
         message = error(capsys, tmp_path, "--data", tmp_path / f"data{wrong}")
-        assert f"token id {wrong} lies outside the vocabulary of 512 tokens" in message
+        assert f"token id {wrong} is outside the vocabulary of 512 tokens" in message
 
 
 def test_other_tokenizers_are_refused(
@@ -174,7 +174,7 @@ def test_other_tokenizers_are_refused(
         (("--from-responses", "absent.jsonl"), "from_responses: absent.jsonl does not exist"),
         (("--data", "a", "--accept-rates", "0.5", "0.6"), "accept_rates is [0.5, 0.6]; give the share of rounds"),
         (("--data", "a", "--accept-rates", "1.5"), "accept_rates is [1.5]"),
-        (("--data", "absent"), "absent is no prepared dataset; to count conversations, name their --target"),
+        (("--data", "absent"), "absent is not a prepared dataset; add --target to count conversations"),
         (("--merge", "absent"), "absent is missing, damaged or no safetensors file"),
         (("--data", "PREPARED", "rows.jsonl"), "mixes prepared datasets and conversations"),
         (("--data", "PREPARED", "--split", "test"), "split is 'test'; "),

@@ -164,7 +164,7 @@ def test_a_frozen_date_changes_nothing_else() -> None:
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_TAGGED])
 @pytest.mark.parametrize("turns", ["all", "last"])
-def test_the_end_token_behind_a_cut_answer_is_not_supervised(template: str, turns: Any) -> None:
+def test_the_end_token_after_a_cut_answer_is_not_supervised(template: str, turns: Any) -> None:
     tokenizer = build_tokenizer(template)
     ids, supervised = mask(template, CONVERSATION, turns=turns, is_cut=True)
     whole_ids, whole = mask(template, CONVERSATION, turns=turns)

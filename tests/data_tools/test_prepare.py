@@ -100,7 +100,7 @@ def test_copies_of_held_out_rows_are_not_trained_on(
     assert "left out of training" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         prepare(tmp_path, target, ROWS[:1] * 9, "--heldout", "0.2")
-    assert "every row for training is in the held-out split, too" in capsys.readouterr().err
+    assert "every training row is also in the held-out split" in capsys.readouterr().err
 
 
 def test_where_and_limit(tmp_path: Path, target: Path) -> None:
@@ -204,7 +204,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pyte
     main([*arguments, "--skip-bad"])
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert (report["rows_in"], report["rows_kept"], report["rows_dropped"]) == (8, 3, {"malformed": 5})
-    assert "512 is no token id of the target's vocabulary of 512" in report["dropped_examples"]["malformed"][1]
+    assert "512 is not a token id of the target's vocabulary of 512" in report["dropped_examples"]["malformed"][1]
     assert "line 6: its input_ids come from another tokenizer" in report["dropped_examples"]["malformed"][2]
 
 
@@ -215,7 +215,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path, target: Path, capsys: pyte
         (ROWS[:2], ("--where", "split=z"), "no row to prepare; all 2 rows fail --where"),
         (ROWS[:2], ("--where", "part=a"), "no column 'part' as `where` asks; it has id, messages, split"),
         ([{"messages": chat("x")}], (), r"none of 1 rows could be kept \(no_assistant_turn 1\)"),
-        (ROWS[:1], ("--heldout", "0.5"), "leaves no row of 1 for training"),
+        (ROWS[:1], ("--heldout", "0.5"), "leaves none of 1 rows to train on"),
         (ROWS[:2], ("--where", "split=a", "--heldout-data", "other.jsonl"), "no row of heldout_data passes `where`"),
         (ROWS[:1], ("--target", "/absent"), "checkpoint /absent does not exist"),
         (ROWS[:1], ("--target", ""), "target is empty"),

@@ -129,7 +129,7 @@ def test_the_targets_context_counts_where_none_is_listed(
 
 def test_an_endpoint_that_is_down_is_named(tmp_path: Path, capsys: Any) -> None:
     message = error(capsys, tmp_path, "--endpoint", "http://127.0.0.1:9/v1")
-    assert "endpoint http://127.0.0.1:9/v1 does not say which model it serves" in message
+    assert "endpoint http://127.0.0.1:9/v1 does not list its models" in message
 
 
 def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:

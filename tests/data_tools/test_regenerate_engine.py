@@ -145,7 +145,7 @@ def test_a_run_that_was_killed_before_its_report_begins_anew(tmp_path: Path, tar
 def test_a_file_has_one_recipe(tmp_path: Path, target: Path, capsys: Any) -> None:
     run(tmp_path, "--target", target, rows=ROWS[:2])
     assert "seed is 1, but" in error(capsys, tmp_path, "--target", target, "--seed", 1)
-    assert "was begun with 0" in error(capsys, tmp_path, "--target", target, "--seed", 1)
+    assert "was started with 0" in error(capsys, tmp_path, "--target", target, "--seed", 1)
     assert len(run(tmp_path, "--target", target, rows=ROWS[:3])) == 3  # more data is no other recipe
     assert "no conversation to answer" in error(capsys, tmp_path, "--target", target, rows=[])
     (tmp_path / "out.jsonl").unlink()  # with the file goes its recipe, and what it dropped

@@ -100,12 +100,12 @@ def test_failed_requests_and_tool_calls_are_dropped(loaded: TargetTokenizer) -> 
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"choices": [{"delta": {"content": "He"}}]}, "holds a piece of a stream; log whole answers"),
+        ({"choices": [{"delta": {"content": "He"}}]}, "holds a chunk of a stream; log whole answers"),
         ({"choices": {"text": "a"}}, "choices holds a dict, not a list"),
         ({"choices": [choice(7)]}, "message.content is a int; it must be a string"),
         ({"choices": [choice("a\ud83d")]}, "message holds \\\\ud83d at character 1, half of a surrogate pair"),
-        ({"token_ids": [512]}, "512 is no token id of the target's vocabulary of 512"),
-        ({"output_ids": ["5"]}, "'5' is no token id"),
+        ({"token_ids": [512]}, "512 is not a token id of the target's vocabulary of 512"),
+        ({"output_ids": ["5"]}, "'5' is not a token id"),
         ({"input_ids": [5], "loss_mask": [1], "tokenizer_hash": "x"}, "come from another tokenizer"),
         ({"answer": "Hello"}, "has answer; expected messages"),
     ],
