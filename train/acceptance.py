@@ -1,4 +1,4 @@
-"""The simulated accept length: held-out answers walked the way a server walks them.
+"""The simulated accept length: replays held-out answers as a server would decode them.
 
 The prompt's pass gives an answer's first token. Each round starts at the last emitted token (the root), and emits the
 drafted tokens that agree with the text, then one of the target's own, cut at the answer's end. Accept length is

@@ -1,6 +1,6 @@
-"""From a prepared dataset to packed batches, in an order of rows that the seed alone decides.
+"""Packs a prepared dataset into batches. The order of rows depends on the seed alone.
 
-Documents are packed whole into rows of `max_length`; longer ones are cut at it, never split over rows. Letters: B rows,
+Rows hold whole documents, up to `max_length` tokens; a longer document is cut, never split over rows. Letters: B rows,
 S tokens in a row.
 """
 
@@ -32,8 +32,8 @@ class Batch:
     documents: Tensor  # (B, S) int64, counted from 0 through the batch, in reading order
     positions: Tensor  # (B, S) int64, from 0 in each document
     supervised: Tensor  # (B, S) bool; never a document's first token, which nothing predicts
-    numbers: Tensor  # (B,) int64 which row of the whole run each is: seeds what is drawn for it
-    cached: CachedStates | None = None  # the target's states, where they were read from disk
+    numbers: Tensor  # (B,) int64 index of each row in the whole run; seeds its random draws
+    cached: CachedStates | None = None  # target states read from disk, if any
 
     @property
     def num_supervised(self) -> int:
@@ -44,7 +44,7 @@ AddStates = Callable[[Batch, list[int]], Batch]  # a batch, and its documents' n
 
 
 class PackedRows:
-    """The documents of one split that can be learnt from, and how they share rows."""
+    """The usable documents of one split, packed into rows."""
 
     def __init__(self, dataset: Dataset, max_length: int, limit: int | None = None) -> None:
         """`limit` keeps the first documents only. Raises ValueError for a split that supervises nothing."""
@@ -61,7 +61,7 @@ class PackedRows:
         self.num_documents, self.num_tokens = len(documents), int(lengths[documents].sum())
         self.num_supervised = int(targets.sum())
         self.rows = [[int(documents[item]) for item in row] for row in pack(lengths[documents], max_length)]
-        self.add_states: AddStates | None = None  # reads the target's states from disk (feature_source.py)
+        self.add_states: AddStates | None = None  # adds target states read from disk (feature_source.py)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -72,7 +72,7 @@ class PackedRows:
         return self.num_tokens / len(self)
 
     def batch(self, rows: list[int], first_number: int = 0) -> Batch:
-        """These rows, padded to the longest; in the run they are `first_number` and those after it."""
+        """These rows, padded to the longest; `first_number` is the index of the first one in the run."""
         fetched = [self.dataset[self.rows[row]] for row in rows]
         documents = [list(zip(row["input_ids"], row["loss_mask"], strict=True)) for row in fetched]
         batch = collate(documents, self.max_length, first_number)
@@ -157,10 +157,10 @@ def row_order(num_rows: int, seed: int, start: int) -> Iterator[int]:
 def training_batches(
     rows: PackedRows, batch_size: int, seed: int, start: int, end: int | None, process: int, num_processes: int
 ) -> Iterator[tuple[Batch, bool]]:
-    """One process's share of the rows that the run numbers `start` to `end`, without end if that is None.
+    """Yields one process's batches of rows `start` to `end` of the run (endless if None), and whether each is new.
 
-    Its processes take `batch_size` rows each in turn. From `end` on they get batches that are marked False and stand
-    for no row: all processes make equally many passes, whichever of them the last rows fall to.
+    Processes take `batch_size` rows each in turn. After `end` they get filler batches, marked False, so that every
+    process makes the same number of passes.
     """
     order = itertools.islice(row_order(len(rows), seed, start), None if end is None else end - start)
     own = slice(process * batch_size, (process + 1) * batch_size)
@@ -172,8 +172,8 @@ def training_batches(
 def evaluation_batches(
     rows: PackedRows, batch_size: int, process: int, num_processes: int
 ) -> Iterator[tuple[Batch, bool]]:
-    """One pass over every row, split over processes. All processes get equally many batches, as sharded models need:
-    a process that runs out repeats the first one, marked False."""
+    """One pass over every row, split over processes. Sharded models need the same number of batches on each: a process
+    that runs out repeats the first row, marked False."""
     step = batch_size * num_processes
     for first in range(0, len(rows), step):
         offset = first + process * batch_size

@@ -33,14 +33,14 @@ from slipstream.train.batches import Batch
 
 GAMMAS = {8: 4.0, 10: 5.0, 16: 7.0}  # DFLASH's own choice by block size (arXiv 2602.06036)
 DPACE_ALPHA = 0.5  # arXiv 2605.18810
-BLOCKS_AT_ONCE = 16  # SDPA computes every block against every other: more at once is wasted, fewer are many calls
-RECOMPILATIONS = 32  # beyond the limit torch would silently compute all scores; its default is 8
+BLOCKS_AT_ONCE = 16  # SDPA computes every block against every other: more blocks waste work, fewer need more calls
+RECOMPILATIONS = 32  # beyond the limit torch silently computes all scores; its default is 8
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key -> whether it is seen
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Rows are indices into the flattened batch. Made on the host, so that nothing waits for a device."""
+    """Rows are indices into the flattened batch. Built on the host: no synchronisation with a device."""
 
     anchors: Tensor  # (N,) int64 rows, ascending
     starts: Tensor  # (N,) int64 rows: where the anchor's document begins, the first row that the block reads
@@ -74,7 +74,7 @@ def possible_anchors(batch: Batch) -> Tensor:
 def draw_anchors(batch: Batch, limit: int, seed: int) -> tuple[Tensor, Tensor]:
     """At most `limit` of each row's possible anchors, drawn by (seed, number of the row in the run) alone.
 
-    Returns rows (N,) int64, ascending, and (N,) fp32 how many possible anchors each of them stands for.
+    Returns rows (N,) int64, ascending, and (N,) fp32 how many possible anchors each of them represents.
     """
     width = batch.tokens.shape[1]
     possible = possible_anchors(batch).numpy()
@@ -216,7 +216,7 @@ class Group:
 
 class SDPABlockAttention(BlockAttention):
     def make_mask(self, window: int | None) -> list[Group]:
-        """Waits for the device, which is the CPU."""
+        """Reads lengths on the host: for the CPU only."""
         places, num_context = Places.of(self.blocks, len(self.positions)), len(self.positions)
         size, groups = self.blocks.size, []
         starts, anchors = self.blocks.starts.tolist(), self.blocks.anchors.tolist()

@@ -1,4 +1,4 @@
-"""The target's states of a batch as far as they were read from disk: what the host hands to the device.
+"""Target states of a batch that were read from disk, and their way from host to device.
 
 Letters: B rows of S tokens, R tokens with cached states, M supervised ones among them, L tokens without, K captured
 layers, Ht the target's hidden size. Rows are indices into the flattened batch.
@@ -17,19 +17,19 @@ from slipstream.models.frozen_target import FrozenTarget
 
 @dataclass(frozen=True, slots=True)
 class CachedStates:
-    """As they lie on disk, fp8 included, so that a device gets half the bytes. Rows in none of the indices are zero."""
+    """In the dtype of the files, fp8 included: half the bytes to copy. Rows in no index are zero."""
 
     rows: Tensor  # (R,) int64
     features: Tensor  # (R, K, Ht)
     feature_scales: Tensor | None  # (R, K) fp32
     final_rows: Tensor  # (M,) int64
-    final: Tensor  # (M, Ht) after the target's final norm; not read where that is one of the K
+    final: Tensor  # (M, Ht) after the target's final norm; empty where that is one of the K
     final_scales: Tensor | None  # (M,) fp32
     online_rows: Tensor  # (L,) int64, of whole documents' beginnings, in reading order
-    copies: tuple[Future[None], ...] = ()  # that fill these tensors
+    copies: tuple[Future[None], ...] = ()  # pending jobs that fill these tensors
 
     def wait(self) -> None:
-        """Until every copy is there. Raises ValueError for a damaged shard, and where its tokens are not the data's."""
+        """Waits for all copies. Raises ValueError for a damaged shard and for other tokens than the data's."""
         for copy in self.copies:
             copy.result()
 
@@ -44,9 +44,9 @@ class CachedStates:
         return replace(self, copies=(), **moved)
 
     def spread(self, target: FrozenTarget, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """What `target.features` gives for `tokens` and `positions` (B, S): (B, S, K * Ht) and (B, S, Ht).
+        """The result of `target.features` for `tokens` and `positions` (B, S): (B, S, K * Ht) and (B, S, Ht).
 
-        Where the state after the final norm is no captured layer, only supervised tokens have it.
+        Only supervised tokens have the state after the final norm, unless it is a captured layer.
         """
         dtype, shape = target.model.get_input_embeddings().weight.dtype, tokens.shape
         layers, size = self.features.shape[1:]

@@ -1,8 +1,8 @@
 """The output folder of a run: step-N (servable, with the state to resume from) and best (servable).
 
-Invariants: whatever bears its name is complete (models/atomic.py), and a run killed at any moment continues from the
-newest step-N as if it had not been, or begins anew where there is none yet. Nothing is deleted or replaced but what a
-run wrote, and not before all checks have passed.
+Invariants: a folder under its final name is complete (models/atomic.py). A run killed at any moment continues from its
+newest step-N as if it had never stopped, or starts over if there is none. Only what a run wrote is deleted or replaced,
+and only after all checks have passed.
 """
 
 import json
@@ -29,25 +29,25 @@ from slipstream.models.outputs import CHECKPOINT, STEP
 from slipstream.train.trackers import is_metrics
 
 WriteDraft = Callable[[Mapping[str, Tensor], Path, Mapping[str, Any]], None]  # state_dict, folder, contents of run.json
-# May differ when a run continues.
+# Options that may change when a run continues.
 FREE_OPTIONS = (
     *("output", "resume", "dry_run", "target_sharding", "target_compile", "data.batch_size"),
     *("optim.accumulation", "tracker.", "checkpoint.", "evaluation.every", "evaluation.samples"),
 )
-# What may lie elsewhere by now, and the hash by which it is known.
+# Inputs that may have moved since, and the hash that identifies them.
 BY_CONTENT = {"target": "target_fingerprint", "data.path": "data_hash", "draft.vocabulary": "vocabulary_hash"}
-# For values that nobody gives by hand; for others it is to give the same one.
-REMEDIES = {hash: f"name what the run began with by {option}" for option, hash in BY_CONTENT.items()}
-OWN_NAMES = re.compile(r"best|step-\d+|metrics\.jsonl|report\.html")  # what a run, and a report of one, write
+# Remedies for hashes. For every other option: pass the saved value.
+REMEDIES = {hash: f"pass the original {option}" for option, hash in BY_CONTENT.items()}
+OWN_NAMES = re.compile(r"best|step-\d+|metrics\.jsonl|report\.html")  # names that a run or its report writes
 SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
 @dataclass(slots=True)
 class Progress:
     step: int = 0  # optimizer steps done
-    rows: int = 0  # packed rows trained on, all processes: where in its data the run is
+    rows: int = 0  # packed rows trained on, all processes: the run's position in its data
     tokens: int = 0  # supervised tokens seen, all processes
-    skipped_steps: int = 0  # of these steps, those without effect because their gradient was not finite
+    skipped_steps: int = 0  # of these, skipped because the gradient was not finite
     best_step: int = 0
     best_accept_length: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)  # of the latest evaluation
@@ -94,8 +94,8 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 class Checkpoints:
     """Every method is called by all processes; the first one writes what is not sharded.
 
-    `identity` holds what a run must agree in to be continued: its options and the hashes of what they name. `run` is
-    the provenance that goes into every run.json. `write_draft` writes a servable folder from a full state dict.
+    `identity`: what must match for a run to continue: its options and the hashes of their files. `run`: the provenance
+    for every run.json. `write_draft` writes a servable folder from a full state dict.
     """
 
     accelerator: Accelerator
@@ -107,11 +107,11 @@ class Checkpoints:
     write_draft: WriteDraft
 
     def __post_init__(self) -> None:
-        self.identity = json.loads(json.dumps(flatten(self.identity)))  # as progress.json gives it back
+        self.identity = json.loads(json.dumps(flatten(self.identity)))  # as it reads back from progress.json
 
     def resume(self, resume: str) -> Progress:
-        """Loads the newest checkpoint, if there is one, into what the accelerator prepared. Raises ValueError if
-        `resume` is "never" and the output holds anything of a run, or if that run differs from this one."""
+        """Loads the newest checkpoint, if any, into the prepared model and optimizers. Raises ValueError if `resume` is
+        "never" and the output holds a run, or if that run differs from this one."""
         found = step_folders(self.output)
         if resume == "never":
             self.check_empty(found)
@@ -120,7 +120,7 @@ class Checkpoints:
         if self.accelerator.is_main_process:
             self.output.mkdir(parents=True, exist_ok=True)
             clean(self.output)
-        self.drop_old()  # which a kill just after the newest one was written has left
+        self.drop_old()  # left by a kill just after the newest one was written
         return progress
 
     def load(self, folder: Path) -> Progress:
@@ -128,13 +128,13 @@ class Checkpoints:
         saved = json.loads((folder / "state" / "progress.json").read_text())
         self.check_identity(saved["identity"], folder)
         self.check_form(saved["form"], folder)
-        # Nothing in training draws from a global generator, so processes that find no state of one lack nothing.
+        # Training draws from no global generator: a process without a saved generator state misses nothing.
         self.accelerator.load_state(str(folder / "state"))
         self.accelerator.step = 0  # checkpoints lie between accumulation windows
         return Progress(**saved["progress"])
 
     def check_empty(self, found: list[Path]) -> None:
-        """Raises ValueError for an output that a run has left anything in; `found` are its step-N."""
+        """Raises ValueError if the output holds anything of a run; `found` are its step-N."""
         for path in (*found[-1:], self.output / "best", self.output / "metrics.jsonl"):
             if path.is_dir() or (path.exists() and path.stat().st_size > 0):
                 remedy = "use resume auto" if found else "delete it"
@@ -148,13 +148,13 @@ class Checkpoints:
             if here != there and not name.startswith(FREE_OPTIONS):
                 raise ValueError(
                     f"{name} is {here!r}, but the run in {folder} has {there!r}; "
-                    f"{REMEDIES.get(name, 'give the same value')} to continue it, or another output to start afresh"
+                    f"{REMEDIES.get(name, 'pass the saved value')} to continue it, or another output to start afresh"
                 )
 
     def check_form(self, saved: Mapping[str, Any], folder: Path) -> None:
-        """Raises ValueError if the state that `folder` holds cannot be loaded as these processes hold theirs."""
+        """Raises ValueError if the state in `folder` was saved in shards that these processes cannot load."""
         here = state_form(self.accelerator)
-        is_deepspeed = here["sharding"].startswith("DeepSpeed")  # it cannot share its shards out anew
+        is_deepspeed = here["sharding"].startswith("DeepSpeed")  # which cannot reshard
         if here["sharding"] != saved["sharding"] or (is_deepspeed and here != saved):
             raise ValueError(
                 f"{folder} was saved by {saved['num_processes']} processes under {saved['sharding']}, this launch has "
@@ -163,7 +163,7 @@ class Checkpoints:
             )
 
     def save_best(self, progress: Progress) -> Path:
-        """Its folder, as also of the next one."""
+        """Returns the folder, as `save_step` does."""
         self._save(self.output / "best", progress, with_state=False)
         return self.output / "best"
 
@@ -174,8 +174,8 @@ class Checkpoints:
         return folder
 
     def drop_old(self) -> None:
-        """Leaves the newest `keep` step checkpoints, and those in which somebody put files of their own; once all
-        processes have read or written them."""
+        """Deletes all step checkpoints but the newest `keep` and those that hold a user's files, once every process has
+        read or written them."""
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             for old in step_folders(self.output)[: -self.keep]:
@@ -204,7 +204,7 @@ class Checkpoints:
 
 
 def state_form(accelerator: Accelerator) -> dict[str, Any]:
-    """How the state lies in its files: whole under DDP or one process, else in shards."""
+    """How the state is stored: whole (DDP, one process) or in shards."""
     sharding = "DDP or one process"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         sharding = f"DeepSpeed ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
@@ -214,19 +214,18 @@ def state_form(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def step_folders(output: Path) -> list[Path]:
-    """step-N folders, oldest first. Others, such as a copy named step-N-good, are their owner's."""
+    """step-N folders, oldest first; not a user's own, such as a copy named step-N-good."""
     found = (path for path in output.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def check_run_folder(output: Path) -> None:
-    """Raises ValueError where something in `output` bears a name that a run would continue from or replace, and is
-    none of a run's."""
+    """Raises ValueError if `output` holds something under a run's names that no run wrote."""
     for step in step_folders(output):
         missing = next((name for name in STEP.markers if not (step / name).is_file()), None)
         if missing is not None:
             raise ValueError(
-                f"output {output} holds {step.name}, which is no checkpoint to continue from (it has no {missing}); "
+                f"output {output} holds {step.name}, which is not a training checkpoint (it has no {missing}); "
                 "move it away or name another output"
             )
     if (output / "best").exists():
@@ -240,12 +239,12 @@ def check_run_folder(output: Path) -> None:
 
 
 def clean(output: Path) -> None:
-    """Ends what a killed run or report was writing, and puts back what it was about to replace."""
+    """Deletes what a killed run or report was writing, and restores what it was about to replace."""
     for path in interrupted(output):
         recover(path)
 
 
 def interrupted(output: Path) -> list[Path]:
-    """What a run or report was writing when it was killed, or is writing."""
+    """Unfinished files and folders of a run or report that was killed or is still writing."""
     names = (staged_name(path.name) for path in output.iterdir()) if output.is_dir() else ()
     return [output / name for name in names if name is not None and OWN_NAMES.fullmatch(name)]

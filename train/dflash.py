@@ -59,7 +59,7 @@ class DraftOptions(BaseDraftOptions):
     anchors: int = 512
     """most blocks drawn from a packed row in a step"""
     loss: Literal["decay", "dpace"] = "decay"
-    """weight of a slot: falls with its distance, or by what it would add to the accepted length"""
+    """weight of a slot: by its distance (decay), or by what it would add to the accepted length (dpace)"""
     gamma: float | None = None
     """slots over which `decay` falls to 1/e; default by block size: 4, 5 and 7 for 8, 10 and 16"""
 
@@ -106,7 +106,7 @@ class DFlashTraining(DraftTraining):
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Weighted cross-entropy of every counting slot against the text, as if every possible anchor had its block.
 
-        A slot whose token is outside the draft vocabulary has nothing to learn; it counts as missed in the metrics
+        A slot whose token is outside the draft vocabulary has no loss; it counts as missed in the metrics
         `accept_rate_i`, the agreement of slot i + 1 with the text.
         """
         config, device = self.draft.config, self.head.device
@@ -126,7 +126,7 @@ class DFlashTraining(DraftTraining):
         return (weights * losses).sum(), {f"accept_rate_{i}": rate for i, rate in enumerate(rates)}
 
     def weights(self, losses: Tensor, known: Tensor, counts: Tensor) -> Tensor:
-        """(N, S - 1) fp32; those of a block add up to 1 at most, so that the loss is about one token's."""
+        """(N, S - 1) fp32; a block's weights sum to at most 1, so that the loss stays near that of one token."""
         if self.options.loss == "dpace":
             return dpace_weights(losses, known, counts) * (2 / (known.shape[1] * (known.shape[1] + 1)))
         size = self.draft.config.block_size
@@ -205,7 +205,7 @@ def build_draft(options: DraftOptions, files: TargetFiles, mask_token: int) -> D
 def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
     """The draft's layers and norm become the target's last ones, and fc passes the last feature on.
 
-    Raises ValueError where the target's layers are others than the draft's.
+    Raises ValueError if the target's layers do not have the draft's shapes.
     """
     own, layers = draft.state_dict(), list(target.layers)[-len(draft.layers) :]
     theirs = {f"layers.{i}.{name}": x for i, layer in enumerate(layers) for name, x in layer.state_dict().items()}
@@ -214,8 +214,8 @@ def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
     strange = [name for name in matrices if name not in weights or weights[name].shape != own[name].shape]
     if strange:
         raise ValueError(
-            f"draft.init_from_target needs a target of as many layers as the draft, with its shapes; this one has "
-            f"{len(target.layers)}, and others at {', '.join(strange[:3])}; set draft.init_from_target to false"
+            "draft.init_from_target needs a target with at least as many layers as the draft, of the same shapes; it "
+            f"has {len(target.layers)} and differs at {', '.join(strange[:3])}; set draft.init_from_target to false"
         )
     for name in own.keys() & weights.keys():  # a target's biases and a draft's q/k norms may have no counterpart
         own[name].copy_(weights[name])

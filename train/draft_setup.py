@@ -1,4 +1,4 @@
-"""What the training programs share around their drafts: the target's options and files, the data, the run."""
+"""What all training programs share: options and files of the target, the data, the run."""
 
 import hashlib
 import sys
@@ -41,9 +41,9 @@ class DraftRunOptions(RunOptions):
     trust_remote_code: bool = False
     """run Python code that comes with the target"""
     target_sharding: Literal["none", "machine", "all"] = "none"
-    """share the target's layers out over the processes of a machine, or over all; none: each process has them whole"""
+    """shard the target's layers over the processes of a machine, or over all; none: each process holds all of them"""
     target_compile: bool = False
-    """compile the target's layers at the first step, for faster ones behind it; meant for dense targets on a GPU"""
+    """compile the target's layers at the first step, which makes later ones faster; for dense targets on a GPU"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +52,7 @@ class DraftRunOptions(RunOptions):
             if self.data.features_missing == "error":
                 reason = "the target's layers are not run at all"
             raise ValueError(
-                f"target_sharding is {self.target_sharding!r} beside data.features, where {reason}; set "
+                f"target_sharding is {self.target_sharding!r} together with data.features, but {reason}; set "
                 "target_sharding to none, or leave data.features out"
             )
 
@@ -106,7 +106,7 @@ class TargetFiles:
         }
 
     def place(self) -> dict[str, str]:
-        """For run.json: where a local target lies, for readers that do not find it by the name that was given."""
+        """For run.json: the absolute path of a local target, for readers in other folders."""
         return {"target_path": str(self.path.resolve())} if Path(self.options.target).is_dir() else {}
 
     def freeze(self, feature_layers: tuple[int, ...], device: torch.device) -> FrozenTarget:
@@ -136,19 +136,19 @@ Build = Callable[[OptionsT, TargetFiles, Accelerator], tuple[DraftTraining, Any]
 def run_program(
     options_class: type[OptionsT], build: Build[OptionsT], argv: Sequence[str] | None, *, prog: str, description: str
 ) -> None:
-    """A training program: reads its options, and ends with one sentence where they do not fit."""
+    """Runs a training program: parses its options and trains. A user's error ends it with one sentence."""
     options = parse(options_class, argv, prog=prog, description=description)
     try:
         train(options, build)
     except (ValueError, OSError) as error:
         raise SystemExit(f"{prog}: error: {error}") from error
-    except KeyboardInterrupt:  # before the loop, which notes a first one, or the second one in it
+    except KeyboardInterrupt:  # before the loop, or the second one in it: the loop handles the first
         print(f"{prog}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
 
 
 def train(options: OptionsT, build: Build[OptionsT]) -> None:
-    """`build` makes the draft, on the accelerator's device or not, and its training; the draft has a `config`."""
+    """`build` returns the training and its draft, on any device; the draft has a `config`."""
     if not options.dry_run:
         check_output(options)
     accelerator = start(options)
@@ -156,7 +156,7 @@ def train(options: OptionsT, build: Build[OptionsT]) -> None:
     data = load_prepared(Path(options.data.path), target.tokenizer_hash)
     train_rows = PackedRows(data.train, options.data.max_length)
     heldout_rows = PackedRows(data.heldout, options.data.max_length, limit=options.evaluation.documents)
-    Schedule.of(options, len(train_rows), accelerator.num_processes)  # refuses too few before the target is read
+    Schedule.of(options, len(train_rows), accelerator.num_processes)  # fails early where there are too few rows
     if options.dry_run:
         with init_empty_weights():
             training, draft = build(options, target, accelerator)
@@ -195,7 +195,7 @@ def check_output(options: DraftRunOptions) -> None:
 
 
 def vocabulary_hash(target_ids: Tensor | None) -> str | None:
-    """sha256 of the target's ids that a draft can propose; the file at draft.vocabulary may be replaced."""
+    """sha256 of the target ids that a draft can propose; notices a replaced draft.vocabulary file."""
     return None if target_ids is None else hashlib.sha256(target_ids.cpu().numpy().tobytes()).hexdigest()
 
 
@@ -209,5 +209,5 @@ def describe(accelerator: Accelerator, train_rows: PackedRows, heldout_rows: Pac
     for name, rows in (("train", train_rows), ("heldout", heldout_rows)):
         accelerator.print(
             f"{name}: {rows.num_supervised} supervised tokens in {len(rows)} rows of {rows.max_length}, "
-            f"{rows.num_dropped} documents left out for having no two in a row"
+            f"{rows.num_dropped} documents left out: no two supervised tokens in a row"
         )

@@ -23,13 +23,13 @@ from slipstream.train.losses import best_rows, distillation_loss, regression_los
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainTraining
 
-NOISE_LENGTH = 512  # tokens of a document whose noise spreads over exactly draft.noise
+NOISE_LENGTH = 512  # length of a document whose noise has the spread draft.noise
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(BaseDraftOptions):
     bias: bool = True
-    """whether fc has one: EAGLE's drafts do, those for Llama 3 do not"""
+    """whether fc has a bias: EAGLE's drafts have one, except those for Llama 3"""
     feature_weight: float = 1.0
     """weight of the smooth L1 loss on features"""
     token_weight: float = 0.1
@@ -74,7 +74,7 @@ class EagleTraining(ChainTraining):
         head = target.model.get_output_embeddings().weight.detach()
         self.head = head if ids is None else head[ids.to(head.device)]  # (Vd, H)
         self.target_ids = torch.arange(len(head)) if ids is None else ids.cpu()  # (Vd,)
-        self.device_ids = self.target_ids.to(head.device)  # the same: a copy in every step would wait for the device
+        self.device_ids = self.target_ids.to(head.device)  # on the device: a copy in every step would synchronise
         self.is_known = torch.zeros(len(head), dtype=torch.bool, device=head.device)
         self.is_known[self.device_ids] = True
 
@@ -108,12 +108,12 @@ class EagleTraining(ChainTraining):
         return loss, metrics
 
     def noise(self, batch: Batch) -> Tensor:
-        """(B, S, H) uniform; what a row of the run gets depends on it and the seed alone."""
+        """(B, S, H) uniform noise, drawn by the seed and each row's number in the run alone."""
         scale = self.options.noise * NOISE_LENGTH / document_lengths(batch.documents)  # (B, S)
         shape, device = (batch.tokens.shape[1], self.head.shape[1]), self.head.device
         generator, noise = torch.Generator(device), []
         for number in batch.numbers.tolist():
-            (state,) = np.random.SeedSequence((self.seed, number)).generate_state(1)  # 32 bits: all that count
+            (state,) = np.random.SeedSequence((self.seed, number)).generate_state(1)  # 32 bits: all it uses
             generator.manual_seed(int(state))
             noise.append(torch.rand(shape, generator=generator, device=device) - 0.5)
         return torch.stack(noise) * scale.to(device).unsqueeze(-1)
@@ -123,7 +123,7 @@ class EagleTraining(ChainTraining):
 
 
 def document_lengths(documents: Tensor) -> Tensor:
-    """documents (B, S) int64, -1 padding -> (B, S) fp32 tokens of each one's document; those of padding: any number."""
+    """documents (B, S) int64, -1 padding -> (B, S) fp32 tokens of each one's document; arbitrary at padding."""
     counts = torch.bincount(documents.flatten() + 1)
     return counts[documents + 1].float()
 

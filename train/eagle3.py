@@ -37,7 +37,7 @@ class DraftOptions(BaseDraftOptions):
     step_weights: tuple[float, ...] | None = None
     """weights of the steps, one for each; default: by ttt_decay"""
     loss: Kind = "soft_ce"
-    """what a step's distribution is held to: soft_ce, forward_kl, reverse_kl, tv or lk (docs/eagle3.md)"""
+    """distance to the target's distribution: soft_ce, forward_kl, reverse_kl, tv or lk (docs/eagle3.md)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +53,7 @@ class DraftOptions(BaseDraftOptions):
             )
 
     def weight(self, step: int) -> float:
-        """Of the loss of `step`."""
+        """Weight of the loss of `step`."""
         return self.ttt_decay**step if self.step_weights is None else self.step_weights[step]
 
 
@@ -77,8 +77,8 @@ class Eagle3Training(ChainTraining):
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Distance of every counting (row, step) from the target's distribution over the draft vocabulary.
 
-        Where the target's best token is outside that vocabulary there is nothing to learn; such a row counts as missed
-        in the metrics `accept_rate_i`, the agreement with the target's best token at step i.
+        A row whose best target token is outside that vocabulary has no loss; it counts as missed in the metrics
+        `accept_rate_i`, the agreement with the target's best token at step i.
         """
         options = self.options
         rows, tokens, features, final = self.read(batch, options.ttt_steps)

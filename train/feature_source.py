@@ -1,7 +1,7 @@
-"""Where training gets the target's states from: the target itself, a capture on disk, or both in one batch.
+"""Provides target states: computed by the target, read from a capture on disk, or both in one batch.
 
-A background thread reads batches ahead of the loop, and several threads copy the documents of one, so that neither the
-disk nor the checksums are waited for.
+A background thread reads batches ahead of the loop, and several threads copy the documents of each: disk reads and
+checksums overlap with training.
 """
 
 from collections import deque
@@ -32,8 +32,8 @@ ItemT = TypeVar("ItemT")
 def target_states(target: FrozenTarget, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
     """Captured states (B, S, K * Ht) of a batch and the state after the final norm (B, S, Ht), cached or computed.
 
-    The former as the draft reads them, the latter as the target's head does. Cached ones are zero where nothing reads
-    them: from a document's last supervised token on, and the state after the final norm of unsupervised tokens.
+    The former in the dtype that the draft reads, the latter in that of the target's head. Cached states are zero where
+    training reads none: from a document's last supervised token on, and after the final norm at unsupervised tokens.
     """
     tokens, positions = batch.tokens.to(device), batch.positions.to(device)
     if batch.cached is None:
@@ -57,7 +57,7 @@ class FeatureSource:
         pinned: bool = False,
     ) -> None:
         """`layers`: those that the draft reads, in its order. `final_state`: also read the state after the final norm.
-        `online`: leave documents without states to the target. `pinned`: for copies to a GPU that nobody waits for."""
+        `online`: let the target compute documents without states. `pinned`: pin memory, for asynchronous copies."""
         form = store.index.form
         self.store = store
         self.split = split
@@ -70,9 +70,9 @@ class FeatureSource:
         self.threads = ThreadPoolExecutor(COPYING_THREADS, "features")
 
     def add(self, batch: Batch, documents: list[int]) -> Batch:
-        """`documents`: the numbers in the split of the batch's documents, in reading order. It returns while states are
-        still copied, so that the disk gets the next batch before it has done with this one. Raises ValueError for a
-        document that has no states, unless they may be computed, and for a shard that cannot be opened."""
+        """`documents`: indices of the batch's documents in the split, in reading order. Returns while states are still
+        being copied, so that reads of the next batch overlap. Raises ValueError for a document without states, unless
+        `online`, and for a shard that cannot be opened."""
         starts, needed = document_rows(batch)
         found = [self.find(document, length) for document, length in zip(documents, needed.tolist(), strict=True)]
         cached = np.array([place is not None for place in found], dtype=bool)
@@ -91,7 +91,7 @@ class FeatureSource:
         return replace(batch, cached=replace(states, copies=tuple(jobs)))
 
     def find(self, document: int, length: int) -> tuple[int, int] | None:
-        """Shard and slot of a document's states, None where they are to be computed."""
+        """Shard and slot of a document's states; None if the target computes them."""
         place = self.store.find(self.split, document)
         if place is not None and (not self.online or self.store.is_complete(place[0])):
             if self.store.length(*place) >= length:
@@ -104,8 +104,8 @@ class FeatureSource:
         raise self.lacks(document, fault)
 
     def check(self, documents: Iterable[int]) -> None:
-        """Raises ValueError for one that was not captured and for a shard that is not there, before a run comes to it.
-        Whether a document was captured long enough shows when it is read."""
+        """Raises ValueError, before training starts, for a document that was not captured and for a missing shard.
+        `add` finds those that were captured too short."""
         shards = set()
         for document in documents:
             place = self.store.find(self.split, document)
@@ -160,7 +160,7 @@ class FeatureSource:
             self.take(stored, "_scales", supervised, states.feature_scales[rows], states.final_scales[final])
 
     def take(self, stored: dict[str, Tensor], ending: str, supervised: Tensor, features: Tensor, final: Tensor) -> None:
-        """The draft's layers of a document's states, or of their scales, and its final states if they are wanted."""
+        """Copies the draft's layers of a document's states, or of their scales, and its final states if needed."""
         states = stored["features" + ending][: len(supervised)]  # (S, K, ...)
         if self.in_order:
             features.copy_(states)
@@ -175,7 +175,7 @@ class FeatureSource:
 
 
 def open_features(options: DataOptions, identity: Mapping[str, Any]) -> FeatureStore | None:
-    """The capture that `options` name, if any. Raises ValueError unless it is of this run's target and data."""
+    """Opens the capture at data.features, if any. Raises ValueError if it is of another target or dataset."""
     if options.features is None:
         return None
     store = FeatureStore(Path(options.features))
@@ -191,8 +191,8 @@ def read_features(
     layers: tuple[int, ...],
     device: torch.device,
 ) -> None:
-    """From now on the batches of `rows`, by split, bring the states of `layers` with them. Without online ones the
-    target's layers are freed. Raises ValueError where the capture lacks states."""
+    """Makes the batches of `rows`, by split, carry the captured states of `layers`. Frees the target's layers unless it
+    computes some states online. Raises ValueError if the capture lacks states."""
     final_state, online = training.reads_final_state, options.features_missing == "online"
     store.check_states(layers, final_state=final_state)
     for split, packed in rows.items():
@@ -222,7 +222,7 @@ def rows_of(starts: np.ndarray, lengths: np.ndarray) -> Tensor:
 
 
 def read_ahead(batches: Iterator[ItemT], rows: PackedRows) -> Iterator[ItemT]:
-    """`batches` of `rows`, made a few in advance by a thread if their states are read from disk."""
+    """Reads `batches` of `rows` ahead in a thread if their states come from disk."""
     return batches if rows.add_states is None else _in_background(batches)
 
 

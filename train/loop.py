@@ -1,7 +1,7 @@
 """The loop of every training program: accumulation, clipping, schedule, evaluation, trackers, checkpoints, resume.
 
 A drafter's loss is a sum over supervised tokens. It is divided by their number over all processes and the whole
-accumulation window, known before the first forward pass, so neither of them changes what is learnt.
+accumulation window, known before the first forward pass, so neither of them changes the gradient.
 """
 
 import math
@@ -33,7 +33,7 @@ from slipstream.train.options import RunOptions
 from slipstream.train.trackers import Trackers
 from slipstream.train.training import DraftTraining, Metrics, add, reduce
 
-MAX_SKIPPED = 10  # steps in a row whose gradient is not finite: the next ones will hardly be
+MAX_SKIPPED = 10  # consecutive non-finite steps that end a run
 
 
 def start(options: RunOptions) -> Accelerator:
@@ -52,7 +52,7 @@ def start(options: RunOptions) -> Accelerator:
             "use adamw, or the ddp configuration"
         )
     if on_cpu:
-        # Of several processes each would take the others for busy programs.
+        # With several processes, each would count the others' cores as busy.
         cores = runtime.free_cores() if accelerator.num_processes == 1 else runtime.usable_cores()
         if torch.get_num_threads() < cores // accelerator.num_processes:
             accelerator.print(f"uses {torch.get_num_threads()} of {cores} cores; OMP_NUM_THREADS sets their number")
@@ -63,12 +63,12 @@ def start(options: RunOptions) -> Accelerator:
             "gradient_accumulation_steps": options.optim.accumulation,
             "gradient_clipping": options.optim.clip,
         }
-        if bf16:  # has it skip a step whose gradient is not finite
+        if bf16:  # makes it skip a step whose gradient is not finite
             accelerator.state.deepspeed_plugin.deepspeed_config["bf16"]["check_grad_overflow"] = True
-        unset_hf_deepspeed_config()  # ZeRO-3 would have transformers share out the target's weights, too
+        unset_hf_deepspeed_config()  # else transformers shards the target under ZeRO-3 as well
     sharding = getattr(accelerator.state, "fsdp_plugin", None)
     if sharding is not None and sharding.fsdp_version == 2 and bf16:
-        # Accelerate's own policy gives the loss in bf16 as well, and sums gradients in it.
+        # Accelerate's default policy also returns the loss and reduces gradients in bf16.
         sharding.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
         )
@@ -77,7 +77,7 @@ def start(options: RunOptions) -> Accelerator:
 
 
 def dtype_of_weights(accelerator: Accelerator) -> torch.dtype | None:
-    """What a draft's layers take: anything under autocast (None), else, as where weights are sharded, their dtype."""
+    """Dtype that a draft's layers take: None (any) under autocast, else that of their weights, as when sharded."""
     if accelerator.mixed_precision == "no":
         return torch.float32
     return torch.bfloat16 if accelerator.distributed_type in SHARDING else None
@@ -154,7 +154,7 @@ class Loop:
         self.batches = read_ahead(batches, self.train)
 
     def train_step(self, interrupted: bool) -> tuple[dict[str, float], bool]:
-        """Numbers of the step, and whether any process was interrupted. Values that are not finite are left out."""
+        """Metrics of the step, without non-finite values, and whether any process was interrupted."""
         accelerator, progress, began = self.accelerator, self.progress, time.perf_counter()
         lr = self.schedule.lr(progress)
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
@@ -214,8 +214,7 @@ class Loop:
             self.skip(f"loss {record['loss']:.4g}, gradient norm {norm:.4g}", was_skipped)
 
     def skip(self, numbers: str, was_skipped: bool) -> None:
-        """Counts a step without effect. Raises ValueError after MAX_SKIPPED of them in a row, and where DeepSpeed has
-        let it have its effect."""
+        """Counts a skipped step. Raises ValueError after MAX_SKIPPED in a row, or if DeepSpeed has applied the step."""
         step, lr = self.progress.step + 1, self.options.optim.lr
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED and not was_skipped:
             raise ValueError(
@@ -234,7 +233,7 @@ class Loop:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Metrics over the held-out rows, under `eval_` names; a best accept length is entered in the progress."""
+        """Metrics over the held-out rows, under `eval_` names; records a new best accept length in the progress."""
         accelerator, totals = self.accelerator, Metrics()
         self.model.eval()
         batches = evaluation_batches(
@@ -260,7 +259,7 @@ def show(bar: tqdm, record: Mapping[str, float], progress: Progress) -> None:
 
 
 class Interrupt:
-    """Notes SIGINT and SIGTERM instead of ending the process; a second SIGINT ends it as usual."""
+    """Records SIGINT and SIGTERM instead of ending the process; a second SIGINT ends it as usual."""
 
     def __enter__(self) -> "Interrupt":
         self.received = False

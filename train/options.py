@@ -19,9 +19,9 @@ class DataOptions:
     batch_size: int = 1
     """packed rows in a forward pass of one process"""
     features: str | None = None
-    """folder of the target's states (slipstream capture-features), read in place of running the target"""
+    """folder of captured target states (slipstream capture-features), read instead of running the target"""
     features_missing: Literal["error", "online"] = "error"
-    """what to do with documents that the folder lacks: stop, or run the target for those"""
+    """for documents missing from that folder: stop, or run the target"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class OptimOptions:
     lr: float = 1e-4
     """peak learning rate"""
     epochs: int = 1
-    """passes over the training split, each row once in each; `steps` overrides it"""
+    """passes over the training split; `steps` overrides it"""
     steps: int | None = None
     """optimizer steps"""
     accumulation: int = 1
@@ -55,7 +55,7 @@ class EvaluationOptions:
     documents: int = 200
     """held-out documents used"""
     samples: int = 4
-    """of these, answers that trackers show with the drafted text marked"""
+    """held-out answers to log, with accepted draft tokens highlighted"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class CheckpointOptions:
     every: int = 1000
     """steps between checkpoints; the last step is always saved"""
     keep: int = 2
-    """step checkpoints kept; `best` is kept beside them"""
+    """newest step checkpoints to keep, besides `best`"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class TrackerOptions:
     """metrics.jsonl is always written to the output folder."""
 
     wandb: bool = False
-    """log to Weights & Biases, offline where no key is set up; the same run goes on when training is continued"""
+    """log to Weights & Biases, offline without a key; continued training continues its W&B run"""
     tensorboard: bool = False
     """write TensorBoard event files to the output folder"""
     project: str = "slipstream"
@@ -83,11 +83,11 @@ class TrackerOptions:
     tags: tuple[str, ...] = ()
     """tags of the W&B run"""
     artifacts: Literal["none", "best", "all"] = "none"
-    """checkpoints that go to W&B as artifacts: none, each new best one, or those of all steps, too"""
+    """checkpoints to upload to W&B as artifacts: none, each new best, or also every step's"""
 
     def __post_init__(self) -> None:
         if self.artifacts != "none" and not self.wandb:
-            raise ValueError(f"tracker.artifacts is {self.artifacts}, but nothing goes to W&B; set tracker.wandb, too")
+            raise ValueError(f"tracker.artifacts is {self.artifacts}, but tracker.wandb is off; turn it on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +100,13 @@ class RunOptions:
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     tracker: TrackerOptions = field(default_factory=TrackerOptions)
     resume: Literal["auto", "never"] = "auto"
-    """auto continues from the newest checkpoint in `output`; never refuses an output that holds anything of a run"""
+    """auto: continue from the newest checkpoint in `output`; never: refuse an output that holds a run"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto is bf16 autocast on a GPU and fp32 on the CPU; weights and optimizer stay fp32"""
     seed: int = 0
     """seed of the weights and of the order of the data"""
     dry_run: bool = False
-    """print parameters, memory per GPU, feature volume, steps and tokens, and end before any weight is read"""
+    """print parameters, memory per GPU, size of captured features, steps and tokens; read no weights"""
 
     def __post_init__(self) -> None:
         for name in AT_LEAST_ONE:
@@ -127,4 +127,4 @@ class RunOptions:
                 "a decay of 0 or more"
             )
         if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}; give 0 or more, and less than 2**63")
+            raise ValueError(f"seed is {self.seed}; give 0 or more, below 2**63")

@@ -1,6 +1,6 @@
-"""`--dry_run`: what a run needs, by formula, from shapes and the lengths of the data (docs/training.md).
+"""`--dry_run`: estimates what a run needs from shapes and the lengths of the data (docs/training.md).
 
-Nothing of target and draft is in memory. Letters: P trainable parameters, M tokens in a pass of one process, N asking
+No weights of target or draft are loaded. Letters: P trainable parameters, M tokens in a pass of one process, N asking
 rows among them (ttt.py), b bytes of a number in the draft's pass.
 """
 
@@ -31,11 +31,11 @@ class Memory:
     parameters: int  # P, a number
     moments: int  # numbers that the optimizer keeps
     bf16: bool
-    shared_layers: int = 0  # the target's layers, if they are shared out
-    gathered: int = 0  # two of them whole: the one that runs and the next
+    shared_layers: int = 0  # the target's layers, if they are sharded
+    gathered: int = 0  # two of them, gathered: the one that runs and the next
 
     def per_gpu(self, sharding: str, num_gpus: int) -> int:
-        """sharding: ddp, zero2, or zero3, which stands for FSDP, too."""
+        """sharding: ddp, zero2, or zero3 (FSDP alike)."""
         weights = gradients = 4 * self.parameters
         moments, copies = 4 * self.moments, 2 * self.parameters if self.bf16 else 0
         if sharding == "ddp":
@@ -79,7 +79,7 @@ def plan(training: DraftTraining, draft: Any, train: PackedRows, options: Any, n
 def memory_lines(memory: Memory) -> Iterator[str]:
     precision = "bf16 autocast" if memory.bf16 else "fp32"
     yield f"memory    GB per GPU, {precision}, estimated, before fragmentation and the libraries' own 2 to 3 GB"
-    shared = f" and {_gb(memory.shared_layers)} shared out, {_gb(memory.gathered)} gathered at a time"
+    shared = f" and {_gb(memory.shared_layers)} sharded, {_gb(memory.gathered)} gathered at a time"
     yield (
         f"            target {_gb(memory.target)}{shared if memory.shared_layers else ''}, "
         f"activations {_gb(memory.activations)}"
@@ -91,7 +91,7 @@ def memory_lines(memory: Memory) -> Iterator[str]:
 
 
 def feature_lines(training: DraftTraining, draft: Any, train: PackedRows) -> Iterator[str]:
-    """Disk space of slipstream capture-features for the train split; at most, since it leaves out some tokens."""
+    """Disk space of slipstream capture-features for the train split; an upper bound: it leaves out some tokens."""
     num_layers, layers = len(training.target.layers), tuple(draft.config.feature_layers)
     for dtype in ("bf16", "fp8"):
         form = FeatureFormat(
@@ -137,7 +137,7 @@ def bytes_of(*modules: nn.Module) -> int:
 
 
 def heads_of(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
-    """All of a target that is on the GPU where captured states stand for the rest."""
+    """The parts of a target that a GPU holds when its states come from disk."""
     return model.get_input_embeddings(), model.get_output_embeddings()
 
 
@@ -145,7 +145,7 @@ def target_activations(training: DraftTraining, train: PackedRows, options: Any)
     """States that are kept and one layer's, M * t * ((K + 9) * Ht + 3 * It), in the target's dtype of t bytes.
 
     Each token of a mixture of experts runs through E of them: It is theirs together, and another 2 * E * Ht. Attention
-    of its own (gpt-oss) keeps its scores, in four steps: 4 * Q numbers for each two tokens of a row."""
+    of its own (gpt-oss) keeps its scores, in four steps: 4 * Q numbers per pair of tokens of a row."""
     model = training.target.model
     config, tokens = model.config.get_text_config(), options.data.batch_size * train.row_tokens
     states, width = len(training.target.feature_layers) + 9, config.hidden_size

@@ -3,7 +3,7 @@
     slipstream report runs/draft
     python train/report.py --run runs/draft --output report.html
 
-Reads metrics.jsonl and, where there is a checkpoint, its run.json and options; a run that still goes on can be drawn.
+Reads metrics.jsonl and, where there is a checkpoint, its run.json and options; also draws a run that is still training.
 """
 
 import io
@@ -80,7 +80,7 @@ class ReportConfig:
     """Options of `slipstream report`."""
 
     run: str = ""
-    """Output folder of a training run; may also stand first, without a flag."""
+    """Output folder of a training run; also accepted as the first argument, without a flag."""
     output: str | None = None
     """HTML file to write. Default: report.html in that folder."""
 
@@ -145,7 +145,7 @@ def is_report(path: Path) -> bool:
 
 
 def load_run(folder: Path) -> Run:
-    """Raises ValueError where there is no metrics.jsonl, or none with a whole line."""
+    """Raises ValueError if metrics.jsonl is missing or holds no complete record."""
     lines = read_lines(folder / "metrics.jsonl")
     records = [line for line in lines if "sample" not in line]
     if not records:
@@ -223,7 +223,7 @@ def chart_of(run: Run, family: str, names: Sequence[str]) -> str:
 
 
 def draw(axes: Axes, points: Points, color: str, *, is_smoothed: bool, has_raw: bool) -> None:
-    """A smoothed line is drawn over the pale raw one, where that is the only one."""
+    """Draws a curve, smoothed or not; `has_raw`: over its pale raw values."""
     if is_smoothed and has_raw:
         axes.plot(*zip(*thinned(points), strict=True), color=color, linewidth=0.7, alpha=0.3)
     line = thinned(smoothed(points) if is_smoothed else points)
@@ -266,8 +266,7 @@ def ring(axes: Axes, step: float, value: float) -> None:
 
 
 def svg(figure: Figure) -> str:
-    """The figure as an element of a page: without the namespaces of a file of its own; what has a gid that begins
-    with a number shows it where the pointer rests."""
+    """The figure as an SVG element, without XML namespaces. A gid that begins with a digit becomes a tooltip."""
     file = io.StringIO()
     with matplotlib.rc_context(SVG):
         figure.savefig(
@@ -286,7 +285,7 @@ def palette(count: int) -> Sequence[str]:
 
 
 def smoothed(points: Points) -> Points:
-    """The exponential moving average over about a 25th of the points, without a pull towards the first."""
+    """The exponential moving average over about a 25th of the points, bias-corrected."""
     keep = 1 - 1 / max(1.0, len(points) / 25)
     total = weight = 0.0
     averaged = []

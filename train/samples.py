@@ -2,9 +2,8 @@
 
     {"step": 400, "sample": {"prompt": "...", "answer": "...", "spans": [[0, 12], [15, 20]]}}
 
-`spans` are ranges of characters of `answer`, each from its first to behind its last, ascending and apart: text that was
-drafted and accepted. The rest came from the target itself. Such a record holds no numbers, so whoever reads curves
-skips those with `sample`; several may have the same step.
+`spans` are ascending, disjoint ranges [start, end) of characters of `answer`: accepted draft tokens. The target
+produced the rest. Readers of metrics skip records with `sample`; several may have the same step.
 """
 
 import os
@@ -28,7 +27,7 @@ class Sample:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "Sample":
-        """Raises ValueError for a record of another shape."""
+        """Raises ValueError for a malformed record."""
         try:
             values = record["sample"]
             spans = tuple((int(start), int(end)) for start, end in values["spans"])
@@ -73,7 +72,7 @@ class SampleAnswers:
                 self.kept.append(self.sample(tokens, documents.index(shown), walk))
 
     def take(self) -> list[Sample]:
-        """Those of the evaluation that has ended."""
+        """Returns the samples of the evaluation that has ended, and forgets them."""
         kept, self.kept = self.kept, []
         return kept
 
@@ -92,7 +91,7 @@ class SampleAnswers:
         return Sample(prompt, text, tuple(spans))
 
     def offset(self, answer: list[int], count: int, text: str) -> int:
-        """Characters of `text`, the whole answer's, in its first `count` tokens; a part of one does not count."""
+        """Characters of `text`, the whole answer's, in its first `count` tokens; an incomplete one does not count."""
         return len(os.path.commonprefix([self.decode(answer[:count]), text]))
 
     def decode(self, tokens: list[int]) -> str:

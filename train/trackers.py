@@ -1,4 +1,4 @@
-"""Where a run's numbers and sample answers go: metrics.jsonl always, Weights & Biases and TensorBoard on request.
+"""Log a run's metrics and samples: to metrics.jsonl always, to Weights & Biases and TensorBoard on request.
 
 All get the same metrics and samples. Weights & Biases also gets the options, the code's revision, versions and system
 (`run` of its config) and, by option, checkpoints.
@@ -18,7 +18,7 @@ from slipstream.models.atomic import atomic_file
 from slipstream.train.options import TrackerOptions
 from slipstream.train.samples import Sample
 
-RECORD = '{"step": '  # how each begins
+RECORD = '{"step": '  # start of every record
 BY_POSITION = "eval_accept_rate_"
 
 
@@ -29,7 +29,7 @@ class Tracker(Protocol):
 
 
 class JsonLines:
-    """One JSON object a step. Opened at step n it drops the lines after n, which a killed run may have left."""
+    """One JSON object a step. Opened at step n, it drops later records, left by a killed run."""
 
     def __init__(self, path: Path, step: int) -> None:
         kept = [line for line in read_lines(path) if line["step"] <= step]
@@ -47,19 +47,19 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line without its end is what a killed run was writing, and is left out."""
+    """The records of a metrics.jsonl, without an unfinished last line, which a killed run was writing."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Of these, one for each step: those of sample answers left out."""
+    """The same without sample answers: one record a step."""
     return [line for line in read_lines(path) if "sample" not in line]
 
 
 def is_metrics(path: Path) -> bool:
-    """False for a file that holds anything else than a run's records, the last of which a kill may have cut off."""
+    """Whether the file, if there is one, holds only a run's records; a kill may have cut off the last."""
     if not path.exists():
         return True
     try:
@@ -85,7 +85,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Resumes the run whose id lies in the output folder. Offline without an API key; `wandb sync` uploads later."""
+    """Resumes the run whose id is stored in the output folder. Offline without a key; `wandb sync` uploads later."""
 
     def __init__(self, folder: Path, options: TrackerOptions, config: Mapping[str, Any]) -> None:
         self.wandb = import_tracker("wandb", "wandb")
@@ -109,7 +109,7 @@ class WeightsAndBiases:
         self.run.define_metric("loss", summary="min")
 
     def log(self, step: int, values: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:
-        """Beside the numbers: a bar chart of the accept rate by drafted position, and a table of samples."""
+        """Also logs a bar chart of the accept rate by drafted position and a table of samples."""
         record: dict[str, Any] = dict(values)
         rates = [(name.removeprefix(BY_POSITION), rate) for name, rate in values.items() if BY_POSITION in name]
         if rates:
@@ -122,7 +122,7 @@ class WeightsAndBiases:
         self.run.log(record, step=step)
 
     def checkpoint(self, folder: Path, step: int, metrics: Mapping[str, float]) -> None:
-        """The servable files of a checkpoint, as a version of one artifact that bears the folder's name as an alias."""
+        """Uploads a checkpoint's servable files as a new version of one artifact, with the folder's name as alias."""
         if self.artifacts == "none" or (self.artifacts == "best" and folder.name != "best"):
             return
         artifact = self.wandb.Artifact(f"draft-{self.run.id}", type="model", metadata={"step": step, **metrics})
@@ -166,6 +166,6 @@ class Trackers:
                 self.wandb.checkpoint(folder, step, metrics)
 
     def close(self) -> None:
-        with ExitStack() as stack:  # all, whichever of them fails
+        with ExitStack() as stack:  # closes all even if one fails
             for tracker in self.all:
                 stack.callback(tracker.close)

@@ -1,4 +1,4 @@
-"""What a drafter brings to `fit`, and the sums that its metrics are."""
+"""The interface between a drafter and `fit`, and metrics as sums."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -14,20 +14,20 @@ from slipstream.train.acceptance import walk_answers, walk_metrics
 from slipstream.train.batches import Batch
 from slipstream.train.samples import Sample, SampleAnswers
 
-Metrics = dict[str, Tensor]  # name -> (2,): a sum, and the count that divides it once all are added up
+Metrics = dict[str, Tensor]  # name -> (2,): a sum, and the count that divides it in the end
 
 
 class DraftTraining(nn.Module, ABC):
     """What `fit` trains: its parameters are the draft's; a frozen target must not be a submodule.
 
-    Everything goes through forward, because that is where DDP, FSDP and ZeRO gather weights and reduce gradients.
+    Everything goes through `forward`: there DDP, FSDP and ZeRO gather weights and reduce gradients.
     """
 
     draft: Any
     target: FrozenTarget
     save: Callable[..., None]  # a draft, its tensors, the folder and run.json: writes a checkpoint of the draft's kind
     reads_final_state = True  # whether the loss reads the target's state after its final norm
-    samples: SampleAnswers | None = None  # keeps some of the answers that an evaluation walks
+    samples: SampleAnswers | None = None  # collects some of the answers that an evaluation walks
 
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """The loss is zero in evaluation mode."""
@@ -52,7 +52,7 @@ class DraftTraining(nn.Module, ABC):
         return walk_metrics(walks, depth)
 
     def take_samples(self) -> list[Sample]:
-        """Answers that were kept since the last call."""
+        """Answers collected since the last call."""
         return [] if self.samples is None else self.samples.take()
 
     def write(self, state: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:

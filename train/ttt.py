@@ -2,10 +2,10 @@
 
 Index t of step s reads token t+1+s and the state of step s-1 (at s = 0 the target's features at t) and predicts token
 t+2+s. Row t asks if tokens t+1 (a possible root) and t+2 are supervised and of t's document; it counts at step s if all
-of t+1 .. t+2+s are. Rows that ask run through the whole draft; earlier rows of their documents only leave their keys.
+of t+1 .. t+2+s are. Rows that ask run through the whole draft; earlier rows of their documents only contribute keys.
 
 At step s a row sees its document's step-0 keys up to its own, and one key per later step, its own; one softmax over
-all. Every step turns the rotary position by one.
+all. Every step advances the rotary position by one.
 
 Letters: N asking rows, C context rows, K = N + C keys, S own keys, Q/G query and KV heads, R = Q / G, D head dim.
 """
@@ -31,7 +31,7 @@ from slipstream.train.training import DraftTraining, Metrics
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows are indices into the flattened batch, ascending. Made on the host, so that nothing waits for a device."""
+    """Rows are indices into the flattened batch, ascending. Built on the host: no synchronisation with a device."""
 
     asking: Tensor  # (N,) int64
     context: Tensor  # (C,) int64
@@ -115,7 +115,7 @@ class TTTAttention:
     def next_step(self) -> None:
         self.step += 1
 
-    @torch.compiler.disable  # a compiled draft stops here, and need not be compiled again for every step
+    @torch.compiler.disable  # else a compiled draft would be recompiled for every step
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
         """k and v (C, G, D) of the context rows."""
         assert layer == 0
@@ -143,7 +143,7 @@ class TTTAttention:
             context_k, context_v = self.context
             self.shared = self.in_reading_order(context_k, k), self.in_reading_order(context_v, v)
         else:
-            self.own.append((k, v.contiguous()))  # a view of the projection would keep all of that
+            self.own.append((k, v.contiguous()))  # a view would keep the whole projection alive
         assert self.shared is not None
         if self.runs is not None and takes(v):
             return packed_attention(q, *self.shared, self.runs, self.own)
@@ -203,7 +203,7 @@ def attend_document(q: Tensor, own_scores: Tensor, k: Tensor, v: Tensor, bias: T
 
 
 class ChainTraining(DraftTraining):
-    """Of a draft that goes on from its own states (EAGLE, EAGLE3): its chain, and the held-out walk with it."""
+    """Training of a draft that continues from its own states (EAGLE, EAGLE3): its chain and the held-out walk."""
 
     def __init__(self, draft: nn.Module, target: FrozenTarget, rope: RotaryEmbedding, depth: int) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class ChainTraining(DraftTraining):
         return self.rope.cos.device
 
     def enter(self, features: Tensor) -> Tensor:
-        """The states (N, H) that the draft begins with, of the target's features (N, K * Ht)."""
+        """The draft's first states (N, H), from the target's features (N, K * Ht)."""
         return features
 
     @abstractmethod

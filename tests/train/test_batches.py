@@ -141,7 +141,7 @@ def test_numbers_of_processes_may_follow_each_other(rows: PackedRows, num: int, 
         passes = -(-(end - start) // (2 * processes)) + 1
         for process in range(processes):
             taken = take(rows, passes, start=start, end=end, process=process, num=processes)
-            assert not taken[-1][1], "nothing is left for the pass behind the last"
+            assert not taken[-1][1], "nothing is left for the pass after the last"
             seen += [document for batch, is_new in taken if is_new for document in documents_of(batch)]
     assert sorted(seen) == sorted(2 * all_documents(rows))
 

@@ -85,5 +85,5 @@ def test_dry_runs_of_the_recipes(
     printed = capsys.readouterr().out
     weights = load_file(targets[FAMILY_OF[recipe]] / "model.safetensors")
     assert f"target    {sum(x.numel() for x in weights.values()) / 1e6:.1f}M parameters in float32, frozen" in printed
-    assert ("shared out" in printed) == (recipe == "qwen3-30b-a3b")
+    assert ("sharded" in printed) == (recipe == "qwen3-30b-a3b")
     assert "steps " in printed

@@ -123,7 +123,7 @@ def test_unfinished_writes_are_cleaned_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optim__lr": 0.5}, r"optim.lr is 0.5, but the run in .*step-6 has 0.01; give the same value"),
+        ({"optim__lr": 0.5}, r"optim.lr is 0.5, but the run in .*step-6 has 0.01; pass the saved value"),
         ({"draft__ttt_steps": 4}, r"draft.ttt_steps is 4, but"),
         ({"resume": "never"}, r"holds a run \(step-6\); name another"),
     ],

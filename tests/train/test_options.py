@@ -80,7 +80,7 @@ BAD_VALUES = [  # program, flags, what the message names
     ("eagle3", ["--draft.ttt_steps=2", "--draft.step_weights=[1.0, -1.0]"], "draft.step_weights is [1.0, -1.0]; give"),
     ("eagle3", ["--draft.ttt_steps=1", "--draft.step_weights=[0.0]"], "draft.step_weights is [0.0]; give 1, one for"),
     ("eagle3", ["--evaluation.depth=0"], "evaluation.depth is 0; give at least 1"),
-    ("eagle3", ["--tracker.artifacts=best"], "tracker.artifacts is best, but nothing goes to W&B; set tracker.wandb"),
+    ("eagle3", ["--tracker.artifacts=best"], "tracker.artifacts is best, but tracker.wandb is off; turn it on"),
     ("eagle3", ["--draft.steps=3"], "valid options"),
     ("eagle3", ["--resume=yes"], "resume"),
     ("eagle3", ["--target_sharding=yes"], "target_sharding"),

@@ -56,7 +56,7 @@ def test_another_token_map_at_the_same_place_is_refused(
     TokenMap.build(counts, DRAFT_VOCAB_SIZE, [], {}).write(path)
     message = refusal(words, module.main)
     assert "vocabulary_hash is " in message
-    assert "name what the run began with by draft.vocabulary to continue it, or another output" in message
+    assert "pass the original draft.vocabulary to continue it, or another output" in message
     assert (output / "step-1" / "state" / "progress.json").read_text() == before
 
 
@@ -120,7 +120,7 @@ OTHERS = {".notes.tmp": "notes", ".vimrc.old": "vimrc", ".cache.tmp/x": "cache",
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("step-5/mine.txt", "holds step-5, which is no checkpoint to continue from (it has no state/progress.json)"),
+        ("step-5/mine.txt", "holds step-5, which is not a training checkpoint (it has no state/progress.json)"),
         ("best/mine.txt", "best holds mine.txt beside a draft checkpoint and is not replaced"),
         ("best", "best is a file, not a draft checkpoint, and is not replaced"),
         ("metrics.jsonl", "holds a metrics.jsonl that no training run wrote; move it away or name another output"),

@@ -82,13 +82,13 @@ def test_bytes_by_sharding(sharding: str, num_gpus: int, bf16: bool, expected: f
 
 
 @pytest.mark.parametrize(("num_gpus", "expected"), [(1, 8000), (2, 4000 + 500), (8, 1000 + 500)])
-def test_shared_layers_are_divided_and_two_are_whole(num_gpus: int, expected: int) -> None:
+def test_layers_are_sharded_but_two_are_gathered(num_gpus: int, expected: int) -> None:
     sizes = {"activations": 0, "parameters": 0, "moments": 0, "bf16": True}
     memory = Memory(target=100, **sizes, shared_layers=8000, gathered=500)
     assert memory.per_gpu("zero2", num_gpus) == 100 + expected
 
 
-def test_what_is_shared_out_is_the_layers(
+def test_the_layers_are_what_is_sharded(
     tmp_path: Path,
     arguments: Callable[..., list[str]],
     target_model: PreTrainedModel,
@@ -98,7 +98,7 @@ def test_what_is_shared_out_is_the_layers(
     """In one process, as on the machine where a run is planned."""
     monkeypatch.setattr(plan, "_gb", lambda size: f"{size:.0f}")
     eagle3.main([*arguments(tmp_path, target_sharding="machine"), "--dry-run"])
-    found = re.search(r"target (\d+) and (\d+) shared out, (\d+) gathered at a time", capsys.readouterr().out)
+    found = re.search(r"target (\d+) and (\d+) sharded, (\d+) gathered at a time", capsys.readouterr().out)
     assert found is not None
     layers = sum(4 * x.numel() for layer in target_model.get_decoder().layers for x in layer.parameters())
     whole = sum(4 * x.numel() for x in target_model.parameters())

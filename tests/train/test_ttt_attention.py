@@ -22,7 +22,7 @@ TWO_ANSWERS = [8] * 12, [False, True, True, True, False, False, True, True, True
 
 
 def packed(num_rows: int) -> Batch:
-    """Rows of one to three documents, one with a single asking row and one with two answers; padding behind them."""
+    """Rows of one to three documents, one with a single asking row and one with two answers; padding after them."""
     generator = torch.Generator().manual_seed(num_rows)
     special = [ONE_ASKING_ROW, TWO_ANSWERS]
     rows = [[random_document(generator) for _ in range(1 + row % 3)] + special for row in range(num_rows)]
@@ -167,7 +167,7 @@ def test_both_equal_the_loops(is_packed: bool, dtype: torch.dtype, tolerance: fl
 
 @pytest.mark.usefixtures("plain_flash")
 def test_documents_of_one_answer_share_their_keys() -> None:
-    """Then nothing is copied: the runs' keys one behind another are all keys."""
+    """Then nothing is copied: the runs' keys, one after another, are all keys."""
     batch = collate([[([3] * 20, [False] * 5 + [True] * 15)] * 3] * 2, MAX_LENGTH)
     rows = find_rows(batch, NUM_STEPS)
     assert Runs.of(rows.runs, len(rows.keys), rows.keys.device).keys is None
