@@ -1,4 +1,4 @@
-"""The main job end to end on the bundled target: answers, token map, draft, served comparison, report.
+"""Trains a draft for the bundled target and serves with it: answers, token map, training, comparison, report.
 
     python bench/demo.py [--drafter eagle3] [--output runs/demo]
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "assets" / "tiny-target"
 QUESTIONS = ROOT / "assets" / "gsm8k.jsonl.gz"
 QUESTIONS_FILE = "questions.jsonl"
-MARKER = "demo.json"  # the first file in a demo's folder: by it one is known
+MARKER = "demo.json"  # written first; identifies a demo's folder
 MADE = FolderKind(
     "an earlier demo",
     (MARKER,),
@@ -54,13 +54,13 @@ class DemoConfig:
     """Options of the demo."""
 
     drafter: str = "eagle3"
-    """Which draft to train: a program of train/ with a recipe configs/DRAFTER/tiny.yaml."""
+    """Draft to train: a program of train/ with a recipe configs/DRAFTER/tiny.yaml."""
     output: str = "runs/demo"
-    """Folder for everything that the demo makes; an earlier demo's is replaced."""
+    """Folder for all results. Replaces an earlier demo."""
     train_questions: int = 1100
     """Questions whose answers the draft learns from."""
     heldout_questions: int = 40
-    """Questions for evaluation, which neither target nor draft were trained on."""
+    """Questions for evaluation; neither target nor draft has seen them."""
     max_tokens: int = 192
     """Longest answer."""
 
@@ -111,7 +111,7 @@ def demo(config: DemoConfig) -> None:
 
 
 def empty_output(config: DemoConfig) -> None:
-    """Makes the output folder. Raises ValueError where one holds anything that no demo made."""
+    """Makes the output folder. Raises ValueError if it holds files of others."""
     output = Path(config.output).resolve()
     check_output_folder(config.output, MADE, {"target": [str(TARGET)], "data": [str(QUESTIONS)]}, overwrite=True)
     if output.exists():
@@ -121,7 +121,7 @@ def empty_output(config: DemoConfig) -> None:
 
 
 def choose_questions(config: DemoConfig) -> list[dict[str, Any]]:
-    """The first rows of both splits of the bundled GSM8K slice, in its order. ValueError where it has fewer."""
+    """The first rows of both splits of the bundled GSM8K slice, in its order. Raises ValueError if it has fewer."""
     wanted = {"heldout": config.heldout_questions, "train": config.train_questions}
     found, chosen = Counter[str](), []
     with gzip.open(QUESTIONS, "rt") as lines:
@@ -136,7 +136,7 @@ def choose_questions(config: DemoConfig) -> list[dict[str, Any]]:
 
 
 def split_answers(output: Path) -> tuple[Path, Path]:
-    """Parts the answers as their questions were: files for training and for evaluation."""
+    """Splits the answers into files for training and evaluation, as their questions are split."""
     split_of = {row["id"]: row["split"] for row in map(json.loads, (output / QUESTIONS_FILE).open())}
     paths = {name: output / f"{name}.jsonl" for name in ("train", "heldout")}
     lines: dict[str, list[str]] = {name: [] for name in paths}
@@ -205,7 +205,7 @@ def measure(draft: str, questions: Sequence[str], config: DemoConfig) -> dict[in
 
 
 def read_install_time() -> float | None:
-    """Seconds that `make` noted when it installed; None for an environment made otherwise."""
+    """Seconds that `make` recorded for the installation; None in other environments."""
     stamp = ROOT / ".venv" / ".installed"
     return float(stamp.read_text()) if stamp.exists() and stamp.read_text().strip() else None
 
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(f"demo: error: {error}") from error
     except KeyboardInterrupt:
-        raise SystemExit(130) from None  # the command that ran has said what it kept
+        raise SystemExit(130) from None  # the interrupted command has printed its own message
 
 
 if __name__ == "__main__":

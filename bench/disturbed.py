@@ -1,14 +1,13 @@
-"""A server beside what disturbs it: what is left of its speed, its streams and its /health.
+"""Measures how busy processes and hostile clients slow down a server, its streams and its /health.
 
-    python bench/disturbed.py --kinds busy --concurrency 8 --repeats 3       # processes that only compute
-    python bench/disturbed.py --kinds hostile                                # every kind of costly request
+    python bench/disturbed.py --kinds busy --concurrency 8 --repeats 3       # processes that compute all the time
+    python bench/disturbed.py --kinds hostile                                # all hostile requests
     python bench/disturbed.py --kinds "stop string" "4,000 messages" --serve.max-running 8
 
-Starts one server and sends it the same streamed requests each time, first with nothing beside them. A hostile client
-repeats its request, from a process of its own, for as long as those take; the kinds of its requests are named in
-ATTACKS, and every kind whose name holds one of --kinds is measured. Prints a table and ends in JSON lines: tokens/s and
-their share of the idle server's in the same turn, times of /health and gaps between the pieces of a stream in
-milliseconds, the largest resident memory of the HTTP process.
+Starts one server and sends it the same streamed requests each time, first undisturbed. A hostile client, in its own
+process, repeats one request until the streams end. ATTACKS names the requests; --kinds selects those whose name
+contains one of the given words. Prints a table, then JSON lines: tokens/s and their share of the undisturbed speed in
+the same turn, times of /health and gaps within streams in milliseconds, and the peak memory of the HTTP process.
 """
 
 import asyncio
@@ -41,10 +40,10 @@ from slipstream.serve.load import run_load
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MB = 2**20
-SETTLE_SECONDS = 1.0  # between two kinds, for the server to end what it was doing
+SETTLE_SECONDS = 1.0  # between two kinds, for the server to finish its work
 PROBE_SECONDS = 0.02  # between two requests of /health
 HELLO = [{"role": "user", "content": "x"}]
-COLUMNS = "| beside it | answers to it | tok/s | of idle | /health p50 / p99 / max, ms | gaps, ms | RSS, MB |"
+COLUMNS = "| disturbance | answers to it | tok/s | of idle | /health p50 / p99 / max, ms | gaps, ms | RSS, MB |"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +63,13 @@ class DisturbedConfig:
     prompts: str = "assets/gsm8k.jsonl.gz"
     """File of prompts."""
     num_prompts: int = 24
-    """Prompts of the file to send each time."""
+    """Prompts to send each time."""
     concurrency: int = 1
     """Requests open at once."""
     max_tokens: int = 96
     """Length of the answers."""
     repeats: int = 1
-    """Turns, each of an idle measurement and one of every kind; medians are printed."""
+    """Turns of one idle measurement and one of each kind; prints medians."""
     output: str | None = None
     """File to append the JSON lines to."""
 
@@ -84,19 +83,19 @@ class DisturbedConfig:
 
     @property
     def names(self) -> list[str]:
-        """Of all that is measured in a turn."""
+        """The measurements of a turn."""
         attacks = [name for name in ATTACKS if any(kind == "hostile" or kind in name for kind in self.kinds)]
         return ["idle", *(["busy"] if "busy" in self.kinds else []), *attacks]
 
 
 @dataclass(frozen=True)
 class Attack:
-    """Bodies that `clients` send again and again, each over connections of its own."""
+    """A request that `clients` repeat, each time over a new connection."""
 
     path: str
     body: Callable[[], bytes]
     clients: int = 1
-    timeout: float = 30.0  # after which the client hangs up
+    timeout: float = 30.0  # seconds until the client hangs up
 
 
 def fill(head: str, unit: str, tail: str, size: int) -> Callable[[], bytes]:
@@ -152,7 +151,7 @@ ATTACKS = {  # one body above the limit of its size, the others just below a lim
 
 @contextmanager
 def beside(kind: str, config: DisturbedConfig, url: str) -> Iterator[dict[str, Any]]:
-    """Disturbs the server for as long as the context lasts; afterwards the dict holds what a hostile client got."""
+    """Disturbs the server inside the context; on exit the dict holds the hostile client's answers."""
     found: dict[str, Any] = {}
     if kind in ("idle", "busy"):
         count = config.processes if kind == "busy" else 0
@@ -179,7 +178,7 @@ def beside(kind: str, config: DisturbedConfig, url: str) -> Iterator[dict[str, A
 
 
 def attack(url: str, name: str, pipe: Connection) -> None:
-    """A hostile client, in a process of its own, so that bodies of megabytes do not hold up the probes."""
+    """Runs a hostile client. Its own process keeps megabytes of body from delaying the probes."""
     chosen, answers = ATTACKS[name], list[tuple[str, float]]()
 
     async def send(session: aiohttp.ClientSession, body: bytes) -> None:
@@ -208,7 +207,7 @@ def attack(url: str, name: str, pipe: Connection) -> None:
 
 @dataclass
 class Probe:
-    """Asks /health again and again, and the process for its memory."""
+    """Polls /health and the server's memory."""
 
     server: Server
     times_s: list[float] = field(default_factory=list)
@@ -222,13 +221,13 @@ class Probe:
                 with urlopen(f"{self.server.url}/health", timeout=120) as response:
                     response.read()
             except HTTPError:
-                pass  # an answer, too
+                pass  # counts as an answer
             self.times_s.append(time.perf_counter() - start)
             self.rss = max(self.rss, psutil.Process(self.server.pid).memory_info().rss)
 
 
 def measure(config: DisturbedConfig, kind: str, server: Server) -> dict[str, Any]:
-    """The load beside one kind of disturbance. Raises ValueError if all of it fails."""
+    """Runs the load during one disturbance. Raises ValueError if every request fails."""
     probe = Probe(server)
     thread = threading.Thread(target=probe.run)
     with beside(kind, config, server.url) as found:
@@ -247,7 +246,7 @@ def measure(config: DisturbedConfig, kind: str, server: Server) -> dict[str, Any
             probe.done.set()
             thread.join()
     if not load.completed:
-        raise ValueError(f"all requests failed beside {kind}, the first with: {load.errors[0]}")
+        raise ValueError(f"all requests failed during {kind}, the first with: {load.errors[0]}")
     gaps = [later - earlier for answer in load.completed for earlier, later in pairwise(answer.arrivals_s)]
     return {
         "kind": kind,
@@ -261,7 +260,7 @@ def measure(config: DisturbedConfig, kind: str, server: Server) -> dict[str, Any
 
 
 def quantiles(seconds: Sequence[float]) -> list[float | None]:
-    """p50, p99 and the longest, in milliseconds."""
+    """p50, p99 and maximum in milliseconds."""
     ordered = sorted(seconds)
     if not ordered:
         return [None] * 3
@@ -278,7 +277,7 @@ def row(line: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(DisturbedConfig, argv, prog="bench/disturbed.py", description="A server beside what disturbs it.")
+    config = parse(DisturbedConfig, argv, prog="bench/disturbed.py", description="A server under disturbance.")
     lines = Lines(config.output, {**origin("disturbed", "cpu"), "concurrency": config.concurrency})
     options = {"target": config.target, "draft": config.draft, **config.serve}
     print(f"{COLUMNS}\n{'|---' * (COLUMNS.count('|') - 1)}|")

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: the copy bandwidth as the limit, times by events, a profile by kernel."""
+"""Measures on a GPU: copy bandwidth, times by events, a profile by kernel, gaps between graph replays."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,12 +45,12 @@ def print_kernels(found: dict[str, tuple[float, float]]) -> None:
 
 
 def milliseconds(run: Callable[[], object], restore: Callable[[], object] = lambda: None) -> float:
-    """Median over calls of `run`, by device events. `restore` comes before each and is not timed."""
+    """Median over calls of `run`, by device events. `restore` runs before each call, untimed."""
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for _ in range(REPLAYS):
         restore()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(100_000)  # so that the host is ahead when `run` begins
+        torch.cuda._sleep(100_000)  # lets the host get ahead of the device
         start.record()
         run()
         end.record()
@@ -62,7 +62,7 @@ def milliseconds(run: Callable[[], object], restore: Callable[[], object] = lamb
 
 @contextmanager
 def gaps_between_replays(graphs: RoundGraphs | None) -> Iterator[list[float]]:
-    """Afterwards the list holds the median time, in microseconds, from the end of a replay to the start of the next."""
+    """Fills the list on exit with the median gap between two replays, in microseconds."""
     gaps: list[float] = []
     if graphs is None:
         yield gaps

@@ -1,4 +1,4 @@
-"""What the host costs a round: the time in which the device waits for it, and the drafter's part of that."""
+"""Measures how long the device waits for the host in each round, and how much of that the drafter takes."""
 
 import time
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from slipstream.serve.engine import Engine
 
 
 class HostClock:
-    """Watches the rounds of an engine: how long each takes, and how long the device waits before it."""
+    """Wraps an engine's methods and records the time of each round and of the wait before it."""
 
     def __init__(self, engine: Engine, batch: int) -> None:
-        self.batch = batch  # rounds of fewer requests do not count
+        self.batch = batch  # smaller rounds are ignored
         self.rounds_s: list[float] = []
         self.host_s: list[float] = []
         self.drafter_s: list[float] = []
-        self._flights = engine._flights  # launched and unread: with any, the device does not wait
+        self._flights = engine._flights  # launched, not yet read: while there are any, the device does not wait
         self._is_gpu = engine.device.type == "cuda"
         self._drafting_s = self._began = self._replayed = 0.0
         self._landed: float | None = None
@@ -26,7 +26,9 @@ class HostClock:
             (engine.executor, "store"),
             (engine.policy, "choose"),
         ]
-        parts += [] if engine.overlap else [(engine.policy, "record")]  # else the next round runs beside it
+        parts += (
+            [] if engine.overlap else [(engine.policy, "record")]
+        )  # with overlap, `record` runs while the device computes
         for owner, name in parts:
             if owner is not None:
                 setattr(owner, name, self._timed(getattr(owner, name)))
@@ -72,9 +74,9 @@ class HostClock:
         }
 
     def _launched(self, began: float) -> float:
-        """When the device had the work of the round that has just been launched."""
+        """The time at which the device received the round just launched."""
         if not self._is_gpu:
-            return began  # a CPU computes while it launches
+            return began  # on a CPU, launching is computing
         return time.perf_counter() if self._graphs is None else self._replayed
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +91,7 @@ class HostClock:
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """A flight whose arrival is noted."""
+    """A flight that tells the clock when its results arrive."""
 
     flight: Any
     clock: HostClock

@@ -1,4 +1,4 @@
-"""A function-preserving enlargement of a small Qwen3 target and its draft, to measure speed-ups end to end.
+"""Enlarges a small Qwen3 target and its draft without changing their function, to measure speed-ups end to end.
 
     python bench/inflate.py --draft runs/demo/draft/best --shape llama31-8b --output runs/llama31-8b --device cuda
 
@@ -90,13 +90,13 @@ class InflateConfig:
     draft: str
     """Draft checkpoint of the small target."""
     output: str
-    """Folder for target/ and draft/; an earlier pair there is replaced."""
+    """Folder for target/ and draft/. Replaces an earlier pair."""
     target: str = ""
-    """The small target. Empty: the one that the draft names."""
+    """The small target. Default: the target of the draft."""
     shape: str = "llama31-8b"
     """Sizes to reach: llama31-8b, qwen3-8b, mid or small."""
     random_weights: bool = False
-    """Write ordinary random weights of these shapes instead: a pair that says nothing."""
+    """Write ordinary random weights of these shapes instead."""
     seed: int = 0
     """Seed of the random weights."""
     device: str = "cpu"
@@ -111,7 +111,7 @@ class InflateConfig:
 
 @dataclass(frozen=True, slots=True)
 class Draft(ABC):
-    """A small draft, and the big one that it becomes."""
+    """A small draft and how to enlarge it."""
 
     config: Eagle3Config | DFlashConfig
     weights: Mapping[str, Tensor]
@@ -150,7 +150,7 @@ class Draft(ABC):
             check_room("unused draft tokens", unused, shape.vocab_size - model.vocab_size)
 
     def big_fields(self, shape: Shape) -> dict[str, Any]:
-        """Fields of the big draft's config that every draft has, but for the states that it reads."""
+        """Fields of the big draft's config that all drafts share, except the features it reads."""
         config = self.config
         same = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "vocab_size")
         return {name: getattr(shape, name) for name in (*same, "max_position_embeddings")} | {
@@ -166,7 +166,7 @@ class Draft(ABC):
         return tuple(place_of.get(layer, shape.num_layers) for layer in self.config.feature_layers)
 
     def vocabulary(self, shape: Shape) -> Iterator[Part]:
-        """The big draft's map: the small one's (Vd,) and, behind it, the first tokens that nobody uses."""
+        """The big draft's map: the small one's (Vd,), then the first unused tokens."""
         own = ids_of(self.weights["d2t"])
         ids = torch.cat((own, self.config.vocab_size + torch.arange(shape.draft_vocab_size - len(own))))
         yield "d2t", ids - torch.arange(len(ids))
@@ -314,7 +314,7 @@ def write_target(config: InflateConfig, model: ModelConfig, source: Path, folder
 
 
 def write_shards(folder: Path, tensors: Iterable[Part], shard_bytes: int = 2**30) -> None:
-    """A sharded safetensors checkpoint, written as the tensors come: one shard of about `shard_bytes` is ever held."""
+    """Writes tensors to a sharded safetensors checkpoint as they come. Holds one shard of about `shard_bytes`."""
     folder.mkdir(exist_ok=True)
     file_of, num_bytes = dict[str, str](), 0
     for index, shard in enumerate(shards_of(tensors, shard_bytes), 1):

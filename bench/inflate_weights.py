@@ -237,7 +237,7 @@ class Inflation:
     def pass_constant(self, fusion: Tensor, is_normed: Sequence[bool]) -> Tensor:
         """The same fc (H, K * H), which now passes the constant of one state on.
 
-        `is_normed`: which states lie behind the final norm, where the constant is lifted and varies with the norm.
+        `is_normed`: which states come after the final norm, where the constant is lifted and varies with the norm.
         """
         source = min(range(len(is_normed)), key=lambda index: is_normed[index])
         blocks = fusion.unflatten(1, (-1, self.H))

@@ -1,6 +1,6 @@
-"""What bench/kernel_times.py times: our kernels, torch's and FlashInfer's for the same work, at Llama-3.1-8B's sizes.
+"""The kernels that bench/kernel_times.py times at Llama-3.1-8B's sizes: ours, torch's and FlashInfer's.
 
-A case has several sets of buffers where the work is large, so that it finds nothing in the L2 cache.
+Cases with much data have several sets of buffers, which keeps the L2 cache cold.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -76,21 +76,21 @@ ATTENTION_TILES = (*SMALL_TILES, (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """`ours` and what is timed beside it, each a function of one of `sets`, buffers that take turns."""
+    """Our kernel and others for the same work, each called with one of `sets`."""
 
     bytes: int
-    """What one call must read and write."""
+    """Bytes that one call must read and write."""
     sets: Sequence[Any]
     ours: Callable[[Any], Any] | None
     others: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
     beside: dict[str, Sequence[Any]] = field(default_factory=dict)
-    """Sets of those of `others` that have their own."""
+    """Sets of those `others` that need their own."""
     tunings: Callable[[], Iterator[tuple[tuple[int, ...], Callable[[Any], Any]]]] | None = None
-    """Ways to cut the work, the chosen one first."""
+    """Tilings to try, the chosen one first."""
 
 
 def all_cases(row_counts: list[int], names: list[str]) -> Iterator[tuple[dict[str, Any], Case]]:
-    """Cases, made when asked for, and what they are, of the kernels whose names begin like one of `names`, if any."""
+    """Labels and cases of the kernels whose names start with one of `names`, or of all. Made lazily."""
     for name, make in MAKERS.items():
         if not names or name.startswith(tuple(names)):
             for rows in row_counts:
@@ -103,12 +103,12 @@ def random(*shape: int) -> Tensor:
 
 
 def copies(num_bytes: int, rows: int) -> int:
-    """One up to 32 rows, whose time is latency; beyond, enough to pass the L2 cache."""
+    """One up to 32 rows, where latency dominates; above, enough to exceed the L2 cache."""
     return 1 if rows <= 32 else max(2, min(32, COLD_BYTES // num_bytes))
 
 
 def flashinfer(make: Callable[[Any], Callable[[Any], Any]]) -> dict[str, Callable[[Any], Any]]:
-    """Nothing where FlashInfer is missing."""
+    """Empty if FlashInfer is not installed."""
     if find_spec("flashinfer") is None:
         return {}
     import flashinfer
@@ -271,7 +271,7 @@ def acceptance(rows: int) -> Case:
 
 
 def moves(rows: int) -> Case:
-    """Every request moves half of its nodes, in all layers."""
+    """Every request moves half of its nodes in all layers."""
     slots = torch.randperm(rows * NODES, device="cuda").view(rows, NODES)
     sources = slots.clone()
     sources[:, 1 : NODES // 2 + 1] = slots[:, NODES // 2 :]
@@ -285,7 +285,7 @@ def moves(rows: int) -> Case:
 
 
 def linear(rows: int, name: str) -> Case:
-    """Ours where it takes so many rows, cuBLAS as it is: the floor under a pass."""
+    """Our kernel up to its largest number of rows, and cuBLAS."""
     (outputs, inputs), is_gated = LINEARS[name], name == GATED
     x = random(rows, inputs)
     kernel = gated_linear_few_rows_triton if is_gated else linear_few_rows_triton
@@ -319,9 +319,9 @@ def linear_tilings(shape: str) -> list[Tiling]:
 
 
 def draft_head(rows: int, name: str) -> Case:
-    """A set of a head's rows read through an index in random order (gathered), beside copies of them (static) and the
-    whole head (full): logits, the sample behind them, or the best that a tree takes. "two steps" stores the logits,
-    "fused" does not. The bytes are the set's weights."""
+    """A subset of the head's rows, read through a random index (gathered) or copied (static), and the whole head
+    (full): logits, a sample, or the best tokens for a tree. "two steps" stores the logits, "fused" does not. `bytes`
+    counts the subset's weights."""
     hidden, positions = random(rows, H), torch.arange(rows, device="cuda")
     keys, temperature = torch.randint(2**62, (rows,), device="cuda"), torch.ones(rows, device="cuda")
     sampling = Sampling(keys, temperature, None)
@@ -359,9 +359,9 @@ def draft_head(rows: int, name: str) -> Case:
 
 
 def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool) -> Case:
-    """`nodes` new ones of each of `batch` requests behind `context` committed tokens, on average, by the tree kernel.
+    """Tree attention: `nodes` per request, `batch` requests, after `context` committed tokens on average.
 
-    A layer has KV of its own under one shuffled page table, so that KV comes from memory as it does in a model.
+    Each layer has its own KV under one shuffled page table, so KV comes from memory as in a model.
     """
     spread = torch.linspace(0.1, 1.9, batch)[torch.randperm(batch)] if ragged and batch > 1 else torch.ones(batch)
     lengths = (spread * context).long().cuda()
@@ -396,7 +396,7 @@ def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool
                 try:
                     out = attend(0, blocks, cut).float()
                 except OutOfResources:
-                    continue  # such blocks do not fit the device
+                    continue  # too large for this device
                 assert (out - expected).norm() < 0.02 * expected.norm(), f"{blocks} in {cut} gives something else"
                 yield (*blocks, *cut), partial(attend, blocks=blocks, parts=cut)
 

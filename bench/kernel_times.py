@@ -1,15 +1,15 @@
-"""Every kernel of a pass, timed inside a CUDA graph, with the bytes that it must move and its share of a large copy's
-bandwidth; FlashInfer's and torch's kernels for the same work beside it.
+"""Times every kernel of a pass inside a CUDA graph and compares it with the bandwidth of a large copy, with FlashInfer
+and with torch.
 
     python bench/kernel_times.py
     python bench/kernel_times.py --rows 1 32 --kernels rms_norm sample --output bench/results/kernels.jsonl
     python bench/kernel_times.py --kernels attention --batches 8 --contexts 8192 --nodes 4 16 --page-sizes 16 --tune
     python bench/kernel_times.py --kernels "linear qkv" head --rows 1 4 32
 
-A graph holds many launches one behind another, so a time of a few microseconds is a launch's latency as a pass pays it.
-From 33 rows on they take turns over buffers larger than the L2 cache, products and attention always. --tune times other
-ways to cut the work of products, draft heads and attention instead, and checks attention's results. Prints a table and
-ends in one JSON line per row.
+A graph holds many launches in sequence, so times of a few microseconds include the launch latency that a pass pays.
+From 33 rows on launches alternate between buffers larger than the L2 cache; matrix products and attention always do.
+--tune times other tilings of matrix products, draft heads and attention, and checks attention's results. Prints a
+table, then one JSON line per row.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -38,9 +38,9 @@ class KernelsConfig:
     """Options of this benchmark."""
 
     rows: list[int] = field(default_factory=lambda: [1, 4, 32, 128, 2048, 8192])
-    """Packed tokens; for sampling, masks and moves requests or nodes, up to 128, as for products."""
+    """Packed tokens. Sampling, masks, moves and matrix products take at most 128."""
     kernels: list[str] = field(default_factory=list)
-    """Names of kernels, or what they begin with. Default: all."""
+    """Kernels, by the beginning of their names. Default: all."""
     batches: list[int] = field(default_factory=lambda: [1, 8, 32, 64])
     """Requests of attention."""
     contexts: list[int] = field(default_factory=lambda: [700, 8192])
@@ -50,11 +50,11 @@ class KernelsConfig:
     page_sizes: list[int] = field(default_factory=lambda: [16, 64])
     """Tokens per page."""
     ragged: bool = False
-    """Contexts from 0.1 to 1.9 times as long."""
+    """Draw contexts between 0.1 and 1.9 times their length."""
     tune: bool = False
-    """Time other ways to cut the work instead of other kernels."""
+    """Time other tilings instead of other kernels."""
     flashinfer: bool = True
-    """Time FlashInfer's kernels where it is installed; their first use compiles them."""
+    """Time FlashInfer's kernels if it is installed; the first use compiles them."""
     output: str | None = None
     """File to append the JSON lines to."""
 
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def measure(case: Case, limit: float, with_flashinfer: bool) -> dict[str, Any]:
-    """Our kernel, or torch's where there is none of ours, against the copy bandwidth `limit` in bytes per second."""
+    """Times our kernel, or torch's if we have none. `limit`: copy bandwidth in bytes per second."""
     times = {
         f"{name}_us": round(graph_us(run, case.beside.get(name, case.sets)), 3)
         for name, run in case.others.items()
@@ -101,7 +101,7 @@ def measure(case: Case, limit: float, with_flashinfer: bool) -> dict[str, Any]:
 
 
 def tune(case: Case, limit: float) -> Iterator[dict[str, Any]]:
-    """Each way to cut the work, the chosen one first; none for kernels that have but one."""
+    """Times each tiling, the chosen one first."""
     for tiling, run in case.tunings() if case.tunings else ():
         yield {**rated(case, graph_us(run, case.sets), limit), "tiling": list(tiling)}
 
@@ -112,7 +112,7 @@ def rated(case: Case, time_us: float, limit: float) -> dict[str, float]:
 
 
 def graph_us(run: Callable[[Any], Any], sets: Sequence[Any]) -> float:
-    """Microseconds of `run` on one of `sets`, which the launches of a graph take in turn."""
+    """Microseconds of one launch of `run`; the launches of a graph alternate between `sets`."""
     launches = -(-LAUNCHES // len(sets)) * len(sets)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

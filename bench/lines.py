@@ -1,4 +1,4 @@
-"""What a benchmark ends in: JSON lines, printed at the end, and in a file as soon as each is measured."""
+"""Writes results as JSON lines: to a file as soon as each is measured, and to the screen at the end."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from typing import Any
 
 
 class Lines:
-    """Results so far. `shared` goes before each."""
+    """Collects results. The fields in `shared` are put in front of each."""
 
     def __init__(self, output: str | Path | None, shared: Mapping[str, Any] | None = None) -> None:
-        """`output`: file to append to; None: only print."""
+        """`output`: file to append to, or None to print only."""
         self.output = output
         self.shared = shared or {}
         self.all: list[dict[str, Any]] = []
@@ -29,13 +29,13 @@ class Lines:
         return line
 
     def print(self, hidden: Iterable[str] = ()) -> None:
-        """Every line, without the keys `hidden`."""
+        """Prints every line without the keys in `hidden`."""
         for line in self.all:
             print(json.dumps({key: value for key, value in line.items() if key not in hidden}))
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of an interrupted run, or none. A line that broke off is removed from the file."""
+    """Reads the lines of an interrupted run, if any, and removes an incomplete last line from the file."""
     path = Path(path)
     text = path.read_text() if path.exists() else ""
     whole = text[: text.rfind("\n") + 1]
@@ -45,7 +45,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def table(columns: Sequence[tuple[str, str, str]], lines: Iterable[Mapping[str, Any]]) -> str:
-    """In Markdown. `columns`: heading, key of a line, format; "-" for None."""
+    """A Markdown table. `columns`: heading, key of a line, format. None is shown as "-"."""
     rows = ["| " + " | ".join(heading for heading, _, _ in columns) + " |", "|---" * len(columns) + "|"]
     for line in lines:
         cells = ["-" if line[key] is None else format(line[key], form) for _, key, form in columns]
@@ -54,7 +54,7 @@ def table(columns: Sequence[tuple[str, str, str]], lines: Iterable[Mapping[str, 
 
 
 def origin(bench: str, device: str) -> dict[str, str]:
-    """What was measured where, when and at which revision. `device`: "cuda" or "cpu"."""
+    """Names the benchmark, device, date and revision. `device`: "cuda" or "cpu"."""
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return {
         "bench": bench,
@@ -65,9 +65,9 @@ def origin(bench: str, device: str) -> dict[str, str]:
 
 
 def device_name(kind: str) -> str:
-    """How results name the device: "cuda" or "cpu"."""
+    """The device's name in results. `kind`: "cuda" or "cpu"."""
     if kind == "cuda":
-        import torch  # programs that send requests to a server do without
+        import torch  # not needed by programs that only send requests
 
         return torch.cuda.get_device_name()
     return f"{len(os.sched_getaffinity(0))} CPU cores, {platform.machine()}"

@@ -1,14 +1,13 @@
-"""What n-gram lookahead brings and costs in serving: `--draft none` and `ngram` in turns, in one process.
+"""Compares serving with n-gram lookahead (`--draft ngram`) and without (`none`), in turns in one process.
 
     python bench/ngram_serving.py                                   # the bundled target and questions
-    python bench/ngram_serving.py --prompts random --temperature 8  # random tokens, also as answers: nothing repeats
+    python bench/ngram_serving.py --prompts random --temperature 8  # random prompts and answers: nothing repeats
     python bench/ngram_serving.py --target CKPT --concurrency 1,8,64 --engine.attention triton    # on a GPU
 
-Every turn asks questions that this level of concurrency has not asked before; both engines then answer them, each
-first every other time. The speed-up is the median over turns, by wall time and, on a CPU, by the process's CPU time,
-which other programs disturb less. `host` is the time between two rounds in which the device waits: from the arrival of
-one round's tokens to the launch of the next, `drafter` the part that goes into drafting. Prints a table and ends in one
-JSON line per level.
+Each turn asks new questions; both engines answer them and take turns going first. The speed-up is the median over
+turns, by wall time and by the process's CPU time, which other programs on a CPU disturb less. `host` is how long the
+device waits between two rounds, from the arrival of one round's tokens to the launch of the next; `drafter` is the
+drafter's part of it. Prints a table, then one JSON line per level.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -41,19 +40,19 @@ class BenchConfig:
     target: str = str(TINY)
     """Target checkpoint."""
     prompts: str = "gsm8k"
-    """gsm8k: bare questions, greedy, to the end of each answer; random: token ids, sampled without end."""
+    """gsm8k: questions, answered greedily to the end; random: token ids, sampled past end of text."""
     temperature: float = 1.0
-    """Of the answers to random prompts. Far above 1 they are random tokens, too."""
+    """Temperature of answers to random prompts. Far above 1 answers are random tokens, too."""
     concurrency: str = "1,8"
-    """Requests open at once; several levels, parted by commas, are measured one after another."""
+    """Requests in flight; several levels, separated by commas, are measured one after another."""
     questions: int = 0
-    """Questions per turn. 0: two for each open request, at least 8."""
+    """Questions per turn. 0: twice the concurrency, at least 8."""
     turns: int = 5
     """Turns at each level."""
     output_len: int = 256
     """Longest answer in tokens."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """Options of both engines by name."""
+    """Options of both engines, by name."""
     drafter: dict[str, Any] = field(default_factory=dict)
     """Options of the n-gram drafter by name."""
     output: str | None = None
@@ -61,7 +60,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         if not all(level.strip().isdigit() and int(level) > 0 for level in self.concurrency.split(",")):
-            raise ValueError(f"concurrency is {self.concurrency!r}; give positive numbers parted by commas")
+            raise ValueError(f"concurrency is {self.concurrency!r}; give positive numbers separated by commas")
         if self.prompts not in KINDS:
             raise ValueError(f"prompts is {self.prompts!r}; choose one of {', '.join(KINDS)}")
         most = len(read_questions())
@@ -76,7 +75,7 @@ class BenchConfig:
         return self.questions or max(8, 2 * level)
 
     def tasks(self, tokenizer: Any, level: int) -> list[list[Task]]:
-        """Of each turn."""
+        """The tasks of each turn."""
         lengths = RANDOM if self.prompts == "random" else {"input_len": 0, "output_len": self.output_len}
         work = Workload(tokenizer=tokenizer, kind=self.prompts, **lengths)
         tasks, count = work.tasks(self.count(level) * self.turns, str(level)), self.count(level)
@@ -85,7 +84,7 @@ class BenchConfig:
 
 @dataclass(slots=True)
 class Turn:
-    """One engine's answers to a turn's questions, and the CPU time that they took."""
+    """One engine's answers in a turn, and their CPU time."""
 
     run: Run
     cpu_s: float
@@ -96,7 +95,7 @@ class Turn:
 
 
 def measure(config: BenchConfig, tokenizer: Any, level: int) -> dict[str, Any]:
-    """One level of concurrency, with engines of its own: nothing that was said at another level is known."""
+    """Measures one level with new engines, which know no text of other levels."""
     length = 1024
     shared = {"max_running": level, "max_model_len": length, "kv_cache_tokens": (length + 128) * level, **config.engine}
     engines = {

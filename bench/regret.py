@@ -1,12 +1,11 @@
-"""How far below the best the tokens of greedy answers lie, in logits, as transformers sees it in fp32.
+"""Measures the regret of greedy answers: how far their tokens' logits lie below the best, by transformers in fp32.
 
     python bench/serving.py --draft CKPT --prompts gsm8k --answers answers.jsonl     # offline: as token ids
     python bench/regret.py --answers answers.jsonl --target TARGET
 
-Two answers to one prompt may differ although both are right: where two tokens are nearly as good, the last bit of a sum
-in bf16 decides, and with it how many requests share a pass. A fault shows in tokens that are far from the best. The
-scale stands beside it: the tokens that transformers' own model in the target's type takes at the same places. Prints
-one JSON line per draft and concurrency.
+Two correct answers to one prompt may differ: between two nearly equal tokens rounding in bf16 decides, which depends on
+how many requests share a pass. A fault shows as tokens far from the best. For comparison the same is measured of
+transformers' own choices in the target's dtype. Prints one JSON line per draft and concurrency.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -35,9 +34,9 @@ class RegretConfig:
     answers: str
     """File that bench/serving.py wrote with --answers."""
     target: str
-    """Target checkpoint, that of the answers or one that computes the same."""
+    """Target checkpoint: that of the answers, or one that computes the same."""
     dtype: str = "auto"
-    """Type in which transformers chooses tokens for the scale; auto: the checkpoint's."""
+    """Dtype in which transformers chooses tokens for comparison; auto: the checkpoint's."""
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     """Where transformers runs."""
     output: str | None = None
@@ -46,7 +45,7 @@ class RegretConfig:
 
 @dataclass(slots=True)
 class Answer:
-    """A prompt and its answer, as token ids, and what transformers made of it."""
+    """A prompt and its answer as token ids, and their regret."""
 
     draft: str
     concurrency: int
@@ -57,13 +56,13 @@ class Answer:
 
 
 def read_answers(path: str) -> list[Answer]:
-    """Raises ValueError for answers that were not greedy."""
+    """Raises ValueError for answers that were sampled."""
     answers = []
     with open(path) as lines:
         for number, row in enumerate(map(json.loads, lines), 1):
             if row["temperature"] != 0:
                 raise ValueError(
-                    f"{path}:{number}: temperature is {row['temperature']}; only greedy answers have a best"
+                    f"{path}:{number}: temperature is {row['temperature']}; only greedy answers can be measured"
                 )
             answers.append(Answer(row["draft"], row["concurrency"], row["prompt"], row["answer"]))
     return answers
@@ -80,7 +79,7 @@ def read_with(path: str, config: RegretConfig, dtype: str, texts: Sequence[list[
 
 
 def measure(answers: Sequence[Answer], config: RegretConfig) -> None:
-    """Fills in what transformers makes of the answers. One model at a time is in memory."""
+    """Fills in the regret of each answer. Only one model is in memory at a time."""
     path, same = str(resolve(config.target)), defaultdict[tuple[tuple[int, ...], ...], list[Answer]](list)
     for answer in answers:
         same[tuple(answer.prompt), tuple(answer.tokens)].append(answer)

@@ -1,11 +1,11 @@
-"""Time of a round by batch size: the engine's own loop, its graph alone, and what the graph's parts take.
+"""Measures the time of a round by batch size: in the engine's loop, of its graph alone, and of the graph's parts.
 
     python bench/round.py --target CKPT --draft CKPT --batch "[1,8,32]" --prompt-len 512 --new-tokens 256
 
 Each batch size decodes with `--draft none` and with the draft, in one run. `ms` is wall time per round while all
-requests decode; `graph_ms` that of a replay right behind the prompts; `gap_us` lies between two replays. `floor_ms` is
+requests decode; `graph_ms` of one replay after the prompts; `gap_us` is the gap between two replays. `floor_ms` is
 the time to read the weights and the KV once per pass at the copy bandwidth measured in the same run. `--profile` lists
-the kernels of a round. Prints a table and ends in one JSON line per row.
+the kernels of a round. Prints a table, then one JSON line per row.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -35,7 +35,7 @@ class RoundConfig:
     target: str
     """Target checkpoint."""
     draft: str = "none"
-    """Draft checkpoint, measured beside none."""
+    """Draft checkpoint to compare with none."""
     drafter: dict[str, Any] = field(default_factory=dict)
     """Options of the drafter by name, such as depth."""
     width: list[int] = field(default_factory=lambda: [4])
@@ -51,7 +51,7 @@ class RoundConfig:
     top_p: float = 1.0
     """Nucleus sampling; below 1 it measures the filters."""
     simulate_accept_length: float | None = None
-    """Tokens per round to pretend, for drafts of random weights."""
+    """Simulated tokens per round, for drafts with random weights."""
     attention: str = "auto"
     """Attention backends."""
     page_size: int = 16
@@ -100,7 +100,7 @@ def build(config: RoundConfig, draft: str, width: int) -> Engine:
 
 
 def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -> dict[str, Any]:
-    """The second of two runs: the first one warms up."""
+    """Measures the second of two runs; the first warms up."""
     decode(engine, config, batch)
     before = torch.cuda.memory_allocated()
     with gaps_between_replays(engine.executor.graphs) as gaps:
@@ -140,7 +140,7 @@ def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:
     started: set[str] = set()
     while len(started) < batch:
         started |= {output.request_id for output in engine.step() if output.tokens}
-    while engine._flights:  # else their rounds would be counted, and be done before the clock starts
+    while engine._flights:  # their rounds would be counted although they end before the clock starts
         engine._landed(engine._flights.popleft())
 
 
@@ -189,7 +189,7 @@ def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | Non
 
 
 def capture_target(engine: Engine, rows: Tensor) -> torch.cuda.CUDAGraph:
-    """The target's pass over the stored proposals, without sampling."""
+    """Captures the target's pass over the stored proposals, without sampling."""
     runner = engine.executor.runner
 
     @torch.inference_mode()
@@ -208,7 +208,7 @@ def capture_target(engine: Engine, rows: Tensor) -> torch.cuda.CUDAGraph:
 
 
 def bytes_read(engine: Engine, config: RoundConfig, batch: int) -> float:
-    """Weights and KV that a round must read at least, in the target's pass and in each of the draft's."""
+    """The least bytes of weights and KV that a round reads: those of the target's pass and of each of the draft's."""
     length = config.prompt_len + config.new_tokens / 2
     return sum(weights + batch * length * kv_bytes for kv_bytes, weights in passes(engine))
 

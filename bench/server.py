@@ -1,4 +1,4 @@
-"""A server of our own for as long as a measurement lasts."""
+"""Runs `serve` for the length of a measurement."""
 
 import json
 import socket
@@ -16,12 +16,12 @@ START_SECONDS = 600.0
 class Server(NamedTuple):
     url: str
     pid: int
-    """Of the process that listens."""
+    """Process id of the HTTP process."""
 
 
 @contextmanager
 def running_server(command: Sequence[str], start_seconds: float = START_SECONDS) -> Iterator[Server]:
-    """Starts `command` on a free port and yields the server once it is healthy; ends it afterwards."""
+    """Starts `command` on a free port, yields the server once it is healthy and stops it afterwards."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -50,7 +50,7 @@ def wait_until_healthy(process: "subprocess.Popen[bytes]", base_url: str, second
 
 
 def flags(options: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Options as the words of a command line, those of nested groups under dotted names."""
+    """Turns options into command-line words; nested options get dotted names."""
     words = []
     for name, value in options.items():
         if isinstance(value, Mapping):

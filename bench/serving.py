@@ -1,4 +1,4 @@
-"""Throughput, latency and answers of serving, without a draft and with any number of them, here or over HTTP.
+"""Measures throughput, latency and answers of serving without a draft and with several, in process or over HTTP.
 
     python bench/serving.py --draft runs/llama31-8b/draft --prompts gsm8k --input-len 512 --output-len 256
     python bench/serving.py --draft CKPT --mode http --concurrency 1,8,32,64 --requests 500 --input-len 1024 \
@@ -7,14 +7,14 @@
     python bench/serving.py --draft runs/a/best,depth=5 --draft ngram,nodes=8 --target TARGET --prompts gsm8k \
         --input-len 0 --ignore-eos false --output runs/lines.jsonl --resume
 
-A draft is written NAME[,option=value...] with options of its drafter or of the engine. `--engine.NAME` sets an option
-of all engines (of `serve` with `--mode http`), `--drafter.NAME` one of all drafters. Each level of concurrency has
-prompts of its own, the same ones for every draft, and no level knows what another has said. `same answers` counts those
-that equal the ones without a draft; `right` is the share of questions answered rightly.
+Write a draft as NAME[,option=value...], with options of its drafter or of the engine. `--engine.NAME` sets an option
+of every engine (of `serve` with `--mode http`), `--drafter.NAME` of every drafter. Each concurrency level has its own
+prompts and its own cache namespace; all drafts get the same prompts. `same answers` counts answers equal to those
+without a draft; `correct` is the share of questions answered correctly.
 
-Prints a table in Markdown and ends in one JSON line per level and draft, in which times are milliseconds: `ms` is a
-round's (the median time between two outputs of a request), TTFT and ITL are between outputs, which hold several tokens
-where drafts are accepted. With --resume the same command goes on where OUTPUT ends.
+Prints a Markdown table, then one JSON line per level and draft. Times are milliseconds: `ms` is the median time between
+two outputs of a request, that is, of a round. TTFT and ITL are times of outputs; with a draft one output holds several
+tokens. With --resume the same command skips what OUTPUT already has.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -56,7 +56,7 @@ COLUMNS = (  # heading, key of a line, format
     ("p99", "ttft_ms_p99", ".1f"),
     ("between outputs: p99", "itl_ms_p99", ".2f"),
     ("same answers", "num_identical", "d"),
-    ("right", "accuracy", ".1%"),
+    ("correct", "accuracy", ".1%"),
 )
 
 
@@ -65,60 +65,67 @@ class ServingConfig:
     """Options of this benchmark."""
 
     draft: list[str] = field(default_factory=list)
-    """Drafts, NAME[,option=value...] each: checkpoints, or drafters that need none."""
+    """Drafts, each NAME[,option=value...]: checkpoints, or drafters that need none."""
     target: str = ""
-    """Target checkpoint. Empty: the one that the first checkpoint among the drafts names."""
+    """Target checkpoint. Default: the target of the first draft checkpoint."""
     baseline: bool = True
-    """Measure without a draft, too, first."""
+    """Measure without a draft first."""
     mode: str = "offline"
-    """offline: an engine in this process; http: a server of our own and streaming clients."""
+    """offline: an engine in this process; http: a server started here and streaming clients."""
     concurrency: str = "1,8,32,64"
-    """Requests open at once; several levels, parted by commas, are measured one after another."""
+    """Requests in flight; several levels, separated by commas, are measured one after another."""
     requests: int | None = None
-    """Requests at each level. Default: four per open one, at least 8."""
+    """Requests at each level. Default: four times the concurrency, at least 8."""
     prompts: str = "random"
-    """random: token ids; gsm8k, or a file of questions and answers: these, behind answered ones up to the input length.
-    """
+    """random: token ids; gsm8k, or a file of questions and answers: questions after solved examples."""
     input_len: int = 512
-    """Longest prompt in tokens; 0, with questions: the bare question."""
+    """Longest prompt in tokens; 0 asks questions without examples."""
     output_len: int = 256
     """Longest answer in tokens."""
     range_ratio: float = 1.0
-    """Lengths are drawn from this share of the longest ones up to them."""
+    """Lengths are drawn between this share of the longest and the longest."""
     ignore_eos: bool = True
-    """Go on after end of text, so that answers have the length asked for."""
+    """Continue after end of text, so that answers have the requested length."""
     temperature: float = 0.0
     """0: greedy."""
     seed: int = 0
-    """Seed of prompts and lengths; the first request samples with it, each further one takes the next."""
+    """Seed of prompts and lengths. Request i samples with seed + i."""
     template: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as enable_thinking."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """Options of the engine by name (with http: of `serve`), with and without a draft."""
+    """Options of every engine (with http: of `serve`) by name."""
     drafter: dict[str, Any] = field(default_factory=dict)
-    """Options of all drafters by name."""
+    """Options of every drafter by name."""
     simulate_accept_length: float | None = None
-    """Pretend that a draft's rounds emit so many tokens on average, for drafts that say nothing."""
+    """Simulate rounds that emit this many tokens on average, for drafts with random weights."""
     output: str | None = None
     """File to append the JSON lines to."""
     resume: bool = False
-    """Take from OUTPUT what an interrupted run of these options has measured."""
+    """Skip what an earlier run with these options has written to OUTPUT."""
     answers: str | None = None
-    """File to append prompts and answers to, as token ids, for bench/regret.py; offline only."""
+    """File to append prompts and answers to, as token ids for bench/regret.py; offline only."""
 
     def __post_init__(self) -> None:
         if not all(level.strip().isdigit() and int(level) > 0 for level in self.concurrency.split(",")):
-            raise ValueError(f"concurrency is {self.concurrency!r}; give positive numbers parted by commas")
+            raise ValueError(f"concurrency is {self.concurrency!r}; give positive numbers separated by commas")
         known = self.prompts in KINDS or Path(self.prompts).is_file()
         for name, valid, remedy in (
             ("mode", self.mode in ("offline", "http"), "choose offline or http"),
             ("prompts", known, f"choose one of {', '.join(KINDS)}, or a file of questions"),
             ("requests", self.requests is None or self.requests > 0, "it must be at least 1"),
-            ("input_len", self.input_len >= (self.prompts == "random"), "it must be at least 1, or 0 with questions"),
+            (
+                "input_len",
+                self.input_len >= (self.prompts == "random"),
+                "it must be at least 1; 0 is for questions only",
+            ),
             ("output_len", self.output_len > 0, "it must be at least 1"),
             ("range_ratio", 0.0 < self.range_ratio <= 1.0, "it must be above 0 and at most 1"),
-            ("answers", self.answers is None or self.mode == "offline", "over HTTP they are text: give --mode offline"),
-            ("resume", not self.resume or self.output, "it goes on with a file: name it by --output"),
+            (
+                "answers",
+                self.answers is None or self.mode == "offline",
+                "answers over HTTP are text, not token ids: use --mode offline",
+            ),
+            ("resume", not self.resume or self.output, "there is no file to resume: add --output"),
         ):
             if not valid:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; {remedy}")
@@ -135,7 +142,7 @@ class ServingConfig:
 
     @property
     def target_name(self) -> str:
-        """Raises ValueError where neither the options nor a draft name a target."""
+        """Raises ValueError if neither the options nor a draft name a target."""
         names = (split_draft(draft)[0] for draft in self.drafts)
         first = next((name for name in names if is_checkpoint(name)), "none")
         return find_target(EngineConfig(target=self.target, draft=first))[0]
@@ -158,7 +165,7 @@ class ServingConfig:
         return options | own_engine | simulated | ({"drafter": drafter} if drafter else {})
 
     def settings(self, draft: str, level: int) -> dict[str, Any]:
-        """What tells one measurement from another."""
+        """The settings that identify a measurement."""
         names = ("mode", "prompts", "input_len", "output_len", "range_ratio", "ignore_eos", "temperature", "seed")
         return {
             "target": self.target_name,
@@ -182,13 +189,13 @@ def split_draft(draft: str) -> tuple[str, dict[str, Any]]:
 
 
 class Measure(Protocol):
-    """Answers tasks, `concurrency` at a time. Requests share what was said only with those of their namespace."""
+    """Answers tasks, `concurrency` at a time. Only requests of one namespace share cached text."""
 
     def __call__(self, tasks: Sequence[Task], concurrency: int, namespace: str) -> Run: ...
 
 
 def measure(config: ServingConfig, lines: Lines) -> None:
-    """Adds one line per draft and level, those of an earlier run and the baseline's first, as soon as each is known."""
+    """Adds one line per draft and level as soon as it is measured: first lines of an earlier run, then the baseline."""
     for line in read_lines(config.output) if config.resume and config.output else []:
         lines.all += [line] if is_of(config, line) else []
     tokenizer = load_tokenizer(resolve(config.target_name))
@@ -199,12 +206,12 @@ def measure(config: ServingConfig, lines: Lines) -> None:
         if not missing:
             continue
         with measuring(config, draft) as run:
-            # A dynamic token map learns from all requests and so refuses namespaces.
-            parted = not config.engine_options(draft).get("drafter", {}).get("token_map_dynamic")
+            # A dynamic token map learns from all requests, so the engine refuses namespaces.
+            has_namespace = not config.engine_options(draft).get("drafter", {}).get("token_map_dynamic")
             for level in missing:
-                name = f"at {level}" if parted else ""
+                name = f"at {level}" if has_namespace else ""
                 warmup = work.tasks(min(level, WARMUP_TASKS), f"{config.seed}/{level}/warmup")
-                run(warmup, level, f"warm-up {name}" if parted else "")
+                run(warmup, level, f"warm-up {name}" if has_namespace else "")
                 tasks = work.tasks(config.count(level), f"{config.seed}/{level}")
                 result = run(tasks, level, name)
                 if config.answers is not None:
@@ -216,7 +223,7 @@ def measure(config: ServingConfig, lines: Lines) -> None:
 
 
 def is_of(config: ServingConfig, line: Mapping[str, Any]) -> bool:
-    """Whether this run would measure the line, too."""
+    """Whether this run would measure the same."""
     draft, level = line.get("draft"), line.get("concurrency")
     if draft not in config.drafts or level not in config.levels or "answers" not in line:
         return False
@@ -233,7 +240,7 @@ def default_device() -> str:
 
 @contextmanager
 def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
-    """An engine or a server for as long as one draft is measured."""
+    """Runs an engine or a server while one draft is measured."""
     options = config.engine_options(draft)
     params = {"temperature": config.temperature, "ignore_eos": config.ignore_eos, "seed": config.seed}
     if config.mode == "http":
@@ -243,7 +250,7 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
     engines = [Engine(EngineConfig(**options))]
     title = Path(draft).name
     yield lambda tasks, level, name: run_offline(engines[0], tasks, level, f"{title} at {level}", name, **params)
-    engines.clear()  # the caller still holds the function: free the memory before the next engine looks for it
+    engines.clear()  # the caller still holds the lambda: free the memory before the next engine measures it
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -261,7 +268,7 @@ def checksums(run: Run) -> list[int]:
 
 
 def accuracy(config: ServingConfig, tasks: Sequence[Task], run: Run, tokenizer: Any) -> float | None:
-    """Share of the questions answered rightly; None for prompts that ask nothing and answers that do not end."""
+    """Share of questions answered correctly; None for random prompts and when end of text is ignored."""
     if config.prompts == "random" or config.ignore_eos:
         return None
     decoded = [answer if isinstance(answer, str) else tokenizer.decode(answer) for answer in run.answers]
@@ -269,7 +276,7 @@ def accuracy(config: ServingConfig, tasks: Sequence[Task], run: Run, tokenizer: 
 
 
 def compare(config: ServingConfig, run: Run, baseline: dict[str, Any] | None, draft: str) -> dict[str, Any]:
-    """Speed and answers beside those without a draft at the same level; None where there is nothing to compare."""
+    """Compares speed and answers with the baseline at the same level; None where there is no baseline."""
     if baseline is None or draft == "none":
         return dict.fromkeys(("speed_up", "identical", "num_identical"))
     speed_up = round(run.completion_tokens / run.wall_s / baseline["tok_s"], 3)
@@ -280,20 +287,20 @@ def compare(config: ServingConfig, run: Run, baseline: dict[str, Any] | None, dr
 
 
 def label(draft: str) -> str:
-    """A draft in a table: a path's last two parts, and the options."""
+    """A draft's name in the table: the last two parts of its path, and its options."""
     name, *options = draft.split(",")
     return ", ".join(("/".join(Path(name).parts[-2:]), *options))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(ServingConfig, argv, prog="bench/serving.py", description="Serving, without a draft and with some.")
+    config = parse(ServingConfig, argv, prog="bench/serving.py", description="Serving without a draft and with drafts.")
     lines = Lines(config.output)
     try:
         measure(config, lines)
     except (ValueError, OSError) as error:
         raise SystemExit(f"bench/serving.py: error: {error}") from error
     except KeyboardInterrupt as error:
-        raise SystemExit("bench/serving.py: interrupted; with --output, --resume goes on from here") from error
+        raise SystemExit("bench/serving.py: interrupted; with --output, add --resume to continue") from error
     lines.all.sort(key=lambda line: (config.drafts.index(line["draft"]), config.levels.index(line["concurrency"])))
     print(table(COLUMNS, [{**line, "draft": label(line["draft"])} for line in lines.all]))
     lines.print(hidden=["answers"])

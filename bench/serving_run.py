@@ -1,4 +1,4 @@
-"""One level of concurrency of a serving benchmark, here or over HTTP: answers, and when their tokens came."""
+"""Runs one concurrency level of a serving benchmark, in process or over HTTP, and records when tokens arrive."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ DRAFTED = "slipstream_drafted_tokens_total"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One level, offline or over HTTP. Times in seconds."""
+    """Results of one level. Times in seconds."""
 
     wall_s: float
     answers: list[Any]  # token ids or text, in the order of the tasks
@@ -36,11 +36,11 @@ class Run:
 
     @property
     def width(self) -> float | None:
-        """Nodes per round, root included: a mean where the engine chooses it by load."""
+        """Mean nodes per round, root included."""
         return round(1 + self.drafted_tokens / self.rounds, 2) if self.rounds else None
 
     def figures(self) -> dict[str, float | int | None]:
-        """What a line of the results says of a level; a round's time is the median time between two outputs."""
+        """The figures of a result line. `ms`, the time of a round, is the median time between two outputs."""
         return {
             "width": self.width,
             "ms": milliseconds(self.itl_s, 50),
@@ -57,7 +57,7 @@ class Run:
 
 
 def milliseconds(seconds: Sequence[float], percent: int) -> float | None:
-    """The smallest value that so many percent of the values do not exceed."""
+    """The smallest value that `percent` percent of the values do not exceed."""
     if not seconds:
         return None
     return round(1000 * sorted(seconds)[max(0, -(-len(seconds) * percent // 100) - 1)], 3)
@@ -65,7 +65,7 @@ def milliseconds(seconds: Sequence[float], percent: int) -> float | None:
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request so far."""
+    """Tokens of one request so far and when they arrived."""
 
     start_s: float
     tokens: list[int] = field(default_factory=list)
@@ -93,9 +93,9 @@ def run_offline(
     seed: int = 0,
     **params: Any,
 ) -> Run:
-    """Keeps `concurrency` requests open until all tasks are done. `params` go into each one's SamplingParams.
+    """Keeps `concurrency` requests in flight until all tasks are done. `params` are passed to every SamplingParams.
 
-    Task i samples with `seed` + i: the same noise for all would make their answers alike, which a drafter could learn.
+    Task i samples with `seed` + i; with one seed for all, answers would be alike and a drafter could copy them.
     Raises ValueError for a task that the engine cannot serve.
     """
     requests = [
@@ -150,9 +150,9 @@ def summarise(answers: Sequence[Answer], wall_s: float) -> Run:
 
 
 def run_http(base_url: str, tasks: Sequence[Task], concurrency: int, seed: int = 0, **params: Any) -> Run:
-    """Streams every task's answer, sampled with `seed` + its index as run_offline does. `params` go into each request.
+    """Streams the answers of all tasks. Seeds are those of run_offline; `params` are passed with every request.
 
-    Raises ValueError if one fails.
+    Raises ValueError if a request fails.
     """
     before = read_counters(base_url)
     prompts = [task.prompt for task in tasks]
@@ -174,7 +174,7 @@ def run_http(base_url: str, tasks: Sequence[Task], concurrency: int, seed: int =
 
 
 def read_counters(base_url: str) -> dict[str, float]:
-    """Our server's metrics without labels."""
+    """The server's metrics that have no labels."""
     with urlopen(f"{base_url}/metrics") as response:
         lines = response.read().decode().splitlines()
     pairs = [line.split(" ") for line in lines if not line.startswith("#") and "{" not in line]

@@ -1,4 +1,4 @@
-"""A training step at a real model's shape, weights and tokens random: tokens a second, memory, share of the peak.
+"""Measures a training step at a real model's shape with random weights: tokens/s, memory, share of peak.
 
     python bench/training.py --shape qwen3-8b --sequence 4096 --anchors 512 --profile
     python bench/training.py --shape tiny                       # a few seconds on a CPU
@@ -6,8 +6,8 @@
 
 The step is the training loop's: frozen target, draft, loss, backward, clipping, AdamW. `share_of_peak` sets the
 arithmetic that the step needs (bench/training_flops.py) against a plain bf16 matrix product of the same run. --profile
-lists the kernels by group and by name. Of several processes each has rows of its own, and the first one prints: tokens
-a second of all, the rest of one. Prints tables and ends in one JSON line.
+lists the kernels by group and by name. With several processes each has its own rows and
+the first prints: tokens/s of all processes, other figures of one. Prints tables, then one JSON line.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -148,7 +148,7 @@ def plain_product(device: torch.device) -> float:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, once the device has done what was asked of it."""
+    """Seconds, read after the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -222,7 +222,7 @@ def make_batch(config: StepConfig) -> Batch:
 
 
 def make_parts(training: DraftTraining, accelerator: Accelerator, batch: Batch) -> dict[str, Part]:
-    """The step in its parts, in their order."""
+    """The parts of a step in order."""
     optim, target = OptimOptions(), training.target
     model, *optimizers = accelerator.prepare(training.train(), *build_optimizers(training, optim))
     scale, losses = 1 / batch.num_supervised, list[Tensor]()
@@ -262,7 +262,7 @@ def describe(config: StepConfig, accelerator: Accelerator) -> dict[str, Any]:
 def measure(
     config: StepConfig, parts: dict[str, Part], batch: Batch, flops: dict[str, int], peak: float, device: torch.device
 ) -> dict[str, Any]:
-    """Medians over the steps. The parts are timed in steps of their own, since each waits for the device."""
+    """Medians over steps. The parts are timed in separate steps, because each waits for the device."""
     began = clock(device)
     run(parts)
     first = clock(device) - began

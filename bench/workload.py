@@ -1,5 +1,5 @@
-"""What a serving benchmark asks for: prompts as token ids, each with the length of its answer, fixed by a seed; and
-whether a text answers a question: its last number counts, as is usual for GSM8K.
+"""Prompts and answer lengths of the serving benchmarks, drawn from a seed, and grading of answers: as is usual for
+GSM8K, the last number of a text is its answer.
 """
 
 import gzip
@@ -33,12 +33,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One request: its prompt, and how many tokens to answer (at most, unless end of text is ignored)."""
+    """One request: prompt and answer length, which is a maximum unless end of text is ignored."""
 
     prompt: list[int]
     max_tokens: int
     number: Decimal | None = None
-    """The right answer, if there is one."""
+    """The correct answer, if the prompt is a question."""
 
     def is_right(self, answer: str) -> bool:
         return self.number is not None and final_number(answer) == self.number
@@ -48,8 +48,8 @@ class Task:
 class Workload:
     """Lengths are drawn uniformly from [range_ratio * length, length], as other engines' benchmarks do.
 
-    "random" prompts are token ids without meaning. "gsm8k" ones are held-out questions behind as many answered ones as
-    fill `input_len`, the first of which is cut; `input_len` 0 asks the bare question. Any other kind is the file of the
+    "random" prompts are random token ids. "gsm8k" prompts are held-out questions after as many solved examples as fill
+    `input_len`; the first example is cut. With `input_len` 0 there are no examples. Any other kind is a file of
     questions (`read_questions`).
     """
 
@@ -62,8 +62,8 @@ class Workload:
     """Variables of the chat template."""
 
     def tasks(self, count: int, seed: str) -> list[Task]:
-        """Other seeds give other prompts, so that no prefix cache helps. Raises ValueError where the questions do not
-        suffice."""
+        """Different seeds give different prompts, so a prefix cache does not help. Raises ValueError if there are too
+        few questions."""
         rng = random.Random(seed)
         lengths = [(self._length(rng, self.input_len), self._length(rng, self.output_len)) for _ in range(count)]
         if self.kind == "random":
@@ -72,7 +72,9 @@ class Workload:
         path = QUESTIONS if self.kind == "gsm8k" else Path(self.kind)
         questions, answered = read_questions(path), read_questions(path, "train") if self.input_len else []
         if self.input_len and not answered:
-            raise ValueError(f"input_len is {self.input_len}; {path} has no rows of split 'train' to fill it: give 0")
+            raise ValueError(
+                f"input_len is {self.input_len}; {path} has no rows of split 'train' to use as examples: give 0"
+            )
         if not questions or (count > len(questions) and not self.input_len):
             raise ValueError(f"requests is {count}; {path} has {len(questions)} questions: ask for fewer")
         first = rng.randrange(len(questions))
@@ -101,19 +103,19 @@ class Workload:
 
 
 def final_number(text: str) -> Decimal | None:
-    """The first number behind the last "####", else the last number of the text; None where there is none."""
-    _, mark, behind = text.rpartition(MARK)
-    found = NUMBER.findall(behind)
+    """The first number after the last "####", else the last number of the text, else None."""
+    _, mark, rest = text.rpartition(MARK)
+    found = NUMBER.findall(rest)
     if not found:
         return None
     return Decimal((found[0] if mark else found[-1]).replace(",", ""))
 
 
 def read_questions(path: Path = QUESTIONS, split: str = "heldout") -> list[Question]:
-    """Of a file of JSON lines (also .gz) with `question` and `answer`, or `messages` whose last two turns they are.
-    Rows that name a `split` count if it is the one asked for, others are held out.
+    """Reads JSON lines (also .gz) with `question` and `answer`, or `messages` whose last two turns are the question and
+    its answer. Rows without `split` belong to "heldout".
 
-    Raises ValueError naming the line that holds no answer.
+    Raises ValueError naming the first line without a question and an answer.
     """
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         return list(_parse(lines, str(path), split))

@@ -126,7 +126,7 @@ def test_it_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest
     ]
     command += ["--input-len", "0", "--ignore-eos", "false", "--output", str(path), "--resume"]
     engines.interrupted_at = ("ngram", 3)
-    with pytest.raises(SystemExit, match="interrupted; with --output, --resume goes on"):
+    with pytest.raises(SystemExit, match="interrupted; with --output, add --resume to continue"):
         main(command)
     assert engines.calls == [
         ("none", 1, 1, "warm-up at 1"),
@@ -310,7 +310,7 @@ def test_questions_come_in_either_form_and_of_one_split(tokenizer: Any, tmp_path
     )
     assert asked.prompt[: len(cut.prompt)] == cut.prompt != asked.prompt, "the template has its variables"
     assert "2 + 2?" in tokenizer.decode(cut.prompt)
-    with pytest.raises(ValueError, match="input_len is 9; .* has no rows of split 'train' to fill it: give 0"):
+    with pytest.raises(ValueError, match="input_len is 9; .* has no rows of split 'train' to use as examples: give 0"):
         Workload(tokenizer=tokenizer, kind=kind, input_len=9, output_len=3).tasks(1, "a")
 
 
@@ -354,10 +354,10 @@ def test_simulation_is_for_the_draft_alone(draft: Path) -> None:
         ({"concurrency": "1;2"}, "concurrency is '1;2'; give positive numbers"),
         ({"mode": "grpc"}, "mode is 'grpc'; choose offline or http"),
         ({"prompts": "poems"}, "prompts is 'poems'; choose one of random, gsm8k, or a file"),
-        ({"input_len": 0}, "input_len is 0; it must be at least 1, or 0 with questions"),
+        ({"input_len": 0}, "input_len is 0; it must be at least 1; 0 is for questions only"),
         ({"range_ratio": 0.0}, "range_ratio is 0.0; it must be above 0"),
-        ({"answers": "a.jsonl", "mode": "http"}, "answers is 'a.jsonl'; over HTTP they are text: give --mode offline"),
-        ({"resume": True}, "resume is True; .* name it by --output"),
+        ({"answers": "a.jsonl", "mode": "http"}, "answers is 'a.jsonl'; answers over HTTP are text"),
+        ({"resume": True}, "resume is True; .* add --output"),
         ({"draft": ["ngram,nodes"]}, "draft is 'ngram,nodes'; write NAME or NAME,option=value"),
     ],
 )
