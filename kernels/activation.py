@@ -29,7 +29,7 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
 
 
 class _SiluMul(torch.autograd.Function):
-    """Keeps gate_up alone: silu is computed again for the gradient, which is fp32 inside and rounded once."""
+    """Saves gate_up alone: backward recomputes silu. The gradient is fp32 inside and rounded once."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def _forward(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def _silu_mul(gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """silu is rounded before the product, as it is where the two are separate."""
+    """Rounds silu before the product, as two separate operations would."""
     wait_for_inputs(PDL)
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size

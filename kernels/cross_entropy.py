@@ -3,18 +3,18 @@
 
 With p = softmax(teacher) and q = softmax(student), in fp32, a row's loss is
 
-    soft_ce      -sum p log q         the draft learns all of the target's distribution, likely tokens most
-    forward_kl   sum p log (p / q)    the same gradient, less the entropy of p: it is 0 where the draft is perfect
-    reverse_kl   sum q log (q / p)    pulls the draft to the target's main mode, away from what the target rules out
-    tv           1 - sum min(p, q)    the share that rejection sampling refuses; its gradient fades where p and q lie
-                                      far apart, so it suits a draft that is trained already
-    lk           -log sum min(p, q)   the log of the share it accepts ("LK"): tv's direction without that fading
+    soft_ce      -sum p log q         the draft learns the target's whole distribution, likely tokens most
+    forward_kl   sum p log (p / q)    the same gradient; minus the entropy of p, so a perfect draft has loss 0
+    reverse_kl   sum q log (q / p)    pulls the draft to the target's main mode, away from tokens the target excludes
+    tv           1 - sum min(p, q)    the share that rejection sampling rejects; its gradient vanishes where p and q
+                                      are far apart, so it suits a trained draft
+    lk           -log sum min(p, q)   minus the log of the share accepted ("LK"): tv's direction, but no vanishing
 
 The forward kernel reads each row once (tv and lk twice) with running maxima (Milakov & Gimelshein 2018, arXiv
-1805.02867), one program a row; the backward kernel computes both softmaxes again from a row's saved maxima and sums and
+1805.02867), one program per row; the backward kernel recomputes both softmaxes from a row's saved maxima and sums and
 can write the gradient over the student's logits. Labels need no backward kernel: a program reads its row twice.
-Letters: N rows, V columns (the draft's vocabulary). reverse_kl is infinite where q > 0 meets a teacher's -inf; the
-others take -inf there as probability 0.
+Letters: N rows, V columns (the draft's vocabulary). reverse_kl is infinite where q > 0 and the teacher's logit is -inf;
+the others treat -inf as probability 0.
 """
 
 from typing import Any, Literal, get_args
@@ -26,7 +26,7 @@ from torch import Tensor
 
 Kind = Literal["soft_ce", "forward_kl", "reverse_kl", "tv", "lk"]
 
-TILE = 2048  # columns that a program holds at a time, at most
+TILE = 2048  # columns per step of a program, at most
 LEAST_TILE = 128
 NUM_WARPS = 8
 NUM_STATS = tl.constexpr(6)  # per row: student's maximum and log of its sum, the teacher's, and two of the loss
@@ -38,11 +38,11 @@ def soft_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """(losses (N,) fp32, each times its weight; best (N,) int64, the student's likeliest column, ties to the lowest).
 
-    student, teacher (N, V) logits of any float type, whose rows may lie apart; weights (N,) fp32. Only the student gets
-    a gradient; a row of weight 0 gets none, whatever it holds. `in_place` (GPU): backward writes it over `student`,
-    which must be the output of an operation and read by nothing later; a second backward is then an error.
+    student, teacher (N, V) logits of any float type, rows may be strided; weights (N,) fp32. Only the student gets a
+    gradient, and a row of weight 0 never does. `in_place` (GPU): backward writes the gradient over `student`, which
+    must be the output of an operation that no later one reads; a second backward is then an error.
     """
-    if student.is_cuda:  # under autograd, too, where other kernels step aside
+    if student.is_cuda:  # also under autograd
         return soft_cross_entropy_triton(student, teacher, weights, kind, in_place=in_place)
     return soft_cross_entropy_reference(student, teacher, weights, kind)
 
@@ -162,7 +162,7 @@ def _soft_forward(
         s_peak, t_peak = s_next, t_next
 
     s_log, t_log = tl.log(s_total), tl.log(t_total)
-    first, second = 0.0, 0.0  # what backward needs of the loss
+    first, second = 0.0, 0.0  # saved for backward
     if LOSS == "soft_ce":
         loss = moment / t_total + s_log
     elif LOSS == "forward_kl":
@@ -191,10 +191,10 @@ def _soft_backward(
     student_stride, teacher_stride, upstream_stride, gradient_stride, V,
     LOSS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile reads what it writes before it writes, so the gradient may lie where the student's logits are."""
+    """A tile is read before it is written, so the gradient may overwrite the student's logits."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     scale = tl.load(weights_ptr + row) * tl.load(upstream_ptr + row * upstream_stride).to(tl.float32)
-    end = tl.where(scale == 0.0, 0, V)  # rows without weight are not read
+    end = tl.where(scale == 0.0, 0, V)  # rows of weight 0 are not read
     s = _load_tile(student_ptr + row * student_stride, columns, end)
     t = _load_tile(teacher_ptr + row * teacher_stride, columns, end)
     stats_ptr += row * NUM_STATS
@@ -239,9 +239,9 @@ def _is_below(q, p):
 def label_cross_entropy(logits: Tensor, labels: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor]:
     """(losses (N,) fp32; best (N,) int64, each row's likeliest column, ties to the lowest).
 
-    logits (N, V) of any float type, whose rows may lie apart; labels (N,) int64, of 0 .. V - 1. `with_gradient`: writes
-    the gradient of each row's loss, softmax - onehot, over its logits, computed in fp32 and rounded once. For the
-    forward of an autograd function: makes no graph itself.
+    logits (N, V) of any float type, rows may be strided; labels (N,) int64 in 0 .. V - 1. `with_gradient` overwrites
+    the logits with the gradient of each row's loss, softmax - onehot, computed in fp32 and rounded once. Builds no
+    autograd graph: call it in the forward of an autograd function.
     """
     assert not logits.requires_grad
     run = label_cross_entropy_triton if logits.is_cuda else label_cross_entropy_reference

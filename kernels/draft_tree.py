@@ -1,12 +1,12 @@
 """Growing a draft tree level by level, and choosing which of its nodes the target verifies (EAGLE-2, arXiv 2406.16858).
 
-Every node has a score, the sum of log-probabilities along its path. The k best children of each node of the frontier
-are candidates; the k best of these become the next frontier, which the draft expands. At the end the best candidates of
-all levels are the tree. A child scores no more than its parent and ties go to the earlier candidate, so a parent always
-comes before its children: every prefix of the chosen nodes is a connected tree.
+A node's score is the sum of log-probabilities along its path. The k best children of each frontier node are
+candidates; the k best of these become the next frontier, which the draft expands. The best candidates of all levels
+form the tree. A child scores no more than its parent and ties go to the earlier candidate, so a parent always comes
+before its children: every prefix of the chosen nodes is a connected tree.
 
-Candidates are numbered level by level, parent by parent, best child first. Frontier nodes are numbered, too: those of
-one level follow those of the level before, and their draft KV lies in this order behind the committed tokens.
+Candidates are numbered level by level, parent by parent, best child first. Frontier nodes are numbered level by level,
+too, and their draft KV follows the committed tokens in this order.
 Letters: B requests, k children of a node, n nodes of a frontier (k, and 1 before there is any), P candidates in all.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 from slipstream.kernels.sampling import MAX_K, NO_SCORE, rank_column, score_order, score_rank
 
-MAX_NODES = 64  # bits of an ancestor mask: frontier nodes of all levels but the last, and nodes of a proposal
+MAX_NODES = 64  # bits of an ancestor mask: limits frontier nodes (all levels but the last) and nodes of a proposal
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class TreeShape:
         return self.topk * (self.depth - 1)
 
     def within(self, width: int) -> "TreeShape":
-        """What it takes to find the best `width` nodes, root included: they have no more levels, nor a wider one."""
+        """The shape that finds the best `width` nodes, root included: never more levels nor wider ones than that."""
         return TreeShape(min(self.topk, width - 1), min(self.depth, width - 1))
 
 
@@ -59,24 +59,24 @@ class Candidates(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """The nodes that the draft expands next, best first."""
+    """The nodes to expand next, best first."""
 
     scores: Tensor  # (B, k) fp32
     nodes: Tensor  # (B, k) int32 candidates
     ancestors: Tensor  # (B, k) int64 bit masks over the frontier nodes of all levels so far, their own included
     tokens: Tensor  # (B * k,) int64
     sources: Tensor  # (B * k,) int64 each node's parent among the rows (B * n,) of the frontier before
-    positions: Tensor  # (B * k,) int64 of the draft's pass, for rotary embedding
-    sampled_at: Tensor  # (B * k,) int64 positions of their children, by which noise is drawn
+    positions: Tensor  # (B * k,) int64 for the draft's rotary embedding
+    sampled_at: Tensor  # (B * k,) int64 positions of their children, which seed the noise
     slots: Tensor  # (B * k,) int64 where their draft KV goes
 
 
 class Place(NamedTuple):
-    """Where the requests stand."""
+    """Page table and lengths of the requests."""
 
-    pages: Tensor  # (R, pages of a row) int64 page table
+    pages: Tensor  # (R, pages per request) int64 page table
     page_size: int
-    rows: Tensor  # (B,) int64 engine rows
+    rows: Tensor  # (B,) int64 the requests' rows of the page table
     lengths: Tensor  # (B,) int64 committed tokens; the root follows them
 
 
@@ -90,7 +90,7 @@ def grow(
     level: int,
     is_last: bool,
 ) -> Frontier | None:
-    """Enters the children of a frontier, None for the root's, and returns the next frontier unless `is_last`.
+    """Adds a frontier's children (None: the root's) to the candidates; returns the next frontier unless `is_last`.
 
     values, columns (B * n, k) from `head_topk`: log-probabilities and columns, best first; ids (Vd,) int64 the target
     id of each column (default: the column). level: 0 for the root's children, then one more each time.
@@ -124,8 +124,9 @@ def grow_reference(
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]  # (B, k)
     rank, parent = torch.arange(k, device=device), best // k
     depths = place.lengths[:, None] + level + torch.zeros_like(rank)  # (B, k)
-    behind = place.lengths[:, None] + level * k + rank
-    slots = place.pages[place.rows[:, None], behind // place.page_size] * place.page_size + behind % place.page_size
+    position = place.lengths[:, None] + level * k + rank  # in the cache
+    page = place.pages[place.rows[:, None], position // place.page_size]
+    slots = page * place.page_size + position % place.page_size
     return Frontier(
         scores=scores.gather(1, best),
         nodes=(first + best).int(),
@@ -173,7 +174,7 @@ def _empty_frontier(batch_size: int, k: int, device: torch.device) -> Frontier:
 
 
 def choose(candidates: Candidates, roots: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The tree of the roots (B,) int64 and the count - 1 <= P best candidates: tokens, parents (B, count) int32."""
+    """The tree of roots (B,) int64 and the count - 1 <= P best candidates: tokens, parents (B, count) int32."""
     run = choose_triton if use_triton(roots) else choose_reference
     return run(candidates, roots, count)
 
@@ -205,7 +206,7 @@ def choose_triton(candidates: Candidates, roots: Tensor, count: int) -> tuple[Te
 
 @triton.jit
 def _best_first(scores, inside, index, count, BLOCK: tl.constexpr):
-    """(BLOCK,) int32: place of each of the `count` best scores, from 0; BLOCK for the others. Ties: lowest index."""
+    """(BLOCK,) int32: rank of each of the `count` best scores, from 0; BLOCK for the others. Ties: lowest index."""
     ranks = tl.where(inside, score_rank(score_order(scores), index), NO_SCORE)
     places = tl.full((BLOCK,), BLOCK, tl.int32)
     for place in range(count):
@@ -246,8 +247,10 @@ def _grow(
         kept, out = inside & (place < k), request * k + place
         number = level * k + place
         length = tl.load(lengths_ptr + request)
-        behind = length + number
-        page = tl.load(pages_ptr + tl.load(rows_ptr + request) * table_width + behind // page_size, mask=kept, other=0)
+        position = length + number  # in the cache
+        page = tl.load(
+            pages_ptr + tl.load(rows_ptr + request) * table_width + position // page_size, mask=kept, other=0
+        )
         own = tl.full((BLOCK,), 1, tl.int64) << (number & 63).to(tl.int64)
         depth = length + level + tl.zeros((BLOCK,), tl.int64)
         tl.store(scores_ptr + out, scores, mask=kept)
@@ -257,7 +260,7 @@ def _grow(
         tl.store(sources_ptr + out, (request * n + parent).to(tl.int64), mask=kept)
         tl.store(positions_ptr + out, depth, mask=kept)
         tl.store(sampled_at_ptr + out, depth + 2, mask=kept)
-        tl.store(slots_ptr + out, page * page_size + behind % page_size, mask=kept)
+        tl.store(slots_ptr + out, page * page_size + position % page_size, mask=kept)
 
 
 @triton.jit(do_not_specialize=["P", "count"])

@@ -1,24 +1,24 @@
 """Top-k, then top-p, then min-p as one number per row: the smallest logit that is kept, found without a sort.
 
-On the GPU the vocabulary is cut into tiles of constant size, one program each; the last program of a row to finish
-merges what all of them found. Four launches:
+On the GPU a row is cut into tiles of constant size, one program each; the last program of a row to finish merges their
+results. Four launches:
 
-  1. summarise  maximum, sum of exponentials, the maxima of parts of tiles: what is searched, and from where up
-  2. fill_bins  sums of the weights in 1,024 bins between there and the maximum, and the bin where the sum from above
+  1. summarise  maximum, sum of exponentials, maxima of parts of tiles: decides the search and its lower bound
+  2. fill_bins  sums weights in 1,024 bins from that bound to the maximum; finds the bin where the sum from above
                 reaches the goal
-  3. collect    the few logits of that bin
-  4. finish     the exact answer from these
+  3. collect    gathers the few logits of that bin
+  4. finish     finds the exact threshold among them
 
-A search asks for the largest of a row's logits x with weight(x and all above it) >= goal. Top-k: every weight is 1, the
-goal k. Top-p: weights exp((x - peak) / T), the goal top_p of their sum. The weight from `low` up reaches it. Between
-`low` and the peak x falls into one of BINS equal bins; the answer lies in the first bin from above with which the sum
-reaches the goal, and `above` is what the bins before it hold. Weights are summed as integers, so no sum depends on the
-order. Logits are compared as they are, since a division by T keeps their order and costs more than all else.
+A search finds the largest logit x of a row with weight(x and all above it) >= goal. Top-k: every weight is 1, the goal
+k. Top-p: weights exp((x - peak) / T), the goal top_p of their sum. The weight from `low` up reaches the goal. x falls
+into one of BINS equal bins between `low` and the peak; the answer is in the first bin from above with which the sum
+reaches the goal, and `above` is the sum of the bins before it. Weights are summed as integers, so no sum depends on the
+order. Logits are compared unscaled: dividing by T keeps their order and costs more than everything else.
 
-A small top-k skips 2: the k-th largest of the maxima bounds the k-th largest logit from below. The candidates of 3 are
-gathered in any order and each is compared with all others, which needs no sort. Where there are too many, or a large
-top-k goes with a top-p, one program finds the threshold over the whole row, four bits of it at a time: slower, and
-rare. A row without filters, or greedy, does nothing. No row's threshold depends on the other rows.
+A small top-k skips 2: the k-th largest of the maxima bounds the k-th largest logit from below. Candidates are gathered
+in any order and each is compared with all others, so nothing is sorted. If there are too many, or a large top-k comes
+with a top-p, one program finds the threshold over the whole row, four bits at a time: slow but rare. Greedy and
+unfiltered rows are skipped. No row's threshold depends on other rows.
 Letters: R rows of logits, V their vocabulary, S tiles of a row, E entries of parameters.
 """
 
@@ -31,11 +31,12 @@ from torch import Tensor
 
 from slipstream.kernels.grid_sync import MAX_ROWS, done_counters, is_last_done
 
-TILE = 4096  # columns of a program that sums up
-SEARCH_TILE = 2048  # of one that searches
+TILE = 4096  # columns per program of `summarise`
+SEARCH_TILE = 2048  # columns per program of the search
 CHUNKS = 16  # parts of a tile whose maxima are kept, half as many where there are more than 16 tiles
 
-NONE = tl.constexpr(0)  # kinds of search: the threshold is known
+# Kinds of search.
+NONE = tl.constexpr(0)  # the threshold is known
 RANK = tl.constexpr(1)  # top-k among the few x >= low, then top-p among those
 WIDE_RANK = tl.constexpr(2)  # top-k by bins
 MASS = tl.constexpr(3)  # top-p by bins
@@ -48,18 +49,18 @@ LOW = tl.constexpr(2)
 SCALE = tl.constexpr(3)  # bins for each unit of x
 ABOVE = tl.constexpr(4)
 GOAL = tl.constexpr(5)
-FLOOR = tl.constexpr(6)  # what min-p keeps begins here
-BIN = tl.constexpr(7)  # where the answer lies
+FLOOR = tl.constexpr(6)  # lowest logit that min-p keeps
+BIN = tl.constexpr(7)  # bin of the answer
 RATE = tl.constexpr(8)  # log2(e) / T
 
-PARTIAL = tl.constexpr(32)  # floats that a program leaves for the last one
-FEW = tl.constexpr(768)  # candidates: three quarters of the room for them
+PARTIAL = tl.constexpr(32)  # floats that a program stores for the last one
+FEW = tl.constexpr(768)  # candidates: three quarters of CANDIDATES
 BINS = tl.constexpr(1024)  # from the peak downwards
 MASS_UNIT = tl.constexpr(2.0**40)  # integer units of the mass of the row's maximum
 LOG2_E = tl.constexpr(1.4426950408889634)
 CANDIDATES = tl.constexpr(1024)
-COMPARED = tl.constexpr(16)  # candidates that all others are compared with at a time
-SCANNED = tl.constexpr(1024)  # columns that a descent reads at a time
+COMPARED = tl.constexpr(16)  # candidates compared with all others per step
+SCANNED = tl.constexpr(1024)  # columns per step of a descent
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,8 @@ class Filters:
 
 
 def filter_logits(scaled: Tensor, filters: Filters) -> Tensor:
-    """Sets to -inf what top-k, then top-p, then min-p cut from `scaled` (R, V) = logits / T; ties with the last kept
-    token stay. `filters` by row."""
+    """Sets to -inf what top-k, then top-p, then min-p remove from `scaled` (R, V) = logits / T; ties with the last kept
+    token stay. `filters` has one entry per row."""
     return scaled.masked_fill(scaled < filter_thresholds_reference(scaled, filters)[:, None], -torch.inf)
 
 
@@ -86,7 +87,7 @@ def filter_thresholds_reference(scaled: Tensor, filters: Filters) -> Tensor:
     ranks = torch.arange(scaled.shape[-1], device=scaled.device)
     keep = (filters.top_k[:, None] == 0) | (ranks < filters.top_k[:, None])
     probs = ordered.masked_fill(~keep, -torch.inf).softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs  # in fp32 it passes 1 ahead of the end
+    before = probs.cumsum(dim=-1) - probs  # in fp32 it may exceed 1 before the end
     keep &= (before < filters.top_p[:, None]) | (filters.top_p[:, None] == 1)  # the token that crosses top_p stays
     keep &= probs >= filters.min_p[:, None] * probs[:, :1]
     return ordered.gather(1, keep.sum(dim=-1, keepdim=True).clamp_(min=1) - 1).squeeze(1)
@@ -95,7 +96,7 @@ def filter_thresholds_reference(scaled: Tensor, filters: Filters) -> Tensor:
 def filter_thresholds_triton(
     logits: Tensor, temperature: Tensor, filters: Filters, rows: Tensor | None, repeats: int
 ) -> Tensor:
-    """(R,) fp32 the smallest of each row of `logits` (R, V) that is kept; -inf where the row is greedy or unfiltered.
+    """(R,) fp32 the smallest kept logit of each row of `logits` (R, V); -inf for greedy and unfiltered rows.
 
     Parameters by entry and `rows` as in Sampling.
     """
@@ -123,7 +124,7 @@ def filter_thresholds_triton(
 
 @triton.jit
 def parameter_entry(row, rows_ptr, repeats):
-    """Where the parameters of a row of logits are, see Sampling."""
+    """The entry of a row's parameters, see Sampling."""
     entry = row // repeats
     return entry if rows_ptr is None else tl.load(rows_ptr + entry)
 
@@ -145,8 +146,8 @@ def summarise(
     partials_ptr, top_k_ptr, top_p_ptr, min_p_ptr, thresholds_ptr,
     TILE: tl.constexpr, TILES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """A tile leaves its chunks' maxima, then its own maximum, sum of exponentials and smallest finite x. The first tile
-    empties the row's bins."""
+    """A tile stores its chunks' maxima, its own maximum, sum of exponentials and smallest finite x. The first tile
+    clears the row's bins."""
     row, tile = tl.program_id(0), tl.program_id(1)
     entry = parameter_entry(row, rows_ptr, repeats)
     temperature, top_k = tl.load(temperature_ptr + entry), tl.load(top_k_ptr + entry).to(tl.int32)
@@ -228,7 +229,7 @@ def _expected(top_k, num_maxima):
 
 @triton.jit
 def _kth_largest_maximum(partials, tiles, top_k, TILES: tl.constexpr, CHUNKS: tl.constexpr):
-    """At least top_k of the row's x are not below it, if there are as many maxima; -inf if they are not finite."""
+    """At least top_k logits of the row reach it, if there are as many maxima; -inf if they are not finite."""
     chunk = tl.arange(0, TILES * CHUNKS)
     address = partials + chunk // CHUNKS * PARTIAL + chunk % CHUNKS
     maxima = tl.load(address, mask=chunk < tiles * CHUNKS, other=float("-inf"), cache_modifier=".cg")
@@ -243,16 +244,15 @@ def _kth_largest_maximum(partials, tiles, top_k, TILES: tl.constexpr, CHUNKS: tl
 
 @triton.jit
 def bin_of(x, peak, scale):
-    """The bins of x, from the peak downwards; the last holds all that is further down."""
+    """The bin of each x, from the peak downwards; the last bin takes everything below."""
     places = tl.minimum((peak - x) * scale, BINS - 1.0)
-    # In fp32, 2^23 and more have no fraction: the sum's last bits are the rounded place. A conversion costs eight times
-    # an addition.
+    # Adding 2^23 in fp32 leaves the rounded place in the last bits; a conversion would cost eight times as much.
     return (places + 8388608.0).to(tl.int32, bitcast=True) & (BINS - 1)
 
 
 @triton.jit
 def fill_bins(logits_ptr, searches_ptr, bins_ptr, counters_ptr, stride, V, tiles, TILE: tl.constexpr):
-    """Sums the weights of each bin; the last program finds the answer's."""
+    """Sums the weights of each bin; the last program finds the answer's bin."""
     row, tile = tl.program_id(0), tl.program_id(1)
     search, bins_ptr = searches_ptr + row * SEARCH, bins_ptr + row.to(tl.int64) * BINS
     kind = tl.load(search + KIND).to(tl.int32)
@@ -281,7 +281,7 @@ def _choose_bin(search, bins_ptr, unit):
 
 @triton.jit
 def collect(logits_ptr, searches_ptr, candidates_ptr, counters_ptr, stride, V, TILE: tl.constexpr):
-    """Appends the x in question to the row's candidates and counts them, also those beyond the last place."""
+    """Appends the logits of the bin to the row's candidates and counts them, also those that do not fit."""
     row, tile = tl.program_id(0), tl.program_id(1)
     search = searches_ptr + row * SEARCH
     kind = tl.load(search + KIND).to(tl.int32)
@@ -290,7 +290,7 @@ def collect(logits_ptr, searches_ptr, candidates_ptr, counters_ptr, stride, V, T
         answer = tl.load(search + BIN).to(tl.int32)
         bins = bin_of(x, tl.load(search + PEAK), tl.load(search + SCALE))
         inside = (x >= tl.load(search + LOW)) & (tl.where(kind == RANK, answer, bins) == answer)
-        # Few are inside, so that an addition for each costs less than to number them first.
+        # Few are inside: one atomic addition each costs less than numbering them first.
         counter = counters_ptr + row + tl.zeros((TILE,), tl.int32)
         place = tl.atomic_add(counter, 1, mask=inside, sem="relaxed")
         tl.store(candidates_ptr + row.to(tl.int64) * CANDIDATES + place, x, mask=inside & (place < CANDIDATES))
@@ -301,7 +301,7 @@ def finish(
     logits_ptr, searches_ptr, candidates_ptr, counters_ptr, stride, V,
     rows_ptr, repeats, top_k_ptr, top_p_ptr, thresholds_ptr,
 ):  # fmt: skip
-    """One program per row. Resets the count of candidates."""
+    """One program per row; resets the count of candidates."""
     row = tl.program_id(0)
     search = searches_ptr + row * SEARCH
     kind = tl.load(search + KIND).to(tl.int32)
@@ -337,7 +337,7 @@ def _among(candidates_ptr, found, search, kind, top_k, top_p, LANES: tl.constexp
         larger_mass += tl.sum(tl.where(is_larger, masses[:, None], 0), axis=0)
     share = larger_mass.to(tl.float32) * (1.0 / MASS_UNIT)
     keep = (lane < found) & (above + tl.where(kind == MASS, share, rank.to(tl.float32)) < goal)
-    if (kind == RANK) & (top_p < 1.0):  # of the x that tie for place k, the sum holds as many as have a place
+    if (kind == RANK) & (top_p < 1.0):  # of the x that tie for place k, the sum counts as many as fit in the top k
         kth = tl.min(tl.where(keep, x, float("inf")), axis=0)
         num_larger, larger = tl.max(tl.where(keep, rank, 0), axis=0), tl.max(tl.where(keep, share, 0.0), axis=0)
         num_tied = tl.minimum(top_k, found) - num_larger  # a row may have fewer finite x than top_k
@@ -365,7 +365,7 @@ def _over_row(row_ptr, V, search, kind, top_k, top_p):
 
 @triton.jit
 def _descend(row_ptr, V, peak, rate, goal, BY_MASS: tl.constexpr):
-    """The largest x whose weight and that of all above it reach the goal, by the digits of its bits in order."""
+    """The largest x whose weight and that of all above it reach the goal, found four bits at a time from the top."""
     digit = tl.arange(0, 16)
     known, unit = tl.full((), 0, tl.uint32), tl.full((), 1 << 28, tl.uint32)  # leading digits of the answer
     for _ in range(8):

@@ -1,11 +1,11 @@
-"""The output layer of a draft: logits over a set of the target's tokens, and the best of them without storing logits.
+"""The output layer of a draft: logits over a set of the target's tokens, or the best of them without storing logits.
 
-The set may be rows of the target's whole head, read through an index: nothing is copied, so it can change between
-rounds. The layer is bound by reading its weights, four times fewer for 32,768 tokens than for 128,256 (FR-Spec, arXiv
-2502.14856). The fused kernels round a logit to the dtype of `hidden` and then go on in fp32, as if it had been stored:
-they give what the two steps give, up to the order in which a product is added up. Weights stream through shared memory
-as in kernels/small_m_gemm.py. A program computes OUTPUTS logits (axis 1) of ROWS rows (axis 0). Programs of the same
-weights are neighbours, so that more than ROWS rows find them in the L2 cache.
+The set may be rows of the target's head, read through an index: nothing is copied, so it can change between rounds. The
+layer is bound by reading weights, four times fewer for 32,768 tokens than for 128,256 (FR-Spec, arXiv 2502.14856). The
+fused kernels round a logit to the dtype of `hidden` and continue in fp32, as if it had been stored: they equal the two
+separate steps up to the summation order of the product. Weights stream through shared memory as in
+kernels/small_m_gemm.py. A program computes OUTPUTS logits (axis 1) of ROWS rows (axis 0). Programs that read the same
+weights are neighbours, so more than ROWS rows find them in the L2 cache.
 Letters: R rows, H hidden size, V target and Vd draft vocabulary.
 """
 
@@ -40,17 +40,17 @@ from slipstream.kernels.sampling import (
 )
 from slipstream.kernels.small_m_gemm import Tiling
 
-MOST_ROWS = 64  # of one program
-FUSED_ROWS = 32  # beyond them what follows the product costs the fused kernels too many registers
-FUSED_OUTPUTS = 2**16  # of a head in one piece: below it the library and one more kernel are faster
+MOST_ROWS = 64  # per program
+FUSED_ROWS = 32  # with more, the fused kernels' epilogue takes too many registers
+FUSED_OUTPUTS = 2**16  # smaller contiguous heads are faster with the library and a second kernel
 
 
 @dataclass(frozen=True, slots=True)
 class DraftHead:
-    """Weights, and the target id of each logit."""
+    """Weights and the target id of each logit."""
 
     weight: Tensor  # (Vd, H); if gathered (V, H), of which row ids[j] gives logit j
-    ids: Tensor | None = None  # (Vd,) int64; None: logit j is that of id j. Gathered only: -1 marks an unused place
+    ids: Tensor | None = None  # (Vd,) int64; None: logit j belongs to id j. Gathered only: -1 marks an unused place
     gathered: bool = False
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class DraftHead:
 
 
 def choose_tiling(num_rows: int) -> Tiling:
-    """How a program reads the weights. The best that bench/kernel_times.py finds on an H200 at 32,768 x 4,096."""
+    """The fastest that bench/kernel_times.py --tune finds on an H200 at 32,768 x 4,096."""
     if num_rows <= 16:
         return Tiling(outputs=128, depth=64, split=1, stages=4)
     if num_rows <= 32:
@@ -73,8 +73,8 @@ def choose_tiling(num_rows: int) -> Tiling:
 
 
 def head_logits(head: DraftHead, hidden: Tensor) -> Tensor:
-    """(R, H) -> (R, Vd). Of a gathered head -inf at unused places, summed in fp32 and rounded once; on the GPU nothing
-    but the named rows of the 16-bit weights is read."""
+    """(R, H) -> (R, Vd). A gathered head gives -inf at unused places, sums in fp32 and rounds once; on the GPU it reads
+    only the named rows of 16-bit weights."""
     if not head.gathered:
         return linear(hidden, head.weight)
     assert head.ids is not None
@@ -98,10 +98,10 @@ def gathered_linear_triton(hidden: Tensor, weight: Tensor, ids: Tensor, tiling: 
 
 
 def head_sample(head: DraftHead, hidden: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
-    """hidden (R, H), positions (R,) of the token to propose -> place (R,) int64 in the head, of its sample.
+    """hidden (R, H), positions (R,) of the token to propose -> place (R,) int64 of its sample in the head.
 
-    That is sample(head_logits(head, hidden), positions, sampling, head.ids): the same noise by target id, and ties go
-    to the lowest place.
+    Equals sample(head_logits(head, hidden), positions, sampling, head.ids): same noise by target id, ties go to the
+    lowest place.
     """
     run = head_sample_triton if _fits_fused(head, hidden, sampling) else head_sample_reference
     return run(head, hidden, positions, sampling)
@@ -125,8 +125,8 @@ def head_sample_triton(
 def head_topk(head: DraftHead, hidden: Tensor, k: int, positions: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """hidden (R, H), positions (R,) of the token to propose -> log-probabilities (R, k) fp32, places (R, k) int64.
 
-    That is perturbed_topk(head_logits(head, hidden), k, ...): best first, ties to the lowest place. At least k places
-    are used, 1 <= k <= MAX_K.
+    Equals perturbed_topk(head_logits(head, hidden), k, ...): best first, ties to the lowest place. Needs at least k
+    used places, 1 <= k <= MAX_K.
     """
     run = head_topk_triton if _fits_fused(head, hidden, sampling) else head_topk_reference
     return run(head, hidden, k, positions, sampling)
@@ -157,7 +157,7 @@ def head_topk_triton(
 
 
 def _fits_kernel(hidden: Tensor, weight: Tensor) -> bool:
-    """16-bit rows of a length at which 16 bytes load at once; any number of them."""
+    """16-bit weights whose rows load 16 bytes at once; any number of rows of `hidden`."""
     return few_on_gpu(hidden[:1], weight)
 
 
@@ -182,7 +182,7 @@ def _launch_fused(
 def _launch_options(
     hidden: Tensor, weight: Tensor, num_outputs: int, tiling: Tiling | None
 ) -> tuple[Tensor, tuple[int, int], dict[str, Any]]:
-    """`hidden` with adjacent inputs, the grid (blocks of rows, tiles of outputs), constants and launch options."""
+    """`hidden` with contiguous rows, the grid (blocks of rows, tiles of outputs), constants and launch options."""
     assert weight.stride(1) == 1
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     num_rows, num_inputs = hidden.shape
@@ -223,7 +223,7 @@ def head_sample_kernel(
     GATHERED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best score of each row: one maximum per program, the last one to arrive stores what all have found."""
+    """The best score of each row: one maximum per program; the last program to finish stores the overall one."""
     row, outputs = _cells(ROWS, OUTPUTS)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -247,7 +247,7 @@ def head_topk_kernel(
     K: tl.constexpr, GATHERED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program leaves the K best of each of its rows, their maximum, and their sum of exponentials."""
+    """A program stores the K best of each of its rows, their maximum, and their sum of exponentials."""
     row, outputs = _cells(ROWS, OUTPUTS)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -274,7 +274,7 @@ def merge_topk_kernel(
     candidates_ptr, sums_ptr, values_ptr, columns_ptr, tiles,
     K: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. A launch of its own: the last program to arrive would have all rows to merge."""
+    """One program per row. A separate launch, since the last program to finish would have all rows to merge."""
     wait_for_inputs(PDL)
     merge_topk(candidates_ptr, sums_ptr, values_ptr, columns_ptr, tl.program_id(0), tiles, K, TILES, CANDIDATES)
 
@@ -291,7 +291,7 @@ def _logits(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """(OUTPUTS, ROWS) fp32: the rows `places` of the weights times the rows `row` of x."""
+    """(OUTPUTS, ROWS) fp32: rows `places` of the weights times rows `row` of x."""
     weights = weight_ptr + places[:, None].to(tl.int64) * weight_stride
     inputs = x_ptr + row[:, None].to(tl.int64) * x_stride
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
@@ -320,7 +320,7 @@ def _scores(
     inside = outputs < num_outputs
     ids = outputs if ids_ptr is None else tl.load(ids_ptr + outputs, mask=inside, other=-1)
     places = tl.maximum(ids, 0) if GATHERED else tl.minimum(outputs, num_outputs - 1)
-    if temperature_ptr is not None:  # read here, where the wait is hidden
+    if temperature_ptr is not None:  # loaded early to hide the latency
         entry = parameter_entry(tl.minimum(row, num_rows - 1), rows_ptr, repeats)
         temperature, key = tl.load(temperature_ptr + entry), tl.load(keys_ptr + entry)
         position = tl.load(positions_ptr + row, mask=row < num_rows, other=0)
@@ -339,7 +339,7 @@ def _scores(
 
 @triton.jit
 def _first_best(order, outputs):
-    """Of (OUTPUTS, ROWS) orders the rank of each row's best, and its column."""
+    """The rank and column of the best of (OUTPUTS, ROWS) orders, for each row."""
     best = tl.max(order, axis=0)
     column = tl.min(tl.where(order == best[None, :], outputs[:, None], 0x7FFFFFFF), axis=0)
     return score_rank(best, column), column

@@ -12,16 +12,16 @@ MAX_ROWS = 1 << 16
 
 @functools.cache
 def done_counters(device: torch.device) -> Tensor:
-    """(MAX_ROWS,) int32 for `is_last_done`, zero between launches, which follow each other on one stream.
+    """(MAX_ROWS,) int32 for `is_last_done`, zero between launches, all of which run on one stream.
 
-    A graph must not be the first to ask: its memory is zeroed in replays only.
+    Call it once before capturing a graph: memory allocated in a capture is zeroed in replays only.
     """
     return _new_words(device)
 
 
 @functools.cache
 def barriers(device: torch.device) -> Tensor:
-    """(MAX_ROWS,) int32 for `barrier_wait`, on the conditions of `done_counters`; only the highest bit stays."""
+    """(MAX_ROWS,) int32 for `barrier_wait`, used like `done_counters`; only the highest bit survives."""
     return _new_words(device)
 
 
@@ -32,18 +32,18 @@ def _new_words(device: torch.device) -> Tensor:
 
 @functools.cache
 def all_resident(device: torch.device, programs: int) -> bool:
-    """Whether so many programs next to each other in a grid, which start in order, run at the same time.
+    """Whether `programs` neighbours in a grid, which start in order, are resident at the same time.
 
-    Each of the device's multiprocessors runs one at least. The interpreter runs one after another.
+    Each multiprocessor of the device runs at least one. The interpreter runs programs one after another.
     """
     return device.type == "cuda" and programs <= torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
 def is_last_done(counter_ptr, arrivals):
-    """True in the last of `arrivals` programs. It must read what the others stored past the L1 cache (".cg").
+    """True in the last of `arrivals` programs to call it. It must read the others' stores past the L1 cache (".cg").
 
-    The barrier and the count's release order a program's stores before its arrival; the last one resets the counter.
+    The barrier and the counter's release order a program's stores before its call; the last one resets the counter.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == arrivals - 1
@@ -56,9 +56,8 @@ def is_last_done(counter_ptr, arrivals):
 def barrier_wait(point_ptr, is_first, programs, waits):
     """Returns when `programs` > 1 programs, for which `all_resident` holds, have arrived; at once without `waits`.
 
-    What they stored before must then be read past the L1 cache (".cg"). is_first, true of one of them: it adds
-    2**31 - (programs - 1), each other one 1. Together they turn over the highest bit and leave the others 0, as the
-    next launch wants them.
+    Their earlier stores must then be read past the L1 cache (".cg"). One program has is_first: it adds
+    2**31 - (programs - 1), every other 1. Together they flip the highest bit and reset the others.
     """
     tl.debug_barrier()
     before = tl.atomic_add(point_ptr, tl.where(is_first, 0x7FFFFFFF - (programs - 2), 1), sem="acq_rel", scope="gpu")

@@ -1,6 +1,6 @@
-"""The paged KV cache: where a chain of tokens lies, and moving accepted tree nodes down to follow the committed ones.
+"""The paged KV cache: slots of a chain of tokens, and moving accepted tree nodes to follow the committed tokens.
 
-Letters: B requests, N nodes per request, L layers, G KV heads, D head dim, R engine rows, P pages per row.
+Letters: B requests, N nodes per request, L layers, G KV heads, D head dim, R and P rows and columns of the page table.
 """
 
 import torch
@@ -10,16 +10,16 @@ from torch import Tensor
 
 from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 
-TILE = 8192  # numbers that a program holds between its reads and its writes
+TILE = 8192  # numbers that a program reads before it writes
 
 
 def move_rows(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """Copies KV rows in every layer, in place.
+    """Copies KV between slots in every layer, in place.
 
-    cache (L, 2, slots, G, D); sources, destinations (B, N) int64 slots, N <= 64, or (R,): one request, any number.
+    cache (L, 2, slots, G, D); sources, destinations (B, N) int64 slots, N <= 64, or (n,): one request, any number.
 
-    A request's rows are read before any of them is written, so they may overlap; requests do not touch each other's
-    rows. A source equal to its destination is a no-op.
+    All of a request's sources are read before its destinations are written, so they may overlap; requests must not
+    share slots. A source equal to its destination is a no-op.
     """
     if use_triton(cache) and sources.dim() == 2:
         move_rows_triton(cache, sources, destinations)
@@ -49,8 +49,8 @@ def move_rows_triton(cache: Tensor, sources: Tensor, destinations: Tensor) -> No
 def _move_rows(
     cache_ptr, sources_ptr, destinations_ptr, N, layer_stride, size, NODES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One request, one layer's keys or values, BLOCK numbers of every row. The barrier stands between the last read and
-    the first write of rows that another thread may read."""
+    """One request, one layer's keys or values, BLOCK numbers of every slot. The barrier orders all reads before
+    the first write, since another thread may read that slot."""
     request, columns = tl.program_id(0), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     node = tl.arange(0, NODES)
     source = tl.load(sources_ptr + request * N + node, mask=node < N, other=0)
@@ -67,7 +67,7 @@ def _move_rows(
 def chain_slots(pages: Tensor, page_size: int, rows: Tensor, starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Positions starts (B,) + 0..count-1 and their slots, each (B * count,) int64.
 
-    pages (R, P) int64 is the page table, rows (B,) int64 names the requests' rows in it.
+    pages (R, P) int64 is the page table, rows (B,) int64 the requests' rows of it.
     """
     if use_triton(pages):
         return chain_slots_triton(pages, page_size, rows, starts, count)

@@ -15,7 +15,7 @@ from slipstream.kernels.small_m_gemm import (
 )
 
 FEW_ROWS = 8
-SHARED_MEMORY = 200 << 10  # bytes that our largest tiles take, of those that a program may have: sm_90 and sm_100
+SHARED_MEMORY = 200 << 10  # bytes that our largest tiles need: sm_90 and sm_100 have them
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -45,7 +45,7 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def few_on_gpu(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
-    """Whether our kernel takes the product: 16-bit rows of a length at which 16 bytes load at once."""
+    """Whether our kernel computes the product: few rows, 16-bit weights, row lengths that load 16 bytes at once."""
     most = MAX_GATED_ROWS if gated else MAX_ROWS
     if not use_triton(x) or not 0 < x.numel() <= most * x.shape[-1] or shared_memory(x.device) < SHARED_MEMORY:
         return False

@@ -1,10 +1,9 @@
-"""RMS norms (Zhang & Sennrich 2019) in one launch each: alone, behind a residual add, of two inputs side by side, and
-of the query and key heads of a fused projection.
+"""RMS norms (Zhang & Sennrich 2019) in one launch each: alone, after a residual add, of two inputs side by side, and of
+query and key heads.
 
-fp32 inside, rounded once. A row is one program, wide enough that a thread reads 16 bytes of it, and the number of
-threads depends on the row's size alone: a row's result does not depend on how many there are.
-Results have the dtype of what is normed. Autocast has fp32 weights meet bf16 rows: the references cast the weights,
-because torch's fused norms, forward and backward, take one dtype only.
+fp32 inside, rounded once. One program per row, in which a thread reads 16 bytes; the number of threads depends on the
+row's size alone, so a row's result does not depend on the number of rows. Results have the input's dtype. Under
+autocast fp32 weights meet bf16 rows: the references cast the weights, because torch's fused norms take one dtype.
 Letters: T rows (any leading dims), H hidden, Q/G query and KV heads, D head dim.
 """
 
@@ -31,7 +30,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     weight = weight.to(x.dtype)
     if not torch.is_autocast_enabled(x.device.type):
         return F.rms_norm(x, weight.shape, weight, eps)
-    with torch.autocast(x.device.type, enabled=False):  # torch 2.12's norms, and answers, in fp32
+    with torch.autocast(x.device.type, enabled=False):  # autocast would make torch 2.12 return fp32
         return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -47,7 +46,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(summed), summed) with summed = residual + delta, rounded before it is normed; both have its dtype.
 
-    residual, delta (..., H); `out` (..., H), whose rows may lie apart, takes `summed`: outside autograd only.
+    residual, delta (..., H); `out` (..., H), rows may be strided, receives `summed`: outside autograd only.
     """
     if use_triton(residual):
         return add_rms_norm_triton(residual, delta, weight, eps, out)
@@ -97,7 +96,7 @@ def rms_norm_pair_triton(first: Tensor, second: Tensor, weights: tuple[Tensor, T
 
 
 class HeadNorms(NamedTuple):
-    """Qwen3's q/k norms: every query head by q (D,), every key head by k (D,)."""
+    """Qwen3's q/k norms: weights of the query heads q (D,) and of the key heads k (D,)."""
 
     q: Tensor
     k: Tensor
@@ -105,13 +104,13 @@ class HeadNorms(NamedTuple):
 
 
 def norm_heads(q: Tensor, k: Tensor, norms: HeadNorms | None) -> tuple[Tensor, Tensor]:
-    """Norms q (..., Q, D) and k (..., G, D), or returns them as they are where there are no norms. In serving on a GPU
-    the rotary embedding's kernel does it (kernels/rope.py)."""
+    """Norms q (..., Q, D) and k (..., G, D); without norms returns them unchanged. When serving on a GPU, the kernel of
+    kernels/rope.py does this."""
     return (q, k) if norms is None else (rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps))
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """(..., H) -> (T, H) whose rows may lie apart; a copy only where no view has that shape."""
+    """(..., H) -> (T, H) with contiguous rows; copies only if no view has that shape."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 

@@ -1,12 +1,12 @@
 """Attention of packed documents for training-time test (EAGLE-3, arXiv 2503.01840): each run of neighbouring rows sees
-its document up to itself, and every row sees its own keys of the steps before as well. FlashAttention-2 (Dao 2023,
-arXiv 2307.08691), as torch brings it, takes the former; `extend_attention` adds the latter, so that one softmax is
-taken over both: two parts of a softmax join by their log sums (Milakov & Gimelshein 2018, arXiv 1805.02867).
+its document up to itself, and every row also sees its own keys of earlier steps. torch's FlashAttention-2 (Dao 2023,
+arXiv 2307.08691) computes the former, `extend_attention` adds the latter as in one softmax: two parts of a softmax
+combine by their log sums (Milakov & Gimelshein 2018, arXiv 1805.02867).
 
-The backward pass hands FlashAttention the whole output and the whole log sums in place of those over the shared keys:
-its formula for the gradients, dS = P (dP - rowsum(dO O)), then is the one of the whole softmax. The kernels read every
-tensor once and hold scores in registers. One program takes a row's heads of a few groups.
-Letters: N rows that ask, K shared keys, S own keys, Q/G query and KV heads, R = Q / G, D head dim.
+The backward pass gives FlashAttention the output and log sums over all keys instead of those over the shared keys: its
+formula for the gradients, dS = P (dP - rowsum(dO O)), then is that of the whole softmax. The kernels read every tensor
+once and keep scores in registers. One program computes a row's heads of a few groups.
+Letters: N query rows, K shared keys, S own keys, Q/G query and KV heads, R = Q / G, D head dim.
 """
 
 from dataclasses import dataclass
@@ -27,14 +27,13 @@ NUM_WARPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Which keys rows see: run i is the next lengths of rows, whose last one sees the last of the run's keys, the one
-    before all but that, and so on."""
+    """Which keys rows see. The last row of a run sees all of the run's keys, the row before it all but one, etc."""
 
     row_ends: Tensor  # (runs + 1,) int32, from 0
-    key_ends: Tensor  # (runs + 1,) int32, from 0, of the run's keys one behind another
+    key_ends: Tensor  # (runs + 1,) int32, from 0, of the runs' concatenated keys
     most_rows: int
     most_keys: int
-    keys: Tensor | None  # (key_ends[-1],) int64: the runs' keys one behind another; None: 0 .. K - 1
+    keys: Tensor | None  # (key_ends[-1],) int64: the runs' concatenated keys; None: 0 .. K - 1
 
     @classmethod
     def of(cls, runs: list[tuple[int, int, int]], num_keys: int, device: torch.device) -> "Runs":
@@ -60,7 +59,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, runs: Runs, own: list[KeyV
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Own keys are kept by reference: they are joined to one tensor only while a kernel runs."""
+    """Saves own keys by reference: they are stacked only while a kernel runs."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, runs: Runs, *own: Tensor) -> Tensor:
@@ -88,10 +87,10 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
-    """Output (N, Q, D) and lse (Q, N) over the runs' keys one behind another."""
+    """Output (N, Q, D) and lse (Q, N) over the runs' concatenated keys."""
     run = torch.ops.aten._flash_attention_forward
     ends = runs.row_ends, runs.key_ends, runs.most_rows, runs.most_keys
-    output, lse, *_ = run(q, k, v, *ends, 0.0, True, False)  # no dropout; causal from the last key backwards; no mask
+    output, lse, *_ = run(q, k, v, *ends, 0.0, True, False)  # no dropout; causal, aligned to the last key; no mask
     return output, lse
 
 
@@ -105,12 +104,12 @@ def flash_backward(
 
 
 def _seen(k: Tensor, v: Tensor, runs: Runs) -> KeyValue:
-    """Several runs of a document see its beginning: they get copies of it."""
+    """Runs of one document share its beginning: each gets a copy."""
     return (k, v) if runs.keys is None else (k.index_select(0, runs.keys), v.index_select(0, runs.keys))
 
 
 def _returned(gradient: Tensor, x: Tensor, keys: Tensor) -> Tensor:
-    """The copies' gradients summed, in fp32."""
+    """Sums the copies' gradients in fp32."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     return total.index_add_(0, keys, gradient.float()).to(x.dtype)
 
@@ -152,10 +151,10 @@ def extend_attention_triton(
 def own_keys_gradients(
     upstream: Tensor, q: Tensor, whole: Tensor, total: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients through the own keys: q's share of it (N, Q, D), that of `keys` and of `values` (S, N, G, D).
+    """Gradients through the own keys: of q (N, Q, D), of `keys` and of `values` (S, N, G, D).
 
-    `upstream` (N, Q, D) is the gradient of `whole`, which extend_attention has returned with `total`. What goes through
-    the other keys is the gradient of an attention over those alone that has the output `whole` and the lse `total`.
+    `upstream` (N, Q, D) is the gradient of `whole`, which extend_attention returned with `total`. The gradients through
+    the shared keys are those of attention over them alone with the output `whole` and the lse `total`.
     """
     run = own_keys_gradients_triton if q.is_cuda else own_keys_gradients_reference
     return run(upstream, q, whole, total, keys, values)

@@ -30,7 +30,7 @@ def rotate_and_store(
     values: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Norms q and k if there are `norms`, rotates them by their positions, and stores k and v in their slots.
+    """Norms q and k if `norms` are given, rotates them by their positions, and stores k and v in their slots.
 
     q (T, Q, D), k and v (T, G, D), strided views with contiguous last dims; cos, sin (P, D) fp32 tables whose halves
     are equal ("half" convention: pairs are (i, i + D / 2)); positions, slots (T,) int64; keys, values (slots, G, D)
@@ -44,7 +44,7 @@ def rotate_and_store(
 def store(
     k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, keys: Tensor, values: Tensor
 ) -> None:
-    """`rotate_and_store` for tokens that ask nothing."""
+    """`rotate_and_store` without queries."""
     rotate_and_store(k[:, :0], k, v, cos, sin, positions, slots, keys, values)
 
 
@@ -60,7 +60,6 @@ def rotate_and_store_reference(
     values: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Same signature as `rotate_and_store`, in plain torch."""
     q, k = norm_heads(q, k, norms)
     cos, sin = cos[positions, None], sin[positions, None]  # (T, 1, D)
     keys.index_copy_(0, slots, rotate_halves(k, cos, sin))
@@ -91,21 +90,21 @@ def rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype:
 
 
 class _Rotation(torch.autograd.Function):
-    """Its gradient is turned back."""
+    """Backward rotates by the negative angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(cos, sin, positions)
         ctx.dtype = x.dtype
-        return _turn(x, cos, sin, positions, dtype, 1.0)
+        return _rotated(x, cos, sin, positions, dtype, 1.0)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin, positions = ctx.saved_tensors
-        return _turn(upstream, cos, sin, positions, ctx.dtype, -1.0), None, None, None, None
+        return _rotated(upstream, cos, sin, positions, ctx.dtype, -1.0), None, None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype, sign: float) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype, sign: float) -> Tensor:
     T, heads, D = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     assert all(table.is_contiguous() for table in (cos, sin, positions))
@@ -130,7 +129,6 @@ def rotate_and_store_triton(
     values: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Same signature as `rotate_and_store`, by the kernel."""
     (T, Q, D), G = q.shape, k.shape[1]
     assert all(x.stride(-1) == 1 for x in (q, k, v))
     assert all(x.is_contiguous() for x in (cos, sin, positions, slots, keys, values))
@@ -156,14 +154,14 @@ def _rotate_and_store(
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     query_parts = tl.cdiv(Q, HEADS)
-    asks = part < query_parts
-    head = (part - tl.where(asks, 0, query_parts)) * HEADS + tl.arange(0, HEADS)[:, None]
+    has_queries = part < query_parts
+    head = (part - tl.where(has_queries, 0, query_parts)) * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, HALF)[None, :]
-    inside = (head < tl.where(asks, Q, G)) & (dim < D // 2)
+    inside = (head < tl.where(has_queries, Q, G)) & (dim < D // 2)
     angle = tl.load(positions_ptr + token) * D + dim
     cos = tl.load(cos_ptr + angle, mask=dim < D // 2, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=dim < D // 2, other=0.0)
-    if asks:
+    if has_queries:
         q = q_ptr + token * q_token_stride + head * q_head_stride + dim
         _rotate_heads(q, out_ptr + (token * Q + head) * D + dim, cos, sin, inside, q_norm_ptr, eps, dim, D)
     else:
@@ -207,7 +205,7 @@ def _rotate_heads(source, target, cos, sin, inside, norm_ptr, eps, dim, D: tl.co
 
 @triton.jit
 def _scaled(half, weight, dim, source, D: tl.constexpr):
-    """Rounded as a norm of its own would round."""
+    """Rounded as a separate norm would round."""
     weights = tl.load(weight, mask=dim < D // 2, other=0.0).to(tl.float32)
     return (half * weights).to(source.dtype.element_ty).to(tl.float32)
 
@@ -218,8 +216,8 @@ def store_context(
     """Norms every key head by k_norm (L, D), rotates it by its row's position, and stores keys and values.
 
     kv (T, L * 2 * G * D): each layer's keys before its values; cos, sin (P, D) fp32 tables whose halves are equal;
-    positions, slots (T,) int64; cache (L, 2, slots, G, D), contiguous, written in place. A key is rounded behind the
-    norm and behind the rotation, as by rms_norm and rotate_and_store.
+    positions, slots (T,) int64; cache (L, 2, slots, G, D), contiguous, written in place. Keys are rounded after norm and
+    rotation, as in rms_norm and rotate_and_store.
     """
     run = store_context_triton if use_triton(kv) else store_context_reference
     run(kv, k_norm, eps, cos, sin, positions, slots, cache)
@@ -228,7 +226,6 @@ def store_context(
 def store_context_reference(
     kv: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, cache: Tensor
 ) -> None:
-    """Same signature as `store_context`, layer by layer."""
     rows = kv.unflatten(-1, (len(cache), 2, *cache.shape[3:]))  # (T, L, 2, G, D)
     for layer, (keys, values) in enumerate(cache):
         k, v = rms_norm_reference(rows[:, layer, 0], k_norm[layer], eps), rows[:, layer, 1]
@@ -238,7 +235,6 @@ def store_context_reference(
 def store_context_triton(
     kv: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, cache: Tensor
 ) -> None:
-    """Same signature as `store_context`, by the kernel."""
     L, _, num_slots, G, D = cache.shape
     assert kv.shape == (len(slots), L * 2 * G * D)
     assert all(x.is_contiguous() for x in (kv, k_norm, cos, sin, positions, slots, cache))

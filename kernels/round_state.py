@@ -1,6 +1,6 @@
-"""Both ends of a round in one launch each: what it reads of the requests' state, and what it leaves there.
+"""Loads request state at the start of a round and commits it at the end: one kernel each.
 
-Letters: B requests of the round, N nodes per request, R engine rows, W nodes that a row stores (W >= N).
+Letters: B requests of the round, N nodes per request, R slots of request state, W nodes that a slot stores (W >= N).
 """
 
 from typing import NamedTuple
@@ -15,16 +15,16 @@ from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 
 
 class Start(NamedTuple):
-    """What a round begins with."""
+    """The inputs of a round."""
 
     tokens: Tensor  # (B, N) int32 proposed nodes, unused ones -1
     parents: Tensor  # (B, N) int32
     lengths: Tensor  # (B,) int64 committed tokens
-    inputs: Tensor  # (B * N,) int64 token ids to embed: unused nodes as 0
+    inputs: Tensor  # (B * N,) int64 token ids to embed; 0 for unused nodes
 
 
 class End(NamedTuple):
-    """What a round leaves for the next one, and for the host."""
+    """The results of a round, for the next one and for the host."""
 
     lengths: Tensor  # (B,) int64 committed tokens
     roots: Tensor  # (B,) int64 the last token of each request
@@ -32,7 +32,7 @@ class End(NamedTuple):
 
 
 def start_round(tokens: Tensor, parents: Tensor, lengths: Tensor, rows: Tensor, width: int) -> Start:
-    """Reads the first `width` nodes of rows (B,) int64 from tokens and parents (R, W) int32, lengths (R,) int32."""
+    """Loads the first `width` nodes of slots `rows` (B,) int64 from tokens, parents (R, W) and lengths (R,) int32."""
     run = start_round_triton if use_triton(tokens) else start_round_reference
     return run(tokens, parents, lengths, rows, width)
 
@@ -56,8 +56,8 @@ def start_round_triton(tokens: Tensor, parents: Tensor, lengths: Tensor, rows: T
 
 
 def end_round(state_lengths: Tensor, rows: Tensor, null: int, lengths: Tensor, emitted: Tensor, counts: Tensor) -> End:
-    """Commits counts (B,) int32 tokens of emitted (B, N) int32 behind lengths (B,) int64: updates state_lengths (R,)
-    int32 at rows (B,) int64. Row `null` fills up batches, perhaps more than once in one, and stays at 0."""
+    """Commits counts (B,) int32 tokens of emitted (B, N) int32 after lengths (B,) int64: updates state_lengths (R,)
+    int32 at slots `rows` (B,) int64. The padding slot `null` may occur several times in a batch; its length stays 0."""
     run = end_round_triton if use_triton(emitted) else end_round_reference
     return run(state_lengths, rows, null, lengths, emitted, counts)
 
@@ -87,8 +87,8 @@ def end_round_triton(
 def store_proposal(
     stored_tokens: Tensor, stored_parents: Tensor, rows: Tensor, tokens: Tensor, parents: Tensor
 ) -> None:
-    """Writes N nodes, tokens and parents (B, N) of any integer type, to rows (B,) int64 of stored_tokens and
-    stored_parents (R, W) int32. The rows' other nodes become unused, whatever an earlier proposal left there."""
+    """Writes N nodes, tokens and parents (B, N) of any integer type, to slots `rows` (B,) int64 of stored_tokens and
+    stored_parents (R, W) int32, and marks the slots' other nodes unused."""
     run = store_proposal_triton if use_triton(tokens) else store_proposal_reference
     run(stored_tokens, stored_parents, rows, tokens, parents)
 

@@ -1,12 +1,12 @@
 """Sampling as a function of (key, position, distribution): argmax(mask(logits) + T * gumbel(key, position, id)).
 
 The noise comes from a counter-based hash, one number per target token id, so target and drafter draw the same noise
-without sharing any state (drafter-invariant coupling: Daliri, Musco, Suresh 2024). At T = 0 the formula is greedy.
-`sample` takes the best column of a row, `perturbed_topk` the k best, with their log-probabilities: what a draft tree
-grows. Its first is the sample, and at T = 0 its values are EAGLE-2's scores (arXiv 2406.16858, section 4.1).
-On the GPU a row is cut into tiles of constant size, one program each; nothing as wide as the vocabulary is written and
-a row's token does not depend on the other rows. Its noise comes from the same hash bits as the reference's, through
-other logarithms: it differs in the last places of fp32, so tokens can differ where two scores are that close.
+without shared state (drafter-invariant coupling: Daliri, Musco, Suresh 2024). At T = 0 the formula is greedy.
+`sample` returns the best column of a row, `perturbed_topk` the k best with their log-probabilities, for draft trees:
+the first is the sample, and at T = 0 the values are EAGLE-2's scores (arXiv 2406.16858, section 4.1).
+On the GPU a row is cut into tiles of constant size, one program each; nothing as wide as the vocabulary is written, and
+a row's token does not depend on other rows. Kernel and reference use the same hash bits but different logarithms: noise
+differs in the last places of fp32, so tokens can differ where two scores are that close.
 Letters: R rows of logits, V their vocabulary, S tiles of a row, E entries of parameters.
 """
 
@@ -36,7 +36,7 @@ NO_ORDER = tl.constexpr(-(2**31))  # below every score's order
 class Sampling:
     """Parameters by entry. Row r of the logits takes entry rows[r // repeats], or r // repeats where `rows` is None.
 
-    `temperature` None means that every row is greedy; `filters` None that no row filters.
+    `temperature` None: every row is greedy; `filters` None: no row filters.
     """
 
     keys: Tensor  # (E,) int64 from noise_key
@@ -46,7 +46,7 @@ class Sampling:
     repeats: int = 1
 
     def repeat(self, times: int) -> "Sampling":
-        """Each row `times` times in a row: the parameters of B requests for their B x N nodes."""
+        """Repeats each row: the parameters of B requests for their B * N nodes."""
         return replace(self, repeats=self.repeats * times)
 
     def by_row(self) -> "Sampling":
@@ -92,8 +92,8 @@ def sample_reference(logits: Tensor, positions: Tensor, sampling: Sampling, ids:
 
 
 def perturbed(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> Tensor:
-    """The scores mask(logits) + T * gumbel, (R, V), whose best is the sample. Greedy rows have neither; fp32 but for
-    logits that are returned as they are."""
+    """The scores mask(logits) + T * gumbel (R, V), fp32, whose best is the sample. Greedy rows have neither mask nor
+    noise; if all are greedy, returns the logits themselves."""
     if sampling.temperature is None:
         return logits
     sampling = sampling.by_row()
@@ -167,7 +167,7 @@ def perturbed_topk_triton(
 
 
 def empty_topk(rows: int, tiles: int, k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What tiles leave, candidates (R, S, k) int64 ranks and sums (R, S, 2) fp32; values (R, k), columns (R, k)."""
+    """Buffers: tiles' candidates (R, S, k) int64 ranks and sums (R, S, 2) fp32; results values, columns (R, k)."""
     return (
         torch.empty(rows, tiles, k, dtype=torch.int64, device=device),
         torch.empty(rows, tiles, 2, dtype=torch.float32, device=device),
@@ -188,7 +188,7 @@ def _thresholds(logits: Tensor, sampling: Sampling) -> Tensor | None:
 
 @functools.cache
 def best_ranks(device: torch.device) -> Tensor:
-    """(MAX_ROWS,) int64, NO_SCORE between launches, which follow each other on one stream."""
+    """(MAX_ROWS,) int64, NO_SCORE between launches, all of which run on one stream."""
     assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capture"
     return torch.full((MAX_ROWS,), NO_SCORE.value, dtype=torch.int64, device=device)
 
@@ -234,20 +234,20 @@ def bits_to_gumbel(bits):
 
 @triton.jit
 def _log(x):
-    """Within 2^-22 of the larger of 1 and the result: one instruction and a product instead of 26."""
+    """Within 2^-22 of the larger of 1 and the result; one instruction and a product instead of 26."""
     return libdevice.fast_logf(x) if COMPILED else tl.log(x)
 
 
 @triton.jit
 def score_order(scores):
-    """Integers in the order of the fp32 scores: those of -0 and 0 are equal."""
+    """Integers in the order of the fp32 scores; -0 and 0 are equal."""
     order = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     return tl.where(order < 0, order ^ 0x7FFFFFFF, order)
 
 
 @triton.jit
 def score_rank(order, column):
-    """A score's order above, 2^31 - 1 - column below, int64: the largest is the first of the best."""
+    """int64: a score's order in the upper half, 2^31 - 1 - column in the lower: the first of the best is largest."""
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - column)
 
 
@@ -261,7 +261,7 @@ def load_scores(
     logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, thresholds_ptr, ids_ptr,
     row, columns, stride, V, repeats,
 ):  # fmt: skip
-    """Scores of some columns of a row; -inf beyond its last one."""
+    """Scores of some columns of a row; -inf beyond the last column."""
     mask = columns < V
     scores = tl.load(logits_ptr + row.to(tl.int64) * stride + columns, mask=mask, other=float("-inf")).to(tl.float32)
     if temperature_ptr is not None:
@@ -272,7 +272,7 @@ def load_scores(
             if threshold > float("-inf"):
                 scores = tl.where(scores < threshold, float("-inf"), scores)
                 if tl.max(scores, axis=0) == float("-inf"):
-                    temperature = 0.0  # of most tiles nothing is left
+                    temperature = 0.0  # true of most tiles
         if temperature > 0.0:
             ids = columns if ids_ptr is None else tl.load(ids_ptr + columns, mask=mask, other=0)
             bits = row_noise_bits(tl.load(keys_ptr + entry), tl.load(positions_ptr + row), ids)
@@ -323,7 +323,7 @@ def _perturbed_topk(
     place = row.to(tl.int64) * tiles + tile
     tl.store(sums_ptr + place * 2, peak)
     tl.store(sums_ptr + place * 2 + 1, tl.sum(tl.exp(scores - tl.maximum(peak, -1e30)), axis=0))
-    ranks = score_rank(score_order(scores), columns)  # columns beyond the last one come after all others
+    ranks = score_rank(score_order(scores), columns)  # columns beyond the last one rank lowest
     for choice in range(K):
         best = tl.max(ranks, axis=0)
         ranks = tl.where(ranks == best, NO_SCORE, ranks)
@@ -337,7 +337,7 @@ def merge_topk(
     candidates_ptr, sums_ptr, values_ptr, columns_ptr, row, tiles,
     K: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """The k best of a row's candidates, and their values from the sums of its tiles."""
+    """The k best of a row's candidates, and their log-probabilities from the sums of its tiles."""
     tile, candidate, row = tl.arange(0, TILES), tl.arange(0, CANDIDATES), row.to(tl.int64)
     sums = sums_ptr + (row * tiles + tile) * 2
     peaks = tl.load(sums, mask=tile < tiles, other=float("-inf"), cache_modifier=".cg")

@@ -1,8 +1,8 @@
-"""Linear layers of few rows on a GPU: what a decode or verify pass spends its time on, bound by reading the weights.
+"""Linear layers of few rows on a GPU: most of the time of a decode or verify pass, bound by reading the weights.
 
-Faster than the library there because one kernel does what takes it two (a split sum and its reduction, a projection
-and its gate), and because it follows the kernel before it without a gap (kernels/launch.py). A row's result depends
-neither on how many rows there are nor on the run: the inputs are added up in the same order.
+Faster than the library because one kernel does the work of two (a split sum and its reduction, a projection and its
+gate) and starts without a gap after the previous kernel (kernels/launch.py). A row's result depends neither on the
+number of rows nor on the run: inputs are summed in a fixed order.
 Letters: M rows, I inputs, O outputs.
 """
 
@@ -18,14 +18,14 @@ from slipstream.kernels.grid_sync import done_counters, is_last_done
 from slipstream.kernels.launch import pdl_options
 
 MAX_ROWS = 32
-MAX_GATED_ROWS = 128  # beyond MAX_ROWS the library's products are as fast, but the gate costs it a kernel
-PROGRAMS = 132  # multiprocessors of an H100 or H200, each with as many loads on their way as its shared memory holds
-MAX_OUTPUTS = 64 * PROGRAMS  # beyond it the library reads plain products as fast (docs/benchmarks.md)
+MAX_GATED_ROWS = 128  # beyond MAX_ROWS the library's products are as fast, but it needs a kernel for the gate
+PROGRAMS = 132  # multiprocessors of an H100 or H200, each with as many loads in flight as its shared memory holds
+MAX_OUTPUTS = 64 * PROGRAMS  # for more, the library is as fast (docs/benchmarks.md)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut. A tile of 64 outputs is the least that `wgmma` takes, and 16 KB of weights fill it."""
+    """How a product is tiled. 64 outputs are the least that `wgmma` takes; 16 KB of weights fill a tile."""
 
     outputs: int
     """Output features of one program; of a gated product, as many gates and as many ups."""
@@ -39,14 +39,14 @@ class Tiling:
 
 
 def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1) -> Tiling:
-    """The tiling of (O, I) weights of 16 bits. All numbers of rows add the inputs up alike, so that they round alike.
+    """The tiling of 16-bit weights (O, I), the fastest that bench/kernel_times.py --tune finds on an H200.
 
-    The best of those that bench/kernel_times.py --tune tries on an H200.
+    Any number of rows sums inputs in the same order, so results round alike.
     """
     if gated:
         if num_rows > 64:
             return Tiling(outputs=128, depth=64, split=1, warps=8)
-        # Either way there is room for two programs on a multiprocessor.
+        # Either way two programs fit on a multiprocessor.
         return Tiling(outputs=64, depth=64, split=1, stages=4 if num_rows <= MAX_ROWS else 3)
     if num_outputs > MAX_OUTPUTS:
         return Tiling(outputs=128, depth=64, split=1, stages=3)
@@ -116,11 +116,9 @@ def linear_kernel(
 ):  # fmt: skip
     """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1).
 
-    Weights stream through shared memory into the tensor cores: they are the left operand of the product, and the few
-    rows, padded to ROWS, the right one. The next kernel may start once the last tile is loaded: earlier, its programs
-    would only take room.
-
-    Gated: silu of them, times those that lie num_outputs further on in the weights.
+    Gated: silu of them times the features num_outputs further on. The weights, streamed through shared memory, are the
+    left operand of the product and the few rows, padded to ROWS, the right one. The next kernel may start once the last
+    tile is loaded: earlier, its programs would only occupy multiprocessors.
     """
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     weights = weight_ptr + tl.minimum(outputs, num_outputs - 1)[:, None].to(tl.int64) * weight_stride
@@ -179,7 +177,7 @@ def _merge(
     result, valid, partial_ptr, counters_ptr, num_rows,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Stores a part's result; the last part to arrive gets all of them added up in order, others no valid row."""
+    """Stores a part's result; the last program to finish gets the sum in order, the others no valid rows."""
     row, output = tl.arange(0, ROWS)[:, None], tl.arange(0, OUTPUTS)[None, :]
     tile = tl.program_id(0)
     cells = partial_ptr + (tile * SPLIT * ROWS + row) * OUTPUTS + output

@@ -1,9 +1,8 @@
 """Attention of a proposal's nodes over a paged KV cache: flash-decoding for grouped queries, one launch a layer.
 
 A request's N nodes times the query heads of one KV head are the rows of a tile. Long contexts are split over programs;
-the programs that share a tile wait for each other and merge a part of its rows each, in an order that does not depend
-on who comes first. Lengths and page tables are read on the device and the grid depends on shapes only: nothing
-is planned on the host.
+those that share a tile meet at a barrier and merge a share of its rows each, in a fixed order. Lengths and page tables
+are read on the device and the grid depends on shapes only: nothing is planned on the host.
 
 Letters: B requests, N nodes per request (root included), Q/G query and KV heads, D head dim, R rows and P pages of the
 page table.
@@ -26,12 +25,12 @@ Mask = Literal["causal", "tree", "block"]
 MAX_NODES = 64  # bits of an ancestor mask
 MAX_HEAD_DIM = 256  # wider tiles do not fit in registers and shared memory
 PROGRAMS = 264  # two at a time on each of the 132 multiprocessors of an H100 or H200
-SMALL_PROGRAMS = 396  # of 16 rows and heads of up to 128, three; programs beyond these wait in a queue
-FEW_REQUESTS = 4  # below a full device, longer tiles have fewer latencies in a row
-MIN_PART_TOKENS = 64  # below it, starting a part outweighs reading it,
-MIN_EVEN_PART_TOKENS = 2048  # and below this, merging parts outweighs a last wave that leaves the device half empty
-MAX_SPLITS = 32  # parts of a context, and
-MAX_MERGED_ROWS = 1024  # rows of its partial results, beyond which storing and merging them outweighs reading less
+SMALL_PROGRAMS = 396  # three each with 16 rows and heads of up to 128; more programs queue
+FEW_REQUESTS = 4  # up to here the device is not full, and longer tiles mean fewer latencies in sequence
+MIN_PART_TOKENS = 64  # of a shorter part, the start costs more than the reading
+MIN_EVEN_PART_TOKENS = 2048  # of shorter parts, merging costs more than a half-empty last wave
+MAX_SPLITS = 32  # parts of a context
+MAX_MERGED_ROWS = 1024  # rows of partial results; storing and merging more costs more than it saves
 
 
 class Blocks(NamedTuple):
@@ -68,16 +67,16 @@ def tree_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """N <= 64 new nodes per request attend to the committed tokens and to each other.
 
-    q (B, N, Q, D) rotated, contiguous; keys, values (num_pages, page_size, G, D) one layer of the cache, in which the
-    nodes' KV lies already, at the slots of positions lengths + 0..N-1; pages (R, P) int64 page table; rows (B,) int64
+    q (B, N, Q, D) rotated, contiguous; keys, values (num_pages, page_size, G, D) one layer of the cache, which already
+    holds the nodes' KV, at the slots of positions lengths + 0..N-1; pages (R, P) int64 page table; rows (B,) int64
     the requests' rows of it; lengths (B,) int64 committed tokens.
     mask: "causal" node i sees nodes 0..i; "tree" those of its bits in ancestors (B, N) int64 (bit i must be set in
-    node i's mask); "block" all N. window, only with "causal": node i, at position lengths + i, sees so many positions,
-    its own the last of them. prefix=False leaves the committed tokens out.
-    first_node: only the last N of first_node + N <= 64 nodes ask; row i of q and of ancestors is node first_node + i,
-    and the KV of the nodes before lies at positions lengths + 0..first_node-1.
+    node i's mask); "block" all N. window, only with "causal": node i, at position lengths + i, sees the last `window`
+    positions, its own included. prefix=False leaves the committed tokens out.
+    first_node: only the last N of first_node + N <= 64 nodes are queries; row i of q and of ancestors is node
+    first_node + i, and the KV of the earlier nodes is at positions lengths + 0..first_node-1.
     Returns (B, N, Q, D) in q's dtype and, with return_lse, the log-sum-exp (B, N, Q) fp32 of the scaled scores, natural
-    logarithm: exp(lse) is what two results over disjoint keys are weighted by.
+    logarithm: exp(lse) weighs results over disjoint keys when they are combined.
     """
     run = tree_attention_triton if use_triton(q) else tree_attention_reference
     where = pages, rows, lengths, ancestors
@@ -180,7 +179,7 @@ def tree_attention_triton(
         pages.shape[1], parts.tokens,
         G=G, D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
         **choose_shares(blocks, parts, block_dim), WAIT=wait, MASK=mask, WINDOW=window, PREFIX=prefix,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # 16-bit operands do not ask
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # ignored for 16-bit operands
         WORD=tl.int32 if end <= 32 else tl.int64, OFFSET=tl.int32 if keys.numel() < 2**31 else tl.int64,
         num_warps=blocks.warps, num_stages=blocks.stages, **pdl_options(q.device),
     )  # fmt: skip
@@ -190,8 +189,8 @@ def tree_attention_triton(
 def choose_blocks(B: int, num_rows: int, D: int, element_size: int) -> Blocks:
     """`num_rows`: N * Q / G query rows per KV head; rows beyond a tile's read the KV once more.
 
-    A stage of 64 tokens is 32 KB of K and V at D = 128. Two of them on their way in each of two or three programs per
-    multiprocessor are several times what the memory's latency asks for. Wider heads get fewer tokens, and larger
+    A stage of 64 tokens is 32 KB of K and V at D = 128. Two in flight in each of two or three programs per
+    multiprocessor hide the memory's latency several times over. Wider heads get fewer tokens, and larger
     accumulators more warps, to stay within registers and shared memory.
     """
     rows = min(max(16, triton.next_power_of_2(num_rows)), 128)
@@ -206,9 +205,9 @@ def choose_blocks(B: int, num_rows: int, D: int, element_size: int) -> Blocks:
 
 
 def fit_blocks(blocks: Blocks, block_dim: int, element_size: int, memory: int) -> Blocks:
-    """With a shorter pipeline where the tiles are more than `memory`, the shared bytes that a program may have.
+    """Shortens the pipeline if tiles exceed `memory`, a program's bytes of shared memory (99 KB on sm_86, 89 and 120).
 
-    That is 99 KB on sm_86, 89 and 120. There a pipeline of n stages holds n - 1 tiles of K and V.
+    A pipeline of n stages holds n - 1 tiles of K and V.
     """
     loaded = blocks.rows + 2 * blocks.tokens * (blocks.stages - 1)  # rows of q, k and v
     needed = (loaded * block_dim + blocks.rows * blocks.tokens) * element_size + 4 * blocks.rows
@@ -218,9 +217,9 @@ def fit_blocks(blocks: Blocks, block_dim: int, element_size: int, memory: int) -
 def choose_parts(B: int, tiles: int, rows: int, capacity: int, D: int) -> Parts:
     """How contexts of up to `capacity` tokens are split, where a request has `tiles` of `rows` rows.
 
-    As many parts as run at once; where even whole contexts are more, as many as leave least of a last wave empty. The
-    kernel takes fewer parts of short contexts. The choice, and with it the rounding of a result, depends on shapes
-    only; of the batch size on the next power of two, so that rows which pad a batch change nothing.
+    As many parts as run at once; if whole contexts alone are more programs, as many as fill the last wave best. The
+    kernel uses fewer parts for short contexts. The choice, and with it a result's rounding, depends on shapes only, and
+    on the batch size only through the next power of two, so padding a batch changes nothing.
     """
     programs = triton.next_power_of_2(B) * tiles
     small = rows == 16 and D <= 128
@@ -232,13 +231,13 @@ def choose_parts(B: int, tiles: int, rows: int, capacity: int, D: int) -> Parts:
 
 
 def _fullness(programs: int) -> float:
-    """Of the waves in which programs of 16 rows run."""
+    """Share of the device that programs of 16 rows fill, averaged over their waves."""
     waves = programs / SMALL_PROGRAMS
     return waves / math.ceil(waves)
 
 
 def choose_shares(blocks: Blocks, parts: Parts, block_dim: int) -> dict[str, int]:
-    """Rows that a program merges, and of how many parts it loads them at once: into 64 registers of every thread."""
+    """SHARE, the rows that a program merges, and AT_ONCE, the parts that it loads together (64 registers a thread)."""
     share = max(1, blocks.rows >> (parts.most.bit_length() - 1))
     fitting = 64 * 32 * blocks.warps // (share * block_dim)
     return {"SHARE": share, "AT_ONCE": max(1, min(fitting, parts.most, 16))}
@@ -247,7 +246,7 @@ def choose_shares(blocks: Blocks, parts: Parts, block_dim: int) -> dict[str, int
 def _scratch(
     device: torch.device, tiles: int, splits: int, rows: int, block_dim: int, wait: bool
 ) -> tuple[Tensor | None, ...]:
-    """Partial results (tiles, splits, rows, D) fp32, their log2-sum-exp2 (tiles, splits, rows), and who has come."""
+    """Partial results (tiles, splits, rows, D) fp32, their log2-sum-exp2 (tiles, splits, rows), and counters."""
     if splits == 1:
         return None, None, None
     assert tiles <= MAX_ROWS
@@ -288,10 +287,10 @@ def attend_kernel(
     first_row = tl.program_id(1) % row_tiles * ROWS
     num_rows = tl.minimum(N * GROUP - first_row, ROWS)
     if (first >= tiles) & ((parts == 1) | (not WAIT) | (tl.program_id(0) * SHARE >= num_rows)):
-        return  # others without a part help to merge
+        return  # other programs without a part help to merge
 
     row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    clipped = first_row + tl.minimum(row, num_rows - 1)  # rows beyond the last repeat it and are not stored
+    clipped = first_row + tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
     query = clipped // GROUP
     cells = _row_of(request, N, head, clipped, G, GROUP).to(tl.int64)[:, None] * D + dims[None, :]
     q = tl.load(q_ptr + cells, mask=(dims < D)[None, :], other=0.0)
@@ -302,7 +301,7 @@ def attend_kernel(
         length + first_node + query - WINDOW if WINDOW is not None else None,
         G, D, BLOCK_D, PAGE, ROWS, TOKENS, PREFIX, PRECISION, OFFSET,
     )  # fmt: skip
-    if PDL:  # not before: programs of the next kernel would hold places that this one's still wait for
+    if PDL:  # not earlier: the next kernel's programs would occupy places that this kernel's still need
         tl.extra.cuda.gdc_launch_dependents()
     if SHARE < ROWS:
         tile = request * tl.num_programs(1) + tl.program_id(1)
@@ -325,12 +324,12 @@ def _attend_tokens(
 ):  # fmt: skip
     """Attention of q (ROWS, BLOCK_D) to the tokens start..stop - 1, and its log2-sum-exp2 (ROWS,).
 
-    start is a multiple of TOKENS, so that a tile is whole pages, or part of one. before (ROWS,): the last position that
-    a row's window leaves out; None without a window.
+    start is a multiple of TOKENS, so a tile is whole pages or part of one. before (ROWS,): the last position before a
+    row's window; None without a window.
     """
     dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
-    in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same cells in every tile: few instructions are left
-    top = tl.full((ROWS,), -1e30, tl.float32)  # finite: exp2(-inf - top) is 0 also where a row sees nothing yet
+    in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same in every tile, so computed once
+    top = tl.full((ROWS,), -1e30, tl.float32)  # finite, so exp2(-inf - top) is 0 where a row sees nothing yet
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     page = _load_pages(table, start, end, PAGE, TOKENS)
@@ -340,14 +339,14 @@ def _attend_tokens(
             first_cell += tile_start % PAGE * (G * D)
         kv_cells = first_cell[:, None] + in_page
         inside = (token < end - tile_start)[:, None] & (dims < D)
-        page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # the next tile's, ahead of its use
+        page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
         k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if before is not None:
             position = tile_start + token
             visible = (seen[:, None] & _node_bit(position, length, end, PREFIX, seen.dtype)[None, :]) != 0
             scores = tl.where(visible & (position[None, :] > before[:, None]), scores, float("-inf"))
-        elif tile_start + TOKENS > length or not PREFIX:  # not among committed tokens alone, which all rows see
+        elif tile_start + TOKENS > length or not PREFIX:  # a tile of committed tokens alone is visible to all rows
             bit = _node_bit(tile_start + token, length, end, PREFIX, seen.dtype)
             scores = tl.where((seen[:, None] & bit[None, :]) != 0, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
@@ -357,13 +356,13 @@ def _attend_tokens(
         v = tl.load(values_ptr + kv_cells, mask=inside, other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
         top = new_top
-    total = tl.where(total > 0, total, 1.0)  # 0: a row that sees nothing in this part, which then weighs exp2(-1e30)
+    total = tl.where(total > 0, total, 1.0)  # 0: the row sees nothing in this part, which then weighs exp2(-1e30)
     return acc / total[:, None], top + tl.log2(total)
 
 
 @triton.jit
 def _load_pages(table, start, end, PAGE: tl.constexpr, TOKENS: tl.constexpr):
-    """(TOKENS,) int32 page ids of the tokens from start on, each page's read once; 0 beyond the end."""
+    """(TOKENS,) int32 page ids of the tokens from start on, each loaded once; 0 past the end."""
     COUNT: tl.constexpr = max(TOKENS // PAGE, 1)
     index = tl.arange(0, COUNT)
     ids = tl.load(table + start // PAGE + index, mask=start + index * PAGE < end, other=0).to(tl.int32)
@@ -372,7 +371,7 @@ def _load_pages(table, start, end, PAGE: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def _seen_nodes(ancestors_ptr, row, node, MASK: tl.constexpr, WORD: tl.constexpr):
-    """Bit j of a row says that its node sees node j; never 0, so that `seen & -1` lets it see committed tokens."""
+    """Bit j of a row: its node sees node j. Never 0, so `seen & -1` makes committed tokens visible."""
     if MASK == "tree":
         seen = tl.load(ancestors_ptr + row).to(WORD)
     elif MASK == "causal":
@@ -385,7 +384,7 @@ def _seen_nodes(ancestors_ptr, row, node, MASK: tl.constexpr, WORD: tl.constexpr
 
 @triton.jit
 def _node_bit(position, length, end, PREFIX: tl.constexpr, WORD: tl.constexpr):
-    """The bit of the node at each position; committed tokens: all bits (without PREFIX none); beyond the end: none."""
+    """The bit of the node at each position; committed tokens: all bits (0 without PREFIX); past the end: 0."""
     shift = (position - length) & (WORD.primitive_bitwidth - 1)
     bit = tl.full(position.shape, 1, WORD) << shift.to(WORD)
     return tl.where(position < length, -1 if PREFIX else 0, tl.where(position < end, bit, 0))
@@ -400,9 +399,9 @@ def _merge(
 ):  # fmt: skip
     """Stores the merged rows of the first `parts` programs along axis 0, those that have a part.
 
-    WAIT: each of the first programs merges SHARE rows as soon as all parts have come; it may be one without a part.
-    They are next to each other in the grid, so that all of them run. Else the last one to come merges all rows.
-    AT_ONCE: parts whose loads do not wait for each other.
+    WAIT: each of the first programs, with or without a part, merges SHARE rows once all parts are stored; they are
+    neighbours in the grid, so all of them run. Otherwise the last program to finish merges all rows.
+    AT_ONCE: parts whose loads are issued together.
     """
     row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     own = tl.program_id(0) * ROWS + row
@@ -411,8 +410,8 @@ def _merge(
     tl.store(partial_lse_ptr + own, log_sum, mask=kept)
     if WAIT:
         start, step = tl.program_id(0) * SHARE, ROWS
-        comers = tl.maximum(parts, tl.cdiv(num_rows, SHARE))
-        barrier_wait(counter_ptr, tl.program_id(0) == 0, comers, start < num_rows)
+        programs = tl.maximum(parts, tl.cdiv(num_rows, SHARE))
+        barrier_wait(counter_ptr, tl.program_id(0) == 0, programs, start < num_rows)
     else:
         start, step = tl.where(is_last_done(counter_ptr, parts), 0, ROWS), SHARE
     for first in range(start, num_rows, step):
@@ -442,7 +441,7 @@ def _store(
     out_ptr, lse_ptr, result, log_sum, request, N, head, first_row, row, num_rows,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """result (R, BLOCK_D) and log_sum (R,) are those of the tile's rows `row` (R,); the first num_rows are stored."""
+    """Stores result (R, BLOCK_D) and log_sum (R,) of the tile's rows `row` (R,) below num_rows."""
     dims = tl.arange(0, BLOCK_D)
     out_row = _row_of(request, N, head, first_row + row, G, GROUP)
     kept = row < num_rows
@@ -454,5 +453,5 @@ def _store(
 
 @triton.jit
 def _row_of(request, N, head, row, G: tl.constexpr, GROUP: tl.constexpr):
-    """Of q and the result: queries by request, node, head. Row = node * GROUP + head within the group."""
+    """Index into q and the result, ordered by request, node, head; row = node * GROUP + head within the group."""
     return (request * N + row // GROUP) * (G * GROUP) + head * GROUP + row % GROUP

@@ -1,6 +1,6 @@
-"""Acceptance: follow, from the root of each proposal, the child that the target itself sampled.
+"""Acceptance: from the root of each proposal, follow the child that the target itself sampled.
 
-On the GPU one program per request holds its nodes in registers: a launch each for the masks and for the verdict.
+On the GPU one program per request holds its nodes in registers; masks and acceptance are one launch each.
 Letters: B requests, N nodes per request (root included), at most 64.
 """
 
@@ -14,7 +14,7 @@ from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 
 def ancestor_masks(parents: Tensor) -> Tensor:
     """parents (B, N) int32 with parents[:, 0] = -1 and parents[:, i] < i, N <= 64 -> (B, N) int64 bit masks: bit j of
-    node i says that j is i or above it. Unused nodes hang below the root."""
+    node i is set if j is i or an ancestor of it. Unused nodes are children of the root."""
     return ancestor_masks_triton(parents) if use_triton(parents) else ancestor_masks_reference(parents)
 
 
@@ -22,7 +22,7 @@ def ancestor_masks_reference(parents: Tensor) -> Tensor:
     B, N = parents.shape
     rows, above = torch.arange(B, device=parents.device), parents.clamp(min=0).long()
     masks = (torch.ones_like(above) << torch.arange(N, device=parents.device)).contiguous()
-    for node in range(1, N):  # a parent's mask is complete before its children ask for it
+    for node in range(1, N):  # parents come first, so their masks are complete
         masks[:, node] |= masks[rows, above[:, node]]
     return masks
 
@@ -58,7 +58,7 @@ def verify_reference(
     tokens: Tensor, parents: Tensor, sampled: Tensor, ancestors: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     N = tokens.shape[1]
-    matches = torch.ones_like(tokens, dtype=torch.bool)  # the root is accepted always
+    matches = torch.ones_like(tokens, dtype=torch.bool)  # the root is always accepted
     if ancestors is None:
         matches[:, 1:] = tokens[:, 1:] == sampled[:, :-1]
         accepted = matches.cummin(dim=1).values
@@ -93,7 +93,7 @@ def verify_triton(
 
 @triton.jit(do_not_specialize=["stride", "N"])
 def _ancestor_masks(parents_ptr, masks_ptr, stride, node_stride, N, BLOCK: tl.constexpr):
-    """Every node walks up to the root at the same time."""
+    """All nodes walk up to the root in parallel."""
     request, node = tl.program_id(0), tl.arange(0, BLOCK)
     parents_ptr += request * stride
     mask = tl.full((BLOCK,), 1, tl.int64) << node.to(tl.int64)
@@ -110,8 +110,8 @@ def _verify(
     tokens_ptr, parents_ptr, sampled_ptr, ancestors_ptr, nodes_ptr, emitted_ptr, lengths_ptr,
     stride, node_stride, parent_stride, parent_node_stride, N, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Bit i of `matches` says that node i is what the target sampled at its parent; a node is accepted if that holds
-    for all of its ancestors. Accepted nodes are ranked by a running count: ids grow along the path."""
+    """Bit i of `matches`: node i is what the target sampled at its parent. A node is accepted if that holds for all of
+    its ancestors. Accepted nodes are ranked by a running count, since ids grow along the path."""
     wait_for_inputs(PDL)
     request, node = tl.program_id(0), tl.arange(0, BLOCK)
     is_node = node < N
