@@ -1,10 +1,10 @@
-"""Measures any OpenAI-compatible server: speed, latency and, of our own server, acceptance.
+"""Measures an OpenAI-compatible server: speed, latency and, if it is ours, acceptance.
 
     python -m slipstream.serve.bench --prompts questions.jsonl --base-url http://127.0.0.1:8000 --concurrency 1,8
 
-Prompts are JSON lines (also .gz) with `prompt` (text or token ids), `messages` (a last assistant turn is left out) or
-`turns` (the first is asked). Every level of concurrency sends the same prompts, so that from the second on a server
-with a prefix cache has seen them. The last line of the output is JSON; the status is 1 if any request failed.
+Prompts are JSON lines (also .gz) with `prompt` (text or token ids), `messages` (without a final assistant turn) or
+`turns` (only the first is sent). Every level of concurrency sends the same prompts, so a prefix cache has them from the
+second level on. The last line of the output is JSON; the exit status is 1 if any request failed.
 """
 
 import gzip
@@ -41,35 +41,35 @@ class BenchConfig:
     prompts: str
     """File of prompts."""
     base_url: str = "http://127.0.0.1:8000"
-    """The server, with /v1 or without."""
+    """URL of the server, with or without /v1."""
     model: str | None = None
-    """Model to ask for. Default: the first that the server lists."""
+    """Model to request. Default: the first that the server lists."""
     concurrency: str = "1,8"
-    """Requests open at once; several levels, parted by commas, are measured one after another."""
+    """Requests open at once; several comma-separated levels are measured one after another."""
     num_prompts: int = 64
-    """Prompts of the file to send at each level."""
+    """Prompts to send at each level, from the beginning of the file."""
     num_warmup: int = 2
-    """Requests before each level that do not count."""
+    """Requests before each level that are not measured."""
     max_tokens: int = 128
-    """Longest answer."""
+    """Longest answer in tokens."""
     temperature: float = 0.0
     """0: greedy."""
     seed: int = 0
-    """Seed of the first request; each further one takes the next."""
+    """Seed of the first request; each further request adds 1."""
     stream: bool = False
-    """Stream the answers: gives time to first token and between pieces, and costs the client more."""
+    """Stream the answers: measures time to first token and between pieces; costs the client more."""
     ignore_eos: bool = False
-    """Ask for answers of exactly max_tokens; not every server knows this."""
+    """Request answers of exactly max_tokens; not every server supports this."""
 
     def __post_init__(self) -> None:
         if not all(level.strip().isdigit() and int(level) > 0 for level in self.concurrency.split(",")):
-            raise ValueError(f"concurrency is {self.concurrency!r}; give positive numbers parted by commas")
+            raise ValueError(f"concurrency is {self.concurrency!r}; give positive numbers separated by commas")
         if self.num_prompts < 1:
             raise ValueError(f"num_prompts is {self.num_prompts}; it must be at least 1")
 
 
 def read_prompts(path: str, count: int) -> list[Prompt]:
-    """The first `count` prompts. Raises ValueError naming the line that holds none."""
+    """The first `count` prompts. Raises ValueError naming a line without one."""
     prompts: list[Prompt] = []
     with gzip.open(path, "rt") if path.endswith(".gz") else open(path) as lines:
         for number, line in enumerate(lines, start=1):
@@ -94,7 +94,7 @@ def read_prompt(row: dict[str, Any]) -> Prompt:
 
 
 def table(results: Sequence[LoadResult]) -> str:
-    """One line per level; the accept rates by position stand last."""
+    """One line per level; accept rates by position come last."""
     rows = [[*(heading for heading, _, _ in COLUMNS), "accept rate by position"]]
     for summary in (result.summary() for result in results):
         cells = [cell(summary[key], factor) for _, key, factor in COLUMNS]
@@ -130,7 +130,9 @@ def measure(config: BenchConfig) -> list[LoadResult]:
         "temperature": config.temperature,
         **({"ignore_eos": True} if config.ignore_eos else {}),
     }
-    seeds = [{"seed": config.seed + index} for index in range(len(prompts))]  # one for all would make answers alike
+    seeds = [
+        {"seed": config.seed + index} for index in range(len(prompts))
+    ]  # with one seed for all, answers would be alike
     return [
         run_load(
             config.base_url,

@@ -51,13 +51,13 @@ def run(config: ServeConfig, engine: EngineClient) -> int:
 
 
 def read_config(argv: Sequence[str]) -> ServeConfig:
-    """Exits with status 2 and one message on bad options."""
+    """Exits with status 2 and one message if an option is bad."""
     try:
         draft = find_draft(argv)
         options = options_class(draft)
         own = next((word for word in argv if word.startswith("--drafter.")), None)
         if own is not None and draft == ServeConfig().draft:
-            raise ValueError(f"{own.split('=')[0]} is an option of a draft, and there is none; name one by --draft")
+            raise ValueError(f"{own.split('=')[0]} needs a draft: add --draft CHECKPOINT")
         values = parse(options, argv, prog="serve", description=DESCRIPTION)
     except (ValueError, OSError) as error:
         print(f"serve: error: {error}", file=sys.stderr)
@@ -67,7 +67,7 @@ def read_config(argv: Sequence[str]) -> ServeConfig:
 
 
 def options_class(draft: str) -> Any:
-    """ServeConfig in which `drafter` is the Options of this draft's drafter."""
+    """ServeConfig with `drafter` typed as the Options of this draft's drafter."""
     own: type = NoOptions
     if draft != ServeConfig().draft:
         from slipstream.serve.drafters.base import options_of
@@ -78,7 +78,7 @@ def options_class(draft: str) -> Any:
 
 
 def find_draft(argv: Sequence[str]) -> str:
-    """The draft of the options, read ahead of them: it decides which others there are."""
+    """The draft, read before the other options, since it decides which there are."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--draft")
     parser.add_argument("--config", action="append", default=[])

@@ -1,6 +1,6 @@
-"""The server's side of the pipe to the engine's process: starts it, hands out what it sends, notices its end.
+"""The server's side of the pipe to the engine's process: starts it, dispatches its messages, notices its end.
 
-Invariants: every submitted request gets exactly one end, an Output with a finish reason or a call of `fail`; and
+Invariants: every submitted request ends exactly once, with an Output that has a finish reason or a call of `fail`; and
 nothing here blocks the event loop, whatever the engine's process does.
 """
 
@@ -29,17 +29,17 @@ from slipstream.serve.worker import (
     run_engine,
 )
 
-STOP_SECONDS = 10.0  # a step that is under way may end before the process is killed
-EXIT_SECONDS = 2.0  # between a process's hanging up and its exit status; open requests wait for it
+STOP_SECONDS = 10.0  # for the current step to end before the process is killed
+EXIT_SECONDS = 2.0  # to wait for the exit status after the process closed the pipe; delays errors of open requests
 PING_SECONDS = 1.0
-MESSAGES_AT_ONCE = 16  # of the engine, before open connections are served again
-MAX_UNSENT = 4 << 20  # bytes; a live engine empties the pipe at all times, so next to nothing waits
+MESSAGES_AT_ONCE = 16  # handled before the event loop serves connections again
+MAX_UNSENT = 4 << 20  # bytes; close to 0 as long as the engine's process reads
 
 logger = logging.getLogger(__name__)
 
 
 class EngineError(Exception):
-    """The engine can not answer: it failed to start, failed in a step, or was killed."""
+    """The engine cannot answer: it failed to start, failed in a step, or was killed."""
 
 
 class EngineStopped(EngineError):
@@ -47,12 +47,12 @@ class EngineStopped(EngineError):
 
 
 class Receiver(Protocol):
-    """Where one request's outputs go; both are called on the event loop."""
+    """Gets one request's outputs. Both methods are called on the event loop."""
 
     def receive(self, output: Output) -> None: ...
 
     def fail(self, error: Exception) -> None:
-        """The request ends: ValueError for one that was refused, EngineError for an engine's end."""
+        """Ends the request: ValueError if the engine refused it, EngineError if the engine ended."""
 
 
 class EngineClient:
@@ -61,17 +61,17 @@ class EngineClient:
     def __init__(self, make_engine: EngineFactory = build_engine) -> None:
         self.failure: str | None = None  # why there is no engine any more
         self.ended = asyncio.Event()  # set with `failure`
-        self.num_failed = 0  # requests that the engine's end left without an answer
+        self.num_failed = 0  # requests that were open when the engine ended
         self.metrics: dict[str, int] = {}  # the engine's latest gauges
         self._make_engine = make_engine
         self._receivers: dict[str, Receiver] = {}
         self._outbox: list[Request | Abort | Ping | None] = []
-        self._asked_at: float | None = None  # when the oldest message was sent that nothing has come back after
+        self._asked_at: float | None = None  # when the oldest unanswered message was sent
         self._process: BaseProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._info: asyncio.Future[Any]  # done once the engine is ready or has failed
         self._is_ready = False
-        self._tasks: list[asyncio.Task[None]] = []  # a loop alone would not keep them alive
+        self._tasks: list[asyncio.Task[None]] = []  # the event loop holds only weak references
 
     @property
     def pid(self) -> int | None:
@@ -83,12 +83,12 @@ class EngineClient:
 
     @property
     def unresponsive_seconds(self) -> float:
-        """How long the engine has owed an answer: the age of its step, to within PING_SECONDS; 0 while it is idle."""
+        """How long the oldest message has been unanswered: the age of the step, to within PING_SECONDS; 0 when idle."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     @property
     def is_congested(self) -> bool:
-        """Whether too much waits in memory because the engine's process does not read."""
+        """Whether more than MAX_UNSENT bytes wait because the engine's process does not read."""
         return self._writer is not None and self._writer.transport.get_write_buffer_size() > MAX_UNSENT
 
     def spawn(self) -> None:
@@ -121,9 +121,9 @@ class EngineClient:
         arguments = (self._make_engine, engine_end)
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=run_engine, args=arguments, name="slipstream-engine", daemon=True)
-        # Ctrl-C and service managers signal every process of the server; the engine inherits this mask and leaves the
-        # matter to us.
-        resource_tracker.ensure_running()  # else its own start, within the process's, would unblock the signals
+        # Ctrl-C and service managers signal every process of the server. The engine inherits this mask, so that only
+        # this process acts on signals.
+        resource_tracker.ensure_running()  # or process.start() would start it, and that unblocks the signals
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
         try:
             process.start()
@@ -132,31 +132,31 @@ class EngineClient:
         return process
 
     def submit(self, request: Request, receiver: Receiver) -> None:
-        """Raises EngineError if there is no engine. Check `is_congested` before: whatever is submitted is sent."""
+        """Raises EngineError if the engine has ended. Check `is_congested` first: this sends in any case."""
         if self.failure is not None:
             raise EngineError(self.failure)
         self._receivers[request.id] = receiver
         self._send(request)
 
     def abort(self, request_id: str) -> None:
-        """Asks for an early end; the request's last Output still comes."""
+        """Asks the engine to end a request; its last Output still comes."""
         if request_id in self._receivers:
             self._send(Abort(request_id))
 
     async def stop(self, reason: str = "the server is shutting down", seconds: float = STOP_SECONDS) -> None:
-        """Ends open requests and the process, which may take so many seconds; safe to call again."""
+        """Ends open requests, then the process, killing it after `seconds`. Safe to call again."""
         if self._process is None:
             return
         if self.failure is None:
             if self._is_ready:
                 self._send(None)
             else:
-                self._process.kill()  # amid loading: nothing is there to be ended in order
+                self._process.kill()  # still loading: there is nothing to close
             self._end(EngineStopped(reason))
         await self._reap(seconds)
 
     def _send(self, message: Request | Abort | Ping | None) -> None:
-        """Messages of one iteration of the event loop are pickled together: n choices of a prompt send it once."""
+        """Pickles the messages of one event loop iteration together, so that n choices of a prompt send it once."""
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(message)
@@ -169,14 +169,14 @@ class EngineClient:
             self._writer.write(frame(messages))
 
     async def _ping(self) -> None:
-        """Makes an idle engine show that it still answers."""
+        """Keeps sending messages to an idle engine, to see that it answers."""
         while self.failure is None:
             if self._asked_at is None:
                 self._send(Ping())
             await asyncio.sleep(PING_SECONDS)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Hands out messages until the engine's process hangs up, then says how it ended."""
+        """Handles messages until the engine's process closes the pipe, then reports how it ended."""
         try:
             while True:
                 for _ in range(MESSAGES_AT_ONCE):
@@ -185,7 +185,7 @@ class EngineClient:
         except (EOFError, OSError):
             await self._wait_for_exit(EXIT_SECONDS)
         except Exception:
-            self._end(EngineError("the server failed to read what the engine sent"))
+            self._end(EngineError("the server failed to handle a message of the engine"))
             raise
         if self.failure is None:
             self._end(EngineError(how_it_ended(self._process)))
@@ -203,16 +203,16 @@ class EngineClient:
         elif isinstance(message, Rejected):
             self._fail(self._receivers.pop(message.request_id), message.error)
         elif isinstance(message, Failed):
-            self._end(EngineError(message.reason))  # which hangs up, and that ends the process
-        elif not self._info.done():  # it is if `start` was cancelled
+            self._end(EngineError(message.reason))  # closes the pipe, which ends the process
+        elif not self._info.done():  # done if `start` was cancelled
             self._is_ready = True
             self._info.set_result(message)
 
     def _deliver(self, output: Output) -> None:
-        """A receiver that raises ends its own request and no other."""
+        """If a receiver raises, only its own request ends."""
         receiver = self._receivers.get(output.request_id)
         if receiver is None:
-            return  # its receiver raised, and the engine has yet to see the abort
+            return  # its receiver raised, and the engine has not seen the abort yet
         if output.finish_reason is not None:
             del self._receivers[output.request_id]
         try:
@@ -230,8 +230,8 @@ class EngineClient:
             logger.exception("a request could not be ended (%s)", error)
 
     def _end(self, error: EngineError) -> None:
-        """No engine from here on: every open request fails."""
-        self._flush()  # the message that ends the engine
+        """Marks the engine as ended and fails every open request."""
+        self._flush()  # sends the message that ends the engine
         self.failure = str(error)
         self.metrics = {}
         if self._writer is not None:
@@ -263,7 +263,7 @@ class EngineClient:
 def how_it_ended(process: BaseProcess | None) -> str:
     code = None if process is None else process.exitcode
     if code is None:
-        return "the engine's process hung up"
+        return "the engine's process closed its pipe"
     if code >= 0:
         return f"the engine's process ended with status {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"

@@ -1,4 +1,4 @@
-"""One HTTP call on its way: tokens in from the engine, text and counts out, as OpenAI's objects and events."""
+"""One HTTP call in progress: turns the engine's tokens into text and counts, as OpenAI's objects and events."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of one choice; with a finish reason its last."""
+    """New text of one choice; the last one has a finish reason."""
 
     index: int
     text: str
@@ -28,7 +28,7 @@ class Delta:
 
 
 class RequestFailed(Exception):
-    """The engine refused a request (`cause`: ValueError) or could not finish it (EngineError)."""
+    """The engine refused a request (`cause` is a ValueError) or could not finish it (EngineError)."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -36,7 +36,7 @@ class RequestFailed(Exception):
 
 
 class Choice:
-    """Receives one request's outputs and passes on what a client may see."""
+    """Receives one request's outputs and passes its text on."""
 
     def __init__(self, index: int, request: Request, text: TextStream, completion: "Completion") -> None:
         self.request = request
@@ -51,7 +51,7 @@ class Choice:
         text = self._text.push(output.tokens, output.finish_reason)
         reason = output.finish_reason
         if self._text.stopped and not was_stopped and reason is None:
-            self._completion.engine.abort(self.request.id)  # its answer brings the counts and ends the choice
+            self._completion.engine.abort(self.request.id)  # the reply has the counts and ends the choice
         if reason is not None:
             assert output.stats is not None, "the last Output carries the counts"
             reason = "stop" if self._text.stopped else reason
@@ -61,7 +61,7 @@ class Choice:
             self._completion.put(Delta(self._index, text, reason))
 
     def fail(self, error: Exception) -> None:
-        if isinstance(error, EngineError):  # not one that the engine refused, which was never served
+        if isinstance(error, EngineError):  # refused requests do not count: they never ran
             self._completion.metrics.finished["error"] += 1
         self._completion.put(error)
 
@@ -74,10 +74,10 @@ class Choice:
 
 
 class Completion:
-    """The choices of one call. Iterate `deltas` to the end, or call `abort`."""
+    """The choices of one call. Iterate over `deltas` to the end, or call `abort`."""
 
     def __init__(self, engine: EngineClient, decoder: Decoder, metrics: Metrics, *, watched: bool) -> None:
-        """`watched`: text is wanted as it comes (streaming), not at the end."""
+        """`watched`: the client wants text as it comes (streaming), not at the end."""
         self.engine, self.metrics = engine, metrics
         self.choices: list[Choice] = []
         self._decoder, self._watched = decoder, watched
@@ -96,10 +96,10 @@ class Completion:
         self._has_news.set()
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Until every choice has ended. Raises RequestFailed for the first that fails; the others are aborted.
+        """Yields until every choice has ended. If one fails, aborts the others and raises RequestFailed.
 
-        Text that comes while nobody takes it is joined: a client or a server that falls behind has fewer pieces to
-        handle, not a longer queue of them.
+        Joins text that arrived since the last one was taken: a slow client gets fewer and longer pieces, not a growing
+        queue.
         """
         num_open = len(self.choices)
         while num_open:
@@ -117,13 +117,13 @@ class Completion:
             yield news
 
     def abort(self) -> None:
-        """Frees what the engine still holds of this call; choices that have ended stay as they are."""
+        """Aborts the choices that have not ended."""
         for choice in self.choices:
             if choice.stats is None:
                 self.engine.abort(choice.request.id)
 
     def usage(self, num_choices: int) -> dict[str, Any]:
-        """Token counts of the call; a prompt with `num_choices` choices is counted once."""
+        """Token counts of the call. Each prompt has `num_choices` choices and is counted once."""
         total, prompts = RequestStats(), RequestStats()
         for index, choice in enumerate(self.choices):
             assert choice.stats is not None
@@ -160,8 +160,8 @@ class Shape(NamedTuple):
     created: int  # seconds since 1970
     model: str
     is_chat: bool
-    include_usage: bool  # in the last event of a stream; the others then say null
-    seed: int = 0  # of the call: the one that was asked for, or drawn
+    include_usage: bool  # in the last event of a stream; it is null in the others
+    seed: int = 0  # of the call, asked for or drawn
 
     @classmethod
     def of(cls, body: Body, model: str) -> "Shape":
@@ -175,7 +175,7 @@ class Shape(NamedTuple):
         return {**self._head(kind), "choices": choices, "usage": usage}
 
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
-        """Events before any text: a chat answer names its role."""
+        """Events before any text: chat answers begin with the role."""
         if not self.is_chat:
             return []
         first = {"role": "assistant", "content": ""}
@@ -208,5 +208,5 @@ class Shape(NamedTuple):
 
 
 def sse(event: Mapping[str, Any]) -> str:
-    """One server-sent event. ASCII: many readers would take U+2028, U+2029 or U+0085 for the end of the line."""
+    """One server-sent event. ASCII, since many readers take U+2028, U+2029 and U+0085 for line ends."""
     return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"

@@ -1,8 +1,8 @@
 """Limits on connections: how many are open, and how long a client may take to send a request.
 
 Invariant: /health can be reached unless every connection is being answered. There are fewer connections than file
-descriptors, a client that does not complete its request in time is disconnected, and when there are too many
-connections, a new one replaces the one that has waited longest for its client.
+descriptors; a client that does not complete its request in time is disconnected; and at the limit, a new connection
+replaces the one that has waited longest for its client.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from slipstream.serve.limits import ApiError
 
 MIN_CONNECTION_LIMIT = 4096  # about 15 kB each
-CONNECTIONS_PER_REQUEST = 2  # of max_running + max_waiting: clients keep idle connections, too
-RESERVED_FILES = 64  # file descriptors for everything else
+CONNECTIONS_PER_REQUEST = 2  # times max_running + max_waiting, since clients also keep idle connections
+RESERVED_FILES = 64  # file descriptors left for everything else
 REQUEST_SECONDS = 60.0  # to receive a request: 4 MB at 70 kB/s
 REPORT_SECONDS = 60.0  # between equal lines in the log
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 def raise_file_limit() -> None:
-    """Lets this process and the engine's open as many files as the system allows; the usual default is 1,024."""
+    """Raises the limit of open files, usually 1,024, to the hard limit, for this process and the engine's."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else 1 << 20, hard))
 
 
 def connection_limit(max_open: int) -> int:
-    """How many connections a server accepts that has at most `max_open` open requests."""
+    """How many connections a server with at most `max_open` open requests accepts."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max(MIN_CONNECTION_LIMIT, CONNECTIONS_PER_REQUEST * max_open)
     limit = max(1, min(wanted, soft - RESERVED_FILES)) if soft != resource.RLIM_INFINITY else wanted
@@ -48,7 +48,7 @@ def connection_limit(max_open: int) -> int:
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, tracked by the server."""
+    """uvicorn's connection, known to the server's tracker."""
 
     tracker: ClassVar["ConnectionTracker"]
 
@@ -67,11 +67,11 @@ class Connection(H11Protocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether a request is here in full and its answer is not."""
+        """Whether a request has been received and its answer is not complete."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def refuse(self, error: ApiError) -> None:
-        """Answers with an error, whatever has been received, and hangs up."""
+        """Sends an error, whatever has been received, and closes the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(error.body).encode()
             headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
@@ -88,7 +88,7 @@ class ConnectionTracker:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        # When each began to wait, oldest first. One that has received its request since stays until it is looked at.
+        # When each began to wait, oldest first. Those that have received their request since are removed lazily.
         self._waiting: dict[Connection, float] = {}
 
     def protocol(self) -> type[Connection]:
@@ -113,7 +113,7 @@ class ConnectionTracker:
         self._waiting.pop(connection, None)
 
     def _close_oldest(self) -> bool:
-        """Closes the connection that has waited longest for its client; False if none waits."""
+        """Closes the connection that has waited longest for its client. False if none is waiting."""
         while self._waiting:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
@@ -123,12 +123,12 @@ class ConnectionTracker:
         return False
 
     def close_waiting(self) -> None:
-        """Leaves only the connections that are being answered."""
+        """Closes all connections but those being answered."""
         while self._close_oldest():
             pass
 
     async def close_late(self) -> None:
-        """Runs as a task: refuses requests that are not received in time."""
+        """A task that refuses requests that are not received in time."""
         while True:
             await asyncio.sleep(min(1.0, REQUEST_SECONDS / 4))
             latest = time.monotonic() - REQUEST_SECONDS
@@ -139,7 +139,7 @@ class ConnectionTracker:
 
 
 class LoopErrors:
-    """Exception handler of an asyncio loop; the default logs thousands of tracebacks a second when accept fails."""
+    """Exception handler for the event loop. The default one logs thousands of tracebacks a second if accept fails."""
 
     def __init__(self) -> None:
         self._reported_at = -math.inf

@@ -1,10 +1,10 @@
-"""Text of clients in which nothing is a control token, inside prompts whose template writes control tokens.
+"""Encodes control tokens that clients write as plain text, and those that the chat template writes as control tokens.
 
-A tokenizer cuts a text at its special tokens wherever they come from: `<|im_end|>` in a question ends the turn. Here a
-second tokenizer reads special tokens as plain text and knows each by an alias instead, which nobody can guess. In a
-rendered prompt the template's own special tokens are replaced by their aliases; those of clients never are.
+A tokenizer splits text at special tokens whoever wrote them: `<|im_end|>` in a question ends the turn. Here a second
+tokenizer reads special tokens as plain text and knows each by a random alias instead, which clients cannot guess. In a
+rendered prompt the template's own special tokens are replaced by their aliases; those of clients are not.
 
-Invariant: the ids of a prompt in which clients wrote no special token are those of the tokenizer itself.
+Invariant: a prompt in which clients wrote no special token has the same ids as without this module.
 """
 
 import copy
@@ -17,7 +17,7 @@ from transformers import AddedToken, PreTrainedTokenizerBase
 
 from slipstream.models.messages import Message
 
-PRIVATE_USE = range(0x100000, 0x10FFFE)  # code points without a meaning: Unicode's plane 16
+PRIVATE_USE = range(0x100000, 0x10FFFE)  # code points of plane 16, which have no meaning
 PLACES = ("{}", " {} ", "\n{}\n", "a{}a")
 
 
@@ -38,18 +38,20 @@ class PlainTextTokenizer:
         self._check(set(special) - {tokenizer.unk_token_id})
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The ids of plain text, or of what `render` returned. Safe to call from several threads at once."""
+        """Token ids of plain text or of the result of `render`. Thread-safe."""
         ids = self._tokenizer(text, add_special_tokens=add_special_tokens, split_special_tokens=True).input_ids
         return [self._ids.get(token, token) for token in ids]
 
     def render(self, messages: Sequence[Message], template: Callable[[Sequence[Message]], str]) -> str:
-        """The text that `template` makes of `messages`, its own special tokens replaced by their aliases."""
+        """Renders `messages` with `template`, whose own special tokens become aliases."""
         strings = [value for message in messages for value in message.values() if isinstance(value, str)]
         found = {token for text in strings for token in self._pattern.findall(text)}
-        # The template sees a character instead of each token that a client wrote: one that no client wrote.
+        # For each token that a client wrote, the template sees a character that no client used.
         stand_ins = dict(zip(found, unused_characters(strings) if found else "", strict=False))
         if len(stand_ins) < len(found):
-            raise ValueError("messages hold too many private-use characters (Unicode's plane 16) beside control tokens")
+            raise ValueError(
+                "messages hold too many private-use characters (Unicode's plane 16) besides control tokens"
+            )
         hidden = [
             {name: self._replaced(value, stand_ins) if isinstance(value, str) else value for name, value in fields}
             for fields in (message.items() for message in messages)
@@ -69,7 +71,7 @@ class PlainTextTokenizer:
 
 
 def random_word() -> str:
-    """62 bits, and no longer than other tokens: what bounds a text's length by its tokens' holds for aliases, too."""
+    """62 random bits. No longer than other tokens, so that limits.longest_text also holds for aliases."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(12))
 
 

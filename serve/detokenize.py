@@ -1,7 +1,7 @@
-"""Token ids to text, piece by piece, with stop strings. Used by the server and by `LLM`; imports no torch.
+"""Incremental detokenization with stop strings, for the server and `LLM`. Imports no torch.
 
-Invariant: the pieces joined are the decoding of all tokens, cut at the stop string that ends first, however the tokens
-were split over calls.
+Invariant: however tokens are split over calls, the pieces join to the decoding of all tokens, cut at the stop string
+that ends first.
 """
 
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ from typing import Any
 
 from slipstream.serve.request import FinishReason, RequestStats
 
-# Where transformers defines `decode` and what it calls, if a model's tokenizer has nothing of its own.
+# Modules that define `decode` and `_decode` of a tokenizer that overrides neither.
 PLAIN_DECODE = ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
-INCOMPLETE = "\ufffd"  # what a decoder shows for the first bytes of a character whose last bytes are in later tokens
+INCOMPLETE = "\ufffd"  # decoded from a character whose last bytes are in later tokens
 
 
 class Decoder:
-    """Full decoding by one transformers tokenizer; special tokens leave no text."""
+    """Decodes with a transformers tokenizer, skipping special tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         own = [getattr(type(tokenizer), name, None) for name in ("decode", "_decode")]
         is_plain = [getattr(function, "__module__", None) for function in own] == PLAIN_DECODE
-        self._backend = tokenizer.backend_tokenizer if is_plain else None  # what they call, in a quarter of the time
+        self._backend = tokenizer.backend_tokenizer if is_plain else None  # what they call; four times as fast
         self.silent_ids = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     def __call__(self, tokens: list[int]) -> str:
@@ -32,29 +32,28 @@ class Decoder:
 
 
 class TextStream:
-    """Takes the tokens of one request as they come and gives text as soon as it is certain: no half characters, nothing
-    that may turn out to begin a stop string.
+    """The text of one request. Holds back incomplete characters and text that may begin a stop string.
 
-    A token's text can depend on the token before it (leading spaces, bytes of one character), so every token is decoded
-    in a window that starts at the tokens of the piece before: the new text is what the window gained.
+    A token's text can depend on the token before it (leading spaces, bytes of one character), so each token is decoded
+    together with the tokens of the previous piece; the new text is what that adds.
     """
 
     def __init__(self, decoder: Decoder, stop: Sequence[str] = (), *, watched: bool = True) -> None:
-        """Not `watched`: nobody needs text before the end, and without stop strings it is decoded once."""
+        """`watched=False`: text is needed at the end only; without stop strings it is then decoded once."""
         self._decoder = decoder
         self._stop = tuple(stop)
         self._is_piecewise = watched or bool(stop)
-        self._window: list[int] = []  # tokens of the last piece, then those whose text is incomplete
-        self._num_shown = 0  # tokens of the window whose text has gone on to `_pending`
+        self._window: list[int] = []  # tokens of the last piece, then those whose text is not yet complete
+        self._num_shown = 0  # tokens of the window whose text has moved on to `_pending`
         self._shown = ""  # their text
         self._pending = ""  # decoded, held back because it may begin a stop string
         self._push_sizes: list[int] = []
-        self.num_tokens = 0  # of the answer: none after the one that completes a stop string
-        self.stopped = False  # a stop string was found; later tokens change nothing
+        self.num_tokens = 0  # of the answer, up to the one that completes a stop string
+        self.stopped = False  # found a stop string; later tokens are ignored
 
     def push(self, tokens: list[int], finish_reason: FinishReason | None = None) -> str:
-        """New text. With `finish_reason` nothing is held back; after "stop" the last token is a stop id, not text."""
-        if tokens:  # an abort's last Output has none: no pass stands behind it
+        """New text; all of it with a `finish_reason`. With "stop" the last token is a stop id, which has no text."""
+        if tokens:  # the Output of an abort has none, since no pass made it
             self._push_sizes.append(len(tokens))
         if self.stopped:
             return ""
@@ -71,7 +70,7 @@ class TextStream:
         return "".join(pieces)
 
     def _decode(self, token: int) -> str:
-        """Text that `token` completes."""
+        """The text that `token` completes."""
         if not self._is_piecewise:
             self._window.append(token)
             return ""
@@ -88,7 +87,7 @@ class TextStream:
         return piece
 
     def _release(self, piece: str, final: bool = False) -> str:
-        """Adds `piece` to the pending text and takes from it what is certain."""
+        """Appends `piece` to the pending text and returns what cannot begin a stop string."""
         if not self._stop or not (piece or final):
             return piece
         text = self._pending + piece
@@ -102,10 +101,10 @@ class TextStream:
         return text[: len(text) - held]
 
     def cut(self, stats: RequestStats) -> RequestStats:
-        """The engine's counts without what it generated after the stop string. Exact for accepted tokens and rounds;
-        drafted tokens are taken in proportion to the rounds.
+        """The engine's counts without what it generated after the stop string.
 
-        Where rounds draft differently many, the share can miss what was accepted, which was drafted for certain.
+        Accepted tokens and rounds are exact. Drafted tokens are scaled by the rounds, and at least as many as accepted,
+        since rounds may draft different numbers of tokens.
         """
         if self.num_tokens == stats.completion_tokens:
             return stats
@@ -114,12 +113,12 @@ class TextStream:
         for index, size in enumerate(self._push_sizes):
             num_kept += start < self.num_tokens
             num_late += start >= self.num_tokens
-            # A round's last token is the target's own; the first push is the prompt pass, which has no draft.
+            # A round's last token is the target's own. The first push is the prefill, which has no draft.
             num_accepted = min(size - 1, self.num_tokens - start) if index else 0
             for position in range(max(num_accepted, 0)):
                 accepted[position] += 1
             start += size
-        rounds = max(min(stats.rounds - num_late, num_kept - 1), 0)  # of the last round no push may have come yet
+        rounds = max(min(stats.rounds - num_late, num_kept - 1), 0)  # the last round may not have been pushed yet
         return replace(
             stats,
             completion_tokens=self.num_tokens,
@@ -130,7 +129,7 @@ class TextStream:
 
 
 def find_stop(text: str, stop: Sequence[str]) -> tuple[int, int] | None:
-    """(start, end) of the stop string that ends first in `text`, the longest of those that end there."""
+    """(start, end) of the stop string that ends first in `text`; of several, the longest."""
     found = [(text.find(string) + len(string), text.find(string)) for string in stop if string in text]
     if not found:
         return None
@@ -139,7 +138,7 @@ def find_stop(text: str, stop: Sequence[str]) -> tuple[int, int] | None:
 
 
 def longest_beginning(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is the beginning of a stop string."""
+    """Length of the longest suffix of `text` that is a prefix of a stop string."""
     for length in range(min(max(map(len, stop)) - 1, len(text)), 0, -1):
         tail = text[-length:]
         if any(string.startswith(tail) for string in stop):

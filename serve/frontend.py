@@ -1,4 +1,4 @@
-"""What the HTTP process knows of the target: tokenizer, chat template, default sampling. Bodies in, Requests out."""
+"""Turns request bodies into Requests, with the target's tokenizer, chat template and default sampling."""
 
 import inspect
 from functools import partial
@@ -17,7 +17,7 @@ from slipstream.serve.protocol import DEFAULT_COMPLETION_TOKENS, Body, ChatBody,
 from slipstream.serve.request import Request, SamplingParams, draw_seed, prompt_seed
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
-# What transformers passes to a template itself, beside the parameters of apply_chat_template.
+# Names that transformers itself passes to a template, besides the parameters of apply_chat_template.
 RESERVED_IN_TEMPLATES = ("self", "messages", "conversations", "strftime_now")
 
 
@@ -31,7 +31,7 @@ def read_tokenizer(config: ServeConfig) -> Any:
 
 
 class Frontend:
-    """Tokenizer and rules of one target; holds nothing of a request. `requests` may run on several threads at once."""
+    """Tokenizer and rules of one target; stateless, so `requests` may run on several threads at once."""
 
     def __init__(self, config: ServeConfig, info: Any, tokenizer: Any = None) -> None:
         """`info`: the running engine's EngineInfo; `tokenizer`: the target's, if it has been read.
@@ -58,7 +58,7 @@ class Frontend:
         num_asked = body.n * (len(body.prompt) if isinstance(body, CompletionBody) else 1)
         if num_asked > self.limits.choices:
             message = (
-                f"{num_asked} choices in one call, prompts times n; this server takes {self.limits.choices}, half of "
+                f"the call asks for {num_asked} choices (prompts times n); the limit is {self.limits.choices}, half of "
                 "max_running + max_waiting"
             )
             raise ApiError(400, message, "n" if body.n > 1 else "prompt")
@@ -75,10 +75,10 @@ class Frontend:
             text = self.plain_text.render(body.messages, template) if self.plain_text else template(body.messages)
         except TemplateFailed as error:
             if not body.chat_template_kwargs:
-                raise  # a fault of the template's
-            message = "chat_template_kwargs has a value that the chat template can not work with; leave it out"
+                raise  # a bug in the template
+            message = "the chat template failed on a value in chat_template_kwargs; leave it out"
             raise ApiError(400, message, "chat_template_kwargs") from error
-        except TemplateRefused as error:  # its text is the template's own word to its users
+        except TemplateRefused as error:  # the template's own message to its users
             field = "chat_template_kwargs" if body.chat_template_kwargs else "messages"
             raise ApiError(400, f"the chat template refuses this request: {error}", field) from error
         except ValueError as error:
@@ -109,7 +109,7 @@ class Frontend:
         return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
 
     def requests(self, body: ChatBody | CompletionBody, response_id: str) -> list[Request]:
-        """One per choice: all choices of the first prompt, then of the next. The first has the seed of the call."""
+        """One Request per choice, all choices of the first prompt first. The first Request has the seed of the call."""
         self.check_choices(body)
         if isinstance(body, ChatBody):
             field, prompts = "messages", [self.chat_prompt(body)]
@@ -152,12 +152,12 @@ class Frontend:
 
 
 def digest(salt: str) -> str:
-    """A namespace for the engine, which keeps it with every cached prefix: of one size, however long the salt is."""
+    """The engine's namespace for a salt: a digest, since it is stored with every cached prefix."""
     return blake2b(salt.encode(), digest_size=16).hexdigest() if salt else ""
 
 
 def read_sampling_defaults(path: Path) -> dict[str, Any]:
-    """What generation_config.json says of SAMPLING_FIELDS; without a word on temperature OpenAI's 1.0 stays."""
+    """SAMPLING_FIELDS as generation_config.json sets them; those it leaves out keep OpenAI's defaults."""
     file = path / "generation_config.json"
     if not file.exists():
         return {}

@@ -1,6 +1,6 @@
-"""How many bytes this process may still take on the host: what the machine has left, and what its cgroups allow.
+"""Host memory that this process may still use, limited by the machine and by its cgroups.
 
-Pages of the file cache count as free, since the kernel drops them on demand: a checkpoint just read is one.
+The file cache, such as a checkpoint just read, counts as free, since the kernel drops it on demand.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import psutil
 
 
 class Hierarchy(NamedTuple):
-    """Where a version of cgroups keeps memory limits, and the names of its files and of the file cache in them."""
+    """Where a cgroup version keeps memory limits: its files, and the keys of the file cache in memory.stat."""
 
     controller: str  # in /proc/self/cgroup; also the folder
     limit: str
@@ -28,12 +28,12 @@ HIERARCHIES = (
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """`root`: where proc/ and sys/ are mounted."""
+    """Bytes. `root`: where proc/ and sys/ are mounted."""
     return max(0, min([psutil.virtual_memory().available, *_left_in_cgroups(root)]))
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """Of every group that this process is in, from its own up to the outermost that is visible here."""
+    """Bytes left in each cgroup of this process, from the innermost to the outermost visible one."""
     membership = root / "proc" / "self" / "cgroup"
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)

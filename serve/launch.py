@@ -1,4 +1,4 @@
-"""Starts and ends the two processes of a server: this one (HTTP, tokenizer) and the engine's."""
+"""Starts and stops the two processes of a server: this one (HTTP, tokenizer) and the engine's."""
 
 import asyncio
 import gc
@@ -20,16 +20,16 @@ from slipstream.serve.listener import address
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.server import Api, create_app
 
-GRACE_SECONDS = 3  # for open connections to take their last error when the server ends
-FAILURE_SECONDS = 5.0  # between the engine's end and the server's, in which /health says why
+GRACE_SECONDS = 3  # for open connections to receive their last error at shutdown
+FAILURE_SECONDS = 5.0  # /health reports the engine's failure for so long before the server exits
 
 logger = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
-    """Says where it listens, ends with its engine, and ends the engine before it waits for open connections.
+    """Prints its address, exits when its engine ends, and stops the engine before it waits for open connections.
 
-    SIGTERM lets open requests end first, for up to `drain_timeout`; Ctrl-C and any second signal do not.
+    SIGTERM gives open requests up to `drain_timeout` to finish; Ctrl-C and a second signal do not.
     """
 
     def __init__(self, api: Api, config: ServeConfig, listener: socket.socket) -> None:
@@ -47,7 +47,7 @@ class Server(uvicorn.Server):
         self.banner = banner(config, api.frontend, self.url)
         self.status = 0  # exit status of `serve`
         self._drain_timeout = config.drain_timeout
-        self._tasks: list[asyncio.Task[None]] = []  # a loop alone would not keep them alive
+        self._tasks: list[asyncio.Task[None]] = []  # the event loop holds only weak references
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -72,7 +72,7 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0.05)
         await engine.stop(seconds=0.0 if self.force_exit else STOP_SECONDS)
         self.connections.close_waiting()
-        left = math.ceil(deadline - time.monotonic())  # for clients that have yet to read their answers
+        left = math.ceil(deadline - time.monotonic())  # for clients that are still reading their answers
         self.config.timeout_graceful_shutdown = max(GRACE_SECONDS, left)
         await super().shutdown(sockets)
 
@@ -104,11 +104,11 @@ async def serve(config: ServeConfig, listener: socket.socket, engine: EngineClie
     raise_file_limit()
     async with prepare(config, listener, engine) as server:
         gc.collect()
-        gc.freeze()  # what the modules hold: walking over it would stop every stream for tenths of a second
+        gc.freeze()  # or collections would traverse all modules' objects and stop every stream for tenths of a second
         try:
             await server.serve([server.listener])
         finally:
-            gc.unfreeze()  # else libraries report at exit what was never freed
+            gc.unfreeze()  # or libraries report leaks at exit
     return server.status
 
 

@@ -1,7 +1,7 @@
-"""What one request may ask of the HTTP process: every limit with its reason, and what holds clients to it.
+"""Limits on one request to the HTTP process, each with its reason, and the code that enforces them.
 
-All streams share one process and one event loop: what a client sends must cost little memory, and nothing may hold the
-loop, or the interpreter's lock, for more than some tens of milliseconds.
+All streams share one process and one event loop, so a request must cost little memory and must not hold the loop or the
+GIL for more than some tens of milliseconds.
 """
 
 import asyncio
@@ -19,36 +19,36 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from slipstream.serve.options import ServeConfig
 
-# A body has room for a context of 256k tokens, or of max_model_len where that is more: 16 bytes per token (4 MiB), and
-# a value per token for those who send token ids.
+# A body has room for a context of 256k tokens, or of max_model_len if that is more: 16 bytes per token (4 MiB), and one
+# value per token for clients that send token ids.
 BODY_TOKENS = 2**18
 BODY_BYTES_PER_TOKEN = 16
-# Longer bodies count against MAX_BODIES_BYTES and are parsed by threads of their own: short ones never wait for them.
+# Longer bodies count towards MAX_BODIES_BYTES and have their own parsing threads, so short ones never wait for them.
 SHORT_BODY_BYTES = 64 * 2**10
-# All bodies in memory, read and waiting: many clients that send long ones can not fill it.
+# Total of all bodies in memory, so that many long ones cannot fill it.
 MAX_BODIES_BYTES = 64 * 2**20
-MAX_LONG_WAITING = 16  # long bodies that wait for a thread: tokenising one may take seconds
+MAX_LONG_WAITING = 16  # long bodies queued for a thread; tokenising one can take seconds
 
-MAX_NESTING = 64  # levels of a body; deeper values overflow the stack of what walks them, templates among it
-# Strings, lists and objects of a body: the parser holds the lock until the last of them is made, and of 3 bytes sent
-# each makes 50 to 200.
+MAX_NESTING = 64  # levels of a body; recursive code, such as chat templates, overflows its stack on deeper ones
+# Strings, lists and objects in a body: the parser holds the GIL until it has built them all, and turns 3 bytes of input
+# into 50 to 200 bytes of objects.
 MAX_NODES = 2**16
-MAX_MESSAGES = 4096  # some 10 us each to check
-MAX_PARTS = 4096  # of all messages of a call
+MAX_MESSAGES = 4096  # checking one takes about 10 us
+MAX_PARTS = 4096  # over all messages of a call
 
-MAX_CHOICES_PER_PROMPT = 128  # OpenAI's
-# Every token of an answer is compared with every stop string, on the event loop: 16 cost some microseconds.
+MAX_CHOICES_PER_PROMPT = 128  # as OpenAI
+# The event loop compares every token of an answer with every stop string; 16 take a few microseconds.
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 64
 
-# Where transformers defines what encodes a text, if a model's tokenizer has nothing of its own.
+# Modules that define `__call__` and `_encode_plus` of a tokenizer that overrides neither.
 PLAIN_ENCODE = ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
 
-RETRY_AFTER_S = 1  # what 429 and 503 tell clients: a place may be free after every round
-MAX_ERROR_CHARS = 1000  # of an error's message, which may quote what the client sent
+RETRY_AFTER_S = 1  # sent with 429 and 503: a place may be free after any round
+MAX_ERROR_CHARS = 1000  # error messages may quote what the client sent
 
-# A string (its end may be missing), a bracket, or what stands between those: numbers, commas, colons.
+# A string (possibly unterminated), a bracket, or whatever is between those: numbers, commas, colons.
 JSON_TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]|[^"\[\]{}]{1,65536}+', re.DOTALL)
 Result = TypeVar("Result")
 
@@ -76,21 +76,21 @@ class ApiError(Exception):
 
 
 def shortened(text: str) -> str:
-    """Messages may quote what a client sent, of any length."""
+    """`text`, cut to MAX_ERROR_CHARS."""
     return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}..."
 
 
 class BodyReader:
-    """Reads bodies. Invariant: `num_bytes` is what all of them together hold."""
+    """Reads bodies. Invariant: `num_bytes` is the size of all bodies held at the moment."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: of one body."""
+        """`max_bytes`: limit for one body."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """The body, which counts as held until the block ends. Raises ApiError: 413, 415, or 429 for too many."""
+        """The body; it counts as held until the block ends. Raises ApiError (413, 415, or 429 if too much is held)."""
         check_content_type(request)
         if int(request.headers.get("content-length", 0)) > self.max_bytes:
             raise self._too_long()
@@ -100,34 +100,34 @@ class BodyReader:
             async for chunk in request.stream():
                 size += len(chunk)
                 self.num_bytes += len(chunk)
-                if size > self.max_bytes:  # a chunked body does not say its length
+                if size > self.max_bytes:  # a chunked body has no content-length
                     raise self._too_long()
                 if size > SHORT_BODY_BYTES and self.num_bytes > MAX_BODIES_BYTES:
                     raise ApiError(429, "too many long bodies at once; try again later", code="server_overloaded")
                 chunks.append(chunk)
-            chunks = [b"".join(chunks)]  # not held twice
+            chunks = [b"".join(chunks)]  # frees the chunks
             yield chunks[0]
         finally:
             self.num_bytes -= size
 
     def _too_long(self) -> ApiError:
-        return ApiError(413, f"the body is longer than {self.max_bytes} bytes, the most that this server takes")
+        return ApiError(413, f"the body is longer than {self.max_bytes} bytes, this server's limit")
 
 
 def check_content_type(request: Request) -> None:
-    """JSON only: a browser can not send it to another site without that site's consent."""
+    """JSON only: browsers send JSON to another site only if that site allows it."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
 
 
 def parse_json(raw: bytes, max_values: int) -> dict[str, Any]:
-    """Raises ApiError for what is not a JSON object within the limits."""
+    """Raises ApiError unless `raw` is a JSON object within the limits."""
     try:
         text = raw.decode()
         check_structure(text, max_values)
         body = from_json(text, allow_inf_nan=False, cache_strings="keys") if text else None
-    except ValueError as error:  # of UnicodeDecodeError and of the parser: what is wrong, and where
+    except ValueError as error:  # UnicodeDecodeError or the parser's; both say what is wrong and where
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
@@ -135,9 +135,9 @@ def parse_json(raw: bytes, max_values: int) -> dict[str, Any]:
 
 
 def check_structure(text: str, max_values: int) -> None:
-    """Refuses JSON that is cheap to send and dear to parse, piece by piece: other threads run in between."""
+    """Refuses JSON that is cheap to send and expensive to parse. Scans in pieces, so that other threads get turns."""
     depth = num_nodes = num_values = 0
-    field = None  # of the body's, the last one read
+    field = None  # the last top-level key read
     for match in JSON_TOKEN.finditer(text):
         start, end = match.span()
         if text[start] == '"':
@@ -154,15 +154,15 @@ def check_structure(text: str, max_values: int) -> None:
         if depth > MAX_NESTING:
             raise ApiError(400, f"{place} nests deeper than {MAX_NESTING} levels", field)
         if num_nodes > MAX_NODES:
-            message = f"{place} is too much: a body may hold {MAX_NODES} strings, lists and objects"
+            message = f"{place} is too large: a body may hold {MAX_NODES} strings, lists and objects"
             raise ApiError(400, message, field)
         if num_values > max_values:
-            raise ApiError(400, f"{place} is too much: a body may hold {max_values} values", field)
+            raise ApiError(400, f"{place} is too large: a body may hold {max_values} values", field)
 
 
 class BoundedPool:
-    """Threads for work that would hold the event loop. Work waits on the loop, not in the executor: who leaves
-    takes its data along."""
+    """Threads for work that would block the event loop. Work waits on the loop, not in the executor: if its client
+    leaves, its data are freed at once."""
 
     def __init__(self, num_threads: int, max_waiting: int) -> None:
         self.max_waiting = max_waiting
@@ -171,10 +171,10 @@ class BoundedPool:
         self._free = asyncio.Semaphore(num_threads)
 
     async def run(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """Raises ApiError (429). Cancelled before a thread is free, the work never starts; after that its result is
-        lost."""
+        """Raises ApiError (429) if too many wait. If cancelled before a thread is free, the work never starts; after
+        that, its result is dropped."""
         if self.num_waiting >= self.max_waiting:
-            message = f"{self.num_waiting} requests wait to be tokenised; try again later"
+            message = f"{self.num_waiting} requests are waiting to be tokenised; try again later"
             raise ApiError(429, message, code="server_overloaded")
         self.num_waiting += 1
         try:
@@ -183,21 +183,21 @@ class BoundedPool:
             self.num_waiting -= 1
         future = asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
         future.add_done_callback(self._release)
-        return await asyncio.shield(future)  # the thread is busy to the end, whoever waits
+        return await asyncio.shield(future)  # a cancelled caller does not free the thread
 
     def _release(self, future: asyncio.Future) -> None:
         self._free.release()
-        future.exception()  # looked at: of work that nobody waits for any more asyncio would complain
+        future.exception()  # marks it as retrieved: asyncio logs exceptions that no one awaits
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits that depend on the target and the server's options."""
+    """Limits that depend on the target and the server's options."""
 
     body_bytes: int
-    values: int  # of a body: every number counts, so a context full of token ids must fit
-    text_chars: int | None  # of one prompt, from `longest_text`
-    choices: int  # of one call: half of the places, so that no single call can shut out everybody else
+    values: int  # in a body; room for a full context of token ids
+    text_chars: int | None  # of one prompt; see `longest_text`
+    choices: int  # of one call: half of all places, so that one call cannot take them all
 
     @classmethod
     def of(cls, config: ServeConfig, max_model_len: int, tokenizer: Any) -> "Limits":
@@ -211,8 +211,8 @@ class Limits:
 
 
 def longest_text(tokenizer: Any, num_tokens: int) -> int | None:
-    """Most characters that `num_tokens` tokens can stand for. None where the tokenizer may drop text or make one token
-    of a word of any length, and where it is more than a `tokenizers.Tokenizer`."""
+    """The most characters that `num_tokens` tokens can encode. None (no bound) if the tokenizer may drop text, may make
+    one token of a word of any length, or overrides how transformers encodes."""
     own = [getattr(type(tokenizer), name, None) for name in ("__call__", "_encode_plus")]
     if [getattr(function, "__module__", None) for function in own] != PLAIN_ENCODE:
         return None
@@ -229,12 +229,12 @@ def longest_text(tokenizer: Any, num_tokens: int) -> int | None:
         if factor is None:
             return None
         shrinkage *= factor
-    # A character is at least one byte, so this holds for tokens that spell bytes, too.
+    # A character is at least one byte, so the bound also holds for tokens that spell bytes.
     return num_tokens * max(map(len, vocabulary)) * shrinkage
 
 
 def components(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, sequences unfolded."""
+    """The steps of a normalizer or pre-tokenizer, with sequences flattened."""
     if part is None:
         return []
     if part["type"] != "Sequence":
@@ -243,7 +243,7 @@ def components(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
 
 
 def spells_everything(parts: dict[str, Any], vocabulary: dict[str, int]) -> bool:
-    """Whether the model has a token for every byte: no character is dropped or joins others in an unknown token."""
+    """Whether the model has a token for every byte, so that it drops no character and needs no unknown token."""
     if parts["model"]["type"] != "BPE":
         return False
     if parts["model"]["byte_fallback"]:
@@ -260,7 +260,7 @@ def keeps_text(part: dict[str, Any]) -> bool:
 
 
 def normalizer_shrinkage(part: dict[str, Any]) -> int | None:
-    """At most so many characters become one; None: no bound."""
+    """The most characters that it turns into one; None if there is no bound."""
     kind = part["type"]
     if kind in ("NFC", "NFKC"):
         return 4  # the longest canonical decomposition (Unicode Standard Annex 15)

@@ -1,4 +1,4 @@
-"""The offline API: `LLM(target, draft).generate(prompts, params)`, with the same engine as the server and no HTTP."""
+"""The offline API: `LLM(target, draft).generate(prompts, params)`, the server's engine without HTTP."""
 
 import logging
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One answer. `tokens` ends with the end-of-text token where there is one; `text` leaves it out. `seed` gives the
-    same answer to its prompt alone."""
+    """One answer. `tokens` includes the end-of-text token, if there is one; `text` does not. Its prompt alone gets the
+    same answer with `seed`."""
 
     tokens: list[int]
     text: str
@@ -46,8 +46,8 @@ class LLM:
         self._decoder = Decoder(self.tokenizer)
         if runtime.THREADS_SPIN and self.engine.device.type == "cpu":
             logger.warning(
-                "torch was imported before slipstream, so its threads spin while they wait, which is slow beside other "
-                "busy programs; import slipstream first, or set GOMP_SPINCOUNT=1000"
+                "torch was imported before slipstream, so its threads spin while they wait, which is slow next to "
+                "other busy programs; import slipstream first, or set GOMP_SPINCOUNT=1000"
             )
 
     def generate(
@@ -58,10 +58,10 @@ class LLM:
         stop: str | Sequence[str] = (),
         progress: bool = False,
     ) -> list[Generation]:
-        """Answers in the order of the prompts: texts, tokenised as they stand, or token ids.
+        """Answers in the order of the prompts, which are texts (tokenised without a template) or token ids.
 
-        The seed of one `params` for all is the first prompt's; each further prompt has one made of it and its index.
-        Of `params` per prompt the seeds are taken as they are. A prompt without a seed draws one.
+        If one `params` serves all prompts, the first has its seed and each further one a seed derived from it and the
+        index. With one `params` per prompt, seeds are used as given. A prompt without a seed draws one.
 
         Raises ValueError for a prompt that cannot be served, before anything is generated.
         """
@@ -92,7 +92,7 @@ class LLM:
         return [done[index] for index in range(len(requests))]
 
     def close(self) -> None:
-        """Ends the engine: a drafter that keeps what it has learned writes it. Not to be used after."""
+        """Ends the engine and lets its drafter save what it has learned. Do not use the LLM afterwards."""
         self.engine.close()
 
     def __enter__(self) -> Self:
@@ -105,9 +105,9 @@ class LLM:
         return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(map(int, prompt))
 
     def stream(self, requests: Iterable[Request]) -> Generator[Output, None, None]:
-        """Outputs of every request as they come. Requests are drawn while the engine has room, so they may be many.
+        """Yields the Outputs of all requests as they come. Takes requests while the engine has room, however many.
 
-        Closing it, or an error, aborts those that have not ended.
+        Closing the generator, or an error, aborts the requests that have not ended.
         """
         pending = iter(requests)
         added: set[str] = set()
@@ -150,12 +150,12 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
         if not isinstance(string, str):
             raise ValueError(f"stop holds {shown(string)}; give a text or a list of texts")
     if "" in strings:
-        raise ValueError("stop has an empty string, which would end every answer at once; leave it out")
+        raise ValueError("stop has an empty string, which would end every answer at once; leave that out")
     return strings
 
 
 def params_of(prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams]) -> list[SamplingParams]:
-    """Each prompt's own. Raises ValueError where they are not one for all, or one per prompt."""
+    """The params of each prompt. Raises ValueError unless there is one for all or one per prompt."""
     if isinstance(params, SamplingParams):
         if params.seed is None:
             return [params] * len(prompts)

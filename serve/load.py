@@ -1,7 +1,7 @@
-"""Load on any OpenAI-compatible server, and what came back: answers, times, acceptance. Imports no torch.
+"""Sends load to an OpenAI-compatible server and collects answers, times and acceptance. Imports no torch.
 
-One process sends everything. Each streamed piece costs it some 45 us, a third of what httpx would, so that fast
-servers with many streams are not held up by their measurement.
+One process sends everything. A streamed piece costs it about 45 us, a third of what httpx needs, so that measuring does
+not slow down fast servers with many streams.
 """
 
 import asyncio
@@ -15,33 +15,33 @@ import aiohttp
 from tqdm import tqdm
 
 Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, or messages
-# No connection, a stream that is none, or a body that is not JSON.
+# Connection errors, malformed streams, bodies that are not JSON.
 FAILURES = (aiohttp.ClientError, aiohttp.http.HttpProcessingError, TimeoutError, ValueError)
-MAX_EVENT = 2**20  # bytes of a streamed event, which aiohttp holds to twice its buffer
+MAX_EVENT = 2**20  # bytes of a streamed event; aiohttp limits a line to twice its buffer
 
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """What came back for one prompt."""
+    """The answer to one prompt."""
 
     text: str = ""
     finish_reason: str | None = None
     completion_tokens: int = 0
     latency_s: float = 0.0
-    arrivals_s: list[float] = field(default_factory=list)  # of each streamed piece, since the request
-    rounds: int = 0  # these three from usage.speculation, which our server sends
+    arrivals_s: list[float] = field(default_factory=list)  # of each streamed piece, after the request
+    rounds: int = 0  # these three are from usage.speculation, which our server sends
     decoded_tokens: int = 0  # emitted by rounds
     accepted_by_position: list[int] = field(default_factory=list)
     error: str | None = None
 
     def add(self, event: Any) -> None:
-        """Takes over a response body or one streamed event, of either endpoint."""
+        """Adds a response body or one streamed event, of either endpoint."""
         error = event.get("error") if isinstance(event, dict) else None
         if error is not None:
             self.error = str(error.get("message") if isinstance(error, dict) else error)
             return
         if not isinstance(event, dict) or not isinstance(event.get("choices"), list):
-            self.error = f"an answer without choices: {json.dumps(event)[:200]}"
+            self.error = f"the answer has no choices: {json.dumps(event)[:200]}"
             return
         for choice in event["choices"]:
             content = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
@@ -82,7 +82,7 @@ class LoadResult:
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens per round, over all rounds; None where the server does not say."""
+        """Tokens per round, over all rounds; None if the server does not report it."""
         rounds = sum(answer.rounds for answer in self.completed)
         return sum(answer.decoded_tokens for answer in self.completed) / rounds if rounds else None
 
@@ -98,7 +98,7 @@ class LoadResult:
         return [count / rounds for count in counts]
 
     def summary(self) -> dict[str, Any]:
-        """Figures for tables and files; times in seconds, None where nothing was measured."""
+        """Figures for tables and files; times in seconds, None if not measured."""
         streams = [answer.arrivals_s for answer in self.completed if answer.arrivals_s]
         gaps = [later - earlier for times in streams for earlier, later in zip(times, times[1:], strict=False)]
         return {
@@ -110,14 +110,14 @@ class LoadResult:
             "tok_s": self.tokens_per_second,
             **percentiles("latency", [answer.latency_s for answer in self.completed]),
             **percentiles("ttft", [times[0] for times in streams]),
-            **percentiles("itl", gaps),  # between pieces, each of which may hold several tokens
+            **percentiles("itl", gaps),  # between pieces, which may have several tokens
             "accept_length": self.accept_length,
             "accept_rate_by_position": self.accept_rate_by_position,
         }
 
 
 def percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """p50 and p99: the smallest value that so many percent of the values do not exceed."""
+    """p50 and p99: the smallest value that is at least as large as so many percent of the values."""
     ordered = sorted(values)
     return {
         f"{name}_p{percent}_s": ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else None
@@ -136,12 +136,10 @@ def run_load(
     each: Sequence[Mapping[str, Any]] = (),
     **fields: Any,
 ) -> LoadResult:
-    """Sends every prompt once, `concurrency` at a time. `fields` go into each request: max_tokens, temperature, ...
+    """Sends every prompt once, `concurrency` at a time. `base_url` may end with /v1.
 
-    `each`: further fields of one request, for every prompt.
-
-    `base_url` may end with /v1. A request that fails gives an Answer with `error`. Raises ValueError if there is no
-    such server.
+    `fields` are sent in every request: max_tokens, temperature, ... `each` has further fields, one mapping per prompt.
+    A failed request gives an Answer with `error`. Raises ValueError if no server answers.
     """
     root = base_url.rstrip("/").removesuffix("/v1")
     if stream:
@@ -172,7 +170,7 @@ async def first_model(client: aiohttp.ClientSession, root: str) -> str:
             return str((await response.json(content_type=None))["data"][0]["id"])
     except (*FAILURES, LookupError, TypeError) as error:
         raise ValueError(
-            f"base_url {root} is no OpenAI-compatible server ({type(error).__name__}: {error}); "
+            f"base_url {root} is not an OpenAI-compatible server ({type(error).__name__}: {error}); "
             "give one like http://127.0.0.1:8000"
         ) from error
 
@@ -190,7 +188,7 @@ async def send_all(
     with tqdm(total=len(bodies), desc=progress, unit="req", disable=progress is None) as bar:
 
         async def work() -> None:
-            for body, answer in waiting:  # shared: each worker takes the next one
+            for body, answer in waiting:  # shared by the workers
                 await send(client, root, body, answer)
                 bar.update()
 
@@ -216,7 +214,7 @@ async def send(client: aiohttp.ClientSession, root: str, body: dict[str, Any], a
 
 
 async def read_stream(response: aiohttp.ClientResponse, answer: Answer) -> None:
-    async for line in response.content:  # bytes up to a line feed: text may hold other ends of lines
+    async for line in response.content:  # up to a line feed: text may contain other line ends
         if not line.startswith(b"data:") or line.rstrip().endswith(b"[DONE]"):
             continue
         length = len(answer.text)

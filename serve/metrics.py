@@ -1,4 +1,4 @@
-"""Counts and times of the server, and their Prometheus text form (version 0.0.4)."""
+"""Counts and times of the server, rendered in Prometheus' text format (version 0.0.4)."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -15,11 +15,11 @@ ACCEPT_BOUNDS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)  
 
 
 class Histogram:
-    """Observations counted by the first bound that is not below them."""
+    """Counts observations in buckets, each up to and including its bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)  # the last: above all bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last bucket is above all bounds
         self.total = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
@@ -28,7 +28,7 @@ class Histogram:
 
 
 class Metrics:
-    """What every request adds to. Requests that ended early count with what they had."""
+    """Counters that every request adds to. Aborted requests count with what they had."""
 
     def __init__(self) -> None:
         self.finished: Counter[str] = Counter()  # sequences by finish reason; "error": the engine failed
@@ -39,9 +39,9 @@ class Metrics:
         self.accept_length = Histogram(ACCEPT_BOUNDS)
 
     def count_tokens(self, num_tokens: int, seconds: float, is_first: bool) -> None:
-        """Tokens that arrived together, `seconds` after the request (first ones) or after those before them.
+        """Tokens that arrived together, `seconds` after the request (`is_first`) or after the previous ones.
 
-        Tokens of one round share its time: the histogram's mean is the time per token of an answer.
+        Tokens of one round share its time, so the histogram's mean is the time per token of an answer.
         """
         if is_first:
             self.time_to_first_token.observe(seconds)
@@ -55,7 +55,7 @@ class Metrics:
             self.accept_length.observe((stats.completion_tokens - stats.prefills) / stats.rounds)
 
     def render(self, gauges: Mapping[str, int], num_open: int, is_healthy: bool) -> str:
-        """`gauges`: the engine's own, each shown as slipstream_engine_<name>."""
+        """`gauges`: the engine's, rendered as slipstream_engine_<name>."""
         totals = self.totals
         reasons = {reason: self.finished[reason] for reason in ("stop", "length", "abort", "error")}
         statuses = dict(sorted(self.responses.items()))
@@ -71,7 +71,7 @@ class Metrics:
             ("accepted_tokens", totals.accepted_tokens, "Drafted tokens that became part of an answer."),
         ):
             lines += family(f"{name}_total", "counter", text, {"": value})
-        text = "Accepted tokens by place in the draft."
+        text = "Accepted tokens by position in the draft."
         lines += family("accepted_by_position_total", "counter", text, positions, "position")
         lines += histogram("accept_length", "Tokens per round of finished sequences.", self.accept_length)
         lines += histogram("time_to_first_token_seconds", "From request to first token.", self.time_to_first_token)
@@ -96,7 +96,7 @@ def add_stats(total: RequestStats, stats: RequestStats) -> None:
 
 
 def family(name: str, kind: str, text: str, counts: Mapping[Any, int], label: str = "") -> Iterator[str]:
-    """One metric: `counts` by the values of `label`, or a single one."""
+    """One metric: a count for each value of `label`, or a single count without a label."""
     yield f"# HELP slipstream_{name} {text}"
     yield f"# TYPE slipstream_{name} {kind}"
     for value, count in counts.items():
@@ -104,7 +104,7 @@ def family(name: str, kind: str, text: str, counts: Mapping[Any, int], label: st
 
 
 def histogram(name: str, text: str, values: Histogram) -> Iterator[str]:
-    """Buckets are cumulative, as the format demands."""
+    """Buckets are cumulative, as the format requires."""
     yield from family(name, "histogram", text, {})
     below = 0
     for bound, count in zip((*values.bounds, float("inf")), values.counts, strict=True):

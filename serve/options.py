@@ -1,6 +1,6 @@
-"""Options of the engine and of the server, and the rule that finds the target.
+"""Options of the engine and of the server, and how the target is found.
 
-Imports neither torch nor an HTTP package: `serve --help` is to answer at once.
+Imports neither torch nor an HTTP package, so that `serve --help` is instant.
 """
 
 import math
@@ -16,7 +16,7 @@ MOST_RUNNING = 1024  # with 64 nodes each, the most rows that kernels count prog
 
 @dataclass(frozen=True, slots=True)
 class NoOptions:
-    """Options of a drafter that has none."""
+    """For drafters without options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class EngineConfig:
     """Options of the engine; each is also a field of `LLM(...)`."""
 
     target: str = ""
-    """Target model: a local folder or a hub id. Empty: the one that the draft checkpoint names."""
+    """Target model: a local folder or a hub id. Default: the one that the draft checkpoint names."""
     draft: str = "none"
     """Draft checkpoint (folder or hub id), or the name of a drafter that needs none."""
     drafter: dict[str, Any] = field(default_factory=dict)
@@ -36,31 +36,31 @@ class EngineConfig:
     device: str = "auto"
     """auto, cpu or cuda."""
     width: int | None = None
-    """Nodes verified per round (drafted tokens + 1). Default: chosen by load with captured rounds, else all offered."""
+    """Nodes verified per round (drafted tokens + 1). Default: by load if rounds are captured, else all drafted ones."""
     attention: str = "auto"
-    """Attention backend NAME[:VARIANT] (a file of serve/attention), or one per phase: prefill=NAME,verify=NAME,
-    draft=NAME. auto: sdpa on the CPU, flashinfer for prefill and triton for the rest on a GPU."""
+    """Attention backend NAME[:VARIANT] (a file in serve/attention), or one per phase: prefill=NAME,verify=NAME,
+    draft=NAME. auto: sdpa on the CPU; on a GPU flashinfer for prefill and triton for the rest."""
     max_model_len: int | None = None
-    """Longest prompt plus answer in tokens. Default: what the target was made for."""
+    """Longest prompt plus answer in tokens. Default: the target's."""
     page_size: int = 16
     """Tokens per page of the KV cache."""
     max_running: int = 64
     """Most requests decoded at once."""
     prefill_budget: int = 1024
-    """Most prompt tokens computed per step; with captured prefills no more than these hold."""
+    """Most prompt tokens computed per step; captured prefills may lower it to prefill_graph_tokens."""
     cuda_graph: bool = True
-    """On a GPU, replay rounds captured at start-up; off: launch their kernels one by one."""
+    """On a GPU, replay rounds captured at start-up. Off: launch their kernels one by one."""
     prefill_graph_tokens: int = 1024
-    """On a GPU, replay prefills, too, of up to so many prompt tokens, with the attention of verify; 0: none."""
+    """On a GPU, also capture prefills of up to so many tokens, with the attention of verify. 0: none."""
     overlap: bool = True
     """On a GPU, read a round's tokens while the next one runs."""
     kv_cache_tokens: int | None = None
-    """Size of the KV cache in tokens. Default: from mem_fraction, on the CPU from the free memory."""
+    """Size of the KV cache in tokens. Default: from mem_fraction; on the CPU from free memory."""
     mem_fraction: float = 0.9
-    """Share of the GPU's memory to use: weights, working memory, graphs, and KV cache with the rest (on the CPU the KV
-    cache takes a quarter of what is free)."""
+    """Share of the GPU's memory to use for weights, working memory, graphs and, with the rest, the KV cache. (On the
+    CPU the KV cache takes a quarter of free memory.)"""
     simulate_accept_length: float | None = None
-    """Benchmarks only: pretend that rounds emit so many tokens on average, whatever the draft says. Wrong output."""
+    """Benchmarks only: pretend that rounds emit so many tokens on average. The output is wrong."""
     trust_remote_code: bool = False
     """Run Python code that comes with the target's config or tokenizer."""
 
@@ -92,7 +92,7 @@ class EngineConfig:
 
     @property
     def captured_tokens(self) -> int:
-        """Most tokens of a captured prefill; below PREFILL_BLOCK there is none."""
+        """Most tokens of a captured prefill; below PREFILL_BLOCK nothing is captured."""
         return min(self.prefill_graph_tokens, self.prefill_budget)
 
 
@@ -105,17 +105,17 @@ class ServeConfig(EngineConfig):
     port: int = 8000
     """Port to listen on."""
     served_model_name: str | None = None
-    """Name under which clients ask for the model. Default: the target's."""
+    """Model name that clients use. Default: the target's."""
     max_waiting: int = 256
-    """Requests that may wait beyond the running ones before new ones get status 429."""
+    """Requests that may wait in addition to the running ones; further ones get status 429."""
     date: str = DEFAULT_DATE
-    """Date (year-month-day, or today) that chat templates see as today's; `prepare` and `regenerate` have the same."""
+    """Date (year-month-day, or today) that chat templates get as today's, as in `prepare` and `regenerate`."""
     control_tokens_as_text: bool = False
-    """Encode what looks like a control token in messages and prompts as plain text."""
+    """Encode control tokens in messages and prompts as plain text."""
     drain_timeout: float = 30.0
-    """After SIGTERM, seconds to wait for open requests while new ones are refused."""
+    """After SIGTERM, seconds to let open requests finish while new ones are refused."""
     health_timeout: float = 120.0
-    """Seconds for which the engine may not answer before /health is 503; longer than its longest step."""
+    """Seconds without an answer of the engine after which /health is 503; must exceed its longest step."""
     unsafe_simulate: bool = False
     """Allow simulate_accept_length, which makes every answer wrong."""
 
@@ -138,7 +138,7 @@ class ServeConfig(EngineConfig):
 
 
 def find_target(config: EngineConfig) -> tuple[str, Path]:
-    """Name and folder of the target: `config.target`, else the one, and its revision, that the draft names."""
+    """Name and folder of the target: `config.target`, else the target and revision that the draft names."""
     from slipstream.models.checkpoint import is_checkpoint, named_target, read_json, resolve
 
     if config.target:

@@ -1,6 +1,7 @@
-"""What clients may ask: the bodies of /v1/completions and /v1/chat/completions, checked field by field.
+"""Request bodies of /v1/completions and /v1/chat/completions, checked field by field.
 
-A field is understood, or known and without effect at the value sent, or refused by name: none is silently ignored.
+A field is either understood, or known and sent with a value that has no effect, or refused by name. None is silently
+ignored.
 """
 
 import json
@@ -22,12 +23,12 @@ from slipstream.models.messages import TEXT_PARTS, Message, MessageError
 from slipstream.serve import limits
 from slipstream.serve.limits import ApiError
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions; a chat answer may fill the context
+DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI for /v1/completions; a chat answer may fill the context
 ROLES = ("system", "developer", "user", "assistant")
 MESSAGE_FIELDS = {"role", "content", "name", "refusal"}
 
-# Fields of OpenAI and other servers that are not implemented, with the values that ask for nothing; null always does,
-# and None stands for any value. Clients send these by default. Any other value is refused by name.
+# Fields of OpenAI and other servers that are not implemented, with the values that have no effect: clients send them by
+# default. null is always accepted; None here means that any value is. Other values are refused by name.
 Neutral = dict[str, tuple[Any, ...] | None]
 
 NEUTRAL: Neutral = {
@@ -91,7 +92,7 @@ NEUTRAL_IN_STREAM_OPTIONS: Neutral = {
     "continuous_usage_stats": (False,),
     "include_obfuscation": (False,),
 }
-NEUTRAL_IN_MESSAGE: Neutral = {  # what an answer carries when it is sent back as a turn
+NEUTRAL_IN_MESSAGE: Neutral = {  # fields of an answer that a client sends back as a turn
     "annotations": None,
     "audio": (),
     "function_call": (),
@@ -100,7 +101,7 @@ NEUTRAL_IN_MESSAGE: Neutral = {  # what an answer carries when it is sent back a
 
 
 def understood_fields(body: dict[str, Any], understood: set[str], neutral: Neutral, where: str = "") -> dict[str, Any]:
-    """`body` without nulls and without fields that ask for nothing. Raises ApiError naming any other field."""
+    """The understood fields of `body` that are not null. Raises ApiError naming an unknown or unsupported field."""
     unknown = sorted(body.keys() - understood - neutral.keys())
     if unknown:
         raise ApiError(400, f"unknown field: {', '.join(where + name for name in unknown)}", where + unknown[0])
@@ -113,12 +114,12 @@ def understood_fields(body: dict[str, Any], understood: set[str], neutral: Neutr
 
 
 def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Equality that tells False from 0: `logprobs: 0` asks for something, `logprobs: false` does not."""
+    """Equality that tells False from 0: `logprobs: 0` requests something, `logprobs: false` does not."""
     return any(value == other and (type(value) is bool) == (type(other) is bool) for other in allowed)
 
 
 def read_messages(value: Any) -> list[Message]:
-    """What the chat template gets. Raises ApiError naming the field that is wrong or unknown."""
+    """Messages for the chat template. Raises ApiError naming a wrong or unknown field."""
     if isinstance(value, list):
         check_length(value, limits.MAX_MESSAGES, "messages")
         check_parts(value)
@@ -133,13 +134,13 @@ def check_parts(messages: list[Any]) -> None:
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     num_parts = sum(len(content) for content in contents if isinstance(content, list))
     if num_parts > limits.MAX_PARTS:
-        message = f"messages have {num_parts} content parts; at most {limits.MAX_PARTS} are taken"
+        message = f"messages has {num_parts} content parts; the limit is {limits.MAX_PARTS}"
         raise ApiError(400, message, "messages")
 
 
 def known_message(message: Any, where: str) -> Any:
-    """`message` without the fields that ask for nothing. Raises ApiError for fields and roles that this server does not
-    know; the rest is the reader's business."""
+    """`message` without fields that have no effect. Raises ApiError for a field or role that this server does not know;
+    `chat.read_messages` checks the rest."""
     if not isinstance(message, dict):
         return message
     understood_fields(message, MESSAGE_FIELDS, NEUTRAL_IN_MESSAGE, f"{where}.")
@@ -164,7 +165,7 @@ def read_prompts(value: Any) -> list[str | list[int]]:
 
 
 def read_top_k(value: int) -> int:
-    return 0 if value == -1 else value  # two ways to switch it off
+    return 0 if value == -1 else value  # both mean off
 
 
 def read_stop(value: Any) -> list[str]:
@@ -174,9 +175,7 @@ def read_stop(value: Any) -> list[str]:
         raise ApiError(400, "stop must be a string or a list of strings, none of them empty", "stop")
     longest = max(map(len, strings), default=0)
     if longest > limits.MAX_STOP_CHARS:
-        raise ApiError(
-            400, f"stop has a string of {longest} characters; at most {limits.MAX_STOP_CHARS} are taken", "stop"
-        )
+        raise ApiError(400, f"stop has a string of {longest} characters; the limit is {limits.MAX_STOP_CHARS}", "stop")
     return strings
 
 
@@ -187,11 +186,11 @@ def check_stop_ids(value: Any) -> Any:
 
 def check_length(items: list[Any], most: int, field: str) -> None:
     if len(items) > most:
-        raise ApiError(400, f"{field} has {len(items)} entries; at most {most} are taken", field)
+        raise ApiError(400, f"{field} has {len(items)} entries; the limit is {most}", field)
 
 
 class Body(BaseModel):
-    """Fields that both endpoints share. The ranges of sampling values are SamplingParams' business."""
+    """Fields of both endpoints. SamplingParams checks the ranges of sampling values."""
 
     model_config = ConfigDict(strict=True)
 
@@ -219,7 +218,7 @@ class Body(BaseModel):
     @model_validator(mode="after")
     def check_stream_options(self) -> "Body":
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options are for streams; add stream: true or leave them out", "stream_options")
+            raise ApiError(400, "stream_options needs stream: true; add that or leave it out", "stream_options")
         return self
 
     @property
@@ -236,7 +235,7 @@ class StreamOptions(BaseModel):
     @classmethod
     def check_fields(cls, options: Any) -> Any:
         if not isinstance(options, dict):
-            return options  # which pydantic refuses
+            return options  # pydantic refuses it
         return understood_fields(options, set(cls.model_fields), NEUTRAL_IN_STREAM_OPTIONS, "stream_options.")
 
 
@@ -267,7 +266,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def read_body(kind: type[AnyBody], fields: dict[str, Any]) -> AnyBody:
-    """Raises ApiError for the first fault, named by its field."""
+    """Raises ApiError for the first fault, naming its field."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What travels between a client and the engine: requests, sampling parameters and outputs. Imports no torch."""
+"""Requests, sampling parameters and outputs, as front ends and the engine exchange them. Imports no torch."""
 
 import hashlib
 import secrets
@@ -9,16 +9,16 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "abort"]
 INTEGERS = ("max_tokens", "top_k", "seed")
 NUMBERS = ("temperature", "top_p", "min_p")
-SEED_BITS = 53  # of seeds that we draw: readers of JSON that know no integers, only doubles, keep these exactly
+SEED_BITS = 53  # of drawn seeds: JSON readers that parse numbers as doubles keep them exactly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it ends.
+    """How a request's tokens are sampled and when it ends.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch that filter off. `stop_token_ids` are added to
-    the model's own end-of-text ids, which `ignore_eos` switches off. Without a `seed` each request draws its own. Stop
-    strings are the front end's business (serve/detokenize.py): the engine knows tokens only.
+    the model's own end-of-text ids, which `ignore_eos` switches off. A request without a `seed` draws its own. Front
+    ends handle stop strings (serve/detokenize.py); the engine sees tokens only.
     """
 
     max_tokens: int
@@ -52,7 +52,7 @@ def draw_seed() -> int:
 
 
 def prompt_seed(seed: int, index: int) -> int:
-    """The seed of prompt `index` of a call: the call's own for the first, so that a prompt alone samples alike."""
+    """The seed of prompt `index` of a call. The first has the call's own, so that it samples as it would alone."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(f"prompt {seed}/{index}".encode(), digest_size=8).digest()
@@ -61,14 +61,14 @@ def prompt_seed(seed: int, index: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to generate. `n` choices of one prompt are n requests that differ in `id` and `choice`. `params`
-    always holds a seed: one is drawn where none is given."""
+    """One sequence to generate. The `n` choices of a prompt are n requests that differ in `id` and `choice`. `params`
+    always has a seed, drawn here if none is given."""
 
     id: str
     prompt: list[int]
     params: SamplingParams
     choice: int = 0  # index among `n`; hashed into the noise key
-    namespace: str = ""  # requests share cached prefixes only within a namespace
+    namespace: str = ""  # cached prefixes are shared within a namespace only
 
     def __post_init__(self) -> None:
         if self.params.seed is None:
@@ -82,19 +82,18 @@ class Request:
 
 @dataclass(slots=True, kw_only=True)
 class RequestStats:
-    """Counts of one request, final once its last Output is out.
+    """Counts of one request, final with its last Output.
 
-    Accept length, as everywhere in Slipstream: (completion_tokens - 1) / rounds, since the first token comes from the
-    prompt's own pass. A request that is preempted makes that pass again when it resumes, over all its tokens, and gets
-    its next token from it: in general (completion_tokens - prefills) / rounds. `cached_tokens` are those of the prompt
-    found in the prefix cache when the request first ran. `accepted_by_position[j]` counts the rounds in which draft
-    token j was accepted and emitted.
+    Accept length, as everywhere in Slipstream: (completion_tokens - 1) / rounds, since the prefill samples the first
+    token. A preempted request prefills again, all its tokens, when it resumes, and samples its next token there: in
+    general (completion_tokens - prefills) / rounds. `cached_tokens` counts prompt tokens found in the prefix cache when
+    the request first ran. `accepted_by_position[j]` counts the rounds in which draft token j was accepted and emitted.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    prefills: int = 0  # passes over the prompt that ran to its end: 1, and 1 per resumption
+    prefills: int = 0  # completed prefills: 1, and 1 more per resumption
     rounds: int = 0
     drafted_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
@@ -106,7 +105,7 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """New tokens of one request. `finish_reason` and `stats` are set on its last Output only."""
+    """New tokens of one request. Only its last Output has `finish_reason` and `stats`."""
 
     request_id: str
     tokens: list[int]

@@ -24,7 +24,7 @@ from slipstream.serve.options import ServeConfig
 from slipstream.serve.protocol import ChatBody, CompletionBody, read_body
 from slipstream.serve.request import Request as EngineRequest
 
-CLIENT_LEFT = 499  # nginx's status for an answer that nobody reads
+CLIENT_LEFT = 499  # nginx's status for "client closed request"
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Kind = type[ChatBody] | type[CompletionBody]
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Call(NamedTuple):
-    """What is kept of a body while its answer is made."""
+    """The parts of a body that are kept while it is answered."""
 
     shape: Shape
     requests: Sequence[EngineRequest]
@@ -48,16 +48,16 @@ class Api:
     def __init__(self, config: ServeConfig, frontend: Frontend, engine: EngineClient) -> None:
         self.frontend, self.engine, self.metrics = frontend, engine, Metrics()
         self.max_open = config.max_running + config.max_waiting
-        self.is_draining = False  # open requests are answered, new ones are not
+        self.is_draining = False  # True: open requests finish, new ones are refused
         self._health_timeout = config.health_timeout
         self.bodies = BodyReader(frontend.limits.body_bytes)
         num_cores = os.cpu_count() or 1
         self.short_pool = BoundedPool(min(max(num_cores // 2, 1), 8), self.max_open)
         self.long_pool = BoundedPool(min(max(num_cores // 4, 1), 4), MAX_LONG_WAITING)
-        self._watchers: set[asyncio.Task[None]] = set()  # a loop alone would not keep its tasks alive
+        self._watchers: set[asyncio.Task[None]] = set()  # the event loop holds only weak references to tasks
 
     async def answer(self, kind: Kind, request: Request) -> Response:
-        self._check_room(1)  # before the work of reading
+        self._check_room(1)  # before the body is read
         try:
             call, left = await self._take(kind, request)
         except ClientDisconnect:
@@ -79,7 +79,7 @@ class Api:
 
     @property
     def engine_problem(self) -> str | None:
-        """Why no request can be answered now."""
+        """Why no request can be answered now, or None."""
         if self.engine.failure is not None:
             return self.engine.failure
         if (seconds := self.engine.unresponsive_seconds) > self._health_timeout:
@@ -102,14 +102,14 @@ class Api:
 
     def error_response(self, error: ApiError, headers: dict[str, str] | None = None) -> Response:
         self.metrics.responses[error.status] += 1
-        # ASCII: a message may quote text that has no UTF-8 form.
+        # json.dumps escapes: a message may quote text that has no UTF-8 form.
         headers = {**error.headers, **(headers or {})}
         return Response(json.dumps(error.body), error.status, headers, media_type="application/json")
 
     async def _take(self, kind: Kind, request: Request) -> tuple[Call, asyncio.Task[None]]:
         """The call, and a task that ends when the client leaves. Raises ClientDisconnect.
 
-        Parsing and tokenising take up to seconds, in which streams and /health go on.
+        Parsing and tokenising can take seconds, so a thread does them while the event loop serves others.
         """
         async with self.bodies.read(request) as raw:
             pool = self.short_pool if len(raw) <= SHORT_BODY_BYTES else self.long_pool
@@ -151,7 +151,7 @@ class Api:
             if shape.include_usage:
                 yield sse(shape.closing(completion.usage(call.num_choices)))
             yield DONE
-        except Exception as error:  # the answer has begun: only an event can tell
+        except Exception as error:  # the status line is sent; report the error as an event
             failed = api_error(error)
             self.metrics.responses[failed.status] += 1
             yield sse(failed.body)
@@ -164,13 +164,13 @@ class Api:
         if (problem := self.engine_problem) is not None:
             raise ApiError(503, problem)
         if self.engine.is_congested:
-            raise ApiError(503, "the engine does not take requests; try again later", code="server_overloaded")
+            raise ApiError(503, "the engine is not taking requests; try again later", code="server_overloaded")
         if self.engine.num_open + num_asked > self.max_open:
-            message = f"{self.engine.num_open} requests are open of at most {self.max_open}; try again later"
+            message = f"{self.engine.num_open} of at most {self.max_open} requests are open; try again later"
             raise ApiError(429, message, code="server_overloaded")
 
     def _watch(self, request: Request) -> asyncio.Task[None]:
-        """A task that ends when the client has hung up, or has its whole answer."""
+        """A task that ends when the client hangs up or has the whole answer."""
 
         async def wait_for_end() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -192,7 +192,7 @@ class Api:
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of an error. Where that is no sentence of ours, it is an id under which the log has it."""
+    """The answer to an error. Errors meant for clients show their text; others are logged under an id that is sent."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineError):
@@ -206,12 +206,12 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(400, str(cause))
     name = uuid.uuid4().hex
     logger.error("request failed, id %s", name, exc_info=error)
-    return ApiError(500, f"internal error; the server's log has it under the id {name}", code="internal_error")
+    return ApiError(500, f"internal error; see the server's log under the id {name}", code="internal_error")
 
 
 def create_app(api: Api) -> Starlette:
     def guarded(endpoint: Endpoint) -> Endpoint:
-        """Starlette raises again what its own handlers have answered, and that breaks the connection."""
+        """Unlike Starlette's handler of Exception it does not re-raise, which would break the connection."""
 
         async def answer(request: Request) -> Response:
             try:

@@ -1,4 +1,4 @@
-"""The engine's process: builds the engine, then takes requests from a pipe and sends back what each step yields.
+"""The engine's process: builds the engine, then takes requests from a pipe and sends back the outputs of each step.
 
 Messages in: the EngineConfig; then lists of Request, Abort, Ping, and None to end. Messages out: `engine.info` once it
 is ready, then Step and Rejected; Failed before an end that nobody asked for. A step and its Outputs are one message, so
@@ -26,12 +26,12 @@ from typing import Any, Protocol
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Output, Request
 
-METRICS_SECONDS = 0.1  # gauges travel at most this often while the engine is busy
+METRICS_SECONDS = 0.1  # a busy engine sends its gauges at most this often
 HEADER = struct.Struct("!Q")
 
 
 class EngineLike(Protocol):
-    """What the process needs of an engine; serve/engine.py is the one."""
+    """What this process needs of an engine. The real one is in serve/engine.py."""
 
     info: Any  # EngineInfo
 
@@ -44,7 +44,7 @@ class EngineLike(Protocol):
     def close(self) -> None: ...
 
 
-EngineFactory = Callable[[EngineConfig], EngineLike]  # a function that can be imported, since it is named to a process
+EngineFactory = Callable[[EngineConfig], EngineLike]  # importable, since it is pickled
 Inbox = SimpleQueue  # of Request | Abort | Ping | None
 
 
@@ -55,13 +55,13 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Wakes an idle engine, which then sends a Step."""
+    """Makes an idle engine send a Step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     outputs: list[Output]
-    metrics: dict[str, int] | None  # the engine's gauges, where they are due
+    metrics: dict[str, int] | None  # the engine's gauges, if due
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,23 +81,23 @@ def frame(message: object) -> bytes:
 
 
 async def receive(reader: asyncio.StreamReader) -> Any:
-    """The next message. Raises EOFError or OSError when there will be none."""
+    """The next message. Raises EOFError or OSError at the end."""
     (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
     return pickle.loads(await reader.readexactly(size))
 
 
 class Pipe:
-    """The engine's end. One thread may send while another one receives."""
+    """The engine's end of the pipe. One thread may send while another receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket, self._file = end, end.makefile("rb")
 
     def send(self, message: object) -> None:
-        """Raises ConnectionError if the server has hung up."""
+        """Raises ConnectionError if the server has closed the pipe."""
         self._socket.sendall(frame(message))
 
     def receive(self) -> Any:
-        """Raises EOFError or OSError when there will be no more messages."""
+        """Blocks for the next message. Raises EOFError or OSError at the end."""
         (size,) = HEADER.unpack(self._read(HEADER.size))
         return pickle.loads(self._read(size))
 
@@ -109,10 +109,10 @@ class Pipe:
 
 
 def build_engine(config: EngineConfig) -> EngineLike:
-    from slipstream.serve.engine import Engine  # here: only the engine's process shall load it
+    from slipstream.serve.engine import Engine  # here, so that only the engine's process loads it
 
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("slipstream").setLevel(logging.INFO)  # which backends were taken, which rounds captured
+    logging.getLogger("slipstream").setLevel(logging.INFO)  # logs the chosen backends and captured rounds
     return Engine(config)
 
 
@@ -131,9 +131,9 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
     try:
         serve_requests(engine, inbox, pipe)
     except ConnectionError:
-        pass  # the server ends and has hung up; what this step yields nobody waits for
+        pass  # the HTTP process closed the pipe; drop this step's outputs
     except Exception as error:
-        traceback.print_exc()  # before the message: the server hangs up when it has read it
+        traceback.print_exc()  # before the message: the server closes the pipe when it has read it
         pipe.send(Failed(f"the engine failed in a step with {type(error).__name__}; its traceback is in the log"))
         raise SystemExit(1) from error
     engine.close()
@@ -142,7 +142,7 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
 def start_engine(make_engine: EngineFactory, config: EngineConfig, pipe: Pipe) -> EngineLike:
     try:
         engine = make_engine(config)
-    except (ValueError, OSError) as error:  # what a user can mend: the sentence says it all
+    except (ValueError, OSError) as error:  # the user's to fix; the message suffices
         pipe.send(Failed(one_line(error)))
         raise SystemExit(1) from error
     except Exception as error:
@@ -159,12 +159,12 @@ def one_line(error: Exception) -> str:
 
 
 def listen(pipe: Pipe, inbox: Inbox) -> None:
-    """Empties the pipe at all times: the other side never waits for a step to end before it can write."""
+    """Keeps the pipe empty, so that the server never waits for a step before it can write."""
     while True:
         try:
             messages = pipe.receive()
         except (EOFError, OSError):
-            os._exit(1)  # the server is gone; leave at once, even amid a step or while weights load
+            os._exit(1)  # the server is gone; exit at once, even during a step or while loading
         for message in messages:
             inbox.put(message)
             if message is None:
@@ -172,7 +172,7 @@ def listen(pipe: Pipe, inbox: Inbox) -> None:
 
 
 def serve_requests(engine: EngineLike, inbox: Inbox, pipe: Pipe) -> None:
-    """Steps while there is work, sleeps on the inbox while there is none; returns on None."""
+    """Steps while there is work, otherwise waits for messages; returns on None."""
     metrics_due = 0.0
     while True:
         outputs: list[Output] = []
@@ -191,7 +191,7 @@ def serve_requests(engine: EngineLike, inbox: Inbox, pipe: Pipe) -> None:
 
 
 def take(inbox: Inbox, wait: bool) -> Iterator[Request | Abort | Ping | None]:
-    """Everything in the inbox; with `wait` at least one message."""
+    """All messages in the inbox; with `wait`, at least one."""
     if wait:
         yield inbox.get()
     try:

@@ -106,7 +106,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, list[str]]] = [
     (
         {"messages": REFUSE_ME, "chat_template_kwargs": {"raise_exception": 5}},
         "chat_template_kwargs",
-        ["can not work with"],
+        ["failed on a value"],
     ),
     # Any value of a field without a meaning here but those that ask for nothing.
     *(
