@@ -216,8 +216,8 @@ def store_context(
     """Norms every key head by k_norm (L, D), rotates it by its row's position, and stores keys and values.
 
     kv (T, L * 2 * G * D): each layer's keys before its values; cos, sin (P, D) fp32 tables whose halves are equal;
-    positions, slots (T,) int64; cache (L, 2, slots, G, D), contiguous, written in place. Keys are rounded after norm and
-    rotation, as in rms_norm and rotate_and_store.
+    positions, slots (T,) int64; cache (L, 2, slots, G, D), contiguous, written in place. Keys are rounded after norm
+    and rotation, as in rms_norm and rotate_and_store.
     """
     run = store_context_triton if use_triton(kv) else store_context_reference
     run(kv, k_norm, eps, cos, sin, positions, slots, cache)
