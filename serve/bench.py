@@ -125,11 +125,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(config: BenchConfig) -> list[LoadResult]:
     prompts = read_prompts(config.prompts, config.num_prompts)
-    fields: dict[str, Any] = {
-        "max_tokens": config.max_tokens,
-        "temperature": config.temperature,
-        **({"ignore_eos": True} if config.ignore_eos else {}),
-    }
+    fields: dict[str, Any] = {"max_tokens": config.max_tokens, "temperature": config.temperature}
+    if config.ignore_eos:  # not every server knows the field
+        fields["ignore_eos"] = True
     seeds = [
         {"seed": config.seed + index} for index in range(len(prompts))
     ]  # with one seed for all, answers would be alike

@@ -143,7 +143,7 @@ class EngineClient:
         if request_id in self._receivers:
             self._send(Abort(request_id))
 
-    async def stop(self, reason: str = "the server is shutting down", seconds: float = STOP_SECONDS) -> None:
+    async def stop(self, seconds: float = STOP_SECONDS) -> None:
         """Ends open requests, then the process, killing it after `seconds`. Safe to call again."""
         if self._process is None:
             return
@@ -152,7 +152,7 @@ class EngineClient:
                 self._send(None)
             else:
                 self._process.kill()  # still loading: there is nothing to close
-            self._end(EngineStopped(reason))
+            self._end(EngineStopped("the server is shutting down"))
         await self._reap(seconds)
 
     def _send(self, message: Request | Abort | Ping | None) -> None:

@@ -179,11 +179,6 @@ def read_stop(value: Any) -> list[str]:
     return strings
 
 
-def check_stop_ids(value: Any) -> Any:
-    check_length(value if isinstance(value, list) else [], limits.MAX_STOP_IDS, "stop_token_ids")
-    return value
-
-
 def check_length(items: list[Any], most: int, field: str) -> None:
     if len(items) > most:
         raise ApiError(400, f"{field} has {len(items)} entries; the limit is {most}", field)
@@ -205,7 +200,7 @@ class Body(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES_PER_PROMPT)] = 1
     stop: Annotated[list[str], PlainValidator(read_stop)] = []
-    stop_token_ids: Annotated[list[int], BeforeValidator(check_stop_ids)] = []
+    stop_token_ids: Annotated[list[int], Field(max_length=limits.MAX_STOP_IDS)] = []
     ignore_eos: bool = False
     # Requests share cached prompt prefixes only with requests of the same salt.
     cache_salt: str = ""
