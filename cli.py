@@ -1,6 +1,6 @@
 """`slipstream VERB ...`: one command for the programs of this package.
 
-Invariant: a verb is the program itself, so `slipstream prepare X` and `python data_tools/prepare.py X` are the same.
+Invariant: a verb runs the program itself, so `slipstream prepare X` and `python data_tools/prepare.py X` are the same.
 """
 
 import sys

@@ -21,7 +21,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 ConfigT = TypeVar("ConfigT")
 
 LIST = "a list such as [1, 2]"
-WORDS = {  # of types, in messages; null is not worth one
+WORDS = {  # for types in messages; null is omitted
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
@@ -59,7 +59,7 @@ def build_parser(config_class: type, *, prog: str, description: str) -> Argument
 
 
 def option_names(parser: ArgumentParser) -> list[str]:
-    """Every option of `parser` in dotted form, sorted; what the frozen-options tests compare."""
+    """Every option of `parser` in dotted form, sorted; the frozen-options tests compare them."""
     skipped = {"help", "config", "print_config", "print_shtab"}
     names = {action.dest for action in parser._actions if action.option_strings}
     return sorted(name for name in names if name.split(".")[0] not in skipped and not name.endswith(".help"))
@@ -77,7 +77,7 @@ def parse(config_class: type[ConfigT], argv: Sequence[str] | None = None, *, pro
 
 def parse_or_exit(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     try:
-        for file in config_files(argv):  # here faults name the file; the parser's do not
+        for file in config_files(argv):  # these errors name the file; the parser's do not
             check_sections(parser, file, read_options(file))
         return parser.parse_args(argv)
     except Exception as error:  # jsonargparse and argparse raise several unrelated types; the process ends here
@@ -89,7 +89,7 @@ def parse_or_exit(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
 
 
 def check_sections(parser: ArgumentParser, file: str, values: Mapping[str, Any]) -> None:
-    """Raises ValueError for a heading with nothing below it."""
+    """Raises ValueError for an empty section."""
     for name in (name for name, value in values.items() if value is None):
         below = [option for option in option_names(parser) if option.startswith(f"{name}.")]
         if below:
@@ -97,7 +97,7 @@ def check_sections(parser: ArgumentParser, file: str, values: Mapping[str, Any])
 
 
 def sentence(message: str) -> str:
-    """What the parser says of a value of the wrong type, with field, value and remedy; other messages as they are."""
+    """The parser's message on a value of the wrong type as field, value and remedy; other messages unchanged."""
     key, value = re.match(r'Parser key "([\w.]+)":', message), re.search(r"(?:Got|Given) value: (.*)", message)
     expected = re.findall(r"<class '(\w+)'>|Literal\[([^]]*)\]|\b(tuple|list)\[", message.split("Given value type")[0])
     names = [(name or container, choices) for name, choices, container in expected if name != "NoneType"]
@@ -136,20 +136,20 @@ def config_files(argv: Sequence[str]) -> list[str]:
 
 
 def read_options(file: str) -> dict[str, Any]:
-    """What a --config file holds. Raises ValueError naming the file where that is no mapping."""
+    """The options in a --config file. Raises ValueError that names a file which is not a mapping."""
     try:
         options = yaml.safe_load(Path(file).read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"config {file} is not valid YAML: {' '.join(str(error).split())}") from error
     except OSError as error:
-        raise ValueError(f"config {file} can not be read ({error.strerror}); name a YAML file of options") from error
+        raise ValueError(f"config {file} cannot be read ({error.strerror}); name a YAML file of options") from error
     if not isinstance(options, dict):
         raise ValueError(f"config {file} holds {options!r}; it must hold options, one `name: value` per line")
     return options
 
 
 def expand(config_class: type, argv: Sequence[str]) -> list[str]:
-    """Rewrites `argv` into the one form that the parser reads: --name=value, underscores in names, lists as JSON."""
+    """Rewrites `argv` into the form that the parser accepts: --name=value, underscores in names, lists as JSON."""
     types = option_types(config_class)
     words, lists = list(argv), dict[str, list[Any]]()
     result: list[str] = []

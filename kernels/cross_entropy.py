@@ -39,8 +39,8 @@ def soft_cross_entropy(
     """(losses (N,) fp32, each times its weight; best (N,) int64, the student's likeliest column, ties to the lowest).
 
     student, teacher (N, V) logits of any float type, rows may be strided; weights (N,) fp32. Only the student gets a
-    gradient, and a row of weight 0 never does. `in_place` (GPU): backward writes the gradient over `student`, which
-    must be the output of an operation that no later one reads; a second backward is then an error.
+    gradient; a row of weight 0 gets none, even if it holds NaN. `in_place` (GPU): backward writes the gradient over
+    `student`, which must be the output of an operation that no later one reads; a second backward is then an error.
     """
     if student.is_cuda:  # also under autograd
         return soft_cross_entropy_triton(student, teacher, weights, kind, in_place=in_place)

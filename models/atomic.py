@@ -1,18 +1,18 @@
-"""Writes files and folders so that a kill at any moment leaves the old one or the new one under its name, never a part.
+"""Writes files and folders atomically: a kill at any moment leaves the old or the new one under its name, never a part.
 
 A writer of PATH works in a staging folder beside it, `.NAME.tmp`:
 
-    lock    held by the writer (flock), so a second writer of PATH is refused; a dead writer holds nothing
-    new     what is being written
-    old     what PATH was, on file systems that cannot exchange two names
+    lock    held by the writer (flock), so a second writer of PATH is refused; the lock of a dead writer is free
+    new     the file or folder being written
+    old     the previous PATH, on file systems that cannot exchange two names
 
 Invariants:
 1. `new` takes PATH's place only when it is complete and on the disk (fsync), in one rename or exchange of names.
-2. Without an exchange, PATH is moved to `old` and then `new` to PATH. So if PATH is gone and both `new` and `old` are
-   there, `new` is complete: `recover` moves it to PATH. In every other state `new` and `old` are worth nothing.
-3. A staging folder with any other entry belongs to somebody else: nothing in it is touched.
+2. Without an exchange, PATH is moved to `old` and then `new` to PATH. So if PATH is missing and both `new` and `old`
+   exist, `new` is complete: `recover` moves it to PATH. In every other state `new` and `old` can be deleted.
+3. A staging folder with any other entry is not ours: nothing in it is touched.
 
-Whoever writes PATH next clears what a killed writer left; `recover` does it without writing.
+The next writer of PATH cleans up after a killed one; `recover` does that without writing.
 """
 
 import ctypes
@@ -36,8 +36,8 @@ NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)  # an old kernel, o
 def atomic_folder(path: Path, check: Callable[[Path], None] | None = None) -> Iterator[Path]:
     """Yields an empty folder that takes the place of `path` if the block succeeds; the old folder is then deleted.
 
-    `check` is called with `path` before the block and again before the exchange, where `path` exists; it raises
-    ValueError for a folder that must stay (outputs.FolderKind.check). Without it only an empty folder is replaced.
+    `check` is called with `path`, if that exists, before the block and again before the exchange; it raises ValueError
+    for a folder that must stay (outputs.FolderKind.check). Without `check` only an empty folder is replaced.
     Raises ValueError if `path` is a file or another process is writing it.
     """
     real, check = path.resolve(), check or refuse_nonempty
@@ -72,14 +72,14 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Deletes a folder; a kill leaves all of it or nothing under its name."""
+    """Deletes a folder atomically: a kill leaves all of it or nothing under its name."""
     real = path.resolve()
     with _staging(real) as staging:
         os.rename(real, staging / OLD)
 
 
 def recover(path: Path) -> None:
-    """Ends what a killed writer of `path` began: `path` is whole or absent, and nothing is left beside it.
+    """Cleans up after a killed writer of `path`: afterwards `path` is whole or absent, without a staging folder.
 
     Does nothing while another process is writing `path`.
     """
@@ -90,7 +90,7 @@ def recover(path: Path) -> None:
 
 
 def check_staging(path: Path) -> None:
-    """Raises ValueError where somebody else's file or folder bears the name under which `path` would be written."""
+    """Raises ValueError if the name of the staging folder of `path` is taken by files that are not ours."""
     folder = staging_path(path.resolve())
     if not folder.exists():
         return
@@ -104,7 +104,7 @@ def staging_path(path: Path) -> Path:
 
 
 def staged_name(name: str) -> str | None:
-    """The name of what is written in the staging folder `name`; None if that is no staging folder's name."""
+    """The name whose staging folder `name` is; None if it is not a staging folder's name."""
     match = STAGING.fullmatch(name)
     return match[1] if match else None
 
@@ -114,7 +114,7 @@ class InUseError(ValueError):
 
 
 def open_locked(path: Path) -> BinaryIO:
-    """`path` opened for reading and appending, made where it is missing, and locked until it is closed.
+    """`path` opened for reading and appending, created if missing, and locked until closed.
 
     Raises InUseError if another process, or another part of this one, has locked it.
     """
@@ -125,7 +125,7 @@ def open_locked(path: Path) -> BinaryIO:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise InUseError(f"{path} is being written by another process; wait for it or name another") from error
-            if _is_same_file(file, path):  # else its holder renamed or deleted it before we had the lock
+            if _is_same_file(file, path):  # otherwise the previous holder renamed or deleted it before we got the lock
                 stack.pop_all()
                 return file
 
@@ -138,7 +138,7 @@ def refuse_nonempty(path: Path) -> None:
 
 @contextmanager
 def _staging(real: Path) -> Iterator[Path]:
-    """The staging folder of `real`, locked, with nothing in it but the lock; gone afterwards."""
+    """The staging folder of `real`, locked and otherwise empty; removed afterwards."""
     folder = staging_path(real)
     real.parent.mkdir(parents=True, exist_ok=True)
     with _open_staging(folder, real):
@@ -148,7 +148,7 @@ def _staging(real: Path) -> Iterator[Path]:
         finally:
             _finish(folder, real)  # also where the second of two renames failed
             (folder / LOCK).unlink(missing_ok=True)
-            with suppress(OSError):  # the next writer is in it already
+            with suppress(OSError):  # the next writer has already entered it
                 folder.rmdir()
 
 
@@ -159,7 +159,7 @@ def _open_staging(folder: Path, real: Path) -> BinaryIO:
         try:
             check_staging(real)
             return open_locked(folder / LOCK)
-        except FileNotFoundError:  # its last user has just removed it
+        except FileNotFoundError:  # its last user has just removed the folder
             continue
         except InUseError as error:
             raise InUseError(f"{real} is being written by another process; wait for it or name another") from error
@@ -188,7 +188,7 @@ def _replace_folder(new: Path, real: Path, old: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Gives each the other's name, in one step; False where the system cannot. Raises OSError."""
+    """Exchanges two names atomically; False if the system cannot. Raises OSError."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -215,7 +215,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Has the disk hold what was written, of a file, or the names in a folder."""
+    """fsync of a file's content or a folder's names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

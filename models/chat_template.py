@@ -1,7 +1,7 @@
-"""Messages to the text of a prompt through the target's chat template: one way for serving and training data.
+"""Renders messages to prompt text by the target's chat template, for serving and training data alike.
 
-Invariant: messages render to the same text whenever and wherever they are rendered: a template that asks for today's
-date gets the date of the options.
+Invariant: messages render to the same text at any time and on any machine: a template that asks for today's date gets
+the date of the options.
 """
 
 import datetime
@@ -18,23 +18,23 @@ from slipstream.models.messages import Message, date_of
 
 PROBE: list[Message] = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is four."}]
 DATE_FUNCTION = "strftime_now"  # of transformers
-DATE_VARIABLE = "date_string"  # of Llama's templates, which write a date of their own where it is not given
+DATE_VARIABLE = "date_string"  # of Llama's templates; without it they write a date of their own
 DATE_VARIABLE_FORMAT = "%d %b %Y"
 DATE_DIRECTIVES = ("%A", "%a", "%B", "%b", "%-d", "%d", "%e", "%H", "%I", "%j", "%M", "%-m", "%m", "%S", "%Y", "%y")
 
 
 class TemplateRefused(ValueError):
-    """The template refused what it was given; the text is the template's own."""
+    """The template refused its input; the text is the template's own."""
 
 
 class TemplateFailed(TemplateRefused):
-    """The template broke on what it was given; the text is Python's."""
+    """The template failed on its input; the text is Python's."""
 
 
 class PromptTemplate:
     """A tokenizer's chat template with its variables and its date: year-month-day, or `today`.
 
-    Raises ValueError when there is none.
+    Raises ValueError if the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, date: str, variables: Mapping[str, Any]) -> None:
@@ -54,8 +54,8 @@ class PromptTemplate:
         prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of `messages`; with `prompt`, up to where the assistant's next answer begins. `variables` replace
-        those of the template. Raises TemplateRefused, and ValueError for a template that is not valid Jinja."""
+        """The text of `messages`; `prompt` adds the beginning of the assistant's next answer. `variables` override the
+        template's. Raises TemplateRefused, and ValueError for a template that is not valid Jinja."""
         return self._render(messages, tools, **{"add_generation_prompt": prompt, **(variables or {})})[0]
 
     def _render(
@@ -70,8 +70,8 @@ class PromptTemplate:
     def _render_as_is(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any
     ) -> tuple[str, list[tuple[int, int]]]:
-        # One level below apply_chat_template, whose token mask runs to the end of the row where an answer ends in
-        # whitespace that the tokenizer's offsets leave out; character ranges do not have this fault.
+        # apply_chat_template extends the token mask to the end of the row if an answer ends in whitespace that the
+        # tokenizer's offsets omit. This function below it gives character ranges, which are exact.
         date, source = date_of(self._date), self._source(tools)
         dated = {DATE_VARIABLE: date.strftime(DATE_VARIABLE_FORMAT)} if DATE_VARIABLE in source else {}
         try:
@@ -92,8 +92,8 @@ class PromptTemplate:
 
     @functools.cached_property
     def _wants_objects(self) -> tuple[bool, bool]:
-        """Without and with tools: whether calls' arguments must be objects. A template that writes JSON quotes OpenAI's
-        text a second time; others, as DeepSeek's, put the text where it belongs and take no objects."""
+        """Whether calls' arguments must be objects, without and with tools. Some templates write JSON and would quote
+        OpenAI's text twice; others, such as DeepSeek's, insert the text and take no objects."""
         calls = [{"id": "call12345", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
         probe: list[Message] = [PROBE[0], {"role": "assistant", "content": "", "tool_calls": calls}]
 
@@ -117,17 +117,17 @@ class PromptTemplate:
 
 @functools.lru_cache(maxsize=8)
 def freeze_date(source: str, date: datetime.date) -> str:
-    """Shadows the date function that transformers gives to templates by a macro that knows one day, 00:00:00."""
+    """Shadows transformers' date function by a macro that formats one day, 00:00:00."""
     if DATE_FUNCTION not in source:
         return source
     midnight = datetime.datetime.combine(date, datetime.time())
     filters = "".join(f"|replace('{name}', '{midnight.strftime(name)}')" for name in DATE_DIRECTIVES)
-    # transformers renders with trim_blocks, which removes the newline behind the macro.
+    # transformers renders with trim_blocks, which removes the newline after the macro.
     return f"{{% macro {DATE_FUNCTION}(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{source}"
 
 
 def with_objects(value: Any) -> Any:
-    """A message, or its calls, with arguments that are JSON text of an object as that object."""
+    """A message, or its calls, with arguments parsed if they are the JSON text of an object."""
     if isinstance(value, list):
         return [with_objects(call) for call in value]
     if not isinstance(value, dict):
@@ -135,6 +135,6 @@ def with_objects(value: Any) -> Any:
     value = {key: with_objects(inner) if key in ("tool_calls", "function") else inner for key, inner in value.items()}
     try:
         arguments = json.loads(value["arguments"])
-    except (KeyError, TypeError, ValueError, RecursionError):  # none, an object already, no JSON that can be read
+    except (KeyError, TypeError, ValueError, RecursionError):  # missing, already an object, or invalid JSON
         return value
     return value | {"arguments": arguments} if isinstance(arguments, dict) else value

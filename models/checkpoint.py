@@ -1,7 +1,6 @@
-"""Checkpoints in and out: strict, in the public key names (midlayer.*, d2t, t2d, fc, norm, lm_head).
+"""Reads and writes checkpoints: strictly, under the public key names (midlayer.*, d2t, t2d, fc, norm, lm_head).
 
-Inside, projections that read the same input are fused (qkv_proj, gate_up_proj); files keep them apart, and are read
-either way.
+Modules fuse projections of the same input (qkv_proj, gate_up_proj); files store them apart, and may be read fused.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")
-IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and every loader recomputes
+IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers in old checkpoints that every loader recomputes
 
 
 def is_checkpoint(name: str) -> bool:
@@ -45,9 +44,9 @@ def resolve(name: str, revision: str | None = None, *, trust_remote_code: bool =
 
 
 def _download(name: str, revision: str | None, *, trust_remote_code: bool, weights: bool) -> Path:
-    """The local folder of a hub id's files; `trust_remote_code` adds its Python files.
+    """The local folder of a hub id's files, with Python files if `trust_remote_code`; weights as safetensors only.
 
-    Weights come as safetensors only. Raises ValueError if the hub can not be reached or refuses.
+    Raises ValueError if the hub cannot be reached or refuses.
     """
     code = ("*.py",) if trust_remote_code else ()
     try:
@@ -70,7 +69,7 @@ def _download(name: str, revision: str | None, *, trust_remote_code: bool, weigh
 
 
 def _fetch_weights(name: str, folder: Path) -> None:
-    """The files that `weight_files` will choose, of the commit in whose folder the small files lie."""
+    """Fetches the files that `weight_files` will choose, from the same commit as the small files."""
     index = folder / INDEX
     choices = [["model.safetensors"], ["model*.safetensors"], ["*.safetensors"]]
     for patterns in [indexed_names(index)] if index.exists() else choices:
@@ -81,15 +80,16 @@ def _fetch_weights(name: str, folder: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what the hub's client met first; its own advice is about its environment variables."""
+    """The first line of the underlying error; the hub client's own advice is about its environment variables."""
     return (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def weight_files(path: Path) -> list[Path]:
     """The files named by model.safetensors.index.json, else model.safetensors, else model*.safetensors, else the only
-    safetensors file; sorted, empty if the folder has none.
+    safetensors file; sorted, empty if there is none. Public repositories hold others: the same weights once more
+    (consolidated.safetensors), adapters, other precisions.
 
-    Raises ValueError for a shard that is missing, and for several files none of which is called model*.
+    Raises ValueError for a missing shard, and for several files that are not called model*.
     """
     if (path / INDEX).exists():
         names = indexed_names(path / INDEX)
@@ -124,7 +124,7 @@ def indexed_names(index: Path) -> list[str]:
 
 
 def _check_number(files: list[Path]) -> None:
-    """Raises ValueError unless shards that say how many they are are all there."""
+    """Raises ValueError if shards are missing, by the number in their names."""
     totals = [int(match[1]) for file in files if (match := SHARD.search(file.name))]
     if totals and len(totals) != totals[0]:
         raise ValueError(
@@ -146,10 +146,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def named_target(draft: Path) -> str:
-    """The target that the draft in the folder `draft` names: a hub id or a folder, "" where it names none.
+    """The target named by the draft in folder `draft`: a hub id, a folder, or "" if the draft names no target.
 
-    A folder that is not found from the working directory is taken from where it lay in training, which run.json tells.
-    Raises ValueError if it is not there either.
+    A folder that does not exist relative to the working directory is replaced by its path in training, from run.json.
+    Raises ValueError if that does not exist either.
     """
     values = read_json(draft / "config.json")
     verifier = (values.get("speculators_config") or {}).get("verifier") or {}
@@ -159,12 +159,12 @@ def named_target(draft: Path) -> str:
     if not name or not folder or Path(name).is_dir():
         return name
     if not Path(folder).is_dir():
-        raise ValueError(f"target {name} is no folder here, and {folder}, where it was in training, does not exist")
+        raise ValueError(f"target {name} is not a folder here, and {folder}, its path in training, does not exist")
     return str(folder)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder's weight files. Raises ValueError for none, or for a damaged file."""
+    """Every tensor of a folder's weight files. Raises ValueError if there is no file or one is damaged."""
     files = weight_files(path)
     if not files:
         raise ValueError(f"{path} holds no *.safetensors file; convert the checkpoint to safetensors")
@@ -178,7 +178,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_draft_tensors(path: Path) -> dict[str, Tensor]:
-    """As `read_tensors`; without safetensors those of pytorch_model.bin, as EAGLE's authors publish, read as data."""
+    """As `read_tensors`; without safetensors reads pytorch_model.bin, EAGLE's published format, as plain data."""
     pickled = path / "pytorch_model.bin"
     if not pickled.exists() or weight_files(path):
         return read_tensors(path)
@@ -193,7 +193,7 @@ def _without_ignored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fuse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Joins q/k/v and gate/up along their output rows; a group that is not whole is left for `load_strict` to name."""
+    """Joins q/k/v and gate/up along their output rows; leaves incomplete groups for `load_strict` to name."""
     fused = dict(tensors)
     for joined, parts in FUSED.items():
         for key in [key for key in tensors if f".{parts[0]}." in key]:
@@ -204,7 +204,7 @@ def fuse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unfuse(tensors: Mapping[str, Tensor], sizes: Mapping[str, list[int]]) -> dict[str, Tensor]:
-    """Inverse of `fuse`; `sizes` holds the output rows of each part by fused name."""
+    """Inverse of `fuse`; `sizes`: output rows of each part, by fused name."""
     parts: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         joined = next((name for name in FUSED if f"{name}." in key), None)
@@ -243,7 +243,7 @@ def load_strict(module: nn.Module, tensors: Mapping[str, Tensor], source: Path |
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raises OSError where safetensors and torch.save, writing `path`, raise errors of their own: on a full disk."""
+    """Turns the errors that safetensors and torch.save raise when writing `path` to a full disk into OSError."""
     try:
         yield
     except (SafetensorError, RuntimeError) as error:
@@ -259,13 +259,13 @@ def write_checkpoint(
     weights = path / "model.safetensors"
     with disk_errors(path):
         save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, weights)
-    weights.chmod(0o644)  # safetensors makes files that nobody else may read
+    weights.chmod(0o644)  # safetensors creates files that only their owner may read
     for name, values in (("config.json", config), ("run.json", run)):
         (path / name).write_text(json.dumps(values, indent=2) + "\n")
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """sha256 of what maps text to ids: the fast tokenizer's own description, else the vocabulary."""
+    """sha256 of a tokenizer's mapping: the fast tokenizer's description, else the vocabulary."""
     if not tokenizer.is_fast:
         return _hash_json(tokenizer.get_vocab())
     description = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -277,9 +277,9 @@ def _hash_json(values: Mapping[str, Any]) -> str:
 
 
 def weights_fingerprint(path: Path) -> str:
-    """sha256 over every tensor's name, shape and a sample of its bytes, so that a re-tuned target is noticed quickly.
+    """sha256 over every tensor's name, shape and a sample of its bytes, which detects a re-tuned target.
 
-    At most 4,096 bytes are read from each end and the middle of a tensor: seconds for a target of any size.
+    Reads at most 4,096 bytes at each end and the middle of a tensor: seconds for a target of any size.
     """
     digest = hashlib.sha256()
     for file in weight_files(path):
@@ -294,7 +294,7 @@ def weights_fingerprint(path: Path) -> str:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Of a safetensors file that is whole: dtype, shape and place of each tensor, and where places count from."""
+    """A safetensors header (dtype, shape and offsets of each tensor) and the position that offsets start at."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return json.loads(file.read(length)), 8 + length

@@ -1,4 +1,4 @@
-"""What the networks need to know of a model: shapes and rotary embedding, read from a transformers config."""
+"""Shapes and rotary embedding of a model, read from a transformers config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Architecture -> does it carry q/k norms. Everything else that differs within the family is a config field.
+# Architecture -> has it q/k norms? All other differences within the family are config fields.
 DENSE_ARCHITECTURES = {
     "LlamaForCausalLM": False,
     "MistralForCausalLM": False,
@@ -25,14 +25,14 @@ NEEDED_TOO: dict[str, frozenset[str]] = {
     "Qwen2ForCausalLM": frozenset({"use_sliding_window"}),
     "Qwen3ForCausalLM": frozenset({"use_sliding_window", "head_dim"}),
 }
-# Training runs these by transformers (frozen_target.py); models/target.py does not serve them.
+# Run in training by transformers (frozen_target.py); models/target.py cannot serve them.
 EXPERT_ARCHITECTURES = {"Qwen3MoeForCausalLM": True, "GptOssForCausalLM": False}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: base and, for a scaled one, the parameters of its type as transformers names them."""
+    """Rotary embedding: base and scaling parameters, named as in transformers."""
 
     theta: float = 10000.0
     rope_type: str = "default"
@@ -57,14 +57,14 @@ class RopeConfig:
         return cls(float(theta), rope_type, {} if rope_type == "default" else parameters)
 
     def to_json(self) -> dict[str, Any]:
-        """The older pair of fields, which every reader of draft checkpoints understands."""
+        """The older pair of fields, which all readers of draft checkpoints understand."""
         scaling = None if self.rope_type == "default" else {"rope_type": self.rope_type, **self.scaling}
         return {"rope_theta": self.theta, "rope_scaling": scaling}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder of the Llama family; of a mixture of experts, all but the experts."""
+    """A decoder of the Llama family; for a mixture of experts, all but the experts."""
 
     architecture: str
     vocab_size: int
@@ -137,12 +137,11 @@ def is_complete(values: Mapping[str, Any]) -> bool:
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """The three target states an EAGLE3 draft reads, in our convention (layer outputs; num_layers = after final norm).
+    """The three target states that an EAGLE3 draft reads, as layer outputs (num_layers = after the final norm).
 
     Deep targets follow EAGLE-3: outputs of layers 1, N//2 - 1 and N - 4. Below 11 layers that rule repeats a layer or
-    stops far from the end, so shallow targets give an early, a middle and the last layer's output. The last one is
-    taken before the final norm because drafts learnt faster from it (docs/benchmarks.md, "What decides the accept
-    length").
+    stops far from the end, so shallow targets give an early, a middle and the last layer's output, before the final
+    norm because drafts learnt faster from it (docs/benchmarks.md, "What decides the accept length").
     """
     if num_layers >= 11:
         return (1, num_layers // 2 - 1, num_layers - 4)

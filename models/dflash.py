@@ -1,8 +1,8 @@
 """DFLASH drafts, network and files (arXiv 2602.06036): a few layers that fill a block of masked tokens in one pass.
 
-Every layer reads [target features ; block]: keys and values of committed tokens come from one projected feature, which
-passes through no layer, those of the block from the block's own states. Embedding and head are the target's, so callers
-bring embeddings and take final states to the head. The same module trains and serves: attention arrives as an object.
+Every layer attends to [target features ; block]: keys and values of committed tokens come from one projected feature
+that passes through no layer, those of the block from its own states. Embedding and head are the target's: callers pass
+embeddings and apply the head to final states. The same module trains and serves: attention is an argument.
 
 On disk: the public config.json fields and key names (z-lab's, SpecForge's), ours beside them. Reads these, DeepSpec's
 and the layout of speculators (models/speculators_layout.py).
@@ -38,8 +38,8 @@ from slipstream.models.speculators_layout import from_speculators, is_speculator
 
 ARCHITECTURE = "DFlashDraftModel"
 DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"
-# Settings of other trainers and servers that change the network or what is made of its output -> the values that do
-# not. A checkpoint with another value is refused by name.
+# Settings of other trainers and servers that change the network or the use of its output -> values that do not.
+# Checkpoints with other values are refused.
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("conv_kernel_size", "selector_rank", "selector_top_k", "shift_label", "causal", "is_causal"), OFF),
@@ -59,7 +59,7 @@ class DFlashConfig(DraftConfig):
     feature_layers: tuple[int, ...]
     mask_token_id: int
     block_size: int = 16  # tokens of a block, the anchor (last emitted token) included
-    sample_from_anchor: bool = False  # slot k predicts the token behind its own, as in DeepSpec's drafts; ours never do
+    sample_from_anchor: bool = False  # slot k predicts the next token, as in DeepSpec's drafts; never in ours
     sliding_window: int | None = None  # tokens that a windowed layer sees, its own included
     windowed_layers: tuple[int, ...] = ()  # which layers have the window; inside the block these are causal
     attention_bias: bool = False
@@ -151,7 +151,7 @@ class ContextProjection(NamedTuple):
 
 
 class DFlash(DraftNetwork):
-    """Leading dims are free."""
+    """Any leading dims."""
 
     config: DFlashConfig
 
@@ -173,7 +173,7 @@ class DFlash(DraftNetwork):
             layer.write(context, attention)
 
     def stack_context(self) -> ContextProjection:
-        """What write_context multiplies and norms by, as copies, for callers that store all layers in one go."""
+        """Copies of the weights that write_context uses, for callers that store all layers at once."""
         weights, biases = zip(*(layer.kv_projection for layer in self.attentions), strict=True)
         norms: list[Tensor] = [layer.k_norm.weight for layer in self.attentions if layer.k_norm is not None]
         bias = None if biases[0] is None else torch.cat(biases)
@@ -184,13 +184,13 @@ class DFlash(DraftNetwork):
         return [cast(SelfAttention, layer.self_attn) for layer in self.layers]
 
     def block_tokens(self, anchors: Tensor, count: int) -> Tensor:
-        """anchors (...) token ids -> (..., count): each followed by mask tokens."""
+        """anchors (...) token ids -> (..., count): each anchor followed by mask tokens."""
         blocks = anchors.unsqueeze(-1).repeat_interleave(count, dim=-1)
         blocks[..., 1:] = self.config.mask_token_id
         return blocks
 
     def forward(self, embeds: Tensor, attention: Attention) -> Tensor:
-        """embeds (..., H) of whole blocks -> final states (..., H), normed: what the target's head reads."""
+        """embeds (..., H) of whole blocks -> normed final states (..., H), input of the target's head."""
         x, delta = embeds, None
         for layer in self.layers:
             x, delta = layer(x, delta, attention)
@@ -228,7 +228,7 @@ def config_from_json(values: Mapping[str, Any], target: ModelConfig) -> DFlashCo
     Raises ValueError for what the network here cannot run and for a draft that does not fit `target`.
     """
     decoder = decoder_from_json(values, target, "num_hidden_layers")
-    own = {**values, **(values.get("dflash_config") or {})}  # where a field may stand, trainers disagree
+    own = {**values, **(values.get("dflash_config") or {})}  # trainers put fields in either place
     _refuse_unsupported(own)
     expected = {"num_target_layers": target.num_layers, "target_hidden_size": target.hidden_size}
     check_target(values, **expected, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
@@ -309,7 +309,7 @@ def load_dflash(
     """Reads a draft for `target`, strictly: every missing or unexpected key is named in the ValueError.
 
     dtype None keeps the file's. `shared`: the target's embed_tokens.weight and lm_head.weight (V, H). Copies of them
-    are left out; others are refused.
+    are dropped, different ones refused.
     """
     values, tensors = read_public(path)
     own = values.get("dflash_config") or {}

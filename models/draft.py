@@ -1,7 +1,7 @@
-"""What drafts share: their shapes, the vocabulary of those that leave out target tokens, and their checkpoints: the
-drafter that they name, the fields of the decoder in config.json, and the checks of a file's tensors.
+"""Common parts of all drafts: config, reduced vocabulary, and reading and writing of checkpoints.
 
-d2t (Vd,) int64 are offsets, target id = draft id + d2t[draft id]; t2d (V,) bool tells which target ids a draft has.
+A reduced vocabulary is two buffers: d2t (Vd,) int64 offsets, target id = draft id + d2t[draft id], and t2d (V,) bool,
+true for target ids that the draft has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ DECODER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
     *("rms_norm_eps", "max_position_embeddings", "rope"),
 )
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's, of which some files hold copies
-ROWS = 4096  # compared at once: bounds the copies that conversions between dtypes make
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's, which some files copy
+ROWS = 4096  # compared at once: bounds the memory of dtype conversions
 REQUIRED_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps"),
     "max_position_embeddings",
@@ -43,7 +43,7 @@ Network = TypeVar("Network", bound="DraftNetwork")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """Shapes of a draft and what it was trained for."""
+    """Shapes of a draft and the target it was trained for."""
 
     hidden_size: int
     intermediate_size: int
@@ -79,7 +79,7 @@ class DraftConfig:
 
 
 class DraftNetwork(nn.Module):
-    """The buffers d2t and t2d of a reduced vocabulary, which at first holds the first target ids."""
+    """Has the buffers d2t and t2d if its vocabulary is reduced, initially to the first target ids."""
 
     config: DraftConfig
     d2t: Tensor
@@ -106,7 +106,7 @@ class DraftNetwork(nn.Module):
 
     @property
     def target_ids(self) -> Tensor | None:
-        """(Vd,) int64 target id of each draft id; None where they are the same."""
+        """(Vd,) int64 target id of each draft id; None if they are equal."""
         return None if self.config.draft_vocab_size is None else ids_of(self.d2t)
 
 
@@ -116,11 +116,14 @@ def ids_of(d2t: Tensor) -> Tensor:
 
 
 def drafter_of(config: Mapping[str, Any], draft: str) -> str:
-    """The drafter's name. Raises ValueError for an architecture that is no draft's; `draft` names the checkpoint."""
+    """The drafter that config.json names: ours directly, other trainers' by architecture.
+
+    Raises ValueError for an unknown architecture; `draft` names the checkpoint.
+    """
     if "drafter" in config:
         return str(config["drafter"])
     architecture = (config.get("architectures") or ["(none)"])[0]
-    if architecture == "LlamaForCausalLM" and config.get("num_hidden_layers") == 1:  # EAGLE's authors name no draft
+    if architecture == "LlamaForCausalLM" and config.get("num_hidden_layers") == 1:  # as EAGLE's authors write
         return "eagle3" if "draft_vocab_size" in config else "eagle"
     if architecture not in FOREIGN_ARCHITECTURES:
         raise ValueError(
@@ -150,9 +153,9 @@ def decoder_to_json(config: DraftConfig) -> dict[str, Any]:
 
 
 def decoder_from_json(values: Mapping[str, Any], target: ModelConfig, *required: str) -> dict[str, Any]:
-    """The inverse: fields of a DraftConfig. Another trainer's config mostly does not name its target.
+    """The inverse: fields of a DraftConfig. Other trainers' configs mostly do not name the target.
 
-    Raises ValueError for a field that is absent, null or no number, of those here and the `required` ones.
+    Raises ValueError for a required field, these or `required`, that is missing, null or not a number.
     """
     _check_numbers(values, (*REQUIRED_FIELDS, *required))
     heads, reduced = values["num_attention_heads"], values.get("draft_vocab_size") or values["vocab_size"]
@@ -193,7 +196,7 @@ def check_llama_layer(values: Mapping[str, Any]) -> None:
 
 
 def check_target(values: Mapping[str, Any], **expected: int) -> None:
-    """Raises ValueError for a field of config.json that is given and not as `expected`, the target's."""
+    """Raises ValueError for a given field of config.json that differs from `expected`, the target's."""
     for name, actual in expected.items():
         if values.get(name) not in (None, actual):
             raise ValueError(
@@ -219,9 +222,9 @@ def write_draft(
 def fill(
     module: Network, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, device: torch.device, path: Path
 ) -> Network:
-    """`module`, which lies on the meta device, with the public `tensors` of `path` in `dtype`; None keeps the file's.
+    """Loads public `tensors` of `path` into `module`, which is on the meta device, in `dtype` (None: the file's).
 
-    Raises ValueError that names every missing or unexpected key, and for a value that is not finite.
+    Raises ValueError that names every missing or unexpected key, and for values that are not finite.
     """
     moved = {
         key: tensor.to(device, dtype if tensor.is_floating_point() else None) for key, tensor in fuse(tensors).items()
@@ -232,7 +235,7 @@ def fill(
 
 
 def complete_vocabulary(tensors: dict[str, Tensor], vocab_size: int, path: Path) -> None:
-    """Makes t2d of a file's d2t, which others leave out. Raises ValueError for a d2t that is no map into the target."""
+    """Adds t2d, computed from d2t, as some files omit it. Raises ValueError for a d2t that does not fit the target."""
     if "d2t" not in tensors:
         return
     ids = ids_of(tensors["d2t"])
@@ -242,9 +245,9 @@ def complete_vocabulary(tensors: dict[str, Tensor], vocab_size: int, path: Path)
 
 
 def drop_copy(tensors: dict[str, Tensor], key: str, shared: Mapping[str, Tensor] | None) -> bool:
-    """Takes `key` out of a draft's tensors if it is a copy of the target's, `shared` (V, H); whether another is left.
+    """Removes `key` from a draft's tensors if it is a copy of the target's, `shared` (V, H); True if it is not a copy.
 
-    A head is compared at the rows that the draft's t2d (V,) names. Without `shared` whatever is there counts as a copy.
+    A head is compared at the rows that the draft's t2d (V,) names. Without `shared` any tensor counts as a copy.
     """
     if key in tensors and shared is not None:
         ids = tensors["t2d"].nonzero().flatten() if key == HEAD and "t2d" in tensors else None
@@ -255,15 +258,15 @@ def drop_copy(tensors: dict[str, Tensor], key: str, shared: Mapping[str, Tensor]
 
 
 def refuse_own(tensors: dict[str, Tensor], key: str, shared: Mapping[str, Tensor] | None, path: Path) -> None:
-    """As `drop_copy`, for drafts that can only use the target's. Raises ValueError for one that differs."""
+    """As `drop_copy`, but raises ValueError for a tensor of the draft's own."""
     if drop_copy(tensors, key, shared):
         raise ValueError(f"{path}: {key} is not the target's; a draft with one of its own is not supported")
 
 
 def is_copy(own: Tensor, expected: Tensor, ids: Tensor | None = None) -> bool:
-    """Whether `own` (N, H) is `expected` (V, H), at its rows `ids` (N,) where given, but for rounding.
+    """Whether `own` (N, H) equals `expected` (V, H), or its rows `ids` (N,), up to rounding.
 
-    Rounding: all rows are equal in the dtype of one of them, or in bf16, from which a file in fp32 may come.
+    Rounding: all rows are equal in the dtype of either, or in bf16, since an fp32 file may have been converted from it.
     """
     count = len(expected) if ids is None else len(ids)
     if own.shape != (count, expected.shape[1]):
@@ -280,7 +283,7 @@ def is_copy(own: Tensor, expected: Tensor, ids: Tensor | None = None) -> bool:
 
 
 def check_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raises ValueError that names the first tensor with a value that is NaN or infinite."""
+    """Raises ValueError that names the first tensor with NaN or infinite values."""
     for key, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.numel() == 0:
             continue
@@ -289,7 +292,7 @@ def check_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def check_fc(tensors: Mapping[str, Tensor], size: int, layers: Sequence[int], field: str, path: Path) -> None:
-    """Raises ValueError unless fc.weight reads the states of `layers`, each of `size` numbers; `field` names them."""
+    """Raises ValueError unless fc.weight fits the states of `layers`, each of `size` numbers; `field` lists them."""
     columns = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else len(layers) * size
     if columns % size:
         raise ValueError(
@@ -299,5 +302,5 @@ def check_fc(tensors: Mapping[str, Tensor], size: int, layers: Sequence[int], fi
     if columns != len(layers) * size:
         raise ValueError(
             f"{path}: fc.weight has {columns} columns, for {columns // size} target states of {size}, and the config "
-            f"means {len(layers)}, those of layers {list(layers)}; name the layers that it was trained on in {field}"
+            f"means {len(layers)}, those of layers {list(layers)}; list the layers of its training in {field}"
         )

@@ -1,9 +1,8 @@
 """EAGLE drafts, network and files (Li et al. 2024, arXiv 2401.15077; EAGLE-2 uses the same weights).
 
-A feature is the target's state after its final norm. Row t reads the embedding of token t + 1 and the feature of t, and
-its output is a guess of the feature of t + 1, which the target's own head turns into logits of token t + 2. The head
-is the target's and so, mostly, is the embedding: callers bring them. The same module trains and serves: attention
-arrives as an object.
+A feature is the target's state after its final norm. Row t reads the embedding of token t + 1 and the feature of t and
+predicts the feature of t + 1, from which the target's head computes logits of token t + 2. Callers pass the target's
+head and, mostly, its embedding. The same module trains and serves: attention is an argument.
 
 On disk: the public config.json fields and key names, ours beside them.
 
@@ -44,7 +43,7 @@ ARCHITECTURE = "LlamaForCausalLMEagle"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig(DraftConfig):
-    """The draft is as wide as its target, whose head reads it."""
+    """As wide as the target, whose head reads the output."""
 
     fc_bias: bool = True  # EAGLE's default; its drafts for Llama 3 have none
     qkv_bias: bool = False
@@ -74,7 +73,7 @@ class EagleLayer(nn.Module):
 
 
 class Eagle(DraftNetwork):
-    """Leading dims are free. `embed_tokens` is its own embedding (V, H); None: it was trained with the target's."""
+    """Any leading dims. `embed_tokens` is the draft's own embedding (V, H); None: it uses the target's."""
 
     config: EagleConfig
 
@@ -91,15 +90,15 @@ class Eagle(DraftNetwork):
         return layer
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Target states (..., H) as `forward` reads them: as they are."""
+        """Target states (..., H) as `forward` reads them: unchanged."""
         return features
 
     def write_context(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> None:
-        """Stores keys and values for rows (..., H) whose prediction nobody needs."""
+        """Stores keys and values of rows (..., H) without computing their output."""
         self.layer.self_attn.write(self.join(embeds, hidden), attention)
 
     def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
-        """embeds and hidden (..., H) -> the feature (..., H) that follows, which the head reads and which recurs."""
+        """embeds and hidden (..., H) -> the next feature (..., H), input of the head and of the next step."""
         return self.layer(self.join(embeds, hidden), attention, mask)
 
     def join(self, embeds: Tensor, hidden: Tensor) -> Tensor:
@@ -152,11 +151,11 @@ def load_eagle(
     """Reads a draft for `target`, strictly: every missing or unexpected key is named in the ValueError.
 
     dtype None keeps the file's. `shared`: the target's embed_tokens.weight and lm_head.weight (V, H). Copies of them
-    are left out; another embedding becomes the draft's own, another head is refused.
+    are dropped; a different embedding becomes the draft's own, a different head is refused.
     """
     values = read_json(path / "config.json")
     tensors = {key.removeprefix("model."): tensor for key, tensor in read_draft_tensors(path).items()}
-    if "bias" not in values:  # EAGLE's trainers leave it out where it is true, converters also where it is false
+    if "bias" not in values:  # EAGLE's trainers omit it if true, converters also if false
         values["bias"] = "fc.bias" in tensors
     config = config_from_json(values, target)
     if config.draft_vocab_size is not None:

@@ -1,12 +1,11 @@
 """EAGLE3 drafts, network and files (Li et al. 2025, arXiv 2503.01840): one layer over [token embedding ; feature].
 
-The same module trains and serves: attention arrives as an object. Draft ids are positions in the reduced vocabulary;
-`d2t` maps them to target ids (target = draft + d2t[draft]).
+The same module trains and serves: attention is an argument. Draft ids are positions in the reduced vocabulary.
 
 On disk: the public config.json fields and key names, ours beside them. Reads the files of SafeAILab's EAGLE, SpecForge
 and SGLang, vLLM, and of speculators (models/speculators_layout.py). Layer ids have the same name in two places: in
-eagle_config, SGLang's, they count outputs of layers, as ours do; at the top level, vLLM's, the layers that the states
-go into, one higher. Where there are none, servers follow EAGLE-3.
+eagle_config (SGLang) they count layer outputs, as ours do; at the top level (vLLM) layer inputs, one higher. Without
+any, servers follow EAGLE-3's rule.
 """
 
 from collections.abc import Mapping
@@ -39,7 +38,7 @@ from slipstream.models.layers import Attention, Embedding, GatedMLP, Linear, Mas
 from slipstream.models.speculators_layout import AUX_LAYERS, from_speculators, is_speculators, without_last_layer
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-# Flags of other trainers that change the network: a checkpoint that sets one is refused by name.
+# Flags of other trainers that change the network; checkpoints that set one are refused.
 UNSUPPORTED_FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "use_aux_norm", "mlp_bias")
 
 
@@ -83,7 +82,7 @@ class Midlayer(nn.Module):
 
 
 class Eagle3(DraftNetwork):
-    """Leading dims are free. `embed_tokens` is its own embedding (V, H); None: it was trained with the target's."""
+    """Any leading dims. `embed_tokens` is the draft's own embedding (V, H); None: it uses the target's."""
 
     config: Eagle3Config
 
@@ -103,9 +102,9 @@ class Eagle3(DraftNetwork):
 
     @torch.no_grad()
     def init_from_target(self, head: Tensor, final_norm: Tensor, mlp: Mapping[str, Tensor]) -> None:
-        """Starts as the target's own last step: its head rows, final norm and last MLP; fc passes the last feature on.
+        """Initialises from the target's head rows, final norm and last MLP; fc passes the last feature through.
 
-        Neurons beyond the target's stay random and add nothing yet: their outputs start at zero.
+        Additional neurons stay random with zero output weights, so they contribute nothing at first.
         head (V, Ht), final_norm (Ht,), mlp with gate_proj, up_proj (I, Ht) and down_proj (Ht, I).
         """
         config = self.config
@@ -132,11 +131,11 @@ class Eagle3(DraftNetwork):
         return self.fc(features)
 
     def write_context(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> None:
-        """Stores keys and values for rows (..., H) whose prediction nobody needs."""
+        """Stores keys and values of rows (..., H) without computing their output."""
         self.midlayer.self_attn.write(self.midlayer.attention_input(embeds, hidden), attention)
 
     def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
-        """embeds and hidden (..., H) -> (..., H), before the final norm: the state that recurs as `hidden`."""
+        """embeds and hidden (..., H) -> (..., H) before the final norm: `hidden` of the next step."""
         return self.midlayer(embeds, hidden, attention, mask)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -160,7 +159,7 @@ def config_to_json(config: Eagle3Config) -> dict[str, Any]:
 
 
 def _layers_to_json(config: Eagle3Config) -> dict[str, Any]:
-    """Layer ids for SGLang and for vLLM; none where both, and the loader here, take them by their own rule."""
+    """Layer ids for SGLang and for vLLM; omitted if they follow the default rule of both and of our loader."""
     layers, count = config.feature_layers, config.target_num_layers
     if layers == (1, count // 2 - 1, count - 4) == default_feature_layers(count):
         return {}
@@ -171,7 +170,7 @@ def _layers_to_json(config: Eagle3Config) -> dict[str, Any]:
 
 
 def layers_from_json(values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Output ids. Raises ValueError where the two places name different states."""
+    """Output ids. Raises ValueError if the two fields name different states."""
     outputs = (values.get("eagle_config") or {}).get(AUX_LAYERS)
     inputs = values.get(AUX_LAYERS)
     if not inputs:
@@ -179,8 +178,8 @@ def layers_from_json(values: Mapping[str, Any], num_layers: int) -> tuple[int, .
     layers = tuple(layer - 1 for layer in inputs)
     if outputs and tuple(outputs) != layers:
         raise ValueError(
-            f"draft config: eagle_config.{AUX_LAYERS} is {outputs}, outputs of these layers, and {AUX_LAYERS} is "
-            f"{inputs}, the layers that the states go into: other states; delete the one that is wrong"
+            f"draft config: eagle_config.{AUX_LAYERS} is {outputs}, layer outputs, and {AUX_LAYERS} is {inputs}, "
+            "layer inputs: these are different states; delete the wrong one"
         )
     return layers
 
@@ -219,8 +218,8 @@ def load_eagle3(
 ) -> Eagle3:
     """Reads a draft for `target`, strictly: every missing or unexpected key is named in the ValueError.
 
-    dtype None keeps the file's. `shared`: the target's embed_tokens.weight (V, H). A file's copy of it is left out; any
-    other embedding becomes the draft's own.
+    dtype None keeps the file's. `shared`: the target's embed_tokens.weight (V, H). A copy of it is dropped; a different
+    embedding becomes the draft's own.
     """
     values, tensors = read_public(path)
     config = config_from_json(_without_last_layer(values, tensors, target), target)
@@ -235,7 +234,7 @@ def load_eagle3(
 
 
 def read_public(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and tensors of any layout, in public fields and names; a copy of the target's embedding included."""
+    """config.json and tensors of any layout, in public fields and names; copies of the target's included."""
     values = read_json(path / "config.json")
     tensors = {public_name(key): tensor for key, tensor in read_draft_tensors(path).items()}
     return (from_speculators(values) if is_speculators(values) else values), tensors

@@ -1,13 +1,12 @@
-"""A folder of captured target states: an index, and shards that are read through memory maps.
+"""A folder of captured target states: an index, and shards read through memory maps.
 
-    index.json                what was captured from which target and data, and which documents each shard holds
+    index.json                the target, data and format of the capture, and the documents of each shard
     shard-00000.safetensors   states by document, not by packed row, so that any max_length and packing can read them
 
-Invariant: a shard that bears its name is complete; it is written under a temporary one. The index is written before the
-first shard; which shards are complete shows from the files alone. What is read is compared with its document's checksum
-the first time, so a document costs one pass over its bytes and no file is ever read whole. The kernel is asked for a
-document's bytes before they are touched: page faults alone read far around each, two to three times what is needed, and
-wait for every piece.
+Invariant: a shard under its final name is complete, since it is written atomically; the index is written before the
+first shard, so the files alone tell which shards are complete. A document's checksum is verified on its first read, in
+one pass over its bytes; no file is read whole. Reads advise the kernel of a document's bytes first: page faults alone
+read two to three times as much, and wait for every piece.
 Letters: D documents, T tokens, M supervised tokens among them, K captured layers, Ht the target's hidden size.
 """
 
@@ -57,7 +56,7 @@ class FeatureFormat:
     num_layers: int  # n
     hidden_size: int
     dtype: Literal["bf16", "fp8", "fp32"]
-    last_hidden: bool  # keep state n of supervised tokens, too
+    last_hidden: bool  # also keep state n of supervised tokens
 
     @property
     def has_final_state(self) -> bool:
@@ -65,7 +64,7 @@ class FeatureFormat:
         return self.last_hidden or self.num_layers in self.layers
 
     def shapes(self, documents: int, tokens: int, supervised: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Tensors of a shard. Those of T rows and of M rows lie in the order of the documents."""
+        """Tensors of a shard; T and M rows are ordered by document."""
         states, layers, scaled = DTYPES[self.dtype], len(self.layers), self.dtype == "fp8"
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "documents": ((documents,), torch.int64),  # numbers in their split
@@ -84,7 +83,7 @@ class FeatureFormat:
         return shapes
 
     def num_bytes(self, documents: int, tokens: int, supervised: int) -> int:
-        """Exact but for the file's header."""
+        """Without the file's header."""
         shapes = self.shapes(documents, tokens, supervised).values()
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes)
 
@@ -92,13 +91,13 @@ class FeatureFormat:
 def encode(states: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:
     """states (..., Ht) -> values (..., Ht) in the stored dtype, and for fp8 their scales (...) fp32.
 
-    A scale per token and layer, because a few tokens' and layers' states are hundreds of times larger than the others'.
+    One scale per token and layer, because states of a few tokens and layers are hundreds of times larger than others.
     """
     if dtype != "fp8":
         return states.to(DTYPES[dtype]), None
     states = states.float()
     scales = states.abs().amax(dim=-1).clamp(min=torch.finfo(torch.float32).tiny * FP8_MAX) / FP8_MAX
-    scaled = (states / scales.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)  # a rounded quotient may pass what fp8 can hold
+    scaled = (states / scales.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)  # a rounded quotient may exceed fp8's range
     return scaled.to(DTYPES[dtype]), scales
 
 
@@ -110,9 +109,9 @@ def decode(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def needed_tokens(supervised: Tensor) -> int:
-    """How many of a document's states training reads, by its mask (S,) without the first token.
+    """How many of a document's states training reads, given its mask (S,) without the first token.
 
-    Row t is read for the sake of a supervised token behind it, so rows from the last supervised token on never are.
+    Row t is read only if a supervised token follows it, so rows from the last supervised token on are not needed.
     """
     rows = supervised.nonzero()
     return int(rows[-1]) if len(rows) else 0
@@ -120,7 +119,7 @@ def needed_tokens(supervised: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """The documents first .. first + count - 1 of a split, and what is kept of them."""
+    """Documents first .. first + count - 1 of a split, and the number of their tokens that are kept."""
 
     split: str
     first: int
@@ -130,7 +129,7 @@ class ShardRange:
 
 
 class ShardTensors:
-    """The tensors of a shard, in memory while it is captured or mapped from its file. D documents."""
+    """The tensors of a shard, in memory during capture or mapped from its file."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         """`lengths` and `supervised` must hold their values already."""
@@ -140,7 +139,7 @@ class ShardTensors:
         self.supervised_bounds = before[self.token_bounds].tolist()
 
     def document(self, slot: int) -> dict[str, Tensor]:
-        """Views of one document's part of each tensor; `slot` counts the shard's documents."""
+        """Views of one document's part of each tensor; `slot` is its index in the shard."""
         tokens = slice(*self.token_bounds[slot : slot + 2])
         supervised = slice(*self.supervised_bounds[slot : slot + 2])
         parts = {name: self.tensors[name][tokens] for name in BY_TOKEN if name in self.tensors}
@@ -151,7 +150,7 @@ class ShardTensors:
 
 
 class MappedShard(ShardTensors):
-    """Tensors that are read from a file through its memory map."""
+    """Tensors mapped from a file."""
 
     def __init__(self, tensors: dict[str, Tensor], path: Path, start: int) -> None:
         """`start`: the address of the file's first byte."""
@@ -160,10 +159,10 @@ class MappedShard(ShardTensors):
         self.start = start
 
     def ask_for(self, slot: int) -> None:
-        """Has the kernel read a document's bytes ahead; does not wait for them."""
+        """Advises the kernel to read a document's bytes; does not wait."""
         parts = self.document(slot).values()
         ranges = [(part.data_ptr() - self.start, part.nbytes) for part in parts if part.nbytes]
-        with suppress(FileNotFoundError):  # a map can be read when its file's name is gone
+        with suppress(FileNotFoundError):  # the map stays readable without the file's name
             will_need(self.path, ranges)
 
 
@@ -180,7 +179,7 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def new_shard(span: ShardRange, lengths: Tensor, supervised: Tensor, form: FeatureFormat, pinned: bool) -> ShardTensors:
-    """A shard whose states are still to be filled in. `lengths` (D,) int64, `supervised` (T,) bool."""
+    """A shard without states yet. `lengths` (D,) int64, `supervised` (T,) bool."""
     tensors = {
         name: torch.empty(shape, dtype=dtype, pin_memory=pinned and name in (*BY_TOKEN, *BY_SUPERVISED))
         for name, (shape, dtype) in form.shapes(span.count, span.num_tokens, span.num_supervised).items()
@@ -192,16 +191,18 @@ def new_shard(span: ShardRange, lengths: Tensor, supervised: Tensor, form: Featu
 
 
 def write_shard(folder: Path, number: int, shard: ShardTensors, capture: str) -> None:
-    """`capture` names what the shard belongs to. Raises ValueError, and leaves no file, where it cannot be written."""
+    """`capture` is the digest of the capture. Raises ValueError, and leaves no file, if it cannot be written."""
     tensors = shard.tensors
     for slot in range(len(tensors["documents"])):
         tensors["checksums"][slot] = shard.checksum(slot)
-    metadata = {"shard": json.dumps([capture, number, table_checksum(tensors)])}  # one: several have no fixed order
+    metadata = {
+        "shard": json.dumps([capture, number, table_checksum(tensors)])
+    }  # one entry, since several have no fixed order
     path = shard_path(folder, number)
     try:
         with atomic_file(path) as temporary:
             save_file(tensors, temporary, metadata)
-            temporary.chmod(0o644)  # safetensors makes files that their owner alone may read
+            temporary.chmod(0o644)  # safetensors creates files that only their owner may read
     except (SafetensorError, OSError) as error:
         size = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
         raise ValueError(
@@ -211,11 +212,11 @@ def write_shard(folder: Path, number: int, shard: ShardTensors, capture: str) ->
 
 
 def open_shard(folder: Path, number: int, span: ShardRange, form: FeatureFormat, capture: str) -> MappedShard:
-    """Raises ValueError that says what is wrong with the file."""
+    """Raises ValueError for a missing, damaged or foreign file."""
     path = shard_path(folder, number)
     try:
         will_need(path, [(0, READ_AHEAD_BYTES)])
-        with safe_open(path, "pt"):  # whose get_tensor would read megabytes of every tensor, asked or not
+        with safe_open(path, "pt"):  # checks the header; its get_tensor would read megabytes of every tensor
             header, start = read_header(path)
         label = json.loads(header.pop("__metadata__", {}).get("shard", "[]"))
     except FileNotFoundError:
@@ -237,8 +238,8 @@ def open_shard(folder: Path, number: int, span: ShardRange, form: FeatureFormat,
 
 
 def will_need(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
-    """Has the kernel read these ranges (first byte, number of bytes) of a file into memory; does not wait for them.
-    Where the system takes no such advice (macOS), page faults read them."""
+    """Advises the kernel to read these ranges (first byte, number of bytes) of a file; does not wait. Without such
+    advice (macOS), page faults read them."""
     if not hasattr(os, "posix_fadvise"):
         return
     with path.open("rb", buffering=0) as file:
@@ -254,7 +255,7 @@ def table_checksum(tensors: dict[str, Tensor]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureIndex:
-    """What a capture is of. `command` repeats it."""
+    """Identity and contents of a capture. `command` repeats it."""
 
     target_fingerprint: str
     tokenizer_hash: str
@@ -291,7 +292,7 @@ class FeatureIndex:
 
     @property
     def digest(self) -> str:
-        """Names the capture in its shards; another command line may give the same one."""
+        """Identifies the capture in its shards, whatever the command line."""
         values = {name: value for name, value in self.to_json().items() if name != "command"}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
@@ -321,14 +322,14 @@ class FeatureStore:
             self._numbers.setdefault(shard.split, []).append(number)
 
     def check(self, identity: Mapping[str, Any]) -> None:
-        """Raises ValueError where a run's target_fingerprint, tokenizer_hash or data_hash are others."""
+        """Raises ValueError if a run's target_fingerprint, tokenizer_hash or data_hash differ."""
         for name, remedy in REMEDIES.items():
             there, here = getattr(self.index, name), identity[name]
             if there != here:
                 raise ValueError(f"features {self.folder}: {name} is {there[:12]}, the run's is {here[:12]}; {remedy}")
 
     def check_states(self, layers: tuple[int, ...], *, final_state: bool) -> None:
-        """Raises ValueError unless it holds the states of `layers`, and that after the final norm if it is wanted."""
+        """Raises ValueError unless the states of `layers` and, if wanted, that after the final norm are captured."""
         form = self.index.form
         if not set(layers) <= set(form.layers):
             raise ValueError(
@@ -342,7 +343,7 @@ class FeatureStore:
             )
 
     def find(self, split: str, document: int) -> tuple[int, int] | None:
-        """Shard of a split's document and its slot there, None where it was not to be captured."""
+        """Shard of a split's document and its slot there; None if it is not part of the capture."""
         numbers = self._numbers.get(split, [])
         place = bisect_right(numbers, document, key=lambda number: self.index.shards[number].first) - 1
         if place < 0:
@@ -360,7 +361,7 @@ class FeatureStore:
         return bounds[slot + 1] - bounds[slot]
 
     def read(self, number: int, slot: int) -> dict[str, Any]:
-        """A document's tensors as views of the map. Raises ValueError for damage, with the command that repairs it."""
+        """A document's tensors as views of the map. Raises ValueError for damage, with the command to repair it."""
         shard = self.open(number)
         shard.ask_for(slot)
         if not self._verified[number][slot]:
@@ -379,7 +380,7 @@ class FeatureStore:
         return self._opened[number]
 
     def close(self) -> None:
-        """Lets go of the maps; the next read makes them again. What a map shows stays in the host's memory."""
+        """Closes the maps, whose pages stay in the host's memory; the next read reopens them."""
         self._opened.clear()
 
     def fail(self, number: int, fault: str) -> None:

@@ -1,4 +1,4 @@
-"""The target as training sees it: a transformers causal LM, frozen, read by hooks on the captured layers only.
+"""The target in training: a frozen transformers causal LM with hooks on the captured layers.
 
 Feature ids are those of models/config.py: 0..n-1 is the output of that layer, n the hidden state after the final norm.
 """
@@ -20,7 +20,7 @@ from slipstream.models.config import check_feature_layers
 from slipstream.models.sharded_target import share_out
 
 GATED_MLP = ("gate_proj", "up_proj", "down_proj")
-VOCABULARY_CHUNK = 16384  # head rows multiplied at once: bounds the fp32 logits to (N, 16384)
+VOCABULARY_CHUNK = 16384  # head rows per product: bounds full logits to (N, 16384)
 
 
 class FrozenTarget:
@@ -33,7 +33,7 @@ class FrozenTarget:
         self.feature_layers = feature_layers
         check_feature_layers(feature_layers, len(self.layers))
         check_head(model)
-        self.read_as: torch.dtype | None = None  # dtype of what a draft reads; None: the model's own
+        self.read_as: torch.dtype | None = None  # dtype of a draft's inputs; None: the model's
         self._states: dict[int, Tensor] = {}
         for layer in set(feature_layers) - {len(self.layers)}:
             self.layers[layer].register_forward_hook(self._capture(layer))
@@ -48,11 +48,11 @@ class FrozenTarget:
     def features(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Captured states (B, S, K * Ht) and the state after the final norm (B, S, Ht) of packed rows (B, S).
 
-        `positions` restart at 0 where a document begins: no token attends outside its own. Padding is position 0, each
-        token a document of its own.
+        `positions` restart at 0 at each document, and tokens attend within their document only. Padding has position 0:
+        each padding token is its own document.
         """
         masks = self.masks(positions)
-        with torch.autocast(tokens.device.type, enabled=False):  # the checkpoint's own dtype, as when it is served
+        with torch.autocast(tokens.device.type, enabled=False):  # the checkpoint's dtype, as in serving
             output = self.decoder(input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False)
         final = self._states[len(self.layers)] = output.last_hidden_state
         features = torch.cat([self._states[layer] for layer in self.feature_layers], dim=-1)
@@ -60,8 +60,8 @@ class FrozenTarget:
         return features, final
 
     def masks(self, positions: Tensor) -> Any:
-        """What the layers may attend to, by kind of layer where there are several. Made here, by transformers' own
-        function, because not every model reads the documents off its `position_ids` (gpt-oss does not)."""
+        """Attention masks, by kind of layer if there are several. Made here by transformers' function, as some models
+        (gpt-oss) do not derive documents from `position_ids`."""
         shape_only = torch.empty(*positions.shape, 0, dtype=self.model.dtype, device=positions.device)
         return create_masks_for_generate(
             config=self.decoder.config,
@@ -72,7 +72,7 @@ class FrozenTarget:
         )
 
     def compile_layers(self) -> None:
-        """Has torch compile them, each kind once, when `features` is first called; again once if sizes change."""
+        """Compiles each kind of layer at the first call of `features`, and once more if sizes change."""
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward)  # hooks stay outside
 
@@ -82,16 +82,15 @@ class FrozenTarget:
         return self.as_read(self.model.get_input_embeddings()(tokens))
 
     def as_read(self, states: Tensor) -> Tensor:
-        """In the dtype in which a draft reads them."""
+        """Casts states to the dtype that a draft reads."""
         return states if self.read_as is None else states.to(self.read_as)
 
     @torch.no_grad()
     def logits(self, states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What the head says at `states` (N, Ht): logits (N, Vd) of `ids`, and the best token (N,) of all.
+        """The head's logits (N, Vd) of `ids` at `states` (N, Ht), and the best token (N,) of the whole vocabulary.
 
-        Logits are of the states' dtype, which is the head's: as the matrix product rounds them, in bf16 half the bytes
-        of fp32. `ids` (Vd,) ascending, on the host. Ties go to the lowest id. Never holds more than one chunk of full
-        logits.
+        Logits have the dtype of states and head, in bf16 half the bytes of fp32. `ids` (Vd,) ascending, on the host.
+        Ties go to the lowest id. Holds at most one chunk of full logits.
         """
         head = self.model.get_output_embeddings()
         device_ids = ids.to(states.device, non_blocking=True)  # once: each copy may wait for the device
@@ -113,7 +112,7 @@ class FrozenTarget:
     def initial_weights(self) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
         """Head (V, Ht), final norm (Ht,) and the last layer's MLP: gate_proj, up_proj (I, Ht) and down_proj (Ht, I).
 
-        A mixture of experts has no such MLP: one of no neurons stands for it, I = 0.
+        A mixture of experts has no such MLP, so I = 0.
         """
         head = self.model.get_output_embeddings().weight
         try:
@@ -129,7 +128,7 @@ class FrozenTarget:
         return head, norm, dict(zip(GATED_MLP, parts, strict=True))
 
     def drop_layers(self) -> None:
-        """Frees the decoder's layers; `embed` and `logits` still work, `features` does not."""
+        """Frees the decoder's layers: afterwards only `embed` and `logits` work."""
         self.layers.to("meta")
 
 
@@ -143,8 +142,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Raises ValueError for a model that does more with the head's logits than take the best: a draft is trained on
-    what `logits` gives, and served by engines that do the same."""
+    """Raises ValueError for a model that transforms the head's logits: drafts are trained, and served, on raw ones."""
     config = model.config.get_text_config()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1, 1.0):
@@ -162,10 +160,10 @@ def load_frozen_target(
     heads_only: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> FrozenTarget:
-    """Reads a checkpoint folder in its own dtype, on the CPU in fp32 (as it is served there).
+    """Loads a checkpoint folder in its own dtype, on the CPU in fp32 (as it is served there).
 
-    `heads_only` leaves on the host what only `features` and `initial_weights` need. `mesh`: processes that share the
-    layers out among them (sharded_target.py); the first one reads the files.
+    `heads_only` keeps on the host what only `features` and `initial_weights` need. `mesh`: processes among which the
+    layers are sharded (sharded_target.py); the first one reads the files.
     """
     if mesh is not None:
         model = empty_model(path, trust_remote_code)
@@ -179,15 +177,15 @@ def load_frozen_target(
 
 
 def empty_target(path: Path, feature_layers: tuple[int, ...], trust_remote_code: bool = False) -> FrozenTarget:
-    """The target's shapes in the dtypes of its files: parameters lie on the meta device and take no memory."""
+    """The target with parameters on the meta device, in the dtypes of its files: takes no memory."""
     return FrozenTarget(empty_model(path, trust_remote_code), feature_layers)
 
 
 def read_model(path: Path, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
-    """On the host, in the dtype in which it will run on `device`; MXFP4 (gpt-oss) becomes that of its other weights."""
+    """On the host, in the dtype that `device` runs; MXFP4 (gpt-oss) is dequantized to the dtype of other weights."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     quantization = getattr(config, "quantization_config", None) or {}
-    is_mxfp4 = quantization.get("quant_method") == "mxfp4"  # its own kernels want a GPU, and come from the hub
+    is_mxfp4 = quantization.get("quant_method") == "mxfp4"  # its kernels need a GPU and come from the hub
     return AutoModelForCausalLM.from_pretrained(
         path,
         dtype=torch.float32 if device.type == "cpu" else "auto",
@@ -201,5 +199,5 @@ def empty_model(path: Path, trust_remote_code: bool) -> PreTrainedModel:
     with init_empty_weights(include_buffers=False):
         dtype = config.dtype or torch.float32
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    model.tie_weights()  # moving parameters to the meta device parted them
+    model.tie_weights()  # moving parameters to the meta device untied them
     return model

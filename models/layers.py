@@ -1,4 +1,4 @@
-"""Building blocks of every network here. Attention arrives as an object, so training and serving share the code.
+"""Building blocks of all networks. Attention is an argument, so training and serving share the code.
 
 Letters: T packed tokens (any leading dims), H hidden, Q/G query and KV heads, D head dim, I intermediate.
 """
@@ -17,10 +17,10 @@ Mask = Literal["causal", "tree", "block"]
 
 
 class Attention(Protocol):
-    """What a network asks of attention. It owns rotary embedding, KV storage and the mask."""
+    """Attention as a network calls it: owns rotary embedding, KV storage and the mask."""
 
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
-        """Rotates k (..., G, D) by the batch's positions and stores k and v; for rows that ask nothing."""
+        """Rotates k (..., G, D) by the batch's positions and stores k and v; for rows without queries."""
         ...
 
     def attend(
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, residual: Tensor, delta: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(norm(summed), summed) with summed = residual + delta (..., H), written to `out` where that is given."""
+        """(norm(summed), summed) with summed = residual + delta (..., H), written to `out` if given."""
         return add_rms_norm(residual, delta, self.weight, self.eps, out)
 
 
@@ -110,13 +110,13 @@ class SelfAttention(nn.Module):
 
     @property
     def kv_projection(self) -> tuple[Tensor, Tensor | None]:
-        """Weight (2 * G * D, H) and bias of the keys and, behind them, the values: views."""
+        """Views of the weight (2 * G * D, H) and bias of keys, then values."""
         start = self.sizes[0] * self.head_dim
         bias = self.qkv_proj.bias
         return self.qkv_proj.weight[start:], None if bias is None else bias[start:]
 
     def write(self, x: Tensor, attention: Attention) -> None:
-        """Stores keys and values of rows whose attention output nobody needs."""
+        """Stores keys and values of rows without computing their attention."""
         kv = linear(x, *self.kv_projection)
         k, v = kv.unflatten(-1, (-1, self.head_dim)).chunk(2, dim=-2)  # (..., G, D) each
         attention.write(k if self.k_norm is None else self.k_norm(k), v, self.layer)

@@ -1,19 +1,19 @@
-"""Chat messages in OpenAI's form, and the date that chat templates are given: one reader for serving and training data.
+"""Reads chat messages in OpenAI's form, and the date of chat templates, for serving and training data alike.
 
-Invariant: a message reaches the chat template with the same content whoever reads it. Imports nothing heavy.
+Invariant: serving and data tools pass a message to the chat template with the same content. Imports nothing heavy.
 """
 
 import datetime
 from typing import Any
 
 Message = dict[str, Any]
-DEFAULT_DATE = "2024-07-26"  # what Llama 3.1's template writes where nobody tells it the date
+DEFAULT_DATE = "2024-07-26"  # the default of Llama 3.1's template
 TODAY = "today"
-TEXT_PARTS = ("text", "refusal")  # types of content parts; the text stands under the type's name
+TEXT_PARTS = ("text", "refusal")  # types of content parts; also the key of the text
 
 
 class MessageError(ValueError):
-    """A message that cannot be read. `field` is the path of what is wrong, such as messages.0.content."""
+    """An invalid message. `field` is the path of the fault, such as messages.0.content."""
 
     def __init__(self, field: str, fault: str) -> None:
         super().__init__(f"{field} {fault}")
@@ -21,10 +21,10 @@ class MessageError(ValueError):
 
 
 def read_messages(value: Any, field: str = "messages") -> list[Message]:
-    """The messages of a conversation as a chat template gets them. Raises MessageError.
+    """The messages of a conversation as passed to a chat template. Raises MessageError.
 
-    Contents become plain text, `developer` becomes `system`, and fields that say nothing (null, empty lists) are left
-    out; other fields, such as `name` and `tool_calls`, are passed on.
+    Contents become plain text, `developer` becomes `system`, null fields and empty lists are dropped; other fields,
+    such as `name` and `tool_calls`, are kept.
     """
     if not isinstance(value, list) or not value:
         raise MessageError(field, "must be a list of at least one message")
@@ -40,7 +40,7 @@ def read_message(value: Any, field: str) -> Message:
         raise MessageError(f"{field}.role", "is missing" if role is None else f"is {role!r}; it must be a string")
     if not isinstance(message.get("name", ""), str):
         raise MessageError(f"{field}.name", "must be a string")
-    message["role"] = "system" if role == "developer" else role  # OpenAI's newer word; templates know the older one
+    message["role"] = "system" if role == "developer" else role  # OpenAI's newer role; templates know the older one
     message["content"] = _text(value, message, field)
     message.pop("refusal", None)
     check_text(field, message)
@@ -48,8 +48,8 @@ def read_message(value: Any, field: str) -> Message:
 
 
 def _text(value: Message, message: Message, field: str) -> str:
-    """The content, or the refusal that an assistant gave instead. An assistant's null content says nothing: OpenAI's
-    clients send it back as it came, with or without tool calls."""
+    """The content, or an assistant's refusal in its place. An assistant's content may be null, with or without tool
+    calls, since OpenAI's clients send it back as received."""
     refusal = message.get("refusal", "")
     if not isinstance(refusal, str):
         raise MessageError(f"{field}.refusal", "must be a string")
@@ -69,8 +69,8 @@ def _text(value: Message, message: Message, field: str) -> str:
 
 
 def read_content(value: Any, field: str) -> str:
-    """A string, or the text of a list of parts. Parts follow each other with nothing between them, as in templates that
-    take such lists themselves (Llama 3.2's, Qwen2-VL's, Gemma 3's)."""
+    """A string, or the concatenated text of a list of parts, without separators, as in templates that accept such lists
+    (Llama 3.2, Qwen2-VL, Gemma 3)."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -87,7 +87,7 @@ def read_content(value: Any, field: str) -> str:
 
 
 def check_text(field: str, value: Any) -> None:
-    """Raises MessageError where a string in `value`, however deep, holds half of a surrogate pair: it has no bytes."""
+    """Raises MessageError if a string in `value`, at any depth, holds half of a surrogate pair: no encoding."""
     if isinstance(value, str):
         try:
             value.encode()

@@ -1,7 +1,7 @@
-"""Whether a program may write where it is told to: checked before any work and before anything is deleted.
+"""Checks that a program may write its output, before any work and before anything is deleted.
 
-Invariants: an output that is, holds or lies in an input is refused. A file or folder that exists is replaced only if
-the user asked for it and a program of ours wrote it; a folder moreover only if it holds nothing else.
+Invariants: an output that is, contains or is inside an input is refused. An existing file or folder is replaced only if
+the user asked for it and one of our programs wrote it, and a folder only if it contains nothing else.
 """
 
 import os
@@ -12,25 +12,25 @@ from pathlib import Path, PurePath
 
 from slipstream.models.atomic import LOCK, NEW, OLD, check_staging, recover, staged_name
 
-Inputs = Mapping[str, Iterable[str | None]]  # option -> the paths it names; hub ids and None are passed over
+Inputs = Mapping[str, Iterable[str | None]]  # option -> its paths; hub ids and None are ignored
 SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
 class FolderKind:
-    """What a program writes into a folder: the files by which it is known, and expressions for the paths of all others
-    (relative, parts joined by /)."""
+    """The files that a program writes into a folder: `markers` identify it, `others` are regular expressions for all
+    other paths (relative, joined by /)."""
 
     name: str  # "a prepared dataset"
     markers: tuple[str, ...]
     others: tuple[str, ...] = ()
 
     def below(self, folder: str) -> tuple[str, ...]:
-        """Expressions for all its paths where it lies in `folder`, an expression itself."""
+        """Expressions for all its paths inside `folder`, itself an expression."""
         return tuple(f"{folder}/(?:{path})" for path in (*map(re.escape, self.markers), *self.others))
 
     def check(self, folder: Path) -> None:
-        """Raises ValueError unless `folder` is empty, or of this kind with nothing of anybody else in it."""
+        """Raises ValueError unless `folder` is empty, or of this kind without foreign files."""
         if not folder.is_dir():
             raise ValueError(f"{folder} is a file, not {self.name}, and is not replaced; name another folder")
         if not any(folder.iterdir()):
@@ -49,12 +49,12 @@ class FolderKind:
             )
 
     def foreign(self, folder: Path) -> list[str]:
-        """Files below `folder`, relative to it, that are no part of this kind; sorted."""
+        """Sorted paths of the files below `folder`, relative to it, that this kind does not have."""
         files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
         return sorted(str(path) for path in files if not self.holds(path))
 
     def holds(self, path: PurePath) -> bool:
-        """Is `path`, relative to such a folder, a part of it, or of what a killed writer left there?"""
+        """Whether `path`, relative to such a folder, is part of it or was left by a killed writer."""
         parts = _finished(path.parts)
         if parts is None:
             return True
@@ -76,8 +76,8 @@ DATASET = FolderKind(
 def check_output_folder(
     output: str, kind: FolderKind, inputs: Inputs, *, overwrite: bool, option: str = "output"
 ) -> None:
-    """Raises ValueError unless `output` may be written and, where it exists and is not empty, `overwrite` allows that
-    and it is of this kind. Puts back what a killed writer of `output` was about to replace."""
+    """Raises ValueError unless `output` may be written and, if it exists and is not empty, is of this kind and
+    `overwrite` is set. Recovers from a killed writer of `output` first."""
     path = Path(output)
     _check_is_folder(path, option)
     _check_writable(path, path.resolve().parent, option)
@@ -86,7 +86,7 @@ def check_output_folder(
     recover(path)
     if not path.exists() or not any(path.iterdir()):
         return
-    kind.check(path)  # first, so that no one is told to overwrite what is not ours
+    kind.check(path)  # first, so nobody is told to overwrite a foreign folder
     if not overwrite:
         raise ValueError(f"{option} {output} exists; name another folder or add --overwrite")
 
@@ -100,8 +100,8 @@ def check_output_file(
     overwrite: bool,
     option: str = "output",
 ) -> None:
-    """As `check_output_folder` for a file, where an empty one counts as absent. `is_ours` tells `what`, for example "a
-    token map", from other files."""
+    """As `check_output_folder` for a file; an empty file counts as absent. `is_ours` recognises `what`, for example "a
+    token map"."""
     path = Path(output)
     _check_file_place(path, inputs, option)
     if not path.exists() or path.stat().st_size == 0:
@@ -121,8 +121,8 @@ def check_new_file(output: str, inputs: Inputs, *, option: str = "output") -> No
 
 
 def check_working_folder(output: str, inputs: Inputs, *, option: str = "output") -> None:
-    """For programs that add files to a folder and replace single ones: raises ValueError where `output` is a file, an
-    input or in one, or cannot be written."""
+    """For programs that add or replace single files in a folder: raises ValueError if `output` is a file, an input or
+    inside one, or cannot be written."""
     path = Path(output)
     _check_is_folder(path, option)
     _check_writable(path, path.resolve(), option)
@@ -144,7 +144,7 @@ def _check_is_folder(output: Path, option: str) -> None:
 
 
 def _check_writable(output: Path, place: Path, option: str) -> None:
-    """`place`: where files and folders are made, some of its parents perhaps, too."""
+    """`place`: the folder that files are created in; it and its parents may not exist yet."""
     existing = next(path for path in (place, *place.parents) if path.exists())
     if not existing.is_dir():
         raise ValueError(f"{option} {output} lies below {existing}, which is a file; name another place")
@@ -153,10 +153,10 @@ def _check_writable(output: Path, place: Path, option: str) -> None:
 
 
 def _check_apart(output: Path, inputs: Inputs, option: str, *, may_hold: bool = False) -> None:
-    """Raises ValueError where `output` is an input, lies in one or, unless `may_hold`, holds one, by whatever name."""
+    """Raises ValueError if `output` is an input, is inside one or, unless `may_hold`, contains one, links resolved."""
     written = _identities(output)
     for name, path in ((name, Path(value)) for name, values in inputs.items() for value in values if value):
-        if not path.exists():  # a hub id, or what the program will say is missing
+        if not path.exists():  # a hub id, or a path that the program will report as missing
             continue
         read = _identities(path)
         if read[0] in written:
@@ -176,7 +176,7 @@ def _identities(path: Path) -> list[tuple[int, int]]:
 
 
 def _finished(parts: tuple[str, ...]) -> tuple[str, ...] | None:
-    """What a path is called when its writer is done: .NAME.tmp/new/... is NAME/...; None for the writer's lock."""
+    """The final name of a path that is being written: .NAME.tmp/new/... is NAME/...; None for the writer's lock."""
     for place, part in enumerate(parts[:-1]):
         name = staged_name(part)
         if name is not None and parts[place + 1] == LOCK:

@@ -3,8 +3,8 @@
 transformers is imported where it is used: it takes seconds, more where torchvision or scikit-learn are installed, which
 it imports as well. An engine does without for most targets.
 
-A checkpoint's own Python code runs only with `trust_remote_code`; without it, that is an error and never a question on
-the terminal.
+A checkpoint's own Python code runs only with `trust_remote_code`; without, it is an error and never a question on the
+terminal.
 """
 
 import logging
@@ -49,12 +49,12 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> "PreTrainedTo
     missing = f"{path} has no tokenizer: tokenizer.json is missing; copy the model's tokenizer files there"
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the tokenizers library raises nothing more specific
+    except Exception as error:  # the tokenizers library raises bare Exception
         _refuse_code(path, error)
         if not _has_vocabulary(path):
             raise ValueError(missing) from error
         raise ValueError(f"the tokenizer in {path} cannot be read ({error}); download it again") from error
-    if tokenizer.is_fast and not _has_vocabulary(path):  # transformers then makes an empty one
+    if tokenizer.is_fast and not _has_vocabulary(path):  # transformers then creates an empty one
         raise ValueError(missing)
     return tokenizer
 
@@ -95,7 +95,7 @@ def warn_if_changed(draft: str, target: Path, tokenizer: "PreTrainedTokenizerBas
 
 
 def _listed(file: Path) -> set[int]:
-    """The eos_token_id of a config, which may be a number or a list, and of the text_config inside."""
+    """The eos_token_id of a config and of its text_config, each a number or a list."""
     values = read_json(file) if file.exists() else {}
     inside = values.get("text_config")
     found: list[Any] = []
@@ -110,7 +110,7 @@ def _has_vocabulary(path: Path) -> bool:
 
 
 def _refuse_code(path: Path, error: Exception) -> None:
-    """Raises ValueError in place of transformers' error about code that is not trusted."""
+    """Replaces transformers' error about untrusted code by a ValueError."""
     if "trust_remote_code" in str(error):
         raise ValueError(
             f"{path} needs Python code of its own (auto_map); read that code and, if you trust it, set "

@@ -1,7 +1,7 @@
-"""A frozen target whose layers are shared out: each process holds a slice of every layer, and all of them gather the
-layer that runs (FSDP2's `fully_shard`). Embedding, final norm and head stay whole: training reads them at any time.
+"""A frozen target with sharded layers: each process holds a slice of every layer, and all gather the layer that runs
+(FSDP2's `fully_shard`). Embedding, final norm and head stay whole, since training reads them at any time.
 
-All processes must run the target equally often, each on rows of its own.
+All processes must run the target equally often, each on its own rows.
 """
 
 import os
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 
 def sharding_mesh(device: torch.device, *, within_machine: bool) -> DeviceMesh:
-    """The processes that share a target: those of this machine, or all. Raises ValueError for one alone."""
+    """The processes that shard a target: those of this machine, or all. Raises ValueError if there is only one."""
     world = distributed.get_world_size() if distributed.is_initialized() else 1
     size = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if within_machine else world  # set by torchrun and accelerate
     if size < 2:
@@ -40,11 +40,11 @@ def share_out(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> None:
-    """Fills `model`, whose parameters lie on the meta device, with those of `source`, which the mesh's first process
-    alone has, on its host: slices of `layers`, and the rest whole, one tensor at a time.
+    """Fills `model`, which is on the meta device, one tensor at a time from `source`, which the mesh's first process
+    alone has, on its host: slices of `layers`, the rest whole.
 
-    `state_dict()` of a layer still gives whole tensors, if all processes ask for it. Raises ValueError for a model
-    whose weights are others than its config says, as those of quantized ones are.
+    `state_dict()` of a layer still gives whole tensors, if all processes call it. Raises ValueError for a model whose
+    weights do not match its config, such as a quantized one.
     """
     weights = Weights(source, mesh, device)
     weights.check(model)
@@ -56,7 +56,7 @@ def share_out(
     whole = {parameter for parameter in model.parameters() if not parameter.is_meta}
     for index, layer in enumerate(layers):
         _share_layer(layer, f"{start}.{index}.", weights, mesh)
-    # The decoder has no share of its own: as the layers' root it lets one be gathered while the one before runs.
+    # The decoder is not sharded itself: as the layers' root it lets a layer be gathered while the one before runs.
     fully_shard(model.get_decoder(), mesh=mesh, reshard_after_forward=True, ignored_params=whole)
 
 
@@ -79,7 +79,7 @@ def _gather(_layer: nn.Module, state: dict[str, Any], _prefix: str, _metadata: A
 
 
 class Weights:
-    """The tensors of a model that one process of the mesh holds, for all of them. Every method is called by all."""
+    """Broadcasts the tensors of a model that one process of the mesh holds. All processes call every method."""
 
     def __init__(self, source: PreTrainedModel | None, mesh: DeviceMesh, device: torch.device) -> None:
         self.tensors: Mapping[str, Tensor] = {} if source is None else source.state_dict()
@@ -95,7 +95,7 @@ class Weights:
         strange = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
         if strange:
             raise ValueError(
-                f"{type(model).__name__} cannot be shared out: its files hold other weights than its config says at "
+                f"{type(model).__name__} cannot be sharded: its files and its config disagree on "
                 f"{', '.join(strange[:3])}; set target_sharding to none, or dequantize the model first"
             )
 

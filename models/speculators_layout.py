@@ -1,14 +1,14 @@
-"""The config.json of the library speculators, which vLLM reads too: to and from the public fields of a draft.
+"""The config.json of the speculators library, which vLLM also reads: to and from the public fields of a draft.
 
-There a draft's decoder is described in a config of its own (`transformer_layer_config`), the verifier, our target, is
-named inside, and captured states are counted by the layer that they go into: our output id + 1. Tensors of EAGLE3's
-layer are called layers.0.* there, and a draft of the whole vocabulary has no d2t and t2d.
+It describes the decoder in a nested config (`transformer_layer_config`), names the verifier (our target), and counts
+captured states as layer inputs: our output id + 1. Tensors of EAGLE3's layer are called layers.0.*, and a draft with
+the whole vocabulary has no d2t and t2d.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-VERSION = "0.9.0"  # of the library, against which this was tested
+VERSION = "0.9.0"  # of the library, tested against this module
 OWN = (
     *("drafter", "num_target_layers", "target_num_layers"),
     *("target", "target_revision", "target_fingerprint", "tokenizer_hash"),
@@ -21,7 +21,7 @@ OUTSIDE = (
     *("eagle_config", AUX_LAYERS, "target_hidden_size"),
 )
 PUBLIC_ARCHITECTURES = {"dflash": "DFlashDraftModel", "eagle3": "LlamaForCausalLMEagle3"}
-EAGLE3_TOKENS = 3  # per round where a server is told nothing else; our own default
+EAGLE3_TOKENS = 3  # per round by default, also ours
 EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
 REQUIRED = {
     "dflash": ("transformer_layer_config", "aux_hidden_state_layer_ids"),
@@ -36,7 +36,7 @@ def is_speculators(values: Mapping[str, Any]) -> bool:
 def to_speculators(values: Mapping[str, Any], verifier: str, architectures: list[str]) -> dict[str, Any]:
     """A draft's public config.json -> the same in this layout; `verifier` is the target, by folder or hub id.
 
-    Raises ValueError for what this layout cannot say.
+    Raises ValueError for a draft that this layout cannot describe.
     """
     kind = values["drafter"]
     tokens, fields = _dflash_fields(values) if kind == "dflash" else _eagle3_fields(values)
@@ -79,7 +79,7 @@ def _dflash_fields(values: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
 
 
 def _eagle3_fields(values: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """As above. The flags are written although they are off: vLLM takes a missing norm_before_residual as on."""
+    """As above. Writes flags that are off, since vLLM takes a missing norm_before_residual as on."""
     if values.get("attention_bias"):
         raise ValueError("this draft has biases for q, k and v alone (attention_bias); speculators has one for o, too")
     if values["target_hidden_size"] != values["hidden_size"]:
@@ -99,7 +99,7 @@ def from_speculators(values: Mapping[str, Any]) -> dict[str, Any]:
         known = ", ".join(PUBLIC_ARCHITECTURES)
         raise ValueError(f"speculators_model_type is {kind!r}; supported: {known}")
     missing = [name for name in REQUIRED[kind] if not values.get(name)]
-    if kind == "eagle3" and "norm_before_residual" not in values:  # vLLM takes that as true, the library as false
+    if kind == "eagle3" and "norm_before_residual" not in values:  # true for vLLM, false for the library
         missing.append("norm_before_residual")
     if missing:
         raise ValueError(f"draft config lacks {', '.join(missing)}")
@@ -126,14 +126,14 @@ def from_speculators(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_last_layer(layers: Sequence[int], fc_inputs: int, target_size: int, num_layers: int) -> list[int]:
-    """Output ids of a list that may have the last layer appended, whose state was recorded for the teacher's sake.
+    """Output ids without a last layer that was appended only to record the teacher's state.
 
-    That is so where the draft's fc, which reads `fc_inputs` numbers of states of `target_size`, reads one fewer.
+    It was appended if fc, which reads `fc_inputs` numbers of states of `target_size`, reads one state fewer.
     """
     is_appended = fc_inputs == (len(layers) - 1) * target_size and layers[-1] == num_layers - 1
     return list(layers[:-1] if is_appended else layers)
 
 
 def layer_name(key: str) -> str:
-    """The public name of a tensor of EAGLE3's layer -> the one in this layout."""
+    """The name in this layout of a tensor of EAGLE3's layer, given its public name."""
     return key.replace("midlayer.", "layers.0.", 1) if key.startswith("midlayer.") else key

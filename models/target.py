@@ -31,9 +31,9 @@ class DecoderLayer(nn.Module):
     def forward(
         self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The layer's input is residual + delta (T, H), written to `out` where that is given; so is its output.
+        """The layer's input is residual + delta (T, H), written to `out` if given; so is its output.
 
-        Sums are left to the next norm, which does both in one kernel.
+        The next norm computes the sum, both in one kernel.
         """
         if delta is None:
             normed = self.input_layernorm(residual)
@@ -64,7 +64,7 @@ class Target(nn.Module):
 
     @property
     def shared(self) -> dict[str, Tensor]:
-        """Embedding and head (V, H), under the names that drafts' files have for copies of them."""
+        """Embedding and head (V, H), by the names of their copies in drafts' files."""
         return {EMBEDDING: self.embed_tokens.weight, HEAD: self.head}
 
     @cached_property
@@ -100,7 +100,7 @@ class Target(nn.Module):
     def _allocate_features(
         self, tokens: Tensor, feature_layers: Sequence[int]
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
-        """(T, K * H) and its part (T, H) for each state: layers write into them, so nothing is copied together."""
+        """(T, K * H) and its part (T, H) for each state: layers write into them, which avoids a concatenation."""
         if not feature_layers:
             return None, {}
         weight = self.embed_tokens.weight

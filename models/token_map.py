@@ -1,8 +1,8 @@
-"""Token maps: which target tokens a reduced draft vocabulary holds, and how often each target token occurred.
+"""Token maps: the target tokens of a reduced draft vocabulary, and how often each target token occurred.
 
-Invariant: `ids` is ascending in memory and in every file but FR-Spec's, so draft id i is always the i-th smallest of
-them; `counts` covers the whole vocabulary, so any other size can be cut from the same file. A drafter that gathers rows
-of the target's head lays them out by `ids_by_frequency`, where every prefix is the map of that size.
+Invariant: `ids` is ascending in memory and in every file but FR-Spec's, so draft id i is always the i-th smallest;
+`counts` covers the whole vocabulary, so any size can be cut from one file. A drafter that gathers rows of the target's
+head orders them by `ids_by_frequency`, where every prefix is the map of that size.
 
 `read_token_map` also reads the files of other programs, which do not say which tokenizer they belong to:
 
@@ -34,10 +34,10 @@ REMEDY = "make a map with slipstream frequency-map"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMap:
-    """`metadata` is JSON: tokenizer_hash, data_hash, kept_ids, tokens_seen, coverage and what else the writer adds.
+    """`metadata` is JSON: tokenizer_hash, data_hash, kept_ids, tokens_seen, coverage and more from the writer.
 
-    A map read from a public file has no tokens_seen: its counts are ranks, falling in the file's order, or, where
-    metadata["ranked"] is False, 1 for every token of the map. Such a map can be cut, or not even that, but not grow.
+    A map from a public file has no tokens_seen: its counts are ranks, descending in the file's order, and it can be cut
+    but not grow; or, if metadata["ranked"] is False, 1 for every token of the map, and it can only be used whole.
     """
 
     ids: Tensor  # (Vd,) int64 target id of each draft id, ascending
@@ -46,7 +46,9 @@ class TokenMap:
 
     def __post_init__(self) -> None:
         if self.ids.ndim != 1 or self.counts.ndim != 1 or len(self.ids) == 0:
-            raise ValueError(f"token map: ids {list(self.ids.shape)} and counts {list(self.counts.shape)} are no lists")
+            raise ValueError(
+                f"token map: ids {list(self.ids.shape)} and counts {list(self.counts.shape)} are not lists"
+            )
         if not bool((self.ids[1:] > self.ids[:-1]).all()):
             raise ValueError("token map: ids must be distinct and ascending")
         first, last = int(self.ids[0]), int(self.ids[-1])
@@ -55,9 +57,9 @@ class TokenMap:
 
     @classmethod
     def build(cls, counts: Tensor, size: int, kept_ids: list[int], metadata: Mapping[str, Any]) -> "TokenMap":
-        """The `size` most frequent tokens, `kept_ids` always among them; equal counts go to the lower id.
+        """The `size` most frequent tokens, always including `kept_ids`; equal counts go to the lower id.
 
-        counts (V,) int64. Raises ValueError when nothing was counted or the sizes do not fit.
+        counts (V,) int64. Raises ValueError if nothing was counted or the sizes do not fit.
         """
         vocab_size, tokens_seen = len(counts), int(counts.sum())
         kept = sorted(set(kept_ids))
@@ -88,7 +90,7 @@ class TokenMap:
 
     @property
     def t2d(self) -> Tensor:
-        """(V,) bool: can the draft propose this target id?"""
+        """(V,) bool: whether the draft can propose a target id."""
         mask = torch.zeros(self.vocab_size, dtype=torch.bool)
         mask[self.ids] = True
         return mask
@@ -100,15 +102,15 @@ class TokenMap:
 
     @property
     def kept_ids(self) -> list[int]:
-        """Special, added and end tokens, which every size holds; ascending."""
+        """Special, added and end tokens, which every size includes; ascending."""
         return list(self.metadata.get("kept_ids", ()))
 
     def ids_by_frequency(self, size: int | None = None, stop_ids: Collection[int] = ()) -> Tensor:
-        """(size,) int64 target ids, in the order of a head's gathered rows: the kept ids and `stop_ids`, then the most
-        frequent first, equal counts by rising id. A shorter result is a prefix of a longer one, and a map itself.
+        """(size,) int64 target ids in the order of a head's gathered rows: kept ids and `stop_ids`, then by falling
+        count, equal counts by rising id. A shorter result is a prefix of a longer one, and itself a map.
 
-        `size`: default the map's own; a counted map can be cut to any, also a larger one. Raises ValueError for stop
-        ids that the map lacks, and for a size that holds less than those first ids or more than is known.
+        `size`: default the map's own; a counted map can also give a larger one. Raises ValueError for stop ids that the
+        map lacks, and for a size below the number of the first ids or above the number of known ids.
         """
         check_stop_ids(self, stop_ids)
         first = sorted({*self.kept_ids, *stop_ids})
@@ -134,15 +136,15 @@ class TokenMap:
         metadata = {"format": "pt", METADATA_KEY: json.dumps(self.metadata)}
         with atomic_file(path) as temporary, disk_errors(path):
             save_file(tensors, temporary, metadata)
-            temporary.chmod(0o644)  # safetensors makes files that their owner alone may read
+            temporary.chmod(0o644)  # safetensors creates files that only their owner may read
 
     @classmethod
     def read(cls, path: Path) -> "TokenMap":
-        """Raises ValueError for a file that is damaged, is no token map or contradicts itself."""
+        """Raises ValueError for a damaged file, one that is not a token map, or one that contradicts itself."""
         tensors, metadata = _load_safetensors(path)
         missing = {"d2t", "t2d", "counts"} - tensors.keys()
         if missing or METADATA_KEY not in metadata:
-            raise ValueError(f"{path} is no token map: it lacks {', '.join(sorted(missing)) or 'metadata'}")
+            raise ValueError(f"{path} is not a token map: it lacks {', '.join(sorted(missing)) or 'metadata'}")
         ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
         token_map = cls(ids, tensors["counts"], json.loads(metadata[METADATA_KEY]))
         if not torch.equal(token_map.t2d, tensors["t2d"]):
@@ -161,7 +163,7 @@ class TokenMap:
 def read_token_map(path: Path, vocab_size: int) -> TokenMap:
     """The map in `path`, ours or one of the public files above, for a target of `vocab_size` tokens.
 
-    Raises ValueError for a damaged file, another vocabulary, ids out of range, and ids that stand there twice.
+    Raises ValueError for a damaged file, another vocabulary, ids out of range, and duplicate ids.
     """
     is_safetensors = path.suffix == ".safetensors"
     content = _load_safetensors(path)[0] if is_safetensors else _load_pickle(path)
@@ -173,7 +175,7 @@ def read_token_map(path: Path, vocab_size: int) -> TokenMap:
     _check_ids(path, ids, vocab_size)
     if isinstance(content, dict) and "t2d" in content:
         _check_t2d(path, ids, content["t2d"], vocab_size)
-    ranked = not bool((ids[1:] > ids[:-1]).all())  # ascending ids say nothing about frequency
+    ranked = not bool((ids[1:] > ids[:-1]).all())  # ascending ids carry no frequency
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     counts[ids] = torch.arange(len(ids), 0, -1) if ranked else 1
     return TokenMap(ids.sort().values, counts, {"kept_ids": [], "source": str(path), "ranked": ranked})
@@ -187,7 +189,7 @@ def _listed_ids(path: Path, content: Any) -> Tensor:
         return torch.tensor(content)
     if _is_integers(content):
         return content.long()
-    raise ValueError(f"{path} holds no token map: no list or 1-D tensor of token ids, no d2t; {REMEDY}")
+    raise ValueError(f"{path} is not a token map: no list or 1-D tensor of token ids, no d2t; {REMEDY}")
 
 
 def _is_integers(content: Any) -> bool:
@@ -208,8 +210,8 @@ def _check_ids(path: Path, ids: Tensor, vocab_size: int) -> None:
         twice = int(values[number > 1][0])
         places = (ids == twice).nonzero().flatten().tolist()
         raise ValueError(
-            f"{path}: token id {twice} stands at entries {places[0]} and {places[1]}, so draft ids are not distinct "
-            f"({len(ids) - len(values)} entries too many); drop the later ones or {REMEDY}"
+            f"{path}: token id {twice} appears at entries {places[0]} and {places[1]}, so draft ids are not distinct "
+            f"({len(ids) - len(values)} duplicates); drop the later ones or {REMEDY}"
         )
 
 
@@ -220,14 +222,14 @@ def _check_vocab_size(path: Path, found: int, vocab_size: int) -> None:
 
 def _check_t2d(path: Path, ids: Tensor, t2d: Any, vocab_size: int) -> None:
     if not isinstance(t2d, Tensor) or t2d.ndim != 1:
-        raise ValueError(f"{path}: t2d is no 1-D tensor; {REMEDY}")
+        raise ValueError(f"{path}: t2d is not a 1-D tensor; {REMEDY}")
     _check_vocab_size(path, len(t2d), vocab_size)
     if not torch.equal(t2d.bool().nonzero().flatten(), ids.sort().values):
         raise ValueError(f"{path}: d2t and t2d name different tokens; {REMEDY}")
 
 
 def is_token_map(path: Path) -> bool:
-    """Is this a file as `TokenMap.write` writes it?"""
+    """Whether `TokenMap.write` wrote this file."""
     try:
         TokenMap.read(path)
     except ValueError:
@@ -236,20 +238,20 @@ def is_token_map(path: Path) -> bool:
 
 
 def is_sglang_map(path: Path) -> bool:
-    """Is this a file as `TokenMap.write_sglang` writes it?"""
+    """Whether this is a file as `TokenMap.write_sglang` writes it."""
     value = _loaded(path)
     return isinstance(value, Tensor) and value.ndim == 1 and value.dtype == torch.int64
 
 
 def is_fr_spec_map(path: Path) -> bool:
-    """Is this a file as `TokenMap.write_fr_spec` writes it?"""
+    """Whether this is a file as `TokenMap.write_fr_spec` writes it."""
     value = _loaded(path)
     return isinstance(value, list) and all(isinstance(token, int) for token in value)
 
 
 def check_tokenizer(token_map: TokenMap, tokenizer_hash: str, source: str = "the token map") -> None:
-    """Raises ValueError if `token_map`, which the message calls `source`, was counted with another tokenizer than the
-    one of `tokenizer_hash` (models/checkpoint.py). Public files do not say which it was and pass."""
+    """Raises ValueError if `token_map`, called `source` in the message, was counted with another tokenizer than that of
+    `tokenizer_hash` (models/checkpoint.py). Public files do not name their tokenizer and pass."""
     counted = token_map.metadata.get("tokenizer_hash", tokenizer_hash)
     if counted != tokenizer_hash:
         raise ValueError(
@@ -259,7 +261,7 @@ def check_tokenizer(token_map: TokenMap, tokenizer_hash: str, source: str = "the
 
 
 def check_stop_ids(token_map: TokenMap, stop_ids: Collection[int], source: str = "the token map") -> None:
-    """Raises ValueError that names the `stop_ids` which `token_map` lacks: a draft could never propose an end there."""
+    """Raises ValueError that names the `stop_ids` missing in `token_map`: a draft could never propose an end."""
     missing = sorted(set(stop_ids) - set(token_map.ids.tolist()))
     if missing:
         raise ValueError(
@@ -269,7 +271,7 @@ def check_stop_ids(token_map: TokenMap, stop_ids: Collection[int], source: str =
 
 
 def reported_sizes(vocab_size: int, size: int) -> list[int]:
-    """The sizes whose coverage is worth knowing: powers of two from 1,024, the chosen one and the whole vocabulary."""
+    """The sizes to report coverage for: powers of two from 1,024, the chosen one and the whole vocabulary."""
     sizes, power = {size, vocab_size}, SMALLEST_REPORTED_SIZE
     while power < vocab_size:
         sizes.add(power)
@@ -278,7 +280,7 @@ def reported_sizes(vocab_size: int, size: int) -> list[int]:
 
 
 def ranking(counts: np.ndarray, kept: list[int]) -> np.ndarray:
-    """(V,) int64 all ids: the kept ones first, the others by falling count, equal counts by rising id."""
+    """(V,) int64 all ids: first the kept ones, then by falling count, equal counts by rising id."""
     order = np.argsort(-counts, kind="stable")
     is_kept = np.zeros(len(counts), np.bool_)
     is_kept[kept] = True
@@ -294,7 +296,7 @@ def _load_pickle(path: Path) -> Any:
 
 
 def _loaded(path: Path) -> Any:
-    """As `_load_pickle`; None for any other file."""
+    """As `_load_pickle`; None for other files."""
     try:
         return _load_pickle(path)
     except ValueError:

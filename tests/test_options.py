@@ -99,9 +99,7 @@ def test_the_drafts_target_is_sought_where_it_lay_in_training(tmp_path: Path, mo
     assert find_target(EngineConfig(draft=str(draft))) == (str(here), here)
     here.rmdir()
     target.rmdir()
-    message = (
-        f"target models/target is no folder here, and {target}, where it was in training, does not exist.*--target"
-    )
+    message = f"target models/target is not a folder here, and {target}, its path in training, does not exist.*--target"
     with pytest.raises(ValueError, match=message):
         find_target(EngineConfig(draft=str(draft)))
 

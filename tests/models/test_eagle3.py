@@ -227,7 +227,7 @@ def test_the_config_holds_the_public_fields(draft: SavedDraft) -> None:
     public |= {"hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "drafter": "eagle3"}
     assert public.items() <= config.items()
     assert config["eagle_config"][AUX_LAYERS] == [1, 2, 4], "outputs of layers, which SGLang reads"
-    assert config[AUX_LAYERS] == [2, 3, 5], "the layers that the states go into, which vLLM reads"
+    assert config[AUX_LAYERS] == [2, 3, 5], "layer inputs, which vLLM reads"
 
 
 LAYOUTS: dict[str, Callable[[Tensors], Tensors]] = {
@@ -306,7 +306,7 @@ def test_flags_that_change_the_network_are_refused_by_name(flag: str, nested: bo
         ({AUX_LAYERS: [0, 2, 3], "eagle_config": None}, r"feature_layers is \[-1, 1, 2\]"),
         (
             {AUX_LAYERS: [1, 2, 4]},
-            r"eagle_config.* is \[1, 2, 4\], outputs of .* is \[1, 2, 4\], the layers that .* go into",
+            r"eagle_config.* is \[1, 2, 4\], layer outputs, and .* is \[1, 2, 4\], layer inputs: .* delete the wrong",
         ),
         (
             {AUX_LAYERS: [2, 3, 4, 5], "eagle_config": None},

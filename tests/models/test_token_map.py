@@ -223,19 +223,19 @@ def test_our_own_files_are_read_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([3, 1, 4, 1, 5, 1], r"token id 1 stands at entries 1 and 3, .* \(2 entries too many\); drop the later ones"),
+        ([3, 1, 4, 1, 5, 1], r"token id 1 appears at entries 1 and 3, .* \(2 duplicates\); drop the later ones"),
         ([3, 10, 4], "entry 1 is token id 10, outside the target's vocabulary of 10"),
         (torch.tensor([3, -1]), "entry 1 is token id -1, outside"),
-        ([], "holds no token map"),
-        ([1, True], "holds no token map"),
-        ([1.0, 2.0], "holds no token map"),
-        (torch.ones(2), "holds no token map"),
-        (torch.ones(2, 2, dtype=torch.int64), "holds no token map"),
-        ({"t2d": torch.ones(VOCAB_SIZE)}, "holds no token map"),
+        ([], "is not a token map"),
+        ([1, True], "is not a token map"),
+        ([1.0, 2.0], "is not a token map"),
+        (torch.ones(2), "is not a token map"),
+        (torch.ones(2, 2, dtype=torch.int64), "is not a token map"),
+        ({"t2d": torch.ones(VOCAB_SIZE)}, "is not a token map"),
         ({"d2t": torch.tensor([0, 1]), "t2d": torch.ones(VOCAB_SIZE, dtype=torch.bool)}, "name different tokens"),
         ({"d2t": torch.tensor([0, 1]), "t2d": torch.ones(3, dtype=torch.bool)}, "was counted over 3 tokens"),
-        ({"d2t": torch.tensor([0, 1]), "t2d": [True]}, "t2d is no 1-D tensor"),
-        ({"d2t": torch.tensor([0, -1])}, "token id 0 stands at entries 0 and 1"),
+        ({"d2t": torch.tensor([0, 1]), "t2d": [True]}, "t2d is not a 1-D tensor"),
+        ({"d2t": torch.tensor([0, -1])}, "token id 0 appears at entries 0 and 1"),
     ],
 )
 def test_faults_are_named(tmp_path: Path, content: object, message: str) -> None:

@@ -91,7 +91,7 @@ def test_each_process_holds_half_of_a_layer(ran: Path) -> None:
 def test_weights_that_the_config_does_not_name_are_refused_by_every_process(ran: Path) -> None:
     """As those of a quantized model would be: here q and k norms are missing."""
     for process in found(ran):
-        assert "Qwen3ForCausalLM cannot be shared out: its files hold other weights" in process["refusal"]
+        assert "Qwen3ForCausalLM cannot be sharded: its files and its config disagree" in process["refusal"]
         assert "set target_sharding to none" in process["refusal"]
 
 
