@@ -34,7 +34,7 @@ class NaiveDFlash:
         self.embeddings, self.head = embeddings.double(), head.double()
 
     def block(self, features: Tensor, anchor: int, slots: int) -> Block:
-        """The block behind features (a, K * H) of the a tokens before `anchor`, which stands at position a."""
+        """The block after features (a, K * H) of the a tokens before `anchor`, which has position a."""
         tokens = [anchor] + [self.config["dflash_config"]["mask_token_id"]] * (slots - 1)
         context = self._norm(features.double() @ self.weights["fc.weight"].T, "hidden_norm")
         x = self.embeddings[tokens]
@@ -50,7 +50,7 @@ class NaiveDFlash:
     def chain(
         self, features: Tensor, tokens: list[int], width: int, slots: int, key: int, temperature: float
     ) -> list[int]:
-        """The width - 1 tokens that a block of so many slots drafts behind `tokens`; features of all but the last."""
+        """The width - 1 tokens that a block of `width` slots drafts after `tokens`; features of all but the last."""
         states = self.block(features, tokens[-1], slots).states
         drafted = []
         for index in range(width - 1):

@@ -43,7 +43,7 @@ class NaiveEagle3:
         return self._norm(states, "norm") @ self.weights["lm_head.weight"].T
 
     def chain(self, features: Tensor, tokens: list[int], depth: int, key: int, temperature: float) -> list[int]:
-        """The `depth` tokens drafted behind `tokens`, with target features (n, K * H) of all but the last of them."""
+        """The `depth` tokens drafted after `tokens`, with target features (n, K * H) of all but the last of them."""
         embeds, hidden = self.embeddings[tokens[1:]], self.fuse(features)
         drafted: list[int] = []
         while len(drafted) < depth:

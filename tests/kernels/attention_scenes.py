@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """N new nodes behind each request's committed tokens."""
+    """N new nodes after each request's committed tokens."""
 
     lengths: tuple[int, ...]
     N: int

@@ -53,7 +53,7 @@ def gradient(run: Callable[[Tensor], Tensor], gate_up: Tensor, upstream: Tensor)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("shape", "dtype"), cover([*SHAPES, (2, 1), (3, 1025)], TOLERANCES))
 def test_gradients(kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-    """Upstream gradients in rows that lie apart, one that is the same everywhere, and one that lies by columns."""
+    """Upstream gradients in strided rows, one that is constant, and one stored by columns."""
     gate_up = random(*shape, dtype, device)
     towards = random(*shape, dtype, device)[:, : shape[1]] / 4
     tolerance = TOLERANCES[dtype]

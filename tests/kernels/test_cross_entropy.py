@@ -61,7 +61,7 @@ def with_gradient(run: Callable[[Tensor], Tensor], student: Tensor, upstream: Te
 
 
 def random(shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int, scale: float = 3.0) -> Tensor:
-    """Logits in rows that do not lie next to each other."""
+    """Logits in strided rows."""
     wide = torch.randn((shape[0], shape[1] + 16), generator=torch.Generator().manual_seed(seed)) * scale
     return wide.to(device, dtype)[:, : shape[1]]
 

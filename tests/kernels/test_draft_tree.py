@@ -21,7 +21,7 @@ class Node(NamedTuple):
 
 
 def children_of(path: tuple[int, ...], request: int, k: int, kind: str) -> tuple[list[float], list[int]]:
-    """The k best log-probabilities behind a path and their columns: what a draft would say, made of a hash."""
+    """The k best log-probabilities after a path and their columns: a draft made of a hash."""
     generator = torch.Generator().manual_seed(hash((request, path)) % 2**31)
     logits = torch.randn(VOCAB, generator=generator) * 3
     if kind == "ties":

@@ -34,7 +34,7 @@ REAL = (128_256, 32_768, 4096)
 def random(
     rows: int, dtype: torch.dtype, device: str, shape: tuple[int, int, int] = (V, VD, H)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden (rows, H) whose rows lie apart, weight (V, H), scattered ids (Vd,), every seventh -1; logits about 1."""
+    """hidden (rows, H), strided, weight (V, H), scattered ids (Vd,), every seventh -1; logits about 1."""
     all_ids, num_ids, size = shape
     generator = torch.Generator(device).manual_seed(rows)
     hidden = torch.randn(rows, size + 16, generator=generator, device=device).to(dtype)[:, :size]
@@ -235,7 +235,7 @@ def test_real_shapes_fused(rows: int, greedy: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 32])
 def test_a_graph_replays_them(rows: int) -> None:
-    """One behind another, each reading what the one before writes, after the set of ids has changed, too."""
+    """One after another, each reading the output of the one before, also after the set of ids has changed."""
     hidden, weight, ids = random(rows, torch.bfloat16, "cuda", REAL)
     head, positions = DraftHead(weight, ids.clone(), gathered=True), torch.arange(rows, device="cuda")
     sampling = sampling_of(rows, "cuda")

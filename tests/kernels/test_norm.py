@@ -37,7 +37,7 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, s
 
 
 def random_rows(shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    """Rows that do not lie next to each other."""
+    """Strided rows."""
     return random((shape[0], shape[1] + 16), dtype, device, seed)[:, : shape[1]]
 
 

@@ -41,7 +41,7 @@ class Scene:
     def __init__(self, case: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
         T, Q, G, D = case
         generator = torch.Generator().manual_seed(T)
-        wide = torch.randn(T, (Q + 2 * G) * D + 16, generator=generator)  # tokens do not lie next to each other
+        wide = torch.randn(T, (Q + 2 * G) * D + 16, generator=generator)  # strided tokens
         fused = wide.to(device, dtype)[:, : (Q + 2 * G) * D]
         self.q, self.k, self.v = fused.unflatten(1, (-1, D)).split([Q, G, G], dim=1)
         frequencies = THETA ** (-torch.arange(D // 2, dtype=torch.float64) * 2 / D)

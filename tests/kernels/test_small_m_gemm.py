@@ -24,7 +24,7 @@ REAL = [pytest.param(shape, marks=pytest.mark.gpu) for shape in LLAMA + DRAFT]
 
 
 def random(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of x lie apart; results are about 1 in size."""
+    """x has strided rows; results are about 1 in size."""
     generator = torch.Generator(device).manual_seed(rows)
     shapes = (rows, inputs + 16), (outputs, inputs), (outputs,)
     x, weight, bias = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)

@@ -90,7 +90,7 @@ def random_proposals(num: int, width: int, chain: bool, device: str) -> tuple[Te
     rng = random.Random(width)
     tokens, parents = zip(*(random_tree(rng, width, chain) for _ in range(num)), strict=True)
     sampled = torch.tensor([[rng.randrange(VOCAB) for _ in range(width)] for _ in range(num)], device=device)
-    # Rows that do not lie next to each other, as they are cut from stored proposals.
+    # Strided rows, cut from stored proposals.
     stored = torch.full((2, num, width + 3), 99, dtype=torch.int32, device=device)
     stored[0, :, :width], stored[1, :, :width] = torch.tensor(tokens), torch.tensor(parents)
     return stored[0, :, :width], stored[1, :, :width], sampled

@@ -93,7 +93,7 @@ def test_fp8_is_off_by_its_half_step_in_the_scale_of_each_token_and_layer() -> N
     assert values.dtype == torch.float8_e4m3fn
     found = decode(values, scales, torch.float32)
     largest = states.abs().amax(dim=-1, keepdim=True)
-    # 3 bits behind the leading one: half a step is 2^-4 of a number; below 2^-6 of fp8's range steps are 2^-9
+    # 3 bits after the leading one: half a step is 2^-4 of a number; below 2^-6 of fp8's range steps are 2^-9
     allowed = torch.maximum(states.abs() * 2**-4, largest / 448 * 2**-10) * (1 + 1e-5)
     assert ((found - states).abs() <= allowed).all()
     assert torch.equal(found[9], states[9])
@@ -264,7 +264,7 @@ def test_tensors_of_another_dtype_are_refused(tmp_path: Path) -> None:
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Writing fails behind `size` bytes, as on a full disk."""
+    """Writing fails after `size` bytes, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -44,7 +44,7 @@ def copy(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def odd(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A target whose config and tokenizer are classes of its own; nobody is there to answer questions."""
+    """A target whose config and tokenizer are classes of its own; a question on the terminal fails."""
     (copy / "odd.py").write_text(CODE)
     change_json(copy / "config.json", model_type="odd", auto_map={"AutoConfig": "odd.OddConfig"})
     auto_map = {"AutoTokenizer": [None, "odd.OddTokenizer"]}
