@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
 
 LANE_ELEMENTS = 8  # 16 bytes of bf16
-HEAD_TILE = 1024  # elements of the heads that one program norms
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
