@@ -1,8 +1,8 @@
-"""Drafters that draft token by token from a hidden state that recurs: EAGLE and EAGLE3, as chains or as trees.
+"""EAGLE and EAGLE3: a recurrent hidden state drafts token by token, as a chain or as a tree.
 
-Their KV at slot t comes from the target's feature at t and the token at t + 1, hence lookahead 1. Row state: the
-draft's hidden state at the last committed slot, from which the next proposal starts.
-Letters: B requests, N nodes of a proposal, k frontier nodes of a tree's level, H hidden size, R engine rows.
+Their KV at slot t depends on the target's feature at t and the token at t + 1, hence lookahead 1. State per request:
+the draft's hidden state at the last committed token, from which the next proposal starts.
+Letters: B requests, N nodes of a proposal, k frontier nodes of a tree's level, H hidden size, R request slots.
 """
 
 import logging
@@ -32,9 +32,9 @@ DEFAULT_NODES = 16  # of a tree
 @dataclass(frozen=True, slots=True)
 class TreeOptions:
     depth: int = 3
-    """Tokens drafted in a row per round."""
+    """Depth of a proposal: tokens drafted one after the other."""
     topk: int = 1
-    """Continuations drafted of each token; 1: a chain."""
+    """Continuations drafted for each token; 1: a chain."""
     nodes: int | None = None
     """Most nodes that the target verifies, root included. Default: depth + 1 for a chain, up to 16 for a tree."""
 
@@ -45,8 +45,8 @@ class TreeOptions:
             raise ValueError(f"drafter.topk is {self.topk}; it must be between 1 and {MAX_K}")
         if self.topk > 1 and self.shape.expanded > MAX_NODES:
             raise ValueError(
-                f"drafter.topk is {self.topk} and drafter.depth {self.depth}: that is {self.shape.expanded} tokens to "
-                f"continue, topk * (depth - 1), and {MAX_NODES} at most can be; lower one of them"
+                f"drafter.topk is {self.topk} and drafter.depth {self.depth}: topk * (depth - 1) is "
+                f"{self.shape.expanded} and must be at most {MAX_NODES}; lower one of them"
             )
         if self.nodes is not None and not 2 <= self.nodes <= self.most_nodes:
             raise ValueError(
@@ -78,7 +78,7 @@ class AutoregressiveDrafter(base.Drafter):
             )
         if module.embed_tokens is not None:
             size = module.embed_tokens.weight.nbytes / 1e6
-            logger.info("the draft has an embedding of its own, %.0f MB beside the target's", size)
+            logger.info("the draft has its own embedding: %.0f MB in addition to the target's", size)
         self.module, self.vocabulary, self.head = module, vocabulary, vocabulary.head
         self.shape = options.shape
         self.branches = options.topk > 1
@@ -93,7 +93,7 @@ class AutoregressiveDrafter(base.Drafter):
         """The network's hidden states (..., H) as the head reads them."""
 
     def scratch(self, width: int) -> int:
-        """A chain's first token comes from `hidden`, its last one is not fed back; nor is a tree's last level."""
+        """A chain drafts from `hidden` and feeds back all tokens but the last; a tree all levels but the last."""
         shape = self.shape.within(width) if width > 1 else TreeShape(1, 1)
         return shape.expanded
 
@@ -123,13 +123,13 @@ class AutoregressiveDrafter(base.Drafter):
     def _propose_chain(self, batch: Batch, width: int) -> Proposal:
         assert batch.roots is not None
         sampling, hidden = batch.sampling, self.hidden[batch.rows]
-        chain, behind = [batch.roots], [batch.lengths]  # tokens; the committed length and 0, 1, ... more
+        chain, positions = [batch.roots], [batch.lengths]  # tokens; committed length + 0, 1, ...
         for step in range(width - 1):
             if step:
-                self.attention.plan(batch.uniform(behind[step - 1], 1, spare=step))
+                self.attention.plan(batch.uniform(positions[step - 1], 1, spare=step))
                 hidden = self.module(self.embed(chain[-1]), hidden, self.attention)
-            behind.append(batch.lengths + (step + 1))
-            columns = head_sample(self.head, self.head_input(hidden), behind[-1], sampling)
+            positions.append(batch.lengths + (step + 1))
+            columns = head_sample(self.head, self.head_input(hidden), positions[-1], sampling)
             chain.append(self.vocabulary.target_ids(columns))
         return Proposal(torch.stack(chain, dim=1), base.chain_parents(len(batch.roots), width, batch.roots.device))
 
@@ -150,13 +150,13 @@ class AutoregressiveDrafter(base.Drafter):
         return Proposal(*choose(candidates, batch.roots, width))
 
     def _expand(self, batch: Batch, frontier: Frontier, hidden: Tensor, first_node: int) -> Tensor:
-        """The draft's states (B * k, H) at the frontier's nodes; `hidden` holds those of the frontier before."""
+        """The draft's states (B * k, H) at the frontier's nodes; `hidden` holds those of the frontier above."""
         nodes = batch.last_nodes(frontier.positions, frontier.slots, frontier.ancestors, first_node)
         self.attention.plan(nodes)
         return self.module(self.embed(frontier.tokens), hidden[frontier.sources], self.attention, "tree")
 
     def _observe_prefill(self, batch: Batch, features: Tensor) -> None:
-        """Writes every query's KV; only the last query of a request is asked for its hidden state."""
+        """Writes the KV of all queries; computes a hidden state for each request's last query only."""
         assert batch.next_tokens is not None
         assert batch.last is not None
         embeds, hidden = self.embed(batch.next_tokens), self.module.fuse(features)
@@ -166,13 +166,13 @@ class AutoregressiveDrafter(base.Drafter):
         self.hidden[batch.rows] = self.module(embeds[batch.last], hidden[batch.last], self.attention)
 
     def _observe_round(self, batch: Batch, features: Tensor, verdict: Verdict) -> None:
-        """Replaces the drafted KV of the accepted nodes by one made from the target's own features.
+        """Replaces the draft's KV of accepted nodes by KV from the target's features.
 
-        All N rows are computed, so shapes are fixed; those beyond the accepted ones are overwritten by the next round.
+        Computes all N nodes, so shapes are fixed. The next round overwrites the KV beyond the accepted nodes.
         """
         B, N = verdict.nodes.shape
         features = features.view(B, N, -1)
-        if batch.ancestors is not None:  # a tree, maybe n-gram lookahead's; a chain's accepted nodes are its first
+        if batch.ancestors is not None:  # a tree, perhaps of n-grams; a chain's accepted nodes come first anyway
             nodes = verdict.nodes.clamp(min=0).long()
             features = features.gather(1, nodes[:, :, None].expand(B, N, features.shape[-1]))
         self.attention.plan(batch.uniform(batch.lengths, N))

@@ -1,6 +1,6 @@
-"""The words of the engine: proposals, verdicts, batches, and the per-request state that stays on the device.
+"""What the engine passes around: proposals, verification results, batches, and the per-request state on the device.
 
-Letters: B requests of a batch, N tree nodes per request (root included), T packed query tokens, R engine rows,
+Letters: B requests of a batch, N tree nodes per request (root included), T packed query tokens, R request slots,
 P pages per request, V target vocabulary, K captured states, H hidden, G KV heads, D head dim.
 """
 
@@ -18,7 +18,7 @@ from slipstream.kernels.sampling import Filters, Sampling, noise_key
 from slipstream.models.config import RopeConfig
 from slipstream.serve.request import Request
 
-SamplingMode = Literal["greedy", "plain", "full"]  # all rows greedy | temperature only | filters too
+SamplingMode = Literal["greedy", "plain", "full"]  # all requests greedy | temperature only | filters too
 
 
 class KVSpec(NamedTuple):
@@ -30,31 +30,31 @@ class KVSpec(NamedTuple):
     rope: RopeConfig
 
     def allocate(self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(L, 2, num_pages, page_size, G, D), zero; page 0 is the dump page, which takes what nobody reads."""
+        """(L, 2, num_pages, page_size, G, D), zeros. Padding writes to page 0, the dump page; nothing reads it."""
         shape = self.num_layers, 2, num_pages, page_size, self.num_kv_heads, self.head_dim
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A drafter's question to the target."""
+    """Candidate tokens to verify."""
 
-    tokens: Tensor  # (B, N) target ids; [:, 0] the last emitted token, not yet in the KV cache; unused nodes -1
+    tokens: Tensor  # (B, N) target ids; [:, 0] the last emitted token, whose KV is not written yet; unused nodes -1
     parents: Tensor  # (B, N); parents[:, 0] = -1, parents[:, i] < i; siblings distinct; best score first
 
 
 @dataclass(frozen=True, slots=True)
 class HostProposal:
-    """Proposals made on the host, as Proposal holds them."""
+    """Proposals drafted on the host, in the layout of Proposal."""
 
     nodes: Tensor  # (2, B, N) int32 on the CPU, pinned for a GPU: tokens, unused ones -1, and parents
-    counts: list[int]  # nodes in use, root included; 0: the request keeps the proposal that it has
-    kinds: list[int]  # what acceptance is counted by (serve/widths.py): from 1 up, the surer the higher
+    counts: list[int]  # nodes in use, root included; 0: the request keeps its stored proposal
+    kinds: list[int]  # from 1 up, higher where surer; serve/widths.py counts acceptance by kind
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The target's answer."""
+    """Which candidates the target accepted, and the tokens that this emits."""
 
     nodes: Tensor  # (B, N) int32 accepted node ids, root first, -1 padded
     tokens: Tensor  # (B, N) int32 emitted tokens: accepted children, then the target's own token; -1 padded
@@ -62,9 +62,9 @@ class Verdict:
 
 
 class Rows:
-    """State of every running request on the device, one engine row each.
+    """Per-request device state, one slot per running request.
 
-    One row more, `null`, has length 0 and the dump page only: it fills batches up to the size of a captured one.
+    The padding slot, `null`, has length 0 and the dump page only. It pads a batch to the size of a captured one.
     """
 
     def __init__(self, num_rows: int, num_pages: int, page_size: int, width: int, device: torch.device) -> None:
@@ -93,22 +93,22 @@ class Rows:
             (self.min_p, params.min_p),
         )
         for column, value in values:
-            column[row].fill_(value)  # unlike an assignment it does not wait for the device
+            column[row].fill_(value)  # an assignment would wait for the device
 
     def upload(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        """int64 on the device, without waiting for it: what is queued there goes first."""
+        """Copies values to the device as int64. The host does not wait; the copy runs after the work queued there."""
         if self.device.type != "cuda":
             return torch.tensor(values, dtype=torch.int64, device=self.device)
         return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(self.device, non_blocking=True)
 
     def set_pages(self, changes: Sequence[tuple[int, int, int]]) -> None:
-        """Enters (row, index, page) into the page table."""
+        """Writes each (row, index, page) into the page table."""
         if changes:
             rows, indices, pages = self.upload(list(zip(*changes, strict=True)))
             self.pages[rows, indices] = pages
 
     def store(self, rows: Tensor, proposal: HostProposal) -> None:
-        """Replaces the stored proposals of those of `rows` (B,) whose counts are not 0."""
+        """Replaces the stored proposals of the requests in `rows` (B,), except where the count is 0."""
         if not any(proposal.counts):
             return
         nodes = proposal.nodes.to(self.device, non_blocking=True)
@@ -126,7 +126,7 @@ class Rows:
 
     @contextmanager
     def filtered_null(self) -> Iterator[None]:
-        """The null row samples with the usual filters meanwhile, so that timed passes do the work of real ones."""
+        """Inside, the padding slot samples with common filters, so that timed passes do the work of real ones."""
         for column, value in ((self.temperature, 0.6), (self.top_k, 20), (self.top_p, 0.95)):
             column[self.null].fill_(value)
         try:
@@ -153,19 +153,19 @@ class Batch:
     """
 
     state: Rows
-    rows: Tensor  # (B,) int64 engine rows
+    rows: Tensor  # (B,) int64 request slots
     lengths: Tensor  # (B,) int64 committed KV tokens before this pass
     positions: Tensor  # (T,) int64 depth positions for rotary embedding: lengths + depth in the tree
     slots: Tensor  # (T,) int64 where each query's KV goes
     query_lens: tuple[int, ...]
     kv_bounds: tuple[int, ...]
     mode: SamplingMode = "greedy"
-    roots: Tensor | None = None  # (B,) int64 last emitted tokens, where a round begins
+    roots: Tensor | None = None  # (B,) int64 last emitted tokens; for drafting
     next_tokens: Tensor | None = None  # (T,) int64 the token after each query; prefill only, as the next two
     last: Tensor | None = None  # (B,) int64 which of the T is each request's last query
-    real: Tensor | None = None  # (T,) bool the queries that are tokens, where others fill the pass up
+    real: Tensor | None = None  # (T,) bool: False for queries that pad the pass
     ancestors: Tensor | None = None  # (B, N) int64 bit masks (kernels/verify.py); tree passes only
-    first_node: int = 0  # tree passes: nodes of each request that lie before its queries
+    first_node: int = 0  # tree passes: nodes of each request before its queries
 
     @property
     def sampling(self) -> Sampling:
@@ -174,7 +174,7 @@ class Batch:
     def uniform(self, starts: Tensor, count: int, spare: int = 0) -> "Batch":
         """The same requests with `count` chained queries each, at positions starts (B,) + 0..count-1.
 
-        `spare`: by how much the KV may exceed the present bounds.
+        `spare`: how many KV tokens may exceed the present bounds.
         """
         positions, slots = self.state.chain(self.rows, starts, count)
         return replace(
@@ -192,7 +192,7 @@ class Batch:
         )
 
     def last_nodes(self, positions: Tensor, slots: Tensor, ancestors: Tensor, first_node: int) -> "Batch":
-        """The same requests with queries for the last n of first_node + n tree nodes behind the committed tokens.
+        """The same requests with queries for the last n of first_node + n tree nodes after the committed tokens.
 
         positions and slots (B * n,) int64; ancestors (B, n) int64 over all of these nodes.
         """

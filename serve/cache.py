@@ -1,6 +1,6 @@
 """Pages of the KV cache: an allocator and a radix prefix tree over full pages. Imports no torch.
 
-Invariant: every page but page 0 (the dump page of padded rows, never handed out) is in exactly one of three places:
+Invariant: every page but page 0 (the dump page of padding, never handed out) is in exactly one of three places:
   free     the free list
   cached   a tree node that no running sequence references; given up in order of last use, leaves first
   in use   a tree node with references, or the own range of one running sequence's PageTable
@@ -32,7 +32,7 @@ class PageTable:
       pages[0:S)                  the tree's, page i being nodes[i].page; full, read only, referenced once by this table
       pages[S:C // page_size)     own, full: the tree has this text from a sequence that ran at the same time, or a
                                   round computed it; handed over or freed by `PageCache.release`
-      pages[C // page_size:)      own: being filled, or reserved for the rows of the next rounds
+      pages[C // page_size:)      own: being filled, or reserved for the KV of the next rounds
     """
 
     namespace: str
@@ -148,8 +148,8 @@ class PageCache:
     def _key(self, tokens: list[int], index: int, namespace: str, lookahead: int) -> Key:
         """Page `index` as named below its parent: its tokens and the `lookahead` tokens after them.
 
-        A drafter's KV at slot i depends on tokens up to i + lookahead. Two texts that part right behind a page
-        therefore need two copies of it, and a page can be told only once the tokens behind it are known.
+        A drafter's KV at slot i depends on tokens up to i + lookahead. Two texts that differ right after a page
+        therefore need two copies of it, and a page has a key only once the tokens after it are known.
         """
         start = index * self.page_size
         return (namespace, *tokens[start : start + self.page_size + lookahead])

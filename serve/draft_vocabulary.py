@@ -1,8 +1,7 @@
-"""Which of the target's tokens a draft may propose that reads the target's own head: all, a token map's, or those and
-recent ones.
+"""The tokens that a draft with the target's head may propose: all, those of a token map, or those and recent ones.
 
-A static map's rows of the head are copied together, most frequent first, so that any number of them is a map, too. With
-recent tokens the rows are read where they lie, through ids that change between rounds (kernels/gathered_head.py).
+The head's rows of a static map are copied into one matrix, most frequent first, so any prefix of it is a map, too. With
+recent tokens the rows are read in place, through ids that change between rounds (kernels/gathered_head.py).
 Letters: V target and Vd draft vocabulary, T tokens, B requests.
 """
 
@@ -19,7 +18,7 @@ from slipstream.models.token_map import check_tokenizer, read_token_map
 from slipstream.serve.batch import Batch, Verdict
 from slipstream.serve.request import Request
 
-HALF_LIFE = 8192  # tokens read or said after which an occurrence counts half
+HALF_LIFE = 8192  # prompt and answer tokens after which an occurrence counts half
 
 
 @dataclass(frozen=True)  # without slots: it is a second base of others
@@ -31,7 +30,7 @@ class TokenMapOptions:
     token_map_size: int | None = None
     """How many of the map's tokens, the most frequent first. Default: as many as it was made for."""
     token_map_dynamic: int = 0
-    """How many tokens beside the map's, those that prompts and answers had most often of late."""
+    """How many tokens besides the map's: the most frequent ones of recent prompts and answers."""
 
     def __post_init__(self) -> None:
         if self.token_map_dynamic < 0:
@@ -41,8 +40,8 @@ class TokenMapOptions:
 
 
 class RecentTokens:
-    """Fills the end of `ids` (Vd,) with the tokens outside the map that occurred most often of late, -1 where there are
-    none. Lives on the device; nothing waits for the host."""
+    """Fills the end of `ids` (Vd,) with the most frequent recent tokens outside the map, -1 padded. All of it lives on
+    the device, without waiting for the host."""
 
     def __init__(self, ids: Tensor, num_static: int, vocab_size: int) -> None:
         self.ids = ids[num_static:]
@@ -51,7 +50,7 @@ class RecentTokens:
         self.is_outside[ids[:num_static]] = False
 
     def add(self, tokens: Tensor, counts: Tensor) -> None:
-        """tokens (T,) int64, of which those where `counts` (T,) bool is set have just been read or said."""
+        """Counts those of tokens (T,) int64 for which counts (T,) bool is set."""
         tokens = tokens.clamp(min=0)
         self.scores *= torch.exp2(counts.sum() / -HALF_LIFE)
         self.scores.index_add_(0, tokens, (counts & self.is_outside[tokens]).float())
@@ -60,26 +59,26 @@ class RecentTokens:
 
 
 class DraftVocabulary:
-    """`head` is what the draft's states are multiplied by."""
+    """`head`: the matrix that turns the draft's states into logits."""
 
     def __init__(self, head: DraftHead, recent: RecentTokens | None = None) -> None:
         self.head, self.recent = head, recent
-        self.num_tokens = head.size - (0 if recent is None else len(recent.ids))  # to choose from at all times
+        self.num_tokens = head.size - (0 if recent is None else len(recent.ids))  # always available
 
     def target_ids(self, columns: Tensor) -> Tensor:
         """Target ids (...) of columns (...) of the head's logits."""
         return columns if self.head.ids is None else self.head.ids[columns]
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a request of a namespace: recent tokens are those of all requests."""
+        """Raises ValueError for a request with a namespace, since recent tokens come from all requests."""
         if self.recent is not None and request.namespace:
             raise ValueError(
-                "cache_salt is set, but this server's drafter learns words from all requests alike; leave cache_salt "
+                "cache_salt is set, but this server's drafter learns tokens from all requests; leave cache_salt "
                 "out, or start the server without --drafter.token-map-dynamic"
             )
 
     def observe(self, batch: Batch, verdict: Verdict | None) -> None:
-        """Counts what a pass has read or emitted; rows that fill up the batch do not count."""
+        """Counts the tokens that a pass has read or emitted, without padding."""
         if self.recent is None:
             return
         is_real = batch.rows != batch.state.null  # (B,)
@@ -96,7 +95,7 @@ class DraftVocabulary:
 
 
 def target_vocabulary(target: Target, ids: Tensor | None, options: TokenMapOptions) -> DraftVocabulary:
-    """Rows of the target's head: those of `ids` (Vd,) that the draft was trained for, or as the options say.
+    """The rows of the target's head that a draft uses: those of `ids` (Vd,), its trained vocabulary, or by the options.
 
     Raises ValueError for a map of another tokenizer or vocabulary, and for one that lacks end-of-text tokens.
     """

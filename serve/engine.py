@@ -1,7 +1,7 @@
 """The engine: loads a target and a drafter, sizes memory, and steps. Imports no HTTP library.
 
 One step launches at most one batch of prompt chunks and one round for every request that is decoding. On a GPU their
-tokens are read a round later (`overlap`): the scheduler goes on with what it knows, and the device knows the rest.
+tokens are read a round later (`overlap`): the scheduler plans with the tokens that it has, the device holds the rest.
 """
 
 import time
@@ -33,8 +33,8 @@ from slipstream.serve.scheduler import Scheduler, Sequence
 from slipstream.serve.sizing import Sizing, measure_workspace
 from slipstream.serve.widths import PATIENCE
 
-MAX_ROUNDS_IN_FLIGHT = 2  # with overlap: one runs, the next one waits behind it
-WAIT_DECAY = 0.95  # weight of a round's wait for the host after one more round
+MAX_ROUNDS_IN_FLIGHT = 2  # with overlap: one runs, the next one is queued
+WAIT_DECAY = 0.95  # per round, of the mean time in which rounds wait for the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Pass:
     """A launched pass."""
 
     kind: Literal["prefill", "round"]
-    sequences: list[Sequence | None]  # whose tokens arrive; None: a token that does not count
+    sequences: list[Sequence | None]  # one per output; None: an output to discard
     read: Callable[[], Flight]  # waits
-    commit: Callable[[Flight], list[Output]]  # hands them to the scheduler
+    commit: Callable[[Flight], list[Output]]  # passes the tokens to the scheduler
 
 
 class Engine:
@@ -132,9 +132,9 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[Output]:
-        """Launches what there is to compute, and returns tokens that came out.
+        """Launches prefills and rounds, and returns new tokens.
 
-        With overlap it waits for the oldest pass alone, while younger ones run; else for all that it launches.
+        With overlap it waits for the oldest pass only, while newer ones run; otherwise for all that it launches.
         """
         if not self.overlap:
             return [*self._landed(self._prefill()), *self._landed(self._launch(self._plan_round()))]
@@ -148,16 +148,17 @@ class Engine:
         return self._landed(self._flights.popleft() if self._flights else None)
 
     def _step_between(self) -> list[Output]:
-        """For a drafter on the host: the device waits while it drafts, but for nothing else. The next round gets its
-        pages while the last one runs, whose tokens are handed to the scheduler once the next one does."""
+        """A step for a drafter on the host: the device waits for its drafts and for nothing else. The next round gets
+        its pages before the last one is read, and the scheduler gets the last one's tokens after the next is launched.
+        """
         planned = self._plan_round()
         flights = [(flight, self.executor.recipients(flight.sequences)) for flight in self._flights]
         self._flights.clear()
         arrived = [flight.read() for flight, _ in flights]
         landed = time.perf_counter()
         for (_, recipients), results in zip(flights, arrived, strict=True):
-            self._draft_on_host(recipients, results, is_last=True)  # or what follows is stored over it
-        # The round first: behind a prompt there is nothing to verify before its token has been read.
+            self._draft_on_host(recipients, results, is_last=True)  # before the next pass stores its proposals
+        # The round first: a request whose prompt runs has no root to verify until its first token is read.
         launched = self._launch(planned)
         if launched is not None and self.policy is not None:
             self.policy.wait_ms += (1 - WAIT_DECAY) * (1e3 * (time.perf_counter() - landed) - self.policy.wait_ms)
@@ -174,12 +175,12 @@ class Engine:
 
     @property
     def _waits_for_host(self) -> bool:
-        """Whether rounds wait for drafts of the host. Not where those have not paid for a while: then it looks at each
-        round's tokens while the next one runs, until there is something to draft again."""
+        """False once PATIENCE rounds in a row had no draft worth waiting for. Rounds then overlap as usual; a good
+        lookup switches waiting back on."""
         return self.drafter.on_host and self._rounds_without_host < PATIENCE
 
     def _has_room(self) -> bool:
-        """Whether another pass may wait behind those that run: were there none, the device would wait for the host."""
+        """Whether another pass may be queued. One is kept queued, so that the device never waits for the host."""
         kinds = [flight.kind for flight in self._flights]
         return max(kinds.count("prefill"), kinds.count("round")) < MAX_ROUNDS_IN_FLIGHT
 
@@ -220,10 +221,10 @@ class Engine:
         return Pass("round", list(planned.sequences), flight.read, commit)
 
     def _draft_on_host(self, recipients: Recipients, arrived: Flight, *, is_last: bool) -> None:
-        """Tells a drafter on the host what its requests have gained, and stores what it proposes for them; or, if their
-        next round is on its way already, only sees whether it would have paid to wait.
+        """Passes new tokens to a drafter on the host and stores its proposals. If the requests' next round is launched
+        already, only checks whether waiting would have paid.
 
-        Some may end within these tokens, which only `commit` looks at: the drafter hears of it by `release`.
+        A request may end within these tokens. `commit` finds that out later, and the drafter learns it by `release`.
         """
         if not recipients.rows:
             return
@@ -238,11 +239,11 @@ class Engine:
                 self._rounds_without_host = 0
 
     def close(self) -> None:
-        """Lets the drafter put away what it keeps. The engine is not used afterwards."""
+        """Lets the drafter save what it keeps. The engine is not used afterwards."""
         self.drafter.close()
 
     def metrics(self) -> dict[str, int]:
-        """Gauges of this moment; counts of requests come with their Outputs."""
+        """Current gauges; a request's counts come with its last Output."""
         scheduler = self.scheduler
         return {
             "running": scheduler.num_running,
@@ -256,7 +257,7 @@ class Engine:
         self.drafter.admit(sequence.row, sequence.tokens, sequence.request.namespace)
 
     def _pick_modes(self, phases: Iterable[str]) -> tuple[bool, bool]:
-        """Whether rounds are captured, and whether their tokens are read one round late."""
+        """Whether rounds are captured, and whether their tokens are read one round later (overlap)."""
         planned = [phase for phase in phases if phase != "prefill" and self.backends[phase].needs_host_lengths]
         on_gpu = self.device.type == "cuda"
         if on_gpu and self.config.cuda_graph and planned:
@@ -281,7 +282,7 @@ class Engine:
         return Runner(self.target, attention, self.drafter, state, caches, config.simulate_accept_length, host_alone)
 
     def _measure(self, specs: list[KVSpec], dtype: torch.dtype, pages_per_row: int) -> int:
-        """Bytes that the largest passes and the graphs need, found by running them over a cache of one dump page."""
+        """Bytes that the largest passes and the graphs need; measured by running them over a cache of one dump page."""
         runner = self._build_runner(specs, dtype, 1, pages_per_row)
         return measure_workspace(runner, self.config, self.width, self.widths if self.captures else [])
 
@@ -290,7 +291,7 @@ class Engine:
 
 
 def pick_max_model_len(asked: int | None, model: ModelConfig) -> int:
-    """The context length: at most the target's positions, and its sliding window, which is not implemented."""
+    """The context length: at most the target's positions and its sliding window, since windows are not implemented."""
     limit = min(model.max_position_embeddings, model.sliding_window or model.max_position_embeddings)
     if asked is not None and asked > limit:
         raise ValueError(f"max_model_len is {asked}; this target allows at most {limit}")
@@ -307,7 +308,7 @@ def pick_widths(asked: int | None, offered: tuple[int, ...]) -> tuple[int, ...]:
 
 def pick_device(device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda' and torch finds none; choose cpu, or install a CUDA build of torch")
+        raise ValueError("device is 'cuda', but torch finds no GPU; choose cpu, or install a CUDA build of torch")
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -1,6 +1,6 @@
-"""Between scheduler and device: turns chunks and sequences into passes, launches them, and brings their tokens back.
+"""Between scheduler and device: turns chunks and sequences into passes, launches them and returns their tokens.
 
-Nothing here waits for the device but `Flight.read`.
+Only `Flight.read` waits for the device.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from slipstream.serve.widths import Offer
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A launched pass and what it brings."""
+    """A launched pass and its results."""
 
     results: NDArray[np.int32]  # (B, 1 + N or 1 + 2 * N): see Runner.round; written once `landed` has passed
     width: int  # N
@@ -45,21 +45,21 @@ class Flight:
         return self
 
     def tokens(self) -> list[list[int]]:
-        """Of each request."""
+        """The emitted tokens of each request."""
         return [row[1 : 1 + row[0]] for row in self.results[:, : 1 + self.width].tolist()]
 
     def accepted(self) -> list[list[int]]:
         """The drafted nodes that each request accepted."""
         counts = self.results[:, 0].tolist()
-        if self.results.shape[1] == 1 + self.width:  # chains: nodes are accepted in order
+        if self.results.shape[1] == 1 + self.width:  # chains: the first nodes are accepted
             return [list(range(1, count)) for count in counts]
-        nodes = self.results[:, 2 + self.width :].tolist()  # behind the roots
+        nodes = self.results[:, 2 + self.width :].tolist()  # after the roots
         return [row[: count - 1] for row, count in zip(nodes, counts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A round to be launched: what is known of it while the last one runs."""
+    """A round to launch; made while the previous one still runs."""
 
     sequences: list[Sequence]
     rows: list[int]
@@ -68,35 +68,35 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Recipients:
-    """The requests of a pass that wait for its tokens, which is known while it runs."""
+    """The requests of a pass that receive a token from it; known while it runs."""
 
     places: list[int]  # (B,) in the pass
     rows: list[int]  # (B,)
-    rows_on_device: Tensor  # (B,) the same
+    rows_on_device: Tensor  # (B,) rows again
 
-    def part_of(self, arrived: Flight) -> NDArray[np.int32]:
-        """Their results."""
-        return arrived.results if len(self.places) == len(arrived.results) else arrived.results[self.places]
+    def part_of(self, flight: Flight) -> NDArray[np.int32]:
+        """Their rows of the results."""
+        return flight.results if len(self.places) == len(flight.results) else flight.results[self.places]
 
 
 class Executor:
-    """Launches passes. `graphs`, `prompts`: captured rounds and prefills, where there are any; `width`: nodes that a
-    prefill's end proposes."""
+    """Launches passes. `graphs`, `prompts`: captured rounds and prefills, or None. `width`: nodes that the drafter
+    proposes at the end of a prompt."""
 
     def __init__(
         self, runner: Runner, graphs: RoundGraphs | None, width: int, prompts: PromptGraphs | None = None
     ) -> None:
         self.runner, self.graphs, self.width, self.prompts = runner, graphs, width, prompts
         self.state = runner.state
-        self._offers: dict[int, Offer] = {}  # each row's stored proposal
-        self._num_uploaded = [0] * self.state.null  # pages of each row that the device knows
+        self._offers: dict[int, Offer] = {}  # by request slot: the stored proposal
+        self._num_uploaded = [0] * self.state.null  # pages of each request slot that the device has
 
     def admit(self, sequence: Sequence) -> None:
         self.state.admit(sequence.row, sequence.request)
         self._num_uploaded[sequence.row] = 0
 
     def prefill(self, chunks: list[Chunk]) -> Flight:
-        """Computes prompt chunks; the flight brings the token sampled behind each, which counts for last ones only."""
+        """Computes prompt chunks. Samples a token after each; only the tokens after last chunks count."""
         sequences = [chunk.sequence for chunk in chunks]
         self._expect_proposals([sequence.row for sequence in sequences], self.width)
         self.prepare(sequences)
@@ -105,7 +105,7 @@ class Executor:
         return Flight.launch(torch.stack((torch.ones_like(sampled), sampled), dim=1), 1)
 
     def prepare(self, sequences: list[Sequence]) -> None:
-        """Tells the device which pages they have gained: before the pass that needs them, which may be `round`."""
+        """Uploads the pages that the sequences have gained. Called before the pass that needs them."""
         changes: list[tuple[int, int, int]] = []
         uploaded = self._num_uploaded
         for sequence in sequences:
@@ -116,7 +116,7 @@ class Executor:
         self.state.set_pages(changes)
 
     def plan(self, sequences: list[Sequence]) -> Planned:
-        """Does for the next round what can be done before it is launched."""
+        """Prepares the next round, as far as possible before its launch."""
         self.prepare(sequences)
         rows = [sequence.row for sequence in sequences]
         if self.graphs is not None and rows:
@@ -124,20 +124,20 @@ class Executor:
         return Planned(sequences, rows, sampling_mode(sequences))
 
     def round(self, planned: Planned, width: int) -> Flight:
-        """Verifies and proposes `width` nodes each. Here a device waits for whatever comes before the launch."""
+        """Verifies and proposes `width` nodes each. The device may be idle until the launch, so it comes first."""
         results = self._round(planned, width)
         self._expect_proposals(planned.rows, width)
         return Flight.launch(results, width)
 
     def recipients(self, sequences: list[Sequence | None]) -> Recipients:
-        """Of a pass whose tokens are those sequences'; None: a token that does not count."""
+        """Maps each output of the pass to its request; None marks an output to discard."""
         rows = [sequence.row if sequence is not None else -1 for sequence in sequences]
         places = [place for place, row in enumerate(rows) if row >= 0]
         rows = [rows[place] for place in places]
         return Recipients(places, rows, self.state.upload(rows))
 
     def store(self, to: Recipients, proposal: HostProposal) -> None:
-        """Takes proposals made on the host."""
+        """Stores proposals drafted on the host."""
         self.state.store(to.rows_on_device, proposal)
         offers = zip(to.rows, zip(proposal.counts, proposal.kinds, strict=True), strict=True)
         self._offers.update(offers if all(proposal.counts) else [(row, own) for row, own in offers if own[0]])
@@ -147,19 +147,19 @@ class Executor:
         return [self._offers[row] for row in rows]
 
     def _expect_proposals(self, rows: list[int], width: int) -> None:
-        """The pass launched leaves what the drafter proposes on the device."""
+        """Notes the proposals that a launched pass will store on the device."""
         self._offers.update(dict.fromkeys(rows, (min(width, self.runner.drafter.device_width), 0)))
 
     def _round(self, planned: Planned, width: int) -> Tensor:
         captured = self.graphs.round(planned.rows, planned.mode, width) if self.graphs is not None else None
         if captured is not None:
             return captured
-        # Of what is in flight this round is the last.
+        # This round is the last entry of in_flight.
         bounds = tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in planned.sequences)
         return self.runner.round(self.state.upload(planned.rows), bounds, planned.mode, width)
 
     def _prefill(self, chunks: list[Chunk]) -> Tensor:
-        """The tokens (B,) sampled behind the chunks, one request's packed after the other's."""
+        """Packs the chunks request after request; returns the tokens (B,) sampled after them."""
         tokens: list[int] = []
         next_tokens: list[int] = []
         positions: list[int] = []

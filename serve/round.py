@@ -1,6 +1,6 @@
 """The two passes of the engine: a prefill chunk, and a round (verify -> accept -> commit -> observe -> propose).
 
-A round is one function of device state: nothing inside waits for the host, so that it can be captured whole.
+A round is one function of device state. Nothing in it waits for the host, so it can be captured whole.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ class Runner:
     state: Rows
     caches: tuple[Tensor, ...]  # (L, 2, slots, G, D) views of the pool's groups
     accept_length: float | None = None  # simulated: see `simulate`
-    host_alone: bool = False  # every proposal comes from the host before it is verified: none is made here
+    host_alone: bool = False  # the host drafts all proposals, so passes draft none
 
     @torch.inference_mode()
     def prefill(
@@ -47,16 +47,18 @@ class Runner:
     ) -> Tensor:
         """Computes packed prompt chunks and samples the token after each.
 
-        tokens (T,); ends (B,) int64 tokens that are committed then; is_last (B,) bool which chunks end their prompts:
-        for those the drafter proposes if `proposes`. batch.next_tokens (T,) holds the known successors, and the sampled
-        token takes its place where a prompt ends. `attended`: the same queries as other requests, for the target's
-        attention. Returns the sampled tokens (B,) int64; others' are meaningless.
+        tokens (T,); ends (B,) int64 committed tokens after the pass; is_last (B,) bool: the chunk ends its prompt. If
+        `proposes`, the drafter proposes for those. batch.next_tokens (T,) holds the known successors; where a prompt
+        ends, the sampled token is filled in. `attended`: the same queries grouped otherwise, for the target's
+        attention. Returns the sampled tokens (B,) int64, meaningless where a prompt goes on.
         """
         assert batch.next_tokens is not None
         assert batch.last is not None
         hidden, features = self.target(tokens, self.attention_for(attended or batch), self.drafter.feature_layers)
         sampled = sample(self.target.logits(hidden[batch.last]), ends, batch.sampling)
-        places = torch.where(is_last, batch.last, len(tokens))  # one more, for tokens that are known
+        places = torch.where(
+            is_last, batch.last, len(tokens)
+        )  # one place more, cut off below, for chunks that do not end a prompt
         successors = pad(batch.next_tokens, (0, 1)).index_copy_(0, places, sampled)[:-1]
         batch = replace(batch, next_tokens=successors)
         self.state.lengths[batch.rows] = ends.int()
@@ -71,11 +73,11 @@ class Runner:
 
     @torch.inference_mode()
     def round(self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int) -> Tensor:
-        """Verifies the stored proposals of `rows` (B,), cut to `width` nodes, and stores the next ones, as wide.
+        """Verifies the stored proposals of `rows` (B,), cut to `width` nodes, and stores the next proposals, as wide.
 
         `bounds`: host upper bound of each request's committed tokens before the round.
-        Returns (B, 1 + N) int32: how many tokens each request emits, and which, -1 padded; of trees (B, 1 + 2 * N): the
-        accepted nodes, too.
+        Returns (B, 1 + N) int32: the number of tokens that each request emits, then the tokens, -1 padded. For trees
+        (B, 1 + 2 * N): the accepted nodes follow.
         """
         batch, proposal, inputs = self._begin(rows, bounds, mode, width)
         mask = "causal" if batch.ancestors is None else "tree"
@@ -99,11 +101,11 @@ class Runner:
     def _begin(
         self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int
     ) -> tuple[Batch, Proposal, Tensor]:
-        """The batch, the nodes to verify, and the token ids (T,) that the target reads for them."""
+        """Returns the batch, the nodes to verify, and the token ids (T,) that the target reads."""
         state = self.state
         tokens, parents, lengths, inputs = start_round(state.tokens, state.parents, state.lengths, rows, width)
         proposal = Proposal(tokens, parents)
-        positions, slots = state.chain(rows, lengths, width)  # a node's KV goes behind those before it
+        positions, slots = state.chain(rows, lengths, width)  # nodes' KV in node order
         ancestors = ancestor_masks(proposal.parents) if self.drafter.branches and width > 1 else None
         if ancestors is not None:
             positions = (lengths[:, None] + unpack(ancestors).sum(dim=-1) - 1).flatten()
@@ -123,7 +125,7 @@ class Runner:
     def _move_accepted(self, batch: Batch, verdict: Verdict) -> None:
         """Moves the accepted nodes' KV down to follow the committed tokens.
 
-        A chain's accepted nodes lie there already. In a tree's unaccepted tail a row is copied onto itself.
+        A chain's accepted nodes lie there already. A tree's remaining KV is copied onto itself.
         """
         if batch.ancestors is not None:
             B, N = verdict.nodes.shape
@@ -139,11 +141,11 @@ class Runner:
 
 
 def simulate(sampled: Tensor, keys: Tensor, positions: Tensor, accept_length: float) -> Verdict:
-    """A verdict for benchmarks of the runtime alone: its tokens are wrong. Accepts as many nodes of each chain as give
-    `accept_length` tokens a round on average.
+    """A verification result for benchmarks of the runtime alone; its tokens are wrong. Accepts so many nodes of each
+    chain that a round emits `accept_length` tokens on average.
 
-    sampled (B, N): the target's token after each node; keys (B,) and positions (B,) draw the fraction's coin, in few
-    launches, since what a simulation costs is measured with the round.
+    sampled (B, N): the target's token after each node; keys (B,) and positions (B,) seed the coin. It takes few
+    launches, since benchmarks time it with the round.
     """
     N = sampled.shape[1]
     whole, fraction = int(accept_length), accept_length % 1

@@ -5,8 +5,8 @@ of arrival. A step is
     chunks = scheduler.next_prefill()            ... launch ...    scheduler.launched(chunks)
                                                                    scheduler.commit_prefill(chunks, first_tokens)
     sequences = scheduler.next_round(reserve)    ... launch ...    scheduler.commit_round(sequences, tokens, drafted)
-What `next_...` hands out is launched at once, on a device that works in order. `commit_...` brings its tokens, in the
-same order but perhaps later, when further passes have been launched: they are then for known tokens + those in flight.
+The caller launches what `next_...` returns at once, on a device that works in order. `commit_...` brings the tokens in
+the same order, perhaps after further passes were launched; those continue after known tokens and those in flight.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ class QueueFull(Exception):
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
     """One request's state. While it decodes, tokens[num_computed:] is the next round's root, or empty until the token
-    sampled behind the prompt arrives. A preempted sequence goes on as a new object."""
+    sampled after the prompt arrives. A preempted sequence continues as a new object."""
 
     request: Request
     tokens: list[int]  # prompt + emitted
@@ -33,8 +33,8 @@ class Sequence:
     stats: RequestStats
     row: int = -1  # -1: not running
     num_computed: int = 0  # tokens whose KV is committed
-    decoding: bool = False  # its prefill is done, or on its way
-    in_flight: deque[int] = field(default_factory=deque)  # KV rows that each launched pass may commit, tokens unread
+    decoding: bool = False  # its prefill is launched
+    in_flight: deque[int] = field(default_factory=deque)  # by unread pass: KV tokens that it may commit
     num_preemptions: int = 0
 
     @classmethod
@@ -60,11 +60,11 @@ class Sequence:
 
     @property
     def is_ending(self) -> bool:
-        """Launched passes emit at least one token each: are they the last ones that max_tokens allows?"""
+        """Whether the launched passes, which emit at least one token each, reach max_tokens."""
         return self.stats.completion_tokens + len(self.in_flight) >= self.request.params.max_tokens
 
     def resumed(self) -> "Sequence":
-        """The sequence as it waits after a preemption; passes in flight for the old object are lost on it."""
+        """A copy that waits after a preemption; passes in flight still point to the old object and are ignored."""
         table = PageTable(self.table.namespace, self.table.lookahead)
         return replace(
             self,
@@ -77,7 +77,7 @@ class Sequence:
         )
 
     def cut(self, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
-        """The tokens up to the first stop id (which stays) and max_tokens, and why the sequence ends, if it does."""
+        """The tokens up to max_tokens and the first stop id, which is kept; and why the sequence ends, or None."""
         assert emitted, "every round and every prefill emits at least one token"
         num_left = self.request.params.max_tokens - self.stats.completion_tokens
         for index, token in enumerate(emitted[:num_left]):
@@ -86,7 +86,7 @@ class Sequence:
         return emitted[:num_left], "length" if len(emitted) >= num_left else None
 
     def count_round(self, drafted: int, num_accepted: int) -> None:
-        """Statistics of one round that proposed `drafted` tokens, `num_accepted` of which are part of the answer."""
+        """Counts one round that proposed `drafted` tokens, `num_accepted` of which are part of the answer."""
         self.stats.rounds += 1
         self.stats.drafted_tokens += drafted
         accepted = self.stats.accepted_by_position
@@ -102,35 +102,36 @@ class Chunk:
     sequence: Sequence
     start: int
     end: int
-    is_last: bool  # end was len(sequence.tokens) when the chunk was made: a token is to be sampled behind it
+    is_last: bool  # end was len(sequence.tokens) when the chunk was made: a token is sampled after it
 
 
 class Scheduler:
     """Requests in, work out, tokens in, outputs out.
 
-    A waiting sequence has neither row nor pages. Admission gives it both: pages for all its tokens and `max_reserve`
-    rows more, so that no two half-computed prompts wait for each other. `next_round` then adds pages as it grows and,
-    when they run out, preempts the newest sequence, prefilling or decoding: its computed pages stay in the prefix
-    cache, it goes to the front of the queue, and later a prefill of all its tokens yields its next one, the same that
-    the lost rounds would have given. The oldest is never preempted, so it always ends: `add` refuses what cannot fit.
+    A waiting sequence has neither request slot nor pages. Admission gives it both: pages for all its tokens and for
+    `max_reserve` KV tokens more, so that no two half-computed prompts wait for each other. `next_round` adds pages as a
+    sequence grows. When pages run out it preempts the newest sequence, prefilling or decoding: the computed pages stay
+    in the prefix cache, and the sequence returns to the front of the queue. Later a prefill of all its tokens yields
+    the token that the lost rounds would have given. The oldest is never preempted, so it always ends: `add` refuses
+    requests that cannot fit.
 
-    `on_admit` is called when a sequence has got its row and pages, again when it resumes; `on_release` while it still
-    has them, before another can get the row.
+    The scheduler calls `on_admit` when a sequence has its slot and pages, also when it resumes, and `on_release` before
+    it takes them back.
     """
 
     def __init__(
         self,
         *,
         cache: PageCache,
-        max_running: int,  # rows 0..max_running-1
+        max_running: int,  # request slots 0..max_running-1
         max_model_len: int,  # prompt + answer, in tokens
-        prefill_budget: int,  # tokens per next_prefill, with those that fill up the last block of a chunk
+        prefill_budget: int,  # tokens per next_prefill, padding of last blocks included
         stop_ids: frozenset[int],  # the model's end-of-text ids
         lookahead: int,  # of the drafter's KV: see serve/cache.py
-        max_reserve: int,  # most KV rows that the passes in flight at once write behind the committed ones
+        max_reserve: int,  # most KV tokens that the passes in flight write beyond the committed ones
         on_admit: Callable[[Sequence], None],
         on_release: Callable[[Sequence], None],
-        prefill_block: int = 1,  # tokens of a block: a captured pass computes whole ones
+        prefill_block: int = 1,  # tokens of a block; captured passes compute whole blocks
         max_chunks: int | None = None,  # requests that a captured pass holds
     ) -> None:
         self.cache = cache
@@ -148,7 +149,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._free_rows = list(reversed(range(max_running)))
-        self._refused: Sequence | None = None  # head of the queue that found too few pages; none came back since
+        self._refused: Sequence | None = None  # head of the queue, if too few pages were free and none was freed since
 
     @property
     def has_work(self) -> bool:
@@ -185,22 +186,22 @@ class Scheduler:
             end = min(length, start + blocks * size)
             chunks.append(Chunk(sequence, start, end, is_last=end == length))
             blocks -= -(-(end - start) // size)
-            if blocks == 0 or len(chunks) == self.max_chunks:  # before the next one is admitted
+            if blocks == 0 or len(chunks) == self.max_chunks:  # do not admit one more
                 break
         return chunks
 
     def launched(self, chunks: list[Chunk]) -> None:
-        """Their pass is on its way, so their pages may be shared: those of one that failed hold no KV."""
+        """Their pass is launched, so their pages may be shared. Not earlier: pages of a failed launch hold no KV."""
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.num_computed = chunk.end
             self.cache.publish(sequence.table, sequence.tokens, sequence.num_computed)
             if chunk.is_last:
                 sequence.decoding = True
-                sequence.in_flight.append(0)  # the sampled token's KV is the next round's
+                sequence.in_flight.append(0)  # the next round writes the sampled token's KV
 
     def commit_prefill(self, chunks: list[Chunk], first_tokens: list[int | None]) -> list[Output]:
-        """Each last chunk brings the token sampled behind it. Those of ended or preempted sequences are passed over."""
+        """Each last chunk brings the token sampled after it. Chunks of ended or preempted sequences are ignored."""
         outputs: list[Output] = []
         for chunk, token in zip(chunks, first_tokens, strict=True):
             sequence = chunk.sequence
@@ -213,7 +214,7 @@ class Scheduler:
         return outputs
 
     def next_round(self, reserve: int) -> list[Sequence]:
-        """The decoding sequences, oldest first, each with pages for `reserve` KV rows behind all it may have by then.
+        """The decoding sequences, oldest first, each with pages for `reserve` KV tokens beyond its bound.
 
         Those that end with the tokens in flight are left out.
         """
@@ -229,7 +230,7 @@ class Scheduler:
     def commit_round(self, sequences: list[Sequence], tokens: list[list[int]], drafted: list[int]) -> list[Output]:
         """`tokens[i]` are what the round emitted for `sequences[i]`: accepted drafts, then the target's own token.
 
-        `drafted[i]` tokens were proposed to it. Sequences that ended or were preempted since are passed over.
+        `drafted[i]` tokens were proposed to it. Sequences that ended or were preempted since are ignored.
         """
         outputs: list[Output] = []
         for sequence, emitted, num_drafted in zip(sequences, tokens, drafted, strict=True):
@@ -248,7 +249,7 @@ class Scheduler:
         assert {id(sequence) for sequence in everyone} == {id(sequence) for sequence in self._sequences.values()}
         assert len(everyone) == len(self._sequences), "a sequence is in two places"
         rows = [sequence.row for sequence in self._running] + self._free_rows
-        assert sorted(rows) == list(range(self.max_running)), "a row was lost or given twice"
+        assert sorted(rows) == list(range(self.max_running)), "a request slot was lost or given twice"
         for sequence in self._running:
             num_rest = len(sequence.tokens) - sequence.num_computed
             assert num_rest == 1 or (sequence.in_flight and num_rest == 0 if sequence.decoding else num_rest > 1), (
@@ -277,7 +278,7 @@ class Scheduler:
             )
 
     def _prefilling(self) -> Iterator[Sequence]:
-        """Running sequences with tokens to compute, then, one by one as asked for, newly admitted ones."""
+        """Yields running sequences with tokens to compute, then admits waiting ones, one at each step."""
         yield from [sequence for sequence in self._running if not sequence.decoding]
         while self._waiting and self._admit(self._waiting[0]):
             yield self._waiting.popleft()
@@ -286,7 +287,7 @@ class Scheduler:
         if not self._free_rows or sequence is self._refused:
             return False
         num_tokens = len(sequence.tokens) + self.max_reserve
-        headroom = len(self._running)  # a page for each, else the next round would undo the admission
+        headroom = len(self._running)  # a page for each, or the next round would preempt the new one
         if not self.cache.admit(sequence.table, sequence.tokens, num_tokens, headroom):
             assert self._running, "an empty cache is too small for a request that add() accepted"
             self._refused = sequence
@@ -328,7 +329,7 @@ class Scheduler:
         return Output(request_id=sequence.request.id, tokens=tokens, finish_reason=reason, stats=sequence.stats)
 
     def _release(self, sequence: Sequence) -> None:
-        """Take row and pages from a running sequence."""
+        """Takes request slot and pages from a running sequence."""
         self.on_release(sequence)
         self.cache.release(sequence.table, sequence.tokens, sequence.num_computed)
         self._running.remove(sequence)

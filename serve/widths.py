@@ -1,8 +1,8 @@
 """How many nodes to verify in a round: as many as give the most tokens per millisecond at this load.
 
-A target pass over few rows costs what its weights cost to read, so drafts are free; over many rows it costs by the row,
-and drafts that are refused slow everyone down. Both sides of the choice are measured: the time of rounds at start-up,
-the acceptance of drafts as it happens. Imports no torch.
+A target pass over few tokens costs as much as reading the weights, so drafts are free. A pass over many tokens costs by
+the token, and refused drafts slow every request down. Both sides are measured: the times of rounds at start-up, the
+acceptance of drafts while serving. Imports no torch.
 """
 
 from bisect import bisect_left
@@ -11,39 +11,38 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 DECAY = 0.99  # weight of a round's acceptance after one more round
-PRIOR = 4.0  # drafts of each place believed in before any was seen
-PROBE_SHARE = 0.01  # of the time goes into rounds wider than the best one, to see whether that has changed
+PRIOR = 4.0  # drafts per place that the prior counts as
+PROBE_SHARE = 0.01  # of the time is spent on rounds wider than the best one, to notice changes
 PROBE_ROUNDS = 3  # the first one only drafts
-PATIENCE = 2  # rounds that verify none of the host's drafts, before rounds no longer wait for those
-HYSTERESIS = 1.01  # a change costs a round without drafts, so it has to pay
+PATIENCE = 2  # rounds without a draft of the host, after which rounds stop waiting for the host
+HYSTERESIS = 1.01  # switching costs one draft-less round; require at least 1 % gain
 
 
-# What a request has to verify: nodes, root included, and their kind. Proposals of one kind are accepted alike; 0 is a
-# network's, others see HostProposal.
+# A request's proposal: its nodes, root included, and its kind. Each kind has its own acceptance rate; 0: drafted by a
+# network; others: see HostProposal.
 Offer = tuple[int, int]
 RoundTimes = Mapping[tuple[int, int], float]
 
 
 class WidthPolicy:
-    """Chooses among `widths` (1 included). `ms` holds the times of rounds, `filtered_ms` of those that sample with
-    top-k and the like, if they differ."""
+    """Chooses among `widths` (1 included). `ms` holds the times of rounds; `filtered_ms`, if given, those of rounds
+    that sample with top-k, top-p or min-p."""
 
     def __init__(self, widths: Sequence[int], ms: RoundTimes, filtered_ms: RoundTimes | None = None) -> None:
         self.widths = sorted(widths)
-        self.ms = ms  # of the present batch: one of the two below
+        self.ms = ms  # the table for the present batch
         self._tables = (ms, ms if filtered_ms is None else filtered_ms)
         self.sizes = sorted({size for size, _ in ms})
-        self.wait_ms = 0.0  # that a round costs more if it waits for the host's drafts; the engine measures it
+        self.wait_ms = 0.0  # extra cost of a round that waits for the host's drafts; set by the engine
         self.width = self.widths[-1]
         self._seen: dict[int, Acceptance] = {}  # by kind
         self._budget = 0.0  # ms that probes may cost
         self._probes_left = 0
 
     def choose(self, offers: Sequence[Offer], least: int = 1, *, filtered: bool = False) -> int:
-        """The width of the next round. The device drafts as many nodes as it is asked for, up to `least`; for more the
-        round has to wait for the host."""
+        """The width of the next round. The device drafts up to `least` nodes; for more the round waits for the host."""
         self.ms = self._tables[filtered]
-        numbers = Counter(offers)  # a large batch has few different ones
+        numbers = Counter(offers)  # a large batch has few distinct offers
         if least > 1:
             numbers = Counter((max(least, nodes), kind) for nodes, kind in offers)
         most, _ = max(numbers)
@@ -62,13 +61,12 @@ class WidthPolicy:
         for (nodes, kind), number in offers.items():
             expected = self._of(kind).expected
             for index, width in enumerate(widths):
-                tokens[index] += number * expected[(width if width < nodes else nodes) - 1]  # min() takes longer
+                tokens[index] += number * expected[(width if width < nodes else nodes) - 1]  # faster than min()
         batch = offers.total()
         return {width: sum_ / self._time(batch, width, least) for width, sum_ in zip(widths, tokens, strict=True)}
 
     def record(self, offers: Sequence[Offer], width: int, accepted: Sequence[Sequence[int]]) -> None:
-        """A round verified the offers, cut to `width`, and accepted the nodes with ids accepted[i] behind the root of
-        request i."""
+        """Counts a round that verified the offers, cut to `width`; request i accepted the nodes accepted[i]."""
         kinds: dict[int, tuple[list[int], list[Sequence[int]]]] = {}
         for (nodes, kind), ids in zip(offers, accepted, strict=True):
             if nodes > 1:
@@ -84,12 +82,12 @@ class WidthPolicy:
         return self._seen[kind]
 
     def _probe(self, batch: int, wider: list[int], least: int) -> int:
-        """The present width, or now and then the next wider one."""
+        """The present width, or now and then the next wider one (a probe)."""
         if not wider:
             return self.width
         base = self._time(batch, self.width, least)
         extra = self._time(batch, wider[0], least) - base
-        rounds = PROBE_ROUNDS + (PATIENCE if self.width <= least < wider[0] else 0)  # in the end it waits in vain
+        rounds = PROBE_ROUNDS + (PATIENCE if self.width <= least < wider[0] else 0)  # a failed probe waits in vain
         self._budget += PROBE_SHARE * base
         if self._probes_left == 0 and self._budget >= rounds * extra:
             self._probes_left, self._budget = PROBE_ROUNDS, 0.0
@@ -104,18 +102,18 @@ class WidthPolicy:
 
 
 class Acceptance:
-    """How often the nodes of one kind's proposals were accepted lately, by place in the proposal."""
+    """How often nodes of one kind of proposal were accepted lately, by place in the proposal."""
 
     def __init__(self, width: int, kind: int) -> None:
         prior = 1.0 - 0.5**kind if kind else 1.0
-        self._tried = [PRIOR] * (width - 1)  # by node behind the root: how often it was verified, decayed
+        self._tried = [PRIOR] * (width - 1)  # by node after the root: verifications, decayed
         self._accepted = [PRIOR * prior**node for node in range(1, width)]
         self.expected = self._expect()
 
     def record(self, nodes: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
-        """Proposals with nodes[i] > 1 nodes were verified; the nodes accepted[i] of them were right."""
+        """Counts verified proposals: proposal i had nodes[i] > 1 nodes, of which accepted[i] were accepted."""
         ends, trying = Counter(nodes), len(nodes)
-        last = max(nodes) - 2  # place of the last node verified
+        last = max(nodes) - 2  # index of the last verified node
         before = self._accepted[last] / self._tried[last]
         for index in range(last + 1):
             self._tried[index] = DECAY * self._tried[index] + trying
@@ -125,17 +123,17 @@ class Acceptance:
             for node in ids:
                 self._accepted[node - 1] += 1
         self._follow(last, before)
-        self.expected = self._expect()  # now: a choice may have a device wait for it
+        self.expected = self._expect()  # now, since the device may wait for the next choice
 
     def _expect(self) -> list[float]:
-        """[n - 1]: tokens that n nodes yield on average, the root's and one per accepted node. Nodes come best first
-        and a parent before its children, so a proposal is cut behind any of them."""
+        """[n - 1]: tokens that n nodes yield on average: one for the root and one per accepted node. Nodes are sorted
+        best first and parents precede children, so a proposal can be cut after any node."""
         rates = (accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
         return list(accumulate(rates, initial=1.0))
 
     def _follow(self, last: int, before: float) -> None:
-        """Nodes behind the last one verified have changed as it has: else narrow rounds would never see that texts
-        have begun to repeat."""
+        """Scales the rates of nodes beyond the last verified one by its change. Otherwise narrow rounds would never
+        notice that texts have begun to repeat."""
         change = self._accepted[last] / self._tried[last] / before
         for index in range(last + 1, len(self._tried)):
             self._accepted[index] = min(change * self._accepted[index], self._tried[index])

@@ -1,4 +1,4 @@
-"""Attention with torch's scaled_dot_product_attention over gathered pages: the CPU's backend and everyone's oracle."""
+"""Attention with torch's scaled_dot_product_attention over gathered pages: the CPU's backend and the reference."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ from slipstream.models.layers import Mask, RotaryEmbedding
 from slipstream.serve.attention.base import PHASES, KVFormat
 from slipstream.serve.batch import Batch
 
-# Without cuDNN, which takes some 40 ms to prepare for every length of a prompt that it has not seen.
+# Without cuDNN, which prepares about 40 ms for every new prompt length.
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -26,7 +26,7 @@ class Segment:
     queries: slice  # of the packed tokens
     count: int  # queries per request
     pages: Tensor  # (b, p) int64
-    is_whole: bool  # one request's first tokens: its queries are all that there is
+    is_whole: bool  # one request without committed tokens: its queries are its whole context
     # (b, 1, count or Q / G * count, p * page_size), 0 or -inf, by mask and window
     biases: dict[tuple[Mask, int | None], Tensor] = field(default_factory=dict)
 
@@ -105,11 +105,11 @@ class Backend:
         return out.reshape(b * segment.count, G * group, D)
 
     def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None, segment: Segment) -> Tensor:
-        """One request on a GPU, where a prompt's bias is large: query heads that share a KV head take the batch's place
-        instead of being stacked along the queries. q (G, Q / G, count, D), k and v (1, G, S, D) -> (count, Q, D).
+        """One request on a GPU, where a prompt's bias is large: query heads that share a KV head become the
+        batch instead of being stacked along the queries. q (G, Q / G, count, D), k and v (1, G, S, D) -> (count, Q, D).
 
-        The batch's, not (G, Q / G, ...): where keys have head stride 0, torch's memory-efficient kernel takes a last
-        block of one query (65 of them, 129, ...) for as many queries as there are heads, and returns nonsense.
+        Not (G, Q / G, ...): with head stride 0 in the keys, torch's memory-efficient kernel reads a last block of one
+        query (of 65, 129, ...) as one query per head and returns nonsense.
         """
         q, group = q.transpose(0, 1), q.shape[1]
         k, v = k.expand(group, -1, -1, -1), v.expand(group, -1, -1, -1)
@@ -133,7 +133,7 @@ class Backend:
         return Segment(slice(start, end), queries, count, pages, is_whole)
 
     def _bias(self, mask: Mask, window: int | None, segment: Segment, dtype: torch.dtype) -> Tensor:
-        """(b, 1, count, S): 0 where a query sees a key, -inf elsewhere. Keys stand in slot order, not depth order."""
+        """(b, 1, count, S): 0 where a query sees a key, -inf elsewhere. Keys are in slot order, not in depth order."""
         lengths = self.batch.lengths[segment.requests, None, None]  # (b, 1, 1)
         size = segment.pages.shape[1] * self.cache.shape[3]
         keys = torch.arange(size, device=lengths.device)
@@ -146,7 +146,7 @@ class Backend:
         else:
             visible = self._tree_visible(keys, lengths, segment)
         if window is not None:
-            assert mask == "causal", "elsewhere slots are not positions"
+            assert mask == "causal", "only then slots are positions"
             visible = visible & (keys > lengths + queries - window)
         bias = torch.zeros(visible.shape, dtype=dtype, device=lengths.device)
         return bias.masked_fill_(~visible, -torch.inf)[:, None]

@@ -1,4 +1,4 @@
-"""Attention by our own Triton kernels. Nothing is planned on the host, so a round with it is one CUDA graph."""
+"""Attention by our own Triton kernels. They plan nothing on the host, so a round is one CUDA graph."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from slipstream.serve.batch import Batch
 
 
 class Backend:
-    """Every request of a pass asks as many queries, at most 64 with the nodes before; `write` takes any number."""
+    """All requests of a pass have as many queries, at most 64 with earlier nodes; `write` takes any number."""
 
     is_ready = True
     needs_host_lengths = False

@@ -1,4 +1,4 @@
-"""The interface of a drafter and how one is found. A drafter is a file of this folder with a class `Drafter`."""
+"""The drafter interface, and how a draft finds its drafter: a file of this folder with a class `Drafter`."""
 
 import functools
 import importlib
@@ -23,7 +23,7 @@ from slipstream.serve.request import Request
 
 
 class Drafter(ABC):
-    """Proposes tokens for the target to verify. The engine asks only what stands here, never which drafter it is."""
+    """Proposes tokens for the target to verify. The engine uses this interface only, whichever drafter it is."""
 
     Options: ClassVar[type] = NoOptions  # its dataclass of options, shown as --drafter.*
     feature_layers: tuple[
@@ -32,67 +32,66 @@ class Drafter(ABC):
     kv: KVSpec | None = None  # its own per-token KV, kept at the target's slots
     lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
     branches: bool = False  # False: proposals are chains, which need neither tree mask nor KV moves
-    on_host: ClassVar[bool] = False  # draft runs between rounds, which wait for the host while that pays
-    widths: tuple[int, ...] = (1,)  # the values of N it can offer; 1 is always allowed
+    on_host: ClassVar[bool] = False  # `draft` runs on the host between rounds, which wait for it while that pays
+    widths: tuple[int, ...] = (1,)  # supported values of N; always with 1
 
     @property
     def device_width(self) -> int:
-        """Most nodes that it proposes on the device."""
+        """Most nodes that `propose` returns."""
         return max(self.widths)
 
     @classmethod
     @abstractmethod
     def load(cls, draft: str, options: Any, target: Target) -> "Drafter":
-        """Builds the drafter for `target`, on its device and in its dtype. Raises ValueError where they do not fit."""
+        """Builds the drafter on the target's device and in its dtype. Raises ValueError if the draft does not fit."""
 
     def scratch(self, width: int) -> int:
-        """KV rows that drafting `width` nodes writes beyond the committed ones."""
+        """KV tokens that drafting `width` nodes writes beyond the committed ones."""
         return 0
 
     def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
-        """Shares the target's weights and the rows; `attention` works on the KV that `kv` asked for."""
+        """Receives the target, the request state, and attention over the KV that `kv` asked for."""
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a request that it would not serve as promised."""
+        """Raises ValueError for a request that the drafter cannot serve as promised."""
 
     def admit(self, row: int, tokens: list[int], namespace: str) -> None:
-        """A request begins (or resumes) in `row` with these tokens, prefix hits included."""
+        """A request starts (or resumes) in slot `row` with these tokens, cached ones included."""
 
     def propose(self, batch: Batch, width: int) -> Proposal:
-        """At most N = `width` nodes for each request: batch.lengths (B,) tokens are committed, batch.roots (B,) follow.
-
-        Here the roots alone."""
+        """Proposes at most N = `width` nodes per request, after batch.lengths (B,) committed tokens and the
+        roots batch.roots (B,). The default proposes the roots alone."""
         assert batch.roots is not None
         return Proposal(batch.roots[:, None].int(), chain_parents(len(batch.roots), 1, batch.roots.device))
 
     def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:
-        """Sees a target pass: `features` (T, K * H) of its queries.
+        """Takes the features (T, K * H) of a target pass, to write the drafter's KV and state.
 
         After a prefill chunk `verdict` is None and batch.next_tokens (T,) holds each query's successor. After a round
         the accepted nodes are committed, in order, at positions batch.lengths (B,) + 0..verdict.lengths - 1.
         """
 
     def draft(self, rows: Sequence[int], emitted: NDArray[np.int32], width: int) -> HostProposal:
-        """On the host: the requests in `rows` (B,) have gained the first emitted[:, 0] of emitted[:, 1:], and get nodes
-        for what follows.
+        """Runs on the host. The requests in slots `rows` (B,) have gained the first emitted[:, 0] of emitted[:, 1:];
+        proposes what follows.
 
-        A request may end within these tokens: then `release`, before its next `draft`, says how many were its own.
+        A request may end within these tokens: `release` then tells how many belong to it.
         """
-        raise NotImplementedError(f"{type(self).__module__} drafts on the host and does not say how")
+        raise NotImplementedError(f"{type(self).__module__} sets on_host and lacks a method draft")
 
     def release(self, row: int, tokens: list[int]) -> None:
-        """The request in `row` ended or was preempted; `tokens` is all of it."""
+        """The request in slot `row` ended or was preempted; `tokens` are all its tokens."""
 
     def metrics(self) -> dict[str, int]:
         """Gauges by name, for /metrics."""
         return {}
 
     def close(self) -> None:
-        """The engine ends; no request is running."""
+        """Called once when the engine closes, after all requests have ended."""
 
 
 def find_drafter(draft: str) -> type[Drafter]:
-    """The class for a bare name (a file of this folder) or for a checkpoint (its config.json names the drafter)."""
+    """The drafter class for a name (a file of this folder) or a checkpoint (its config.json names the drafter)."""
     name = drafter_name(draft)
     found = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "base")
     if name not in found:
@@ -101,7 +100,7 @@ def find_drafter(draft: str) -> type[Drafter]:
 
 
 def options_of(draft: str) -> type:
-    """The dataclass of options of this draft's drafter; a checkpoint's can be mixed with n-gram lookahead."""
+    """The options dataclass of the draft's drafter; for a checkpoint with those of n-gram lookahead."""
     own = find_drafter(draft).Options
     if not is_checkpoint(draft):
         return own
@@ -109,7 +108,7 @@ def options_of(draft: str) -> type:
 
 
 def load_drafter(draft: str, values: dict[str, Any], target: Target) -> Drafter:
-    """The drafter with options by name. Raises ValueError where a name or value is wrong, or it does not fit."""
+    """Builds the drafter. Raises ValueError for a wrong option name or value, and if draft and target do not fit."""
     drafter = find_drafter(draft)
     if not is_checkpoint(draft):
         return drafter.load(draft, build_options(drafter, values), target)
@@ -126,7 +125,7 @@ def drafter_name(draft: str) -> str:
 
 
 def build_options(drafter: type[Drafter], values: dict[str, Any]) -> Any:
-    """The drafter's Options from names and values; ValueError lists the valid names for an unknown one."""
+    """Builds the drafter's Options. Raises ValueError for an unknown name, with the valid ones."""
     names = [field.name for field in fields(drafter.Options)]
     unknown = sorted(values.keys() - set(names))
     if unknown:
@@ -141,7 +140,7 @@ def chain_parents(batch_size: int, width: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _chain_parents(width: int, device: torch.device) -> Tensor:
-    """(N,), made once: a captured round only reads it."""
+    """(N,), cached: captured rounds only read it."""
     assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capture"
     with torch.inference_mode(False):
         return torch.arange(-1, width - 1, dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
 """DFLASH drafter (arXiv 2602.06036): one pass over [last token, mask, mask, ...] drafts a whole chain.
 
-Its KV at a committed slot comes from the target's features there alone, hence lookahead 0; that of the block lies
-behind it until the next round's features take its place. No row state.
+Its KV of a committed token depends on the target's features of that token alone, hence lookahead 0. The block's KV
+follows the committed tokens until the next round overwrites it. The drafter keeps no state per request.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from slipstream.serve.draft_vocabulary import DraftVocabulary, TokenMapOptions, 
 from slipstream.serve.drafters import base
 from slipstream.serve.request import Request
 
-MAX_BLOCK = 64  # nodes that our attention kernel takes
+MAX_BLOCK = 64  # most nodes of the attention kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class DFlashOptions(TokenMapOptions):
     block: int | None = None
     """Most nodes that the target verifies: tokens drafted per round + 1. Default: what the draft was trained on."""
     full_block: bool = False
-    """Draft the whole block also where a round takes fewer tokens of it."""
+    """Draft the whole block even where a round verifies fewer nodes."""
 
     def __post_init__(self) -> None:
         TokenMapOptions.__post_init__(self)
@@ -43,7 +43,7 @@ class Drafter(base.Drafter):
     def __init__(self, module: DFlash, vocabulary: DraftVocabulary, options: DFlashOptions) -> None:
         config = module.config
         self.module, self.context, self.vocabulary = module, module.stack_context(), vocabulary
-        self.first_slot = 0 if config.sample_from_anchor else 1  # slot of a block that drafts the first token
+        self.first_slot = 0 if config.sample_from_anchor else 1  # block position that drafts the first token
         trained = config.block_size + 1 - self.first_slot
         if options.block is not None and options.block > trained:
             raise ValueError(
@@ -73,7 +73,7 @@ class Drafter(base.Drafter):
         self.embed, self.attention = target.embed_tokens, attention
 
     def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:
-        """Stores the KV of all rows. Of a round, those beyond the accepted ones are overwritten by the next."""
+        """Stores the KV of all queries. The next round overwrites the KV beyond the accepted nodes."""
         assert features is not None
         self.vocabulary.observe(batch, verdict)
         context = self.module.fuse(features)
@@ -97,11 +97,11 @@ class Drafter(base.Drafter):
         hidden = self.module(self.embed(self.module.block_tokens(roots, slots).flatten()), self.attention)
         drafting = slice(self.first_slot, self.first_slot + width - 1)
         hidden, own = (x.unflatten(0, (B, slots))[:, drafting].flatten(0, 1) for x in (hidden, block.positions))
-        positions = own if self.first_slot else own + 1  # of the tokens that are drafted
+        positions = own if self.first_slot else own + 1  # of the drafted tokens
         columns = head_sample(self.vocabulary.head, hidden, positions, batch.sampling.repeat(width - 1))
         drafted = self.vocabulary.target_ids(columns)
         return Proposal(torch.cat((roots[:, None], drafted.view(B, width - 1)), dim=1), parents)
 
     def _slots(self, width: int) -> int:
-        """Tokens of the block that drafts `width` nodes."""
+        """Block size needed for `width` nodes."""
         return self.full_slots or width - 1 + self.first_slot

@@ -1,4 +1,4 @@
-"""EAGLE drafter (arXiv 2401.15077): one decoder layer that predicts features, which the target's own head reads."""
+"""EAGLE drafter (arXiv 2401.15077): one decoder layer predicts features; the target's head turns them into logits."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""EAGLE3 drafter (arXiv 2503.01840): one decoder layer over the target's features, with a head of its own."""
+"""EAGLE3 drafter (arXiv 2503.01840): one decoder layer over the target's features, with its own head."""
 
 from dataclasses import dataclass
 
@@ -15,14 +15,14 @@ from slipstream.serve.draft_vocabulary import DraftVocabulary
 @dataclass(frozen=True, slots=True)
 class Eagle3Options(TreeOptions):
     token_map: str | None = None
-    """Not for EAGLE3 drafts, which have a vocabulary and a head of their own."""
+    """Refused: EAGLE3 drafts have their own vocabulary and head."""
 
     def __post_init__(self) -> None:
         TreeOptions.__post_init__(self)
         if self.token_map is not None:
             raise ValueError(
-                f"drafter.token_map is {self.token_map}; an EAGLE3 draft has a vocabulary of its own (d2t) and a head "
-                "for it: train it with --draft.vocabulary instead"
+                f"drafter.token_map is {self.token_map}; an EAGLE3 draft has its own vocabulary (d2t) and head: "
+                "train it with --draft.vocabulary instead"
             )
 
 

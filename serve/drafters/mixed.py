@@ -1,8 +1,7 @@
 """A draft network with n-gram lookahead before it: `--draft ckpt/ --drafter.ngram-first 5`.
 
-Where at least `ngram_first` last tokens of a request have occurred before, what followed them is verified; elsewhere
-the network's own proposal, which is always made. So the choice is each request's own in each round. Rounds wait for
-the host.
+In every round and for each request: where at least `ngram_first` last tokens have occurred before, the target verifies
+what followed them; elsewhere it verifies the network's proposal, which is always made. Rounds wait for the host.
 """
 
 from collections.abc import Sequence
@@ -23,12 +22,12 @@ from slipstream.serve.request import Request
 
 @dataclass(frozen=True)  # without slots: it is a second base of others
 class MixedOptions:
-    """What a network's drafter offers besides its own options."""
+    """Options that every draft network has besides its own."""
 
     ngram_first: int = 0
-    """Verify n-gram lookahead instead where at least so many last tokens have occurred before; 0: never."""
+    """Verify n-gram lookahead where at least so many last tokens have occurred before; 0: never."""
     ngram_nodes: int = 16
-    """Most nodes of such a proposal, root included."""
+    """Most nodes of an n-gram proposal, root included."""
     ngram_capacity: int = 1_000_000
     """Nodes kept of all texts."""
 
@@ -42,7 +41,7 @@ class MixedOptions:
             self.ngram_options()
 
     def ngram_options(self) -> ngram.NgramOptions:
-        """Raises ValueError for one out of its range, by its name here."""
+        """Raises ValueError for a value out of range, with the name that it has here."""
         try:
             return ngram.NgramOptions(nodes=self.ngram_nodes, capacity=self.ngram_capacity)
         except ValueError as error:
@@ -127,6 +126,6 @@ class Drafter(base.Drafter):
 
 
 def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], MixedOptions]:
-    """The network's own options by name, and those of this module. Raises ValueError for one out of its range."""
+    """The network's options by name, and those of this module. Raises ValueError for a value out of range."""
     mine = {name: value for name, value in values.items() if name in NAMES}
     return {name: value for name, value in values.items() if name not in NAMES}, MixedOptions(**mine)

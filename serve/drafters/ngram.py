@@ -1,8 +1,8 @@
 """N-gram lookahead: drafts what has followed the last tokens before, in the request's own text or in others', without
 a model.
 
-It needs no target states, no KV and no GPU: a C++ core (csrc/) matches and expands on the host between rounds, which
-wait for it. Requests of one namespace (the API's `cache_salt`) see each other's texts, those of others never.
+It needs no target states, no KV and no GPU: a C++ core (csrc/) matches and drafts on the host between rounds, which
+wait for it. Requests see texts of their own namespace (the API's `cache_salt`) only.
 """
 
 import json
@@ -33,7 +33,7 @@ class NgramOptions:
     nodes: int = 16
     """Most nodes per proposal, root included."""
     min_match: int = 1
-    """Fewest last tokens that must have occurred before."""
+    """Fewest last tokens that count as a match."""
     max_match: int = 12
     """Most last tokens that are looked up; the longest match wins."""
     order: Literal["probability", "breadth"] = "probability"
@@ -41,15 +41,15 @@ class NgramOptions:
     breadth: int = 4
     """Most children of a node; 1 drafts chains."""
     capacity: int = 1_000_000
-    """Nodes kept of all texts, about 60 bytes each; the ones used longest ago go first."""
+    """Nodes kept of all texts, about 60 bytes each; the least recently used ones are evicted first."""
     branch_length: int = 18
     """Longest sequence of tokens that is kept."""
     queue_tokens: int = 65_536
-    """Most tokens that wait to be inserted; more are dropped and counted."""
+    """Most tokens queued for insertion; further ones are dropped and counted."""
     corpus: str | None = None
-    """Texts to know from the start: a prepared dataset (slipstream prepare), or .jsonl with `tokens` in each line."""
+    """Texts to insert at the start: a prepared dataset (slipstream prepare), or .jsonl with `tokens` in each line."""
     load: str | None = None
-    """File of an earlier `save` to begin with."""
+    """File to load at the start, written by an earlier `save`."""
     save: str | None = None
     """File to write when the engine ends."""
 
@@ -57,15 +57,15 @@ class NgramOptions:
         if not 2 <= self.nodes <= MAX_NODES:
             raise ValueError(f"drafter.nodes is {self.nodes}; it must be between 2 and {MAX_NODES}")
         if self.load and not Path(self.load).is_file():
-            raise ValueError(f"drafter.load {self.load} is no file; name one that drafter.save has written")
+            raise ValueError(f"drafter.load {self.load} is not a file; name one written by drafter.save")
         if self.save and not Path(self.save).absolute().parent.is_dir():
-            raise ValueError(f"drafter.save {self.save} lies in a folder that does not exist; make it first")
+            raise ValueError(f"drafter.save {self.save} is in a folder that does not exist; create it first")
         if self.corpus and not Path(self.corpus).exists():
             raise ValueError(f"drafter.corpus {self.corpus} does not exist; name a prepared dataset or a .jsonl file")
         self.core(1)
 
     def core(self, rows: int) -> NgramCore:
-        """Raises ValueError for an option out of its range."""
+        """Raises ValueError for an option out of range."""
         values = asdict(self)
         try:
             return NgramCore(rows=rows, **{name: values[name] for name in CORE_OPTIONS})
@@ -89,8 +89,8 @@ class Drafter(base.Drafter):
 
     def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
         self.core = self.options.core(state.null)
-        # Pinned, so that copies to the device are not waited for. Two in turn: a step drafts at most twice, and before
-        # the next one drafts, it has read a pass that was launched behind these copies.
+        # Pinned, so that copies to the device do not wait. Two buffers in turn: a step drafts at most twice, and before
+        # the next step drafts, it reads a pass that was launched after these copies.
         pinned = state.device.type == "cuda"
         size = 2 * state.null * self.options.nodes
         memory = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
@@ -108,7 +108,7 @@ class Drafter(base.Drafter):
         return proposal
 
     def match(self, rows: Sequence[int], emitted: Ints, width: int) -> tuple[HostProposal, list[int]]:
-        """The proposals, and the length of each longest match."""
+        """Returns proposals, and the length of each longest match."""
         nodes, tokens, parents, matches = next(self.arrays)(len(rows), width)
         counts = self.core.advance(rows, emitted, tokens, parents, matches)
         lengths = matches.tolist()
@@ -138,7 +138,7 @@ def _arrays_in(memory: torch.Tensor, batch: int, width: int) -> tuple[torch.Tens
 
 
 def read_corpus(path: str, vocab_size: int) -> Iterator[np.ndarray]:
-    """Token ids of each text. Raises ValueError, naming the place, for what is none."""
+    """Yields the token ids of each text. Raises ValueError with the place for a text that is not a list of ids."""
     for place, tokens in _read_lines(Path(path)) if path.endswith(".jsonl") else _read_dataset(path):
         ids = np.asarray(tokens)
         if ids.ndim != 1 or ids.size and not (ids.dtype.kind == "i" and 0 <= ids.min() <= ids.max() < vocab_size):
@@ -155,7 +155,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
             try:
                 yield place, json.loads(line)["tokens"]
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"drafter.corpus {place}: no JSON object with a list `tokens`") from error
+                raise ValueError(f"drafter.corpus {place}: not a JSON object with a list `tokens`") from error
 
 
 def _read_dataset(path: str) -> Iterator[tuple[str, Any]]:
@@ -165,7 +165,7 @@ def _read_dataset(path: str) -> Iterator[tuple[str, Any]]:
         rows = load_from_disk(path)["train"].select_columns("input_ids")
     except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"drafter.corpus {path} is no prepared dataset ({error}); make one by slipstream prepare"
+            f"drafter.corpus {path} is not a prepared dataset ({error}); make one with slipstream prepare"
         ) from error
     for number, row in enumerate(rows):
         yield f"{path} row {number}", row["input_ids"]

@@ -1,5 +1,5 @@
-"""The core of the n-gram drafter, in C++ (csrc/): what follows a request's last tokens in its own text and in a trie
-of other texts, as a tree of drafted tokens. Methods release the GIL and may be called from any thread.
+"""The C++ core of the n-gram drafter (csrc/): drafts trees of the tokens that followed a request's last tokens before,
+in its own text and in a trie of other texts. Methods release the GIL and may be called from any thread.
 
 B requests, K tokens gained, N nodes per request (root included). Token ids are 0..2^21 - 1.
 """
@@ -12,14 +12,14 @@ from numpy.typing import ArrayLike, NDArray
 
 class Stats(TypedDict):
     nodes: int
-    bytes: int  # of the trie: all it will ever take, committed as it fills
+    bytes: int  # of the trie: reserved in full, committed as it fills
     context_bytes: int  # of the running requests' own texts
     inserted_tokens: int
     dropped_tokens: int  # the queue was full
     waiting_tokens: int
     evicted_nodes: int
     drafted_tokens: int
-    match_lengths: list[int]  # [length]: proposals whose longest match had it; [0]: that found none
+    match_lengths: list[int]  # [length]: proposals by length of the longest match; [0]: without a match
 
 class NgramCore:
     def __init__(
@@ -38,13 +38,13 @@ class NgramCore:
 
         rows: requests at the same time. capacity: nodes of the trie, 57 to 62 bytes each. branch_length: tokens that a
         branch may share. min_match, max_match: how many last tokens are looked up. order: "probability", or "breadth"
-        for level by level. breadth: most children of a drafted node; 1 drafts chains. queue_tokens: what may wait for
-        its insertion.
+        for level by level. breadth: most children of a drafted node; 1 drafts chains. queue_tokens: tokens that
+        may wait for insertion.
         """
 
     def admit(self, row: int, tokens: ArrayLike, namespace: str = "") -> None:
-        """A request begins in `row` with these tokens (S,); it sees and feeds the texts of its namespace. Of the prompt
-        the last branch_length tokens are inserted for others."""
+        """A request starts in slot `row` with these tokens (S,). It sees and feeds the texts of its namespace; the last
+        branch_length tokens of the prompt are inserted for others."""
 
     def advance(
         self,
@@ -61,19 +61,19 @@ class NgramCore:
         matches (B,): length of the longest match, 0 where nothing is drafted.
 
         The request itself sees its tokens at once; others when it has gained more or has ended, since only then is it
-        certain that it has not ended within them, and the inserting thread has come to them: within a round or two,
-        after at most 4 ms of sleep. What the queue cannot take is dropped and counted.
+        certain that it has not ended within them, and when the inserting thread has handled them, within a round or
+        two; it sleeps at most 4 ms. Tokens that do not fit into the queue are dropped and counted.
         """
 
     def release(self, row: int, num_tokens: int | None = None) -> None:
-        """The request in `row` ended with so many tokens, prompt included; None: with all it has. They stay, and what
-        `advance` has brought beyond them is forgotten."""
+        """The request in slot `row` ended with num_tokens tokens, prompt included; None: with all. The core forgets
+        tokens beyond them."""
 
     def insert(self, tokens: ArrayLike, namespace: str = "") -> None:
         """Inserts a text (S,) and returns when it is visible."""
 
     def flush(self) -> None:
-        """Returns when all that was queued is inserted."""
+        """Waits until all queued tokens are inserted."""
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the trie; the file appears whole or not at all. Rounds wait while it is copied. Raises OSError."""
@@ -82,15 +82,15 @@ class NgramCore:
         """Replaces the trie; its capacity and branch_length must be large enough. No request may be running.
 
         Raises OSError, and ValueError naming the file if it is damaged, does not fit, has tokens that a target of
-        vocab_size does not have (default: any), or comes too late.
+        vocab_size does not have (default: any), or is loaded while requests run.
         """
 
     def stats(self) -> Stats: ...
     def branches(self) -> list[tuple[str, list[int], list[int]]]:
-        """(namespace, tokens, times used) of every branch, the one used longest ago first.
+        """(namespace, tokens, times used) of every branch, least recently used first.
 
-        The last tokens may have no number: they are those of one text only.
+        The last tokens, which only one text has, have no number.
         """
 
     def check(self) -> None:
-        """Walks everything; AssertionError where the trie contradicts itself."""
+        """Walks the whole trie; AssertionError where it is inconsistent."""

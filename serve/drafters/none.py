@@ -1,4 +1,4 @@
-"""No speculation: every proposal is its root alone. The honest baseline of the same engine."""
+"""No speculation: every proposal is its root alone. The baseline, in the same engine."""
 
 from typing import Any
 

@@ -80,7 +80,7 @@ def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:
     [
         ({"depth": 0}, "drafter.depth is 0; it must be between 1 and 63"),
         ({"topk": 17}, "drafter.topk is 17; it must be between 1 and 16"),
-        ({"topk": 10, "depth": 8}, r"70 tokens to continue, topk \* \(depth - 1\), and 64 at most can be"),
+        ({"topk": 10, "depth": 8}, r"topk \* \(depth - 1\) is 70 and must be at most 64"),
         ({"nodes": 5}, "drafter.nodes is 5; with topk 1 and depth 3 it must be between 2 and 4"),
         ({"nodes": 1}, "drafter.nodes is 1"),
         ({"topk": 2, "depth": 2, "nodes": 8}, "it must be between 2 and 7"),

@@ -97,7 +97,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str, target
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
 def test_a_missing_gpu_is_a_sentence(target: Path) -> None:
-    with pytest.raises(ValueError, match="device is 'cuda' and torch finds none; choose cpu"):
+    with pytest.raises(ValueError, match="device is 'cuda', but torch finds no GPU; choose cpu"):
         build_engine(target, device="cuda")
 
 

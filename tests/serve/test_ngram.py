@@ -110,8 +110,8 @@ def test_a_corpus_is_known_from_the_start(kind: str, target: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"tokens": [1, 2', "texts.jsonl:1: no JSON object with a list `tokens`"),
-        ('{"text": "a"}', "texts.jsonl:1: no JSON object with a list `tokens`"),
+        ('{"tokens": [1, 2', "texts.jsonl:1: not a JSON object with a list `tokens`"),
+        ('{"text": "a"}', "texts.jsonl:1: not a JSON object with a list `tokens`"),
         ('{"tokens": [5, 120]}', r"texts.jsonl:1: not a list of token ids 0\.\.119; check the tokenizer"),
         ('{"tokens": ["a"]}', "texts.jsonl:1: not a list of token ids"),
     ],
@@ -130,9 +130,9 @@ def test_a_broken_corpus_is_named(line: str, message: str, target: Path, tmp_pat
         ({"breadth": 0}, "drafter.breadth is 0"),
         ({"min_match": 5, "max_match": 4}, "drafter.*m.._match"),
         ({"capacity": 3}, "drafter.capacity is 3"),
-        ({"load": "/no/such/file"}, "drafter.load /no/such/file is no file"),
+        ({"load": "/no/such/file"}, "drafter.load /no/such/file is not a file"),
         ({"corpus": "/no/such/file"}, "drafter.corpus /no/such/file does not exist"),
-        ({"corpus": "/"}, "drafter.corpus / is no prepared dataset"),
+        ({"corpus": "/"}, "drafter.corpus / is not a prepared dataset"),
         ({"depth": 3}, "drafter option 'depth' does not exist; valid: nodes, min_match"),
     ],
 )

@@ -1,4 +1,4 @@
-// Which nodes hang below a parent with many children: a hash table of node ids in lines of the cache.
+// The children of nodes with many children: a hash table of node ids in cache lines.
 #pragma once
 
 #include <cassert>
@@ -9,9 +9,9 @@
 namespace ngram {
 
 // A line has slots for 15 ids, each with as many bits of its key's hash as fit beside it, so that nearly every lookup
-// reads one line and no other node than the one it is after. An id that finds its line full goes to the next one, and
-// every line on its way counts it: a lookup ends at the first line that no id has passed, and nothing needs a
-// tombstone. The table does not know the keys; the caller brings hashes and compares.
+// reads one line and only the wanted node. An id whose line is full goes to the next one, and every line on its way
+// counts it: a lookup ends at the first line that no id has passed, without tombstones. The table does not store keys;
+// the caller passes hashes and compares.
 class ChildTable {
  public:
   explicit ChildTable(uint32_t max_ids)
@@ -62,7 +62,7 @@ class ChildTable {
   }
 
   void prefetch_line(uint64_t hash) const { prefetch(&lines_[home(hash)]); }
-  // An id in the home line that looks like the wanted one; 0 if there is none.
+  // An id in the home line with the same tag; 0 if there is none.
   uint32_t guess(uint64_t hash) const {
     for (const uint32_t slot : lines_[home(hash)].slots) {
       if (slot >> id_bits_ == tag_of(hash) && slot != 0) return slot & id_mask();

@@ -35,12 +35,12 @@ uint32_t Draft::propose(const Context& context, const History& history, const Ro
     const Ranked ranked = waiting_[--num_waiting_];
     const Candidate& candidate = candidates_[ranked.candidate];
     uint32_t node = 0;
-    if (place(candidate, row, node)) follow(candidate.behind, node, candidate.length, ranked.score);
+    if (place(candidate, row, node)) follow(candidate.rest, node, candidate.length, ranked.score);
   }
   return longest;
 }
 
-// Ranks what follows the longest matches. Of the shorter ones in the trie only those that know more texts.
+// Ranks what follows the longest matches. A shorter match in the trie counts only if more texts have it.
 uint32_t Draft::find_starts(const Context& context, const History& history) {
   starts_.clear();
   context.search(MAX_OCCURRENCES, found_);
@@ -56,7 +56,7 @@ uint32_t Draft::find_starts(const Context& context, const History& history) {
     frequency = node.frequency;
     Cursor cursor{Cursor::NODE, frequency, place.node, 0};
     if (node.is_leaf()) {
-      const Position position = trie_.behind(place);
+      const Position position = trie_.continuation(place);
       cursor = {Cursor::LOG, frequency, position.chunk, position.offset};
     }
     starts_.push_back({cursor, place.depth});
@@ -69,25 +69,25 @@ uint32_t Draft::find_starts(const Context& context, const History& history) {
   return longest;
 }
 
-// Ranks the tokens at `cursor` as children of `parent`. Nothing is certain: the fewer tokens match and the more
-// different ones were seen behind them, the more of the score is kept for a token never seen there.
+// Ranks the tokens at `cursor` as children of `parent`. The fewer tokens match and the more different ones followed
+// them, the more of the score is kept for an unseen token.
 void Draft::follow(const Cursor& cursor, uint32_t parent, uint32_t length, double score) {
   if (cursor.kind == Cursor::NODE) return follow_node(cursor, parent, length, score);
-  Cursor behind = cursor;
+  Cursor rest = cursor;
   int32_t token;
   if (cursor.kind == Cursor::LOG) {
     const Position position{cursor.place, cursor.more};
     token = trie_.log().read(position);
     if (token == NO_TOKEN) return;
     const Position next = trie_.log().skip(position, 1);
-    behind.place = next.chunk;
-    behind.more = next.offset;
+    rest.place = next.chunk;
+    rest.more = next.offset;
   } else {
-    while (behind.place >= text_size_) behind.place -= behind.more;
-    token = text_[behind.place++];
+    while (rest.place >= text_size_) rest.place -= rest.more;
+    token = text_[rest.place++];
   }
   const double weight = static_cast<double>(cursor.frequency) * length;
-  push(token, parent, length, score * (weight / (weight + 1)), behind);
+  push(token, parent, length, score * (weight / (weight + 1)), rest);
 }
 
 void Draft::follow_node(const Cursor& cursor, uint32_t parent, uint32_t length, double score) {
@@ -97,15 +97,15 @@ void Draft::follow_node(const Cursor& cursor, uint32_t parent, uint32_t length, 
   uint32_t left = limit(parent);
   for (uint32_t id = above.down; id != NONE && left > 0; id = nodes[id].next, --left) {
     const Node& node = nodes[id];
-    // Looked at when this child's turn comes.
+    // Read when this child is expanded.
     prefetch(node.is_leaf() ? static_cast<const void*>(&trie_.log().at(node.down)) : &nodes[node.down]);
     const Cursor below{Cursor::NODE, node.frequency, id, 0}, tail{Cursor::LOG, node.frequency, node.down, node.offset};
     push(node.token, parent, length, weight * node.frequency, node.is_leaf() ? tail : below);
   }
 }
 
-void Draft::push(int32_t token, uint32_t parent, uint32_t length, double score, const Cursor& behind) {
-  if (order_ == Order::BREADTH) {  // length - depth is that of the match below which it stands
+void Draft::push(int32_t token, uint32_t parent, uint32_t length, double score, const Cursor& rest) {
+  if (order_ == Order::BREADTH) {  // length - depth is the length of the match that the node follows
     score = (static_cast<double>(length) - depth_[parent]) * MAX_WIDTH - depth_[parent];
   }
   const uint32_t place = rank(score);
@@ -115,11 +115,11 @@ void Draft::push(int32_t token, uint32_t parent, uint32_t length, double score, 
   candidate.token = token;
   candidate.parent = parent;
   candidate.length = length + 1;
-  candidate.behind = behind;
+  candidate.rest = rest;
 }
 
-// Makes room among those that wait, below the equal ones, and returns where; MAX_VISITS if so many are better, since
-// no more than that will be looked at.
+// Makes room among the waiting candidates, after equal ones, and returns the place; MAX_VISITS if that many are better,
+// since no more are visited.
 uint32_t Draft::rank(double score) {
   uint32_t place;
   if (num_waiting_ < MAX_VISITS) {
@@ -135,7 +135,7 @@ uint32_t Draft::rank(double score) {
   return place;
 }
 
-// Makes the candidate a node of the tree, or finds the one that it equals. False if its parent has children enough.
+// Adds the candidate as a node, or finds an equal node. False if its parent has no room for a child.
 bool Draft::place(const Candidate& candidate, const Row& row, uint32_t& node) {
   node = child(row, candidate.parent, candidate.token);
   if (node != 0) return true;

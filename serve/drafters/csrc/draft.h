@@ -1,4 +1,4 @@
-// Grows a tree of drafted tokens behind a request's last token, out of its own text and of the trie.
+// Grows a tree of drafted tokens after a request's last token, from its own text and from the trie.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ struct Row {
 
 enum class Order {
   PROBABILITY,  // the likeliest node first
-  BREADTH,      // below the longest match level by level, one child fewer on each, those used last first; then
-                // below the next match
+  BREADTH,      // level by level below the longest match, one child fewer on each, last used first; then below the
+                // next match
 };
 
 class Draft {
@@ -31,7 +31,7 @@ class Draft {
 
   // Fills `row`; returns the length of the longest match, 0 if nothing is drafted.
   uint32_t propose(const Context& context, const History& history, const Row& row);
-  // Nodes of the tree that was drafted last, its root included.
+  // Nodes of the last drafted tree, root included.
   uint32_t size() const { return size_; }
 
  private:
@@ -40,7 +40,7 @@ class Draft {
     enum Kind : uint32_t { NODE, LOG, TEXT } kind;
     uint32_t frequency;
     uint32_t place;  // NODE: its id; LOG: chunk; TEXT: index in the own text
-    uint32_t more;   // LOG: offset; TEXT: behind the end, so many last tokens repeat
+    uint32_t more;   // LOG: offset; TEXT: after the end, so many last tokens repeat
   };
   struct Start {
     Cursor cursor;
@@ -50,7 +50,7 @@ class Draft {
     int32_t token;
     uint32_t parent;  // node of the tree
     uint32_t length;  // tokens that match, drafted ones included
-    Cursor behind;
+    Cursor rest;
   };
   struct Ranked {
     double score;
@@ -60,7 +60,7 @@ class Draft {
   uint32_t find_starts(const Context& context, const History& history);
   void follow(const Cursor& cursor, uint32_t parent, uint32_t length, double score);
   void follow_node(const Cursor& cursor, uint32_t parent, uint32_t length, double score);
-  void push(int32_t token, uint32_t parent, uint32_t length, double score, const Cursor& behind);
+  void push(int32_t token, uint32_t parent, uint32_t length, double score, const Cursor& rest);
   uint32_t rank(double score);
   bool place(const Candidate& candidate, const Row& row, uint32_t& node);
   uint32_t child(const Row& row, uint32_t parent, int32_t token) const;
@@ -77,7 +77,7 @@ class Draft {
   std::vector<Start> starts_;
   std::vector<Occurrence> found_;
   std::vector<Candidate> candidates_;  // the first num_candidates_ are in use
-  std::vector<Ranked> waiting_;        // the first num_waiting_, best last; of equal ones the first last
+  std::vector<Ranked> waiting_;        // the first num_waiting_ are in use, best last; among equals the first last
   uint32_t num_candidates_ = 0;
   uint32_t num_waiting_ = 0;
   uint32_t size_ = 0;

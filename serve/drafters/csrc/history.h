@@ -1,4 +1,4 @@
-// Where a request's last tokens occur in the trie: one place for each length, moved along token by token.
+// Where a request's last tokens occur in the trie: one place for each length, advanced token by token.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@ namespace ngram {
 class History {
  public:
   void begin(uint32_t name);
-  // Follows the tokens that `text` has gained, and keeps the places that something follows. `firsts`: for each of these
-  // tokens, from `next` on, the node with which a branch begins, or NONE.
+  // Follows the new tokens of `text` and keeps the places that have a continuation. `firsts`: for each of these tokens,
+  // from `next` on, the first node of its branch, or NONE.
   void advance(const Trie& trie, const std::vector<int32_t>& text, uint32_t max_match, const uint32_t* firsts);
   // Longest first, settled.
   const std::vector<Place>& places() const { return places_; }

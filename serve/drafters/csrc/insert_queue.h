@@ -25,14 +25,14 @@ struct Job {
   int32_t num_tokens;
 };
 
-// Bounded, but for END, which gives back what the request took. Memory is kept, so that a round allocates nothing.
+// Bounded, except for END jobs, which release what the request took. Keeps its memory, so that rounds do not allocate.
 class InsertQueue {
  public:
   explicit InsertQueue(size_t max_tokens) : max_tokens_(max_tokens) {}
 
   struct Batch {
     std::vector<Job> jobs;
-    std::vector<int32_t> tokens;  // of all jobs, one behind the other
+    std::vector<int32_t> tokens;  // of all jobs, one after the other
   };
 
   // False, and nothing queued, when there is no room.
@@ -45,8 +45,8 @@ class InsertQueue {
     return true;
   }
 
-  // While `is_busy` the thread looks for work by itself, a millisecond after the last and less often if there was none;
-  // otherwise it sleeps until it is told. To wake a thread can cost more than all lookups of a round.
+  // While `is_busy` the thread polls, a millisecond after the last job and less often if there was none; otherwise it
+  // sleeps until notified. Waking a thread can cost more than all lookups of a round.
   void set_busy(bool is_busy) {
     std::lock_guard lock(mutex_);
     if (is_busy_ == is_busy) return;
@@ -69,7 +69,7 @@ class InsertQueue {
     work_.notify_all();
   }
 
-  // For the thread: what it took before is done; waits for more. False at the end.
+  // For the thread: ends the last batch and waits for the next. False once stopped.
   bool take(Batch& batch) {
     batch.jobs.clear();
     batch.tokens.clear();

@@ -57,7 +57,7 @@ class Array {
   T* data_;
 };
 
-// Begins every hash: nobody who only sends tokens can choose ones that collide.
+// Seeds every hash, so that clients cannot choose tokens that collide.
 inline const uint64_t HASH_SECRET = [] {
   std::random_device device;
   return uint64_t{device()} << 32 | device();

@@ -91,7 +91,7 @@ void Ngram::check_rows(const int64_t* rows, size_t batch) {
   for (size_t index = 0; index < batch; ++index) running(rows[index]);
 }
 
-// Every step is taken for all requests before the next one; see warm_up.h.
+// Takes every step for all requests before the next one; see warm_up.h.
 std::vector<uint32_t> Ngram::advance(const int64_t* rows, size_t batch, const int32_t* emitted, size_t num_columns,
                                      size_t width, int32_t* tokens, int32_t* parents, int32_t* matches) {
   std::lock_guard front(front_);
@@ -134,7 +134,7 @@ std::vector<uint32_t> Ngram::draft(const int64_t* rows, size_t batch, size_t wid
   return sizes;
 }
 
-// Takes in what their texts have gained.
+// Indexes the new tokens of their texts.
 void Ngram::index_texts(const int64_t* rows, size_t batch) {
   for (size_t index = 0; index < batch; ++index) running(rows[index]).context.prefetch_slots();
   for (size_t index = 0; index < batch; ++index) running(rows[index]).context.prefetch_grams();

@@ -1,4 +1,4 @@
-// The drafter's core: running requests, the trie of their texts, and the thread that inserts these.
+// The drafter's core: running requests, the trie of their texts, and the thread that inserts them.
 #pragma once
 
 #include <cstdint>
@@ -23,21 +23,21 @@ struct Stats {
   uint64_t nodes, bytes, context_bytes;  // bytes of the trie, and of the running requests' own texts
   uint64_t inserted_tokens, dropped_tokens, waiting_tokens, evicted_nodes;
   uint64_t drafted_tokens;
-  std::vector<uint64_t> match_lengths;  // [length]: proposals whose longest match had it; [0]: that found none
+  std::vector<uint64_t> match_lengths;  // [length]: proposals by length of the longest match; [0]: without a match
 };
 
-// Every method may be called from any thread. Bad arguments are std::invalid_argument, and then nothing has changed.
+// Any thread may call any method. Bad arguments throw std::invalid_argument and change nothing.
 class Ngram {
  public:
   explicit Ngram(const Options& options);
   ~Ngram();
 
-  // A request begins in `row`.
+  // A request starts in slot `row`.
   void admit(int64_t row, const int32_t* tokens, size_t num_tokens, const std::string& name);
-  // Requests have gained what a round emitted, (B, 1 + K) with the number of tokens first, and get a tree of `width`
-  // nodes each: tokens and parents (B, N), the lengths of the longest matches (B,). Returns how many nodes each tree
-  // has (B,). Other requests see these tokens when this one has gained more or has ended, and then no more of them than
-  // `release` says.
+  // Requests have gained the tokens that a round emitted, (B, 1 + K) with their number first, and get a tree of `width`
+  // nodes each: tokens and parents (B, N), lengths of the longest matches (B,). Returns how many nodes each tree has
+  // (B,). Other requests see these tokens when this one has gained more or has ended, at most as many as `release`
+  // says.
   std::vector<uint32_t> advance(const int64_t* rows, size_t batch, const int32_t* emitted, size_t num_columns,
                                 size_t width, int32_t* tokens, int32_t* parents, int32_t* matches);
   // The request in `row` ended with `num_tokens`, prompt included.
@@ -52,16 +52,16 @@ class Ngram {
   void load(const std::string& path, int32_t vocab_size);
 
   Stats stats();
-  // Every branch, the one used longest ago first.
+  // Every branch, least recently used first.
   std::vector<Branch> branches();
-  // Throws Contradiction where the trie contradicts itself.
+  // Throws Contradiction if the trie is inconsistent.
   void check();
 
  private:
   struct Request {
     explicit Request(const Options& options);
     bool is_running = false;
-    bool is_lost = false;   // tokens were dropped: what follows is inserted as a new text
+    bool is_lost = false;   // tokens were dropped: the next ones start a new text
     size_t num_shared = 0;  // tokens of its text that have been queued, or dropped
     Context context;
     History history;
@@ -70,7 +70,7 @@ class Ngram {
   Request& running(int64_t row);
   void check_rows(const int64_t* rows, size_t batch);
   void index_texts(const int64_t* rows, size_t batch);
-  // Queues what its text has gained, up to its first `num_tokens`.
+  // Queues the new tokens among the first `num_tokens` of its text.
   void share(int64_t row, size_t num_tokens);
   std::vector<uint32_t> draft(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents,
                               int32_t* matches);

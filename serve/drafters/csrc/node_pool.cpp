@@ -63,7 +63,7 @@ uint32_t NodePool::remove(uint32_t leaf) {
     if (--above.num_children == 0) {
       above.hashed = 0;
       above.set_tail({});
-      renew(parent);  // what lay below is forgotten: so is how far anybody had come there
+      renew(parent);  // its tail is lost, so places in it become invalid
       list_oldest(parent);
     }
   }

@@ -1,4 +1,4 @@
-// Nodes of the trie in arrays with 32-bit links: children, siblings, the order in which leaves are given up.
+// Nodes of the trie in arrays with 32-bit links: children, siblings, and the eviction order of leaves.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct Node {
   uint32_t down;       // first child; in a leaf the chunk of its tail
   uint32_t next;       // sibling used before this one; of a free node the next free one
   uint32_t previous;   // sibling used after this one
-  uint32_t frequency;  // times that a text came along
+  uint32_t frequency;  // times that texts passed
   uint32_t birth;      // differs for every node that ever was; 0: free
   uint32_t num_children : 21;
   uint32_t depth : 6;
@@ -48,9 +48,9 @@ struct Links {
   uint32_t older, newer;
 };
 
-// Nodes of all namespaces. Invariant: a node without children is a leaf, and every leaf stands in the list of leaves,
-// but for the one that is being extended. Siblings have distinct tokens and are listed last used first; the first
-// level of a namespace has no such list and is reached by the table alone.
+// Nodes of all namespaces. Invariant: a node without children is a leaf, and every leaf is in the list of leaves,
+// except the one that is being extended. Siblings have distinct tokens and are listed last used first; the first level
+// of a namespace has no such list and is reached by the table alone.
 class NodePool {
  public:
   explicit NodePool(uint32_t capacity);
@@ -77,19 +77,19 @@ class NodePool {
   bool is_listed(uint32_t id) const { return links_[id].older != id; }
   uint32_t oldest() const { return oldest_; }
   uint32_t newer(uint32_t leaf) const { return links_[leaf].newer; }
-  // Makes every place that holds `id` forget it.
+  // Invalidates every place that holds `id`.
   void renew(uint32_t id) { nodes_[id].birth = next_birth(); }
 
-  // Bring into the cache what `find` reads below a root or a node with hashed children: first the one, then the other.
+  // Prefetch what `find` reads below a root or a node with hashed children: first the line, then the child.
   void prefetch_line(uint32_t parent, int32_t token) const { table_.prefetch_line(ChildTable::hash(parent, token)); }
   void prefetch_child(uint32_t parent, int32_t token) const {
     prefetch(&nodes_[table_.guess(ChildTable::hash(parent, token))]);
   }
-  // Throws Contradiction where the links contradict each other. Walks everything.
+  // Throws Contradiction if the links are inconsistent. Walks all nodes.
   void check() const;
 
  private:
-  // Up to so many children are found by walking the list of siblings.
+  // Up to this many children are found by walking the siblings.
   static constexpr uint32_t MAX_WALKED = 3;
 
   uint32_t next_birth() {

@@ -10,7 +10,7 @@
 
 namespace ngram {
 
-// Throws std::invalid_argument with the name, its value and what to do.
+// Throws std::invalid_argument with the name, its value and the range.
 inline void within(const char* name, int64_t value, int64_t least, int64_t most, const char* why = "") {
   if (least <= value && value <= most) return;
   throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; it must be between " +
@@ -29,7 +29,7 @@ struct Options {
   int64_t max_match;      // longest
   std::string order;      // "probability" or "breadth"
   int64_t breadth;        // children of a drafted node
-  int64_t queue_tokens;   // tokens that may wait for their insertion
+  int64_t queue_tokens;   // tokens that may wait for insertion
 
   // Throws std::invalid_argument.
   void validate() const {

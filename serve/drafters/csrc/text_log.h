@@ -31,8 +31,8 @@ class TextLog {
   // `num_chunks`: a power of two above 1, so that serial numbers may wrap around.
   explicit TextLog(uint32_t num_chunks) : chunks_(num_chunks), num_chunks_(num_chunks) {}
 
-  // Writes `token` at `end` (nowhere, or overwritten: a new text begins), moves `end` behind it and returns where the
-  // token lies. The next chunk is opened at once, so that a place in a text has one position only.
+  // Writes `token` at `end` (nowhere, or overwritten: a new text begins), moves `end` after it and returns the token's
+  // position. Opens the next chunk at once, so that each place in a text has one position only.
   Position append(Position& end, int32_t token) {
     if (!alive(end.chunk)) end = {open(), 0};
     const Position here = end;

@@ -7,7 +7,7 @@ namespace ngram {
 
 namespace {
 
-// So many nodes share one chunk of the log: texts have between one and two tokens per node.
+// Nodes per chunk of the log: texts have between one and two tokens per node.
 constexpr uint32_t NODES_PER_CHUNK = 6;
 constexpr uint32_t MIN_CHUNKS = 16;
 
@@ -95,26 +95,26 @@ bool Trie::advance(Place& place, Writer& writer) {
 bool Trie::advance_in_tail(Place& place, Writer& writer) {
   Node& leaf = nodes_[place.node];
   const uint32_t num_shared = place.depth - leaf.depth;
-  const int32_t expected = log_.read(behind(place));
+  const int32_t expected = log_.read(continuation(place));
   const int32_t token = writer.tokens.back();
   if (expected != NO_TOKEN && expected != token) {
     split(place.node, num_shared, writer);
     return false;
   }
   if (expected == token && ++place.depth < branch_length_) return true;
-  // Complete, or the old text has ended or is overwritten: the branch goes on in this one, which lives longest. Whoever
-  // had come further along an overwritten text may stand on another string now.
+  // The branch is complete, or the old text has ended or is overwritten: the tail moves to this text, which lives
+  // longest. Places further along an overwritten text may name another string now, so they are invalidated.
   if (!log_.alive(leaf.tail().chunk)) nodes_.renew(place.node);
   leaf.set_tail(*(&writer.positions.back() - num_shared));
   return false;
 }
 
-// The text leaves the tail behind `num_shared` tokens: these become nodes, with the old rest and the new one below.
+// The text differs from the tail after `num_shared` tokens. These become nodes; both continuations become leaves below.
 void Trie::split(uint32_t leaf, uint32_t num_shared, const Writer& writer) {
   const uint32_t frequency = nodes_[leaf].frequency;
   Position position = nodes_[leaf].tail();
   uint32_t node = leaf;
-  nodes_.unlist(leaf);  // so that it is not given up for its own children
+  nodes_.unlist(leaf);  // or it could be evicted to make room for its own children
   for (uint32_t shared = 0; shared < num_shared; ++shared) {
     node = create(node, log_.read(position), frequency);
     position = log_.skip(position, 1);
@@ -135,7 +135,7 @@ void Trie::create_leaf(uint32_t parent, int32_t token, uint32_t frequency, Posit
   nodes_.list_newest(leaf);
 }
 
-// Follows the text to `child`, a node that exists. False when the branch is complete there.
+// Follows the text to the existing node `child`. False when the branch is complete there.
 bool Trie::descend(Place& place, uint32_t child, Writer& writer) {
   nodes_.use(child);
   Node& node = nodes_[child];
@@ -169,7 +169,7 @@ bool Trie::settle(Place& place, const int32_t* text) const {
 bool Trie::step(Place& place, int32_t token, const int32_t* text) const {
   if (!settle(place, text)) return false;
   if (nodes_[place.node].is_leaf()) {
-    const int32_t expected = log_.read(behind(place));
+    const int32_t expected = log_.read(continuation(place));
     ++place.depth;
     return expected == token;
   }
@@ -179,13 +179,13 @@ bool Trie::step(Place& place, int32_t token, const int32_t* text) const {
   return true;
 }
 
-Position Trie::behind(const Place& place) const {
+Position Trie::continuation(const Place& place) const {
   const Node& leaf = nodes_[place.node];
   return log_.skip(leaf.tail(), place.depth - leaf.depth);
 }
 
 bool Trie::continues(const Place& place) const {
-  return !nodes_[place.node].is_leaf() || log_.read(behind(place)) != NO_TOKEN;
+  return !nodes_[place.node].is_leaf() || log_.read(continuation(place)) != NO_TOKEN;
 }
 
 Branch Trie::branch(uint32_t leaf) const {

@@ -1,8 +1,8 @@
 // The trie of inserted texts: every token of a text begins a branch of at most `branch_length` tokens.
 //
-// A branch is nodes only as far as another text shares it. What only one text has followed is the tail of a leaf, a
-// position in the log of texts: most of a branch costs nothing, grows by itself with its text, and may be read beyond
-// the branch's end. The leaf used longest ago makes room for a new node.
+// Only the part of a branch that several texts share has nodes. The rest is the tail of a leaf, a position in the log
+// of texts: most of a branch costs nothing, grows with its text, and may be read beyond the branch's end. A new node
+// evicts the least recently used leaf.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,14 @@
 namespace ngram {
 
 // A string of `depth` tokens that occurs in the trie: the path to `node` and the first depth - node's depth tokens of
-// its tail. It holds until the node is given up, which its birth shows.
+// its tail. It is valid until the node is evicted, which a changed birth shows.
 struct Place {
   uint32_t node;
   uint32_t birth;
   uint32_t depth;
 };
 
-// The path to a leaf, and of its tail what belongs to the branch.
+// The path to a leaf, and the part of its tail that belongs to the branch.
 struct Branch {
   std::string name;
   std::vector<int32_t> tokens;
@@ -49,7 +49,7 @@ class Trie {
  public:
   Trie(uint32_t capacity, uint32_t branch_length);
 
-  // Numbers of namespaces. One is forgotten once nobody uses it and it has no branches.
+  // Numbers of namespaces. A namespace without users and branches is dropped.
   uint32_t enter(const std::string& name);
   void leave(uint32_t name);
 
@@ -57,12 +57,12 @@ class Trie {
   void begin(Writer& writer, uint32_t name) const;
   void append(Writer& writer, int32_t token);
 
-  // Makes the string longer by `token`; `text` ends behind the present string. False if it does not occur.
+  // Extends the string by `token`; `text` points after the present string. False if it does not occur.
   bool step(Place& place, int32_t token, const int32_t* text) const;
   // Moves the place down to the deepest node on its string. False if it no longer exists.
   bool settle(Place& place, const int32_t* text) const;
-  // Where the text goes on behind a settled place in a leaf.
-  Position behind(const Place& place) const;
+  // Where the text continues after a settled place in a leaf.
+  Position continuation(const Place& place) const;
   // Whether anything follows a settled place.
   bool continues(const Place& place) const;
 

@@ -1,4 +1,4 @@
-// A mutex that the rounds get before the thread that inserts.
+// A mutex that rounds get before the inserting thread.
 #pragma once
 
 #include <atomic>
@@ -7,8 +7,8 @@
 
 namespace ngram {
 
-// A thread that unlocks a std::mutex and locks it again mostly wins against one that sleeps on it. So the inserting
-// thread, which holds the lock for a few tokens at a time, lets everybody else pass in between.
+// A thread that unlocks a std::mutex and locks it again usually beats one that sleeps on it. So the inserting thread,
+// which holds the lock for a few tokens at a time, lets all others go first in between.
 class Turns {
  public:
   void lock() {

@@ -1,4 +1,4 @@
-// Brings what a batch's lookups will read into the cache, for all requests at once.
+// Prefetches what a batch's lookups will read, for all requests at once.
 #pragma once
 
 #include <cstddef>
@@ -10,20 +10,19 @@
 
 namespace ngram {
 
-// In a large trie every step of a lookup waits for memory, and it knows the next address only then. The requests of a
-// batch do not depend on each other: each step is requested for all of them before the next one is looked at.
-// Changes nothing that can be seen.
+// In a large trie every step of a lookup waits for memory and only then knows the next address. The requests of a batch
+// are independent, so each step is prefetched for all of them before the next one is read.
 class WarmUp {
  public:
   WarmUp(const Trie& trie, uint32_t max_match, uint32_t breadth)
       : trie_(trie), max_match_(max_match), breadth_(breadth) {}
 
   void clear();
-  // Notes the tokens of `text` that its history has not followed yet, and from where; returns how many there are.
+  // Notes the tokens of `text` that its history has not followed yet; returns how many.
   size_t add(const History& history, const std::vector<int32_t>& text);
-  // Fetches what following them will read. Returns the node with which a branch begins for each of them, in order.
+  // Prefetches what following them reads. Returns the first node of each one's branch, in order.
   const std::vector<uint32_t>& steps();
-  // Notes, when they are followed, what lies behind the matches; fetches what drafting it will read.
+  // After that: notes what follows the matches, and prefetches what drafting it reads.
   void add_match(const History& history);
   void drafts();
 
@@ -34,7 +33,7 @@ class WarmUp {
     int32_t token;
     int32_t next;  // NO_TOKEN: the text ends
   };
-  // A place of a history, and the token that it is to be followed by.
+  // A place of a history, and the next token.
   struct Reached {
     uint32_t node;
     int32_t next;
