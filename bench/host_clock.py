@@ -17,7 +17,7 @@ class HostClock:
         self.rounds_s: list[float] = []
         self.host_s: list[float] = []
         self.drafter_s: list[float] = []
-        self._flights = engine._flights  # launched, not yet read: while there are any, the device does not wait
+        self._in_flight = engine._in_flight  # launched, not yet read: while there are any, the device does not wait
         self._is_gpu = engine.device.type == "cuda"
         self._drafting_s = self._began = self._replayed = 0.0
         self._landed: float | None = None
@@ -45,7 +45,7 @@ class HostClock:
         launched = self._launched(began)
         if self._landed is not None and len(planned.rows) == self.batch:
             self.rounds_s.append(began - self._began)
-            self.host_s.append(0.0 if self._flights else launched - self._landed)
+            self.host_s.append(0.0 if self._in_flight else launched - self._landed)
             self.drafter_s.append(self._drafting_s)
         self._drafting_s, self._began = 0.0, began
         return Landing(flight, self)

@@ -140,8 +140,8 @@ def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:
     started: set[str] = set()
     while len(started) < batch:
         started |= {output.request_id for output in engine.step() if output.tokens}
-    while engine._flights:  # their rounds would be counted although they end before the clock starts
-        engine._landed(engine._flights.popleft())
+    while engine._in_flight:  # their rounds would be counted although they end before the clock starts
+        engine._landed(engine._in_flight.popleft())
 
 
 def decode(engine: Engine, config: RoundConfig, batch: int) -> tuple[float, int, int]:
@@ -183,7 +183,7 @@ def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | Non
     target = milliseconds(capture_target(engine, state.upload(rows)).replay, restore)
     for sequence in sequences:
         engine.abort(sequence.request.id)
-    while engine._flights:
+    while engine._in_flight:
         engine.step()
     return round(whole, 3), {"target": round(target, 3), "rest": round(whole - target, 3)}
 

@@ -55,30 +55,32 @@ def start_round_triton(tokens: Tensor, parents: Tensor, lengths: Tensor, rows: T
     return Start(nodes, above, known, inputs)
 
 
-def end_round(state_lengths: Tensor, rows: Tensor, null: int, lengths: Tensor, emitted: Tensor, counts: Tensor) -> End:
+def end_round(
+    state_lengths: Tensor, rows: Tensor, padding: int, lengths: Tensor, emitted: Tensor, counts: Tensor
+) -> End:
     """Commits counts (B,) int32 tokens of emitted (B, N) int32 after lengths (B,) int64: updates state_lengths (R,)
-    int32 at slots `rows` (B,) int64. The padding slot `null` may occur several times in a batch; its length stays 0."""
+    int32 at slots `rows` (B,) int64. The slot `padding` may occur several times in a batch; its length stays 0."""
     run = end_round_triton if use_triton(emitted) else end_round_reference
-    return run(state_lengths, rows, null, lengths, emitted, counts)
+    return run(state_lengths, rows, padding, lengths, emitted, counts)
 
 
 def end_round_reference(
-    state_lengths: Tensor, rows: Tensor, null: int, lengths: Tensor, emitted: Tensor, counts: Tensor
+    state_lengths: Tensor, rows: Tensor, padding: int, lengths: Tensor, emitted: Tensor, counts: Tensor
 ) -> End:
     committed = lengths + counts
-    state_lengths[rows] = committed.masked_fill(rows == null, 0).int()
+    state_lengths[rows] = committed.masked_fill(rows == padding, 0).int()
     roots = emitted.gather(1, counts.long()[:, None] - 1).flatten().long()
     return End(committed, roots, torch.cat((counts[:, None], emitted), dim=1))
 
 
 def end_round_triton(
-    state_lengths: Tensor, rows: Tensor, null: int, lengths: Tensor, emitted: Tensor, counts: Tensor
+    state_lengths: Tensor, rows: Tensor, padding: int, lengths: Tensor, emitted: Tensor, counts: Tensor
 ) -> End:
     B, N = emitted.shape
     committed, roots = torch.empty_like(lengths), torch.empty_like(lengths)
     results = torch.empty(B, 1 + N, dtype=torch.int32, device=rows.device)
     _end_round[(B,)](
-        state_lengths, rows, lengths, emitted, counts, committed, roots, results, null, N,
+        state_lengths, rows, lengths, emitted, counts, committed, roots, results, padding, N,
         BLOCK=triton.next_power_of_2(N), num_warps=1, **pdl_options(rows.device),
     )  # fmt: skip
     return End(committed, roots, results)
@@ -131,7 +133,7 @@ def _start_round(
 
 @triton.jit
 def _end_round(
-    state_lengths, rows, lengths, emitted, counts, committed, roots, results, null, N, BLOCK: tl.constexpr,
+    state_lengths, rows, lengths, emitted, counts, committed, roots, results, padding, N, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
@@ -139,7 +141,7 @@ def _end_round(
     inside = node < N
     row, count = tl.load(rows + request), tl.load(counts + request)
     length = tl.load(lengths + request) + count
-    tl.store(state_lengths + row, tl.where(row == null, 0, length).to(tl.int32))
+    tl.store(state_lengths + row, tl.where(row == padding, 0, length).to(tl.int32))
     tl.store(committed + request, length)
     tl.store(roots + request, tl.load(emitted + request * N + count - 1).to(tl.int64))
     tl.store(results + request * (1 + N), count)

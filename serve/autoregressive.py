@@ -19,7 +19,7 @@ from slipstream.models.eagle import Eagle
 from slipstream.models.eagle3 import Eagle3
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, KVSpec, Proposal, Rows, Verdict
+from slipstream.serve.batch import Batch, KVSpec, Proposal, RequestState, VerifyResult
 from slipstream.serve.draft_vocabulary import DraftVocabulary
 from slipstream.serve.drafters import base
 from slipstream.serve.request import Request
@@ -100,20 +100,20 @@ class AutoregressiveDrafter(base.Drafter):
     def check(self, request: Request) -> None:
         self.vocabulary.check(request)
 
-    def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
+    def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
         self.embed, self.attention = self.module.embed_tokens or target.embed_tokens, attention
         weight = target.embed_tokens.weight
         size = self.module.config.hidden_size
         self.hidden = torch.zeros(len(state.lengths), size, dtype=weight.dtype, device=weight.device)  # (R, H)
 
-    def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:
+    def observe(self, batch: Batch, features: Tensor | None, verified: VerifyResult | None) -> None:
         assert features is not None
-        self.vocabulary.observe(batch, verdict)
-        if verdict is None:
+        self.vocabulary.observe(batch, verified)
+        if verified is None:
             self._observe_prefill(batch, features)
         else:
-            self._observe_round(batch, features, verdict)
+            self._observe_round(batch, features, verified)
 
     def propose(self, batch: Batch, width: int) -> Proposal:
         if self.branches and width > 2:  # two nodes are a chain: the best child alone
@@ -165,17 +165,17 @@ class AutoregressiveDrafter(base.Drafter):
         self.attention.plan(batch.uniform(batch.positions[batch.last], 1))
         self.hidden[batch.rows] = self.module(embeds[batch.last], hidden[batch.last], self.attention)
 
-    def _observe_round(self, batch: Batch, features: Tensor, verdict: Verdict) -> None:
+    def _observe_round(self, batch: Batch, features: Tensor, verified: VerifyResult) -> None:
         """Replaces the draft's KV of accepted nodes by KV from the target's features.
 
         Computes all N nodes, so shapes are fixed. The next round overwrites the KV beyond the accepted nodes.
         """
-        B, N = verdict.nodes.shape
+        B, N = verified.nodes.shape
         features = features.view(B, N, -1)
         if batch.ancestors is not None:  # a tree, perhaps of n-grams; a chain's accepted nodes come first anyway
-            nodes = verdict.nodes.clamp(min=0).long()
+            nodes = verified.nodes.clamp(min=0).long()
             features = features.gather(1, nodes[:, :, None].expand(B, N, features.shape[-1]))
         self.attention.plan(batch.uniform(batch.lengths, N))
-        embeds = self.embed(verdict.tokens.clamp(min=0)).flatten(0, 1)
+        embeds = self.embed(verified.tokens.clamp(min=0)).flatten(0, 1)
         hidden = self.module(embeds, self.module.fuse(features).flatten(0, 1), self.attention).view(B, N, -1)
-        self.hidden[batch.rows] = hidden[torch.arange(B, device=hidden.device), verdict.lengths.long() - 1]
+        self.hidden[batch.rows] = hidden[torch.arange(B, device=hidden.device), verified.lengths.long() - 1]

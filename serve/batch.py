@@ -53,7 +53,7 @@ class HostProposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerifyResult:
     """Which candidates the target accepted, and the tokens that this emits."""
 
     nodes: Tensor  # (B, N) int32 accepted node ids, root first, -1 padded
@@ -61,16 +61,16 @@ class Verdict:
     lengths: Tensor  # (B,) int32 accepted nodes = tokens emitted this round, 1..depth + 1
 
 
-class Rows:
+class RequestState:
     """Per-request device state, one slot per running request.
 
-    The padding slot, `null`, has length 0 and the dump page only. It pads a batch to the size of a captured one.
+    The padding slot, `padding`, has length 0 and the dump page only. It pads a batch to the size of a captured one.
     """
 
     def __init__(self, num_rows: int, num_pages: int, page_size: int, width: int, device: torch.device) -> None:
         self.page_size = page_size
         self.device = device
-        self.null = num_rows
+        self.padding = num_rows
         num_rows += 1
         self.lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)  # (R,) committed KV tokens
         self.pages = torch.zeros(num_rows, num_pages, dtype=torch.int64, device=device)  # (R, P); 0 = dump page
@@ -125,15 +125,15 @@ class Rows:
         return Sampling(self.keys, temperature, filters, rows)
 
     @contextmanager
-    def filtered_null(self) -> Iterator[None]:
+    def filtered_padding(self) -> Iterator[None]:
         """Inside, the padding slot samples with common filters, so that timed passes do the work of real ones."""
         for column, value in ((self.temperature, 0.6), (self.top_k, 20), (self.top_p, 0.95)):
-            column[self.null].fill_(value)
+            column[self.padding].fill_(value)
         try:
             yield
         finally:
             for column, value in ((self.temperature, 0), (self.top_k, 0), (self.top_p, 1)):
-                column[self.null].fill_(value)
+                column[self.padding].fill_(value)
 
     def chain(self, rows: Tensor, starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Positions starts (B,) + 0..count-1 of `rows` (B,), and their KV slots, each (B * count,) int64."""
@@ -152,7 +152,7 @@ class Batch:
     tokens it has once they are written. Exact lengths live on the device only, so that rounds need no host.
     """
 
-    state: Rows
+    state: RequestState
     rows: Tensor  # (B,) int64 request slots
     lengths: Tensor  # (B,) int64 committed KV tokens before this pass
     positions: Tensor  # (T,) int64 depth positions for rotary embedding: lengths + depth in the tree

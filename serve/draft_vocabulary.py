@@ -15,7 +15,7 @@ from slipstream.kernels.gathered_head import DraftHead
 from slipstream.models.checkpoint import tokenizer_hash
 from slipstream.models.target import Target
 from slipstream.models.token_map import check_tokenizer, read_token_map
-from slipstream.serve.batch import Batch, Verdict
+from slipstream.serve.batch import Batch, VerifyResult
 from slipstream.serve.request import Request
 
 HALF_LIFE = 8192  # prompt and answer tokens after which an occurrence counts half
@@ -77,14 +77,14 @@ class DraftVocabulary:
                 "out, or start the server without --drafter.token-map-dynamic"
             )
 
-    def observe(self, batch: Batch, verdict: Verdict | None) -> None:
+    def observe(self, batch: Batch, verified: VerifyResult | None) -> None:
         """Counts the tokens that a pass has read or emitted, without padding."""
         if self.recent is None:
             return
-        is_real = batch.rows != batch.state.null  # (B,)
-        if verdict is not None:
-            counts = (verdict.tokens >= 0) & is_real[:, None]
-            self.recent.add(verdict.tokens.flatten().long(), counts.flatten())
+        is_real = batch.rows != batch.state.padding  # (B,)
+        if verified is not None:
+            counts = (verified.tokens >= 0) & is_real[:, None]
+            self.recent.add(verified.tokens.flatten().long(), counts.flatten())
             return
         assert batch.next_tokens is not None
         read = batch.real

@@ -19,10 +19,10 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config, load_target
 from slipstream.serve.attention.base import Hybrid, KVFormat, find_backends
-from slipstream.serve.batch import KVSpec, Rows
+from slipstream.serve.batch import KVSpec, RequestState
 from slipstream.serve.cache import PageCache
 from slipstream.serve.drafters.base import load_drafter
-from slipstream.serve.executor import Executor, Flight, Planned, Recipients
+from slipstream.serve.executor import Executor, PendingResult, Planned, Recipients
 from slipstream.serve.graphs import RoundGraphs
 from slipstream.serve.options import PREFILL_BLOCK, EngineConfig, find_target
 from slipstream.serve.prompt_graphs import PromptGraphs, capture_all
@@ -43,8 +43,8 @@ class Pass:
 
     kind: Literal["prefill", "round"]
     sequences: list[Sequence | None]  # one per output; None: an output to discard
-    read: Callable[[], Flight]  # waits
-    commit: Callable[[Flight], list[Output]]  # passes the tokens to the scheduler
+    read: Callable[[], PendingResult]  # waits
+    commit: Callable[[PendingResult], list[Output]]  # passes the tokens to the scheduler
 
 
 class Engine:
@@ -105,7 +105,7 @@ class Engine:
             on_admit=self._admit,
             on_release=lambda sequence: self.drafter.release(sequence.row, sequence.tokens),
         )
-        self._flights: deque[Pass] = deque()
+        self._in_flight: deque[Pass] = deque()
         self._rounds_without_host = 0  # in a row, that verified nothing of the host's
 
     @property
@@ -142,18 +142,18 @@ class Engine:
             return self._step_between()
         while self._has_room():
             flights = [flight for flight in (self._prefill(), self._launch(self._plan_round())) if flight is not None]
-            self._flights += flights
+            self._in_flight += flights
             if not flights:
                 break
-        return self._landed(self._flights.popleft() if self._flights else None)
+        return self._landed(self._in_flight.popleft() if self._in_flight else None)
 
     def _step_between(self) -> list[Output]:
         """A step for a drafter on the host: the device waits for its drafts and for nothing else. The next round gets
         its pages before the last one is read, and the scheduler gets the last one's tokens after the next is launched.
         """
         planned = self._plan_round()
-        flights = [(flight, self.executor.recipients(flight.sequences)) for flight in self._flights]
-        self._flights.clear()
+        flights = [(flight, self.executor.recipients(flight.sequences)) for flight in self._in_flight]
+        self._in_flight.clear()
         arrived = [flight.read() for flight, _ in flights]
         landed = time.perf_counter()
         for (_, recipients), results in zip(flights, arrived, strict=True):
@@ -162,7 +162,7 @@ class Engine:
         launched = self._launch(planned)
         if launched is not None and self.policy is not None:
             self.policy.wait_ms += (1 - WAIT_DECAY) * (1e3 * (time.perf_counter() - landed) - self.policy.wait_ms)
-        self._flights += [flight for flight in (launched, self._prefill()) if flight is not None]
+        self._in_flight += [flight for flight in (launched, self._prefill()) if flight is not None]
         return [out for (flight, _), results in zip(flights, arrived, strict=True) for out in flight.commit(results)]
 
     def _landed(self, flight: Pass | None) -> list[Output]:
@@ -170,7 +170,7 @@ class Engine:
             return []
         arrived = flight.read()
         if self.drafter.on_host:
-            self._draft_on_host(self.executor.recipients(flight.sequences), arrived, is_last=not self._flights)
+            self._draft_on_host(self.executor.recipients(flight.sequences), arrived, is_last=not self._in_flight)
         return flight.commit(arrived)
 
     @property
@@ -181,7 +181,7 @@ class Engine:
 
     def _has_room(self) -> bool:
         """Whether another pass may be queued. One is kept queued, so that the device never waits for the host."""
-        kinds = [flight.kind for flight in self._flights]
+        kinds = [flight.kind for flight in self._in_flight]
         return max(kinds.count("prefill"), kinds.count("round")) < MAX_ROUNDS_IN_FLIGHT
 
     def _prefill(self) -> Pass | None:
@@ -189,7 +189,7 @@ class Engine:
         if not chunks:
             return None
 
-        def commit(arrived: Flight) -> list[Output]:
+        def commit(arrived: PendingResult) -> list[Output]:
             firsts = zip(chunks, arrived.tokens(), strict=True)
             tokens = [token if chunk.is_last else None for chunk, (token,) in firsts]
             return self.scheduler.commit_prefill(chunks, tokens)
@@ -212,7 +212,7 @@ class Engine:
         self._rounds_without_host = self._rounds_without_host + 1 if is_without else 0
         flight = self.executor.round(planned, width)
 
-        def commit(arrived: Flight) -> list[Output]:
+        def commit(arrived: PendingResult) -> list[Output]:
             if self.policy is not None and width > 1:
                 self.policy.record(offers, width, arrived.accepted())
             drafted = [min(nodes, width) - 1 for nodes, _ in offers]
@@ -220,7 +220,7 @@ class Engine:
 
         return Pass("round", list(planned.sequences), flight.read, commit)
 
-    def _draft_on_host(self, recipients: Recipients, arrived: Flight, *, is_last: bool) -> None:
+    def _draft_on_host(self, recipients: Recipients, arrived: PendingResult, *, is_last: bool) -> None:
         """Passes new tokens to a drafter on the host and stores its proposals. If the requests' next round is launched
         already, only checks whether waiting would have paid.
 
@@ -270,7 +270,7 @@ class Engine:
 
     def _build_runner(self, specs: list[KVSpec], dtype: torch.dtype, num_pages: int, pages_per_row: int) -> Runner:
         config, device = self.config, self.device
-        state = Rows(config.max_running, pages_per_row, config.page_size, self.width, device)
+        state = RequestState(config.max_running, pages_per_row, config.page_size, self.width, device)
         groups = [spec.allocate(num_pages, config.page_size, dtype, device) for spec in specs]
         positions = pages_per_row * config.page_size
         ropes = [RotaryEmbedding(spec.rope, spec.head_dim, positions).to(device) for spec in specs]

@@ -1,6 +1,6 @@
 """Between scheduler and device: turns chunks and sequences into passes, launches them and returns their tokens.
 
-Only `Flight.read` waits for the device.
+Only `PendingResult.read` waits for the device.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from slipstream.serve.widths import Offer
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class PendingResult:
     """A launched pass and its results."""
 
     results: NDArray[np.int32]  # (B, 1 + N or 1 + 2 * N): see Runner.round; written once `landed` has passed
@@ -28,7 +28,7 @@ class Flight:
     landed: torch.cuda.Event | None
 
     @classmethod
-    def launch(cls, results: Tensor, width: int) -> "Flight":
+    def launch(cls, results: Tensor, width: int) -> "PendingResult":
         """Starts the copy of the results to the host."""
         if results.device.type != "cuda":
             return cls(results.numpy(), width, None)
@@ -38,7 +38,7 @@ class Flight:
         landed.record()
         return cls(host.numpy(), width, landed)
 
-    def read(self) -> "Flight":
+    def read(self) -> "PendingResult":
         """Waits until the results are on the host."""
         if self.landed is not None:
             self.landed.synchronize()  # sync
@@ -74,7 +74,7 @@ class Recipients:
     rows: list[int]  # (B,)
     rows_on_device: Tensor  # (B,) rows again
 
-    def part_of(self, flight: Flight) -> NDArray[np.int32]:
+    def part_of(self, flight: PendingResult) -> NDArray[np.int32]:
         """Their rows of the results."""
         return flight.results if len(self.places) == len(flight.results) else flight.results[self.places]
 
@@ -89,20 +89,20 @@ class Executor:
         self.runner, self.graphs, self.width, self.prompts = runner, graphs, width, prompts
         self.state = runner.state
         self._offers: dict[int, Offer] = {}  # by request slot: the stored proposal
-        self._num_uploaded = [0] * self.state.null  # pages of each request slot that the device has
+        self._num_uploaded = [0] * self.state.padding  # pages of each request slot that the device has
 
     def admit(self, sequence: Sequence) -> None:
         self.state.admit(sequence.row, sequence.request)
         self._num_uploaded[sequence.row] = 0
 
-    def prefill(self, chunks: list[Chunk]) -> Flight:
+    def prefill(self, chunks: list[Chunk]) -> PendingResult:
         """Computes prompt chunks. Samples a token after each; only the tokens after last chunks count."""
         sequences = [chunk.sequence for chunk in chunks]
         self._expect_proposals([sequence.row for sequence in sequences], self.width)
         self.prepare(sequences)
         sampled = self.prompts.prefill(chunks, sampling_mode(sequences)) if self.prompts is not None else None
         sampled = (self._prefill(chunks) if sampled is None else sampled).int()
-        return Flight.launch(torch.stack((torch.ones_like(sampled), sampled), dim=1), 1)
+        return PendingResult.launch(torch.stack((torch.ones_like(sampled), sampled), dim=1), 1)
 
     def prepare(self, sequences: list[Sequence]) -> None:
         """Uploads the pages that the sequences have gained. Called before the pass that needs them."""
@@ -123,11 +123,11 @@ class Executor:
             self.graphs.expect(rows)
         return Planned(sequences, rows, sampling_mode(sequences))
 
-    def round(self, planned: Planned, width: int) -> Flight:
+    def round(self, planned: Planned, width: int) -> PendingResult:
         """Verifies and proposes `width` nodes each. The device may be idle until the launch, so it comes first."""
         results = self._round(planned, width)
         self._expect_proposals(planned.rows, width)
-        return Flight.launch(results, width)
+        return PendingResult.launch(results, width)
 
     def recipients(self, sequences: list[Sequence | None]) -> Recipients:
         """Maps each output of the pass to its request; None marks an output to discard."""

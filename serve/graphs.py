@@ -112,7 +112,7 @@ class RoundGraphs:
         state = runner.state
         self.runner, self.capturer = runner, capturer
         self.sizes, self.widths = buckets(max_batch), sorted(widths)
-        self.rows = torch.full((max_batch,), state.null, dtype=torch.int64, device=state.device)
+        self.rows = torch.full((max_batch,), state.padding, dtype=torch.int64, device=state.device)
         self.results = torch.zeros(max_batch, 1 + 2 * state.tokens.shape[1], dtype=torch.int32, device=state.device)
         self._columns: dict[int, int] = {}  # of the results, by width
         self._graphs: dict[tuple[int, int, SamplingMode], torch.cuda.CUDAGraph] = {}
@@ -136,7 +136,7 @@ class RoundGraphs:
     def time_all(self) -> TimeTables:
         """Milliseconds of rounds with no committed tokens to read, in every mode, size and width."""
         tables: TimeTables = {mode: {} for mode in MODES}
-        with self.runner.state.filtered_null():
+        with self.runner.state.filtered_padding():
             for size, width, mode in self._keys():
                 tables[mode][size, width] = self._time(size, width, mode)
         return tables
@@ -163,12 +163,12 @@ class RoundGraphs:
 
     def _hold(self, rows: list[int], size: int) -> None:
         if self._held != (rows, size):
-            padding = [self.runner.state.null] * (size - len(rows))
+            padding = [self.runner.state.padding] * (size - len(rows))
             self.rows[:size] = self.runner.state.upload(rows + padding)
             self._held = (list(rows), size)
 
     def _time(self, size: int, width: int, mode: SamplingMode) -> float:
-        """The best of a few rounds on null rows."""
+        """The best of a few rounds on padding."""
         self._hold([], size)
         graph = self._graphs.get((size, width, mode))
         run = graph.replay if graph is not None else partial(self._round, size, width, mode)
@@ -182,9 +182,9 @@ class RoundGraphs:
         return min(start.elapsed_time(end) for start, end in pairwise(events))
 
     def _capture(self, size: int, width: int, mode: SamplingMode) -> None:
-        """On null rows: nothing but the dump page is written."""
+        """On padding: nothing but the dump page is written."""
         self._held = ([], 0)
-        self.rows.fill_(self.runner.state.null)
+        self.rows.fill_(self.runner.state.padding)
         what = f"a round with {size} requests and {width} nodes ({mode} sampling)"
         remedy = "lower max_running or mem_fraction"
         graph = self.capturer.capture(partial(self._round, size, width, mode), what, remedy)

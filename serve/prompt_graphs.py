@@ -86,7 +86,7 @@ class PromptGraphs:
     def __init__(self, runner: Runner, most_tokens: int, width: int, capturer: Capturer) -> None:
         state = runner.state
         self.runner, self.width, self.capturer = runner, width, capturer
-        self.sizes, self.num_requests = sizes(most_tokens), min(MOST_REQUESTS, state.null)
+        self.sizes, self.num_requests = sizes(most_tokens), min(MOST_REQUESTS, state.padding)
         length = sum(field_sizes(self.sizes[-1], self.num_requests))
         self.inputs = torch.zeros(length, dtype=torch.int64, device=state.device)
         self.sampled = torch.zeros(self.num_requests, dtype=torch.int64, device=state.device)
@@ -133,7 +133,7 @@ class PromptGraphs:
         """Uploads what a pass of `size` blocks reads."""
         lengths = field_sizes(size, self.num_requests)
         packed = torch.zeros(sum(lengths), dtype=torch.int64, pin_memory=self.inputs.is_cuda)
-        pack(chunks, Fields(*(field.numpy() for field in packed.split(lengths))), self.runner.state.null)
+        pack(chunks, Fields(*(field.numpy() for field in packed.split(lengths))), self.runner.state.padding)
         self.inputs[: len(packed)].copy_(packed, non_blocking=True)
 
     def _capture(self, size: int, mode: SamplingMode) -> None:
@@ -151,7 +151,7 @@ class PromptGraphs:
         offsets = torch.arange(BLOCK, device=state.device)
         inside = offsets < fields.block_counts[:, None]  # (S, BLOCK)
         positions = torch.where(inside, fields.block_starts[:, None] + offsets, 0)
-        slots = state.slots(torch.where(inside, fields.block_rows[:, None], state.null), positions)
+        slots = state.slots(torch.where(inside, fields.block_rows[:, None], state.padding), positions)
         capacity = state.pages.shape[1] * state.page_size
         blocks = Batch(
             state=state,
@@ -201,9 +201,9 @@ def num_blocks(chunks: Sequence[Chunk]) -> int:
     return sum(-(-(chunk.end - chunk.start) // BLOCK) for chunk in chunks)
 
 
-def pack(chunks: Sequence[Chunk], to: Fields[Any], null: int) -> None:
-    """Enters the chunks into `to`, on the host and zero; blocks and requests that are left over get the null row."""
-    to.block_rows[:], to.rows[:] = null, null
+def pack(chunks: Sequence[Chunk], to: Fields[Any], padding: int) -> None:
+    """Enters the chunks into `to`, on the host and zero; blocks and requests that are left over get the padding slot."""
+    to.block_rows[:], to.rows[:] = padding, padding
     block = 0
     for index, chunk in enumerate(chunks):
         sequence, start, end = chunk.sequence, chunk.start, chunk.end

@@ -15,7 +15,7 @@ from slipstream.kernels.sampling import sample
 from slipstream.kernels.verify import ancestor_masks, unpack, verify
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, Proposal, Rows, SamplingMode, Verdict
+from slipstream.serve.batch import Batch, Proposal, RequestState, SamplingMode, VerifyResult
 from slipstream.serve.drafters.base import Drafter
 
 GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: its multiples modulo 2^32 spread evenly
@@ -28,7 +28,7 @@ class Runner:
     target: Target
     attention: Backend
     drafter: Drafter
-    state: Rows
+    state: RequestState
     caches: tuple[Tensor, ...]  # (L, 2, slots, G, D) views of the pool's groups
     accept_length: float | None = None  # simulated: see `simulate`
     host_alone: bool = False  # the host drafts all proposals, so passes draft none
@@ -64,7 +64,7 @@ class Runner:
         self.state.lengths[batch.rows] = ends.int()
         self.drafter.observe(batch, features, None)
         if proposes and not self.host_alone:
-            rows = torch.where(is_last, batch.rows, self.state.null)
+            rows = torch.where(is_last, batch.rows, self.state.padding)
             lengths = torch.where(is_last, ends, 0)
             ones = (1,) * len(batch.query_lens)
             begun = replace(batch, rows=rows, lengths=lengths, roots=sampled, query_lens=ones, next_tokens=None)
@@ -84,15 +84,15 @@ class Runner:
         hidden, features = self.target(inputs, self.attention_for(batch), self.drafter.feature_layers, mask)
         positions = batch.positions + 1  # of the token that follows each node
         sampled = sample(self.target.logits(hidden), positions, batch.sampling.repeat(width)).view(-1, width)
-        verdict = Verdict(*verify(proposal.tokens, proposal.parents, sampled, batch.ancestors))
+        verified = VerifyResult(*verify(proposal.tokens, proposal.parents, sampled, batch.ancestors))
         if self.accept_length is not None:
-            verdict = simulate(sampled, self.state.keys[rows], batch.lengths, self.accept_length)
-        self._move_accepted(batch, verdict)
-        end = end_round(self.state.lengths, rows, self.state.null, batch.lengths, verdict.tokens, verdict.lengths)
-        self.drafter.observe(batch, features, verdict)
+            verified = simulate(sampled, self.state.keys[rows], batch.lengths, self.accept_length)
+        self._move_accepted(batch, verified)
+        end = end_round(self.state.lengths, rows, self.state.padding, batch.lengths, verified.tokens, verified.lengths)
+        self.drafter.observe(batch, features, verified)
         if not self.host_alone:
             self._propose(replace(batch, lengths=end.lengths, roots=end.roots), width)
-        return end.results if batch.ancestors is None else torch.cat((end.results, verdict.nodes), dim=1)
+        return end.results if batch.ancestors is None else torch.cat((end.results, verified.nodes), dim=1)
 
     def attention_for(self, batch: Batch) -> Backend:
         self.attention.plan(batch)
@@ -122,16 +122,16 @@ class Runner:
         )
         return batch, proposal, inputs
 
-    def _move_accepted(self, batch: Batch, verdict: Verdict) -> None:
+    def _move_accepted(self, batch: Batch, verified: VerifyResult) -> None:
         """Moves the accepted nodes' KV down to follow the committed tokens.
 
         A chain's accepted nodes lie there already. A tree's remaining KV is copied onto itself.
         """
         if batch.ancestors is not None:
-            B, N = verdict.nodes.shape
+            B, N = verified.nodes.shape
             slots = batch.slots.view(B, N)
             order = torch.arange(N, device=slots.device).expand(B, N)
-            sources = slots.gather(1, torch.where(verdict.nodes < 0, order, verdict.nodes.long()))
+            sources = slots.gather(1, torch.where(verified.nodes < 0, order, verified.nodes.long()))
             for cache in self.caches:
                 move_rows(cache, sources, slots)
 
@@ -140,7 +140,7 @@ class Runner:
         store_proposal(self.state.tokens, self.state.parents, batch.rows, proposal.tokens, proposal.parents)
 
 
-def simulate(sampled: Tensor, keys: Tensor, positions: Tensor, accept_length: float) -> Verdict:
+def simulate(sampled: Tensor, keys: Tensor, positions: Tensor, accept_length: float) -> VerifyResult:
     """A verification result for benchmarks of the runtime alone; its tokens are wrong. Accepts so many nodes of each
     chain that a round emits `accept_length` tokens on average.
 
@@ -153,4 +153,4 @@ def simulate(sampled: Tensor, keys: Tensor, positions: Tensor, accept_length: fl
     lengths = (whole + (coin < int(fraction * 2**32))).clamp(max=N).int()
     nodes = torch.arange(N, dtype=torch.int32, device=sampled.device).expand(len(sampled), N)
     padding = nodes >= lengths[:, None]
-    return Verdict(nodes.masked_fill(padding, -1), sampled.int().masked_fill(padding, -1), lengths)
+    return VerifyResult(nodes.masked_fill(padding, -1), sampled.int().masked_fill(padding, -1), lengths)

@@ -24,7 +24,7 @@ def width_policy(
         return WidthPolicy(widths, tables["plain"], tables["full"])
     if runner.drafter.on_host and len(widths) > 1:
         plain = time_rounds(runner, max_batch, widths, "plain")
-        with runner.state.filtered_null():
+        with runner.state.filtered_padding():
             return WidthPolicy(widths, plain, time_rounds(runner, max_batch, widths, "full"))
     return None
 
@@ -32,7 +32,7 @@ def width_policy(
 def time_rounds(
     runner: Runner, max_batch: int, widths: Sequence[int], mode: SamplingMode
 ) -> dict[tuple[int, int], float]:
-    """(batch size, width) -> milliseconds of a round on null rows, the best of a few.
+    """(batch size, width) -> milliseconds of a round on padding, the best of a few.
 
     Small rounds are timed first. What there is no time for is taken to cost by the row, as large ones do.
     """
@@ -59,7 +59,7 @@ def cheapest_from(key: tuple[int, int], ms: Mapping[tuple[int, int], float]) -> 
 
 def _time(runner: Runner, size: int, width: int, mode: SamplingMode) -> float:
     state = runner.state
-    rows = torch.full((size,), state.null, dtype=torch.int64, device=state.device)
+    rows = torch.full((size,), state.padding, dtype=torch.int64, device=state.device)
     bound = min(CONTEXT, state.pages.shape[1] * state.page_size - width)
     # The CPU's clock leaves out what other processes take of it.
     clock = time.thread_time if state.device.type == "cpu" else time.perf_counter

@@ -17,10 +17,6 @@ from slipstream.serve.cache import PageCache, PageTable
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats
 
 
-class QueueFull(Exception):
-    """So many requests wait that a new one is refused; it may be sent again later."""
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
     """One request's state. While it decodes, tokens[num_computed:] is the next round's root, or empty until the token

@@ -98,9 +98,9 @@ def measure_workspace(runner: Runner, config: EngineConfig, width: int, widths: 
 
     torch.cuda.synchronize()
     if not widths:
-        return peak(lambda: _prefill_null_row(runner, config.prefill_budget, width))
+        return peak(lambda: _prefill_padding(runner, config.prefill_budget, width))
     most = config.max_running
-    rows = torch.full((most,), runner.state.null, dtype=torch.int64, device=runner.state.device)
+    rows = torch.full((most,), runner.state.padding, dtype=torch.int64, device=runner.state.device)
     prefills = prefill_sizes(config.captured_tokens)
     with dry_run():
         captured = peak(lambda: runner.round(rows, (0,) * most, "full", width))
@@ -109,24 +109,24 @@ def measure_workspace(runner: Runner, config: EngineConfig, width: int, widths: 
             largest = peak(lambda: prompts.run(prefills[-1], "full"))
             captured = max(captured, largest)
     if not prefills:
-        largest = peak(lambda: _prefill_null_row(runner, config.prefill_budget, width))
+        largest = peak(lambda: _prefill_padding(runner, config.prefill_budget, width))
     num_graphs = len(MODES) * (len(buckets(most)) * len(widths) + len(prefills))
     return largest + captured + GRAPH_BYTES * num_graphs
 
 
-def _prefill_null_row(runner: Runner, num_tokens: int, width: int) -> None:
-    batch = _null_batch(runner, num_tokens)
+def _prefill_padding(runner: Runner, num_tokens: int, width: int) -> None:
+    batch = _padding_batch(runner, num_tokens)
     ends = batch.lengths + 1
     runner.prefill(batch, torch.zeros_like(batch.positions), ends, ends > 0, width)
     runner.state.lengths.zero_()
 
 
-def _null_batch(runner: Runner, budget: int) -> Batch:
+def _padding_batch(runner: Runner, budget: int) -> Batch:
     """`budget` tokens in requests as long as rows can be."""
     state = runner.state
     limit = max(1, state.pages.shape[1] * state.page_size - 2 * state.tokens.shape[1])
     lens = tuple(min(limit, budget - start) for start in range(0, budget, limit))
-    rows = torch.full((len(lens),), state.null, dtype=torch.int64, device=state.device)
+    rows = torch.full((len(lens),), state.padding, dtype=torch.int64, device=state.device)
     positions = torch.cat([torch.arange(length, device=state.device) for length in lens])
     return Batch(
         state=state,

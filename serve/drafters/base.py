@@ -17,7 +17,7 @@ from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
 from slipstream.models.draft import drafter_of
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, HostProposal, KVSpec, Proposal, Rows, Verdict
+from slipstream.serve.batch import Batch, HostProposal, KVSpec, Proposal, RequestState, VerifyResult
 from slipstream.serve.options import NoOptions
 from slipstream.serve.request import Request
 
@@ -49,7 +49,7 @@ class Drafter(ABC):
         """KV tokens that drafting `width` nodes writes beyond the committed ones."""
         return 0
 
-    def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
+    def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         """Receives the target, the request state, and attention over the KV that `kv` asked for."""
 
     def check(self, request: Request) -> None:
@@ -64,11 +64,11 @@ class Drafter(ABC):
         assert batch.roots is not None
         return Proposal(batch.roots[:, None].int(), chain_parents(len(batch.roots), 1, batch.roots.device))
 
-    def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:
+    def observe(self, batch: Batch, features: Tensor | None, verified: VerifyResult | None) -> None:
         """Takes the features (T, K * H) of a target pass, to write the drafter's KV and state.
 
-        After a prefill chunk `verdict` is None and batch.next_tokens (T,) holds each query's successor. After a round
-        the accepted nodes are committed, in order, at positions batch.lengths (B,) + 0..verdict.lengths - 1.
+        After a prefill chunk `verified` is None and batch.next_tokens (T,) holds each query's successor. After a round
+        the accepted nodes are committed, in order, at positions batch.lengths (B,) + 0..verified.lengths - 1.
         """
 
     def draft(self, rows: Sequence[int], emitted: NDArray[np.int32], width: int) -> HostProposal:

@@ -16,7 +16,7 @@ from slipstream.models.checkpoint import resolve
 from slipstream.models.dflash import DFlash, load_dflash
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, KVSpec, Proposal, Rows, Verdict
+from slipstream.serve.batch import Batch, KVSpec, Proposal, RequestState, VerifyResult
 from slipstream.serve.draft_vocabulary import DraftVocabulary, TokenMapOptions, target_vocabulary
 from slipstream.serve.drafters import base
 from slipstream.serve.request import Request
@@ -68,17 +68,17 @@ class Drafter(base.Drafter):
     def check(self, request: Request) -> None:
         self.vocabulary.check(request)
 
-    def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
+    def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
         self.embed, self.attention = target.embed_tokens, attention
 
-    def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:
+    def observe(self, batch: Batch, features: Tensor | None, verified: VerifyResult | None) -> None:
         """Stores the KV of all queries. The next round overwrites the KV beyond the accepted nodes."""
         assert features is not None
-        self.vocabulary.observe(batch, verdict)
+        self.vocabulary.observe(batch, verified)
         context = self.module.fuse(features)
-        if verdict is not None and batch.ancestors is not None:  # a tree: accepted nodes follow the committed tokens
-            (B, N), nodes = verdict.nodes.shape, verdict.nodes.clamp(min=0).long()
+        if verified is not None and batch.ancestors is not None:  # a tree: accepted nodes follow the committed tokens
+            (B, N), nodes = verified.nodes.shape, verified.nodes.clamp(min=0).long()
             context = context.view(B, N, -1).gather(1, nodes[:, :, None].expand(B, N, context.shape[-1])).flatten(0, 1)
             batch = batch.uniform(batch.lengths, N)
         weight, bias, k_norm = self.context

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, HostProposal, Proposal, Rows, Verdict
+from slipstream.serve.batch import Batch, HostProposal, Proposal, RequestState, VerifyResult
 from slipstream.serve.drafters import base, ngram
 from slipstream.serve.request import Request
 
@@ -86,7 +86,7 @@ class Drafter(base.Drafter):
     def scratch(self, width: int) -> int:
         return self.network.scratch(min(width, self.device_width))
 
-    def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
+    def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         self.network.attach(target, state, attention)
         self.ngram.attach(target, state, None)
 
@@ -104,8 +104,8 @@ class Drafter(base.Drafter):
             return proposal
         return Proposal(*(pad(nodes, (0, width - own), value=-1) for nodes in (proposal.tokens, proposal.parents)))
 
-    def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:
-        self.network.observe(batch, features, verdict)
+    def observe(self, batch: Batch, features: Tensor | None, verified: VerifyResult | None) -> None:
+        self.network.observe(batch, features, verified)
 
     def draft(self, rows: Sequence[int], emitted: NDArray[np.int32], width: int) -> HostProposal:
         proposal, matches = self.ngram.match(rows, emitted, min(width, self.ngram.options.nodes))

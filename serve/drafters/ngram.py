@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import HostProposal, Rows
+from slipstream.serve.batch import HostProposal, RequestState
 from slipstream.serve.drafters import base
 from slipstream.serve.drafters.ngram_core import NgramCore
 
@@ -87,12 +87,12 @@ class Drafter(base.Drafter):
     def load(cls, draft: str, options: NgramOptions, target: Target) -> "Drafter":
         return cls(options, target.config.vocab_size)
 
-    def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
-        self.core = self.options.core(state.null)
+    def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
+        self.core = self.options.core(state.padding)
         # Pinned, so that copies to the device do not wait. Two buffers in turn: a step drafts at most twice, and before
         # the next step drafts, it reads a pass that was launched after these copies.
         pinned = state.device.type == "cuda"
-        size = 2 * state.null * self.options.nodes
+        size = 2 * state.padding * self.options.nodes
         memory = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self.arrays = cycle([cache(partial(_arrays_in, own)) for own in memory])
         if self.options.load:

@@ -11,7 +11,7 @@ from slipstream.kernels.verify import ancestor_masks
 from slipstream.models.config import RopeConfig
 from slipstream.models.layers import Mask, RotaryEmbedding
 from slipstream.serve.attention.base import PhaseBackend
-from slipstream.serve.batch import Batch, Rows
+from slipstream.serve.batch import Batch, RequestState
 
 NUM_LAYERS, LAYER = 2, 1
 STALE = 1e3  # fills slots that hold nothing: whoever reads them shows it
@@ -64,7 +64,7 @@ class Scene:
         num_rows, capacity = len(case.lengths) + 2, -(-max(self.ends) // case.page_size) + 1
         num_pages = num_rows * capacity + 1
         shape = (NUM_LAYERS, 2, num_pages, case.page_size, case.num_kv_heads, head_dim)
-        self.state = Rows(num_rows, capacity, case.page_size, 1, self.device)
+        self.state = RequestState(num_rows, capacity, case.page_size, 1, self.device)
         pages = torch.randperm(num_pages - 1, generator=generator) + 1
         self.state.pages[:num_rows] = pages.view(num_rows, capacity).to(self.device)
         self.rows = torch.randperm(num_rows, generator=generator)[: len(case.lengths)].to(self.device)

@@ -25,7 +25,7 @@ class PlayedGraphs(RoundGraphs):
     def __init__(self, runner: Runner, max_batch: int, widths: Sequence[int]) -> None:
         state = runner.state
         self.runner, self.sizes, self.widths = runner, buckets(max_batch), sorted(widths)
-        self.rows = torch.full((max_batch,), state.null)
+        self.rows = torch.full((max_batch,), state.padding)
         self.results = torch.zeros(max_batch, 1 + 2 * state.tokens.shape[1], dtype=torch.int32)
         self._graphs, self._columns, self._held = {}, {}, ([], 0)
         self.num_rounds: dict[tuple[int, int, str], int] = {}

@@ -16,7 +16,7 @@ from slipstream.models.layers import RotaryEmbedding
 from slipstream.serve.attention.base import Backend, Hybrid
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend
-from slipstream.serve.batch import Batch, Rows
+from slipstream.serve.batch import Batch, RequestState
 from slipstream.tests.pairwise import gate_of
 
 NUM_LAYERS, LAYER, HEAD_DIM, NUM_ROWS, MAX_LEN, THETA = 2, 1, 8, 6, 96, 100.0
@@ -125,7 +125,7 @@ class Scene:
         self.case, num_pages = case, NUM_ROWS * MAX_LEN // case.page_size + 1
         shape = (NUM_LAYERS, 2, num_pages, case.page_size, case.num_kv_heads, HEAD_DIM)
         self.cache = torch.randn(shape, generator=generator).to(dtype)
-        self.state = Rows(NUM_ROWS, MAX_LEN // case.page_size, case.page_size, 1, torch.device("cpu"))
+        self.state = RequestState(NUM_ROWS, MAX_LEN // case.page_size, case.page_size, 1, torch.device("cpu"))
         pages = torch.randperm(num_pages - 1, generator=generator) + 1
         self.state.pages[:NUM_ROWS] = pages.view(NUM_ROWS, -1)
         self.rows = torch.randperm(NUM_ROWS, generator=generator)[: len(case.lengths)].tolist()

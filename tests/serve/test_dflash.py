@@ -19,7 +19,7 @@ from slipstream.kernels.sampling import noise_key
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import Target, load_config, load_target
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
-from slipstream.serve.batch import Batch, Proposal, Rows, Verdict
+from slipstream.serve.batch import Batch, Proposal, RequestState, VerifyResult
 from slipstream.serve.drafters.base import build_options, find_drafter
 from slipstream.serve.drafters.dflash import Drafter
 from slipstream.serve.engine import Engine
@@ -260,9 +260,9 @@ class Stage:
     batch: Batch
     features: Tensor  # (11, K * H)
 
-    def observed(self, batch: Batch, features: Tensor, verdict: Verdict | None) -> Tensor:
+    def observed(self, batch: Batch, features: Tensor, verified: VerifyResult | None) -> Tensor:
         """The drafter's KV afterwards."""
-        self.drafter.observe(batch, features, verdict)
+        self.drafter.observe(batch, features, verified)
         return self.drafter.attention.flat
 
     def attach(self) -> SDPABackend:
@@ -281,7 +281,7 @@ def stage(request: pytest.FixtureRequest, make_target: Callable[[str], Path], ma
     config = load_config(make_target("qwen3"))
     target = load_target(make_target("qwen3"), config, torch.float32, torch.device("cpu"))
     drafter = Drafter.load(str(make_draft("qwen3", request.param)), build_options(Drafter, {}), target)
-    state, row, lengths = Rows(2, 4, 16, 4, torch.device("cpu")), torch.tensor([0]), torch.tensor([14])
+    state, row, lengths = RequestState(2, 4, 16, 4, torch.device("cpu")), torch.tensor([0]), torch.tensor([14])
     state.pages[0] = torch.tensor([3, 1, 4, 2])
     positions, slots = state.chain(row, lengths, 11)
     batch = Batch(state, row, lengths, positions, slots, (11,), (25,))
@@ -302,12 +302,12 @@ def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> N
     path = torch.tensor([0, 3, 4, 9])
     features = stage.features.index_copy(0, torch.arange(4), stage.features[path])
     stage.attach()
-    verdict = Verdict(torch.arange(11)[None], torch.arange(11)[None], torch.tensor([11]))
-    expected = stage.observed(stage.batch, features, verdict)[:, :, stage.batch.slots[:4]]
+    verified = VerifyResult(torch.arange(11)[None], torch.arange(11)[None], torch.tensor([11]))
+    expected = stage.observed(stage.batch, features, verified)[:, :, stage.batch.slots[:4]]
     stage.attach()
     nodes = torch.nn.functional.pad(path, (0, 7), value=-1)[None].int()
     tree = replace(stage.batch, positions=stage.batch.positions + 5, ancestors=torch.zeros(1, 11, dtype=torch.int64))
-    found = stage.observed(tree, stage.features, Verdict(nodes, nodes, torch.tensor([4])))
+    found = stage.observed(tree, stage.features, VerifyResult(nodes, nodes, torch.tensor([4])))
     torch.testing.assert_close(found[:, :, stage.batch.slots[:4]], expected, atol=1e-6, rtol=1e-6)
 
 

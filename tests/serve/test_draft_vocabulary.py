@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.kernels.gathered_head import DraftHead
 from slipstream.models.token_map import TokenMap
 from slipstream.serve.autoregressive import TreeOptions
-from slipstream.serve.batch import Batch, Rows, Verdict
+from slipstream.serve.batch import Batch, RequestState, VerifyResult
 from slipstream.serve.draft_vocabulary import HALF_LIFE, DraftVocabulary, RecentTokens
 from slipstream.serve.drafters.base import build_options, find_drafter
 from slipstream.serve.engine import Engine
@@ -136,30 +136,32 @@ def test_recent_tokens_are_those_that_occurred_most_of_late() -> None:
 
 
 @pytest.fixture
-def watched() -> tuple[DraftVocabulary, Tensor, Rows]:
-    """A map of tokens 0..9 and 4 recent ones; rows of which the last is null."""
+def watched() -> tuple[DraftVocabulary, Tensor, RequestState]:
+    """A map of tokens 0..9 and 4 recent ones; the last slot is padding."""
     ids = torch.cat((torch.arange(10), torch.full((4,), -1)))
     head = DraftHead(torch.zeros(40, 8), ids, gathered=True)
-    return DraftVocabulary(head, RecentTokens(ids, 10, 40)), ids, Rows(3, 4, 16, 4, torch.device("cpu"))
+    return DraftVocabulary(head, RecentTokens(ids, 10, 40)), ids, RequestState(3, 4, 16, 4, torch.device("cpu"))
 
 
-def batch_of(state: Rows, rows: list[int], lens: tuple[int, ...], next_tokens: list[int] | None) -> Batch:
+def batch_of(state: RequestState, rows: list[int], lens: tuple[int, ...], next_tokens: list[int] | None) -> Batch:
     positions = torch.zeros(sum(lens), dtype=torch.int64)
     successors = None if next_tokens is None else torch.tensor(next_tokens)
     where = (torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int64), positions, positions)
     return Batch(state, *where, lens, lens, next_tokens=successors)
 
 
-def test_prompts_and_answers_count_but_not_rows_that_fill_up(watched: tuple[DraftVocabulary, Tensor, Rows]) -> None:
+def test_prompts_and_answers_count_but_not_rows_that_fill_up(
+    watched: tuple[DraftVocabulary, Tensor, RequestState],
+) -> None:
     vocabulary, ids, state = watched
-    vocabulary.observe(batch_of(state, [1, state.null], (3, 2), [7, 21, 22, 30, 31]), None)
+    vocabulary.observe(batch_of(state, [1, state.padding], (3, 2), [7, 21, 22, 30, 31]), None)
     assert sorted(ids[10:].tolist()) == [-1, -1, 21, 22]
-    blocks = batch_of(state, [2, state.null], (2, 1), [36, 37, 38])  # as captured prefills are filled up
+    blocks = batch_of(state, [2, state.padding], (2, 1), [36, 37, 38])  # as captured prefills are filled up
     vocabulary.observe(replace(blocks, real=torch.tensor([True, False, False])), None)
     assert sorted(ids[10:].tolist()) == [-1, 21, 22, 36]
     tokens = torch.tensor([[25, -1], [33, 34]])
-    verdict = Verdict(torch.tensor([[0, -1], [0, 1]]), tokens, torch.tensor([1, 2]))
-    vocabulary.observe(batch_of(state, [2, state.null], (2, 2), None), verdict)
+    verified = VerifyResult(torch.tensor([[0, -1], [0, 1]]), tokens, torch.tensor([1, 2]))
+    vocabulary.observe(batch_of(state, [2, state.padding], (2, 2), None), verified)
     assert sorted(ids[10:].tolist()) == [21, 22, 25, 36]
     assert ids[:10].tolist() == list(range(10))
 
@@ -193,7 +195,7 @@ def test_recent_tokens_of_all_do_not_go_with_a_salt(
 
 @pytest.mark.parametrize("drafter", ["eagle tree", "dflash"])
 def test_rounds_of_fixed_buffers(drafter: str, target: Path, drafts: dict[str, Path], tmp_path: Path) -> None:
-    """As captured ones: batches filled up with null rows."""
+    """As captured ones: batches filled up with padding."""
     save_map(tmp_path / "map.safetensors")
     options = DRAFTERS[drafter] | {"token_map": str(tmp_path / "map.safetensors"), "token_map_dynamic": 16}
     config: dict[str, Any] = {"draft": str(drafts[drafter]), "drafter": options, "kv_cache_tokens": 2048}

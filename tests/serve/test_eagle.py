@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.kernels.draft_tree import TreeShape
 from slipstream.kernels.sampling import noise_key
 from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
-from slipstream.serve.batch import Batch, Proposal, Verdict
+from slipstream.serve.batch import Batch, Proposal, VerifyResult
 from slipstream.serve.request import Request
 from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.naive_eagle3 import NaiveEagle3
@@ -188,11 +188,11 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str]
     network, branched, proposed = engine.drafter.network, set[int](), dict[int, list[int]]()
     observe, propose = network.observe, network.propose
 
-    def recorded(batch: Batch, features: Tensor, verdict: Verdict | None) -> None:
-        if verdict is not None:
-            each = zip(batch.rows.tolist(), verdict.nodes.tolist(), verdict.lengths.tolist(), strict=True)
+    def recorded(batch: Batch, features: Tensor, verified: VerifyResult | None) -> None:
+        if verified is not None:
+            each = zip(batch.rows.tolist(), verified.nodes.tolist(), verified.lengths.tolist(), strict=True)
             branched.update(row for row, nodes, length in each if nodes[:length] != list(range(length)))
-        observe(batch, features, verdict)
+        observe(batch, features, verified)
 
     def noted(batch: Batch, width: int) -> Proposal:
         proposal = propose(batch, width)

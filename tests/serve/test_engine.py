@@ -219,6 +219,6 @@ def test_a_context_shorter_than_a_round_is_measured_by_prompts_of_one_token(
 ) -> None:
     options: dict[str, Any] = {"max_model_len": 2, "width": 16, "page_size": page_size, "overlap": overlap}
     runner = build_engine(make_target("qwen3"), "ngram", **options).executor.runner
-    sizing._prefill_null_row(runner, 40, 16)
-    assert set(sizing._null_batch(runner, 40).query_lens) == {1}
+    sizing._prefill_padding(runner, 40, 16)
+    assert set(sizing._padding_batch(runner, 40).query_lens) == {1}
     assert not runner.state.lengths.any()

@@ -100,7 +100,7 @@ def test_aborts_with_passes_in_flight_leave_the_others_alone(name: str, target: 
 def test_no_round_is_launched_for_a_request_whose_end_is_certain(target: Path) -> None:
     engine = build_overlapping(target)
     assert [len(answer.tokens) for answer in run(engine, [make_request("0", [5, 6], max_tokens=1)]).values()] == [1]
-    assert not engine._flights
+    assert not engine._in_flight
 
 
 def test_a_first_token_does_not_wait_for_the_round_behind_it(target: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_first_token_does_not_wait_for_the_round_behind_it(target: Path) -> No
     engine.add(make_request("0", [5, 6], max_tokens=9, ignore_eos=True))
     (first,) = engine.step()
     assert len(first.tokens) == 1
-    assert [flight.kind for flight in engine._flights] == ["round", "round"]
+    assert [flight.kind for flight in engine._in_flight] == ["round", "round"]
 
 
 def test_a_second_round_waits_behind_the_running_one_whatever_came_before(target: Path) -> None:
@@ -116,18 +116,18 @@ def test_a_second_round_waits_behind_the_running_one_whatever_came_before(target
     engine = build_overlapping(target)
     engine.add(make_request("0", [5, 6], max_tokens=20, ignore_eos=True))
     engine.step()
-    while engine._flights:
-        engine._landed(engine._flights.popleft())
+    while engine._in_flight:
+        engine._landed(engine._in_flight.popleft())
     for _ in range(3):
         engine.step()
-        assert [flight.kind for flight in engine._flights] == ["round"]  # and the one that was read is over
+        assert [flight.kind for flight in engine._in_flight] == ["round"]  # and the one that was read is over
 
 
 def test_chunks_of_a_prompt_are_launched_without_reading_one_another(target: Path) -> None:
     engine = build_overlapping(target, prefill_budget=4)
     engine.add(make_request("0", random_prompt(20, 1), max_tokens=9, ignore_eos=True))
     engine.step()
-    assert [flight.kind for flight in engine._flights] == ["prefill"]
+    assert [flight.kind for flight in engine._in_flight] == ["prefill"]
 
 
 class Switched:
@@ -162,7 +162,7 @@ def test_rounds_wait_for_n_grams_only_while_those_pay(temperature: float, target
         policy.width = 2 if step // 20 % 2 else 1
         collect(engine.step(), answers)
         if step % 20 >= PATIENCE + 4 and engine.num_open == len(requests):
-            ahead[policy.width].append(bool(engine._flights) and not engine._waits_for_host)
+            ahead[policy.width].append(bool(engine._in_flight) and not engine._waits_for_host)
         engine.scheduler.check()
     assert tokens_of(answers) == expected
     assert all(ahead[1])

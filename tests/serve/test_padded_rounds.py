@@ -1,4 +1,4 @@
-"""What captured passes add to eager ones, without a GPU: static buffers, batches filled up with null rows, widths that
+"""What captured passes add to eager ones, without a GPU: static buffers, batches filled up with padding, widths that
 change by load, passes in flight."""
 
 import random

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.serve.batch import SamplingMode
-from slipstream.serve.executor import Flight
+from slipstream.serve.executor import PendingResult
 from slipstream.serve.options import PREFILL_BLOCK, EngineConfig
 from slipstream.serve.prompt_graphs import MOST_REQUESTS, num_blocks, sizes
 from slipstream.serve.request import Request
@@ -135,7 +135,7 @@ def test_every_prompt_pass_fits_a_captured_one(target: Path) -> None:
     requests = [make_request(str(i), random_prompt(n, i), max_tokens=3) for i, n in enumerate(lengths)]
     num_passes, prefill = 0, engine.executor.prefill
 
-    def counted(chunks: list[Chunk]) -> Flight:
+    def counted(chunks: list[Chunk]) -> PendingResult:
         nonlocal num_passes
         num_passes += 1
         return prefill(chunks)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.models.config import RopeConfig
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, KVSpec, Proposal, Rows, SamplingMode, Verdict
+from slipstream.serve.batch import Batch, KVSpec, Proposal, RequestState, SamplingMode, VerifyResult
 from slipstream.serve.drafters import base
 from slipstream.serve.engine import Engine
 from slipstream.serve.request import Request
@@ -57,7 +57,7 @@ class TreeDrafter(base.Drafter):
     def load(cls, draft: str, options: Any, target: Target) -> "TreeDrafter":
         raise AssertionError("tests build it")
 
-    def attach(self, target: Target, state: Rows, attention: Backend | None) -> None:
+    def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
         self.state, self.numbers = state, attention.cache.flatten(2, 3)[0, 0, :, 0, 0]
 
@@ -72,7 +72,7 @@ class TreeDrafter(base.Drafter):
         assert batch.roots is not None
         trees = []
         for row, length, root in zip(batch.rows.tolist(), batch.lengths.tolist(), batch.roots.tolist(), strict=True):
-            known = self.texts[self.known[row]] if row in self.known else []  # null: a prompt that goes on
+            known = self.texts[self.known[row]] if row in self.known else []  # padding: an unfinished prompt
             truth = known[length:] or [root]  # behind the end nothing is known
             assert truth[0] == root
             trees.append(self._grow(truth, width))
@@ -81,15 +81,15 @@ class TreeDrafter(base.Drafter):
         tokens, parents = zip(*trees, strict=True)
         return Proposal(torch.tensor(tokens, dtype=torch.int32), torch.tensor(parents, dtype=torch.int32))
 
-    def observe(self, batch: Batch, features: Tensor | None, verdict: Verdict | None) -> None:
+    def observe(self, batch: Batch, features: Tensor | None, verified: VerifyResult | None) -> None:
         assert features is not None
-        if verdict is None:
+        if verified is None:
             return
-        features = features.view(*verdict.nodes.shape, -1)
+        features = features.view(*verified.nodes.shape, -1)
         for index, (row, length) in enumerate(zip(batch.rows.tolist(), batch.lengths.tolist(), strict=True)):
             start, text = self.start[row], self.texts[self.known[row]]
-            end = min(length + int(verdict.lengths[index]), len(text))
-            path = verdict.nodes[index, : end - length].long()
+            end = min(length + int(verified.lengths[index]), len(text))
+            path = verified.nodes[index, : end - length].long()
             expected = self.features[self.known[row]][length:end]
             torch.testing.assert_close(features[index, path], expected, atol=1e-4, rtol=1e-4)
             held = self.numbers[self.state.slots(torch.tensor(row), torch.arange(start, end))]
@@ -229,13 +229,13 @@ def test_a_shorter_proposal_leaves_no_nodes_of_the_one_before(
 def test_the_mean_is_the_one_asked_for(accept_length: float) -> None:
     sampled = torch.arange(4000 * 4).view(4000, 4)
     keys, positions = torch.arange(4000), torch.arange(4000) % 97
-    verdict = simulate(sampled, keys, positions, accept_length)
-    assert float(verdict.lengths.float().mean()) == pytest.approx(accept_length, abs=0.03)
-    assert {int(accept_length), int(accept_length + 0.999)} >= set(verdict.lengths.tolist())
+    verified = simulate(sampled, keys, positions, accept_length)
+    assert float(verified.lengths.float().mean()) == pytest.approx(accept_length, abs=0.03)
+    assert {int(accept_length), int(accept_length + 0.999)} >= set(verified.lengths.tolist())
     for index in range(0, 4000, 371):
-        count = int(verdict.lengths[index])
-        assert verdict.tokens[index].tolist() == sampled[index, :count].tolist() + [-1] * (4 - count)
-        assert verdict.nodes[index].tolist() == [*range(count), *[-1] * (4 - count)]
+        count = int(verified.lengths[index])
+        assert verified.tokens[index].tolist() == sampled[index, :count].tolist() + [-1] * (4 - count)
+        assert verified.nodes[index].tolist() == [*range(count), *[-1] * (4 - count)]
 
 
 def test_an_engine_emits_that_many(make_target: Callable[[str], Path], tmp_path: Path) -> None:

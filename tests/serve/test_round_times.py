@@ -57,5 +57,10 @@ def test_nothing_is_left_behind(engine: Engine) -> None:
     for output in outputs:
         tokens[output.request_id] += output.tokens
     assert tokens == tokens_of(run(build_engine(Path(engine.config.target)), requests))
-    null, state = engine.state.null, engine.state
-    assert (state.lengths[null], state.temperature[null], state.top_k[null], state.top_p[null]) == (0, 0, 0, 1)
+    padding, state = engine.state.padding, engine.state
+    assert (state.lengths[padding], state.temperature[padding], state.top_k[padding], state.top_p[padding]) == (
+        0,
+        0,
+        0,
+        1,
+    )
