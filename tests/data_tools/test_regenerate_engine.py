@@ -104,10 +104,10 @@ def test_rows_that_the_engine_ends_are_failures(
 ) -> None:
     def stream(_: FakeLLM, requests: Any) -> Iterator[Output]:
         for request in requests:
-            yield Output(request_id=request.id, tokens=[], finish_reason="abort", error="out of pages")
+            yield Output(request_id=request.id, tokens=[], finish_reason="abort")
 
     monkeypatch.setattr(FakeLLM, "stream", stream)
-    assert "2 rows failed (out of pages)" in error(capsys, tmp_path, "--target", target, rows=ROWS[:2])
+    assert "2 rows failed (the engine ended the request)" in error(capsys, tmp_path, "--target", target, rows=ROWS[:2])
     assert report(tmp_path)["rows_failed"] == 2
 
 
