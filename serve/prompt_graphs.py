@@ -202,7 +202,7 @@ def num_blocks(chunks: Sequence[Chunk]) -> int:
 
 
 def pack(chunks: Sequence[Chunk], to: Fields[Any], padding: int) -> None:
-    """Enters the chunks into `to`, on the host and zero; blocks and requests that are left over get the padding slot."""
+    """Enters the chunks into `to`, on the host and zero; blocks and requests left over get the padding slot."""
     to.block_rows[:], to.rows[:] = padding, padding
     block = 0
     for index, chunk in enumerate(chunks):
