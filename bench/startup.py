@@ -7,6 +7,8 @@
 own log, on stderr, says what the seconds went into. Ends in one JSON line.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import json
 import os
 import shlex

@@ -8,6 +8,8 @@ other layouts are made from it. Weights keep their bits; a draft that does not f
 cannot hold, is refused.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
