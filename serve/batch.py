@@ -29,6 +29,10 @@ class KVSpec(NamedTuple):
     head_dim: int
     rope: RopeConfig
 
+    def has_positions_of(self, other: "KVSpec") -> bool:
+        """Whether the same rotary embedding serves both."""
+        return (self.rope, self.head_dim) == (other.rope, other.head_dim)
+
     def allocate(self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """(L, 2, num_pages, page_size, G, D), zeros. Padding writes to page 0, the dump page; nothing reads it."""
         shape = self.num_layers, 2, num_pages, page_size, self.num_kv_heads, self.head_dim

@@ -273,7 +273,10 @@ class Engine:
         state = RequestState(config.max_running, pages_per_row, config.page_size, self.width, device)
         groups = [spec.allocate(num_pages, config.page_size, dtype, device) for spec in specs]
         positions = pages_per_row * config.page_size
-        ropes = [RotaryEmbedding(spec.rope, spec.head_dim, positions).to(device) for spec in specs]
+        ropes: list[RotaryEmbedding] = []
+        for spec in specs:  # a draft mostly has its target's
+            equal = (rope for other, rope in zip(specs, ropes, strict=False) if other.has_positions_of(spec))
+            ropes.append(next(equal, None) or RotaryEmbedding(spec.rope, spec.head_dim, positions).to(device))
         attention = Hybrid(*(self.backends[phase](groups[0], ropes[0]) for phase in ("prefill", "verify")))
         draft_attention = self.backends["draft"](groups[1], ropes[1]) if self.drafter.kv else None
         self.drafter.attach(self.target, state, draft_attention)

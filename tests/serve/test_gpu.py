@@ -180,7 +180,7 @@ def test_passes_whose_graphs_do_not_fit_run_kernel_by_kernel(
 
         monkeypatch.setattr(owner, name, run)
 
-    starve(PromptGraphs, "_prefill", "prefill")
+    starve(PromptGraphs, "run", "prefill")
     starve(RoundGraphs, "_round", "round")
     requests = [
         make_request(f"{index} {kind}", random_prompt(9 + 7 * index, index), seed=index, **SAMPLINGS[kind])
