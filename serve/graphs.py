@@ -10,9 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,30 +47,22 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureReport:
-    """What start-up prints."""
-
-    count: int
-    sizes: list[int]
-    widths: list[int]
-    seconds: float
-    bytes: int
-
-    def __str__(self) -> str:
-        return (
-            f"captured {self.count} rounds (batch {', '.join(map(str, self.sizes))}; width "
-            f"{', '.join(map(str, self.widths))}; with and without filters) in {self.seconds:.1f} s, "
-            f"{self.bytes / 1e9:.2f} GB"
-        )
-
-
 class Capturer:
     """Captures passes that share one memory pool."""
 
     def __init__(self) -> None:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._has_warned = False
+
+    def capture_all(self, what: str, sizes: str, keys: Sequence[tuple[Any, ...]], capture: Callable[..., bool]) -> None:
+        """Calls `capture`, which says whether memory sufficed, with each key. Logs what it took; `sizes` names them."""
+        gc.collect()
+        start, before = time.monotonic(), torch.cuda.mem_get_info()[0]
+        bar = tqdm(keys, desc=f"capturing {what}", unit="graph", leave=False)
+        count = sum(capture(*key) for key in bar)
+        seconds, used = time.monotonic() - start, before - torch.cuda.mem_get_info()[0]
+        message = "captured %d %s (%s; with and without filters) in %.1f s, %.2f GB"
+        logger.info(message, count, what, sizes, seconds, used / 1e9)
 
     def capture(self, run: Callable[[], None], what: str, remedy: str) -> torch.cuda.CUDAGraph | None:
         """None, and once a warning that names `what` and the `remedy`, where memory does not hold the graph.
@@ -124,14 +116,10 @@ class RoundGraphs:
         for key in self._keys():
             self._round(*key)
 
-    def capture_all(self) -> CaptureReport:
+    def capture_all(self) -> None:
         """Captures every batch size in every mode, largest first."""
-        gc.collect()
-        start, before = time.monotonic(), torch.cuda.mem_get_info()[0]
-        for key in tqdm(self._keys(), desc="capturing rounds", unit="graph", leave=False):
-            self._capture(*key)
-        used = before - torch.cuda.mem_get_info()[0]
-        return CaptureReport(len(self._graphs), self.sizes, self.widths, time.monotonic() - start, used)
+        sizes = f"batch {', '.join(map(str, self.sizes))}; width {', '.join(map(str, self.widths))}"
+        self.capturer.capture_all("rounds", sizes, self._keys(), self._capture)
 
     def time_all(self) -> TimeTables:
         """Milliseconds of rounds with no committed tokens to read, in every mode, size and width."""
@@ -181,7 +169,7 @@ class RoundGraphs:
         torch.cuda.synchronize()  # sync
         return min(start.elapsed_time(end) for start, end in pairwise(events))
 
-    def _capture(self, size: int, width: int, mode: SamplingMode) -> None:
+    def _capture(self, size: int, width: int, mode: SamplingMode) -> bool:
         """On padding: nothing but the dump page is written."""
         self._held = ([], 0)
         self.rows.fill_(self.runner.state.padding)
@@ -190,6 +178,7 @@ class RoundGraphs:
         graph = self.capturer.capture(partial(self._round, size, width, mode), what, remedy)
         if graph is not None:
             self._graphs[size, width, mode] = graph
+        return graph is not None
 
     def _round(self, size: int, width: int, mode: SamplingMode) -> None:
         results = self.runner.round(self.rows[:size], (0,) * size, mode, width)

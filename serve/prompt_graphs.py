@@ -8,17 +8,12 @@ lengths and tokens.
 Letters: S blocks, T = S * BLOCK queries, B requests.
 """
 
-import gc
-import logging
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from slipstream import runtime
 from slipstream.kernels.compile_ahead import compile_ahead
@@ -28,8 +23,6 @@ from slipstream.serve.options import PREFILL_BLOCK as BLOCK
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.round import Runner
 from slipstream.serve.scheduler import Chunk
-
-logger = logging.getLogger(__name__)
 
 MOST_REQUESTS = 16  # of a captured pass
 MOST_PAIRS = 2**24  # of a query and a key that it sees, 1,024 after 16,384: beyond, kernels made for prompts are faster
@@ -54,23 +47,6 @@ class Fields(NamedTuple, Generic[ArrayT]):
 
 def field_sizes(num_blocks: int, num_requests: int) -> list[int]:
     return [num_blocks * BLOCK] * 2 + [num_blocks] * 3 + [num_requests] * 5
-
-
-@dataclass(frozen=True, slots=True)
-class PromptReport:
-    """What start-up prints."""
-
-    count: int
-    sizes: list[int]
-    seconds: float
-    bytes: int
-
-    def __str__(self) -> str:
-        tokens = ", ".join(str(size * BLOCK) for size in self.sizes)
-        return (
-            f"captured {self.count} prefills (tokens {tokens}; with and without filters) in {self.seconds:.1f} s, "
-            f"{self.bytes / 1e9:.2f} GB"
-        )
 
 
 def sizes(most_tokens: int) -> list[int]:
@@ -98,14 +74,10 @@ class PromptGraphs:
             self._hold([], size)
             self.run(size, mode)
 
-    def capture_all(self) -> PromptReport:
+    def capture_all(self) -> None:
         """Captures every size in every mode, largest first."""
-        gc.collect()
-        start, before = time.monotonic(), torch.cuda.mem_get_info()[0]
-        for key in tqdm(self._keys(), desc="capturing prefills", unit="graph", leave=False):
-            self._capture(*key)
-        used = before - torch.cuda.mem_get_info()[0]
-        return PromptReport(len(self._graphs), self.sizes, time.monotonic() - start, used)
+        sizes = ", ".join(str(size * BLOCK) for size in self.sizes)
+        self.capturer.capture_all("prefills", f"tokens {sizes}", self._keys(), self._capture)
 
     def prefill(self, chunks: Sequence[Chunk], mode: SamplingMode) -> Tensor | None:
         """The tokens (B,) int64 sampled after the chunks, on the device. None where no graph takes them: the context is
@@ -136,13 +108,14 @@ class PromptGraphs:
         pack(chunks, Fields(*(field.numpy() for field in packed.split(lengths))), self.runner.state.padding)
         self.inputs[: len(packed)].copy_(packed, non_blocking=True)
 
-    def _capture(self, size: int, mode: SamplingMode) -> None:
+    def _capture(self, size: int, mode: SamplingMode) -> bool:
         self._hold([], size)
         what = f"a prefill of {size * BLOCK} tokens ({mode} sampling)"
         remedy = "lower prefill_graph_tokens or mem_fraction"
         graph = self.capturer.capture(partial(self.run, size, mode), what, remedy)
         if graph is not None:
             self._graphs[size, mode] = graph
+        return graph is not None
 
     def run(self, size: int, mode: SamplingMode) -> None:
         """The pass that is captured, on what `self.inputs` holds."""
@@ -192,8 +165,8 @@ def capture_all(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> 
             prompts.run_all()
         graphs.run_all()
     if prompts is not None:  # first: the largest passes of all
-        logger.info("%s", prompts.capture_all())
-    logger.info("%s", graphs.capture_all())
+        prompts.capture_all()
+    graphs.capture_all()
     return graphs, prompts
 
 
