@@ -86,7 +86,7 @@ class ChatTemplate(PromptTemplate):
 
     def marks_generation(self, tools: Sequence[Any] | None) -> bool:
         """Whether the template for conversations with these tools marks the assistant's spans."""
-        return has_generation_tag(self._source(tools))
+        return has_generation_tag(self._sources[tools is not None])
 
     def generation_spans(
         self, messages: Sequence[Message], tools: Sequence[Any] | None

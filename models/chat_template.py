@@ -72,7 +72,7 @@ class PromptTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         # apply_chat_template extends the token mask to the end of the row if an answer ends in whitespace that the
         # tokenizer's offsets omit. This function below it gives character ranges, which are exact.
-        date, source = date_of(self._date), self._source(tools)
+        date, source = date_of(self._date), self._sources[tools is not None]
         dated = {DATE_VARIABLE: date.strftime(DATE_VARIABLE_FORMAT)} if DATE_VARIABLE in source else {}
         try:
             rendered: Any = render_jinja_template(
@@ -104,9 +104,6 @@ class PromptTemplate:
                 return True
 
         return quotes(None), quotes([])
-
-    def _source(self, tools: Sequence[Any] | None) -> str:
-        return self._sources[tools is not None]
 
     @functools.cached_property
     def _sources(self) -> tuple[str, str]:

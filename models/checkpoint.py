@@ -31,23 +31,17 @@ def is_checkpoint(name: str) -> bool:
 
 
 def resolve(name: str, revision: str | None = None, *, trust_remote_code: bool = False, weights: bool = True) -> Path:
-    """The local folder of a checkpoint. A hub id is downloaded: its small files and the weights that will be read.
+    """The local folder of a checkpoint. A hub id is downloaded: its small files and the weights that will be read,
+    which are safetensors only.
 
-    `trust_remote_code` also fetches the Python files; `weights` False leaves the weights out.
+    `trust_remote_code` also fetches the Python files; `weights` False leaves the weights out. Raises ValueError for a
+    name that leads nowhere, and if the hub can not be reached or refuses.
     """
     path = Path(name)
     if path.is_dir():
         return path
     if path.is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise ValueError(f"checkpoint {name} does not exist; name a folder or a hub id such as owner/model")
-    return _download(name, revision, trust_remote_code=trust_remote_code, weights=weights)
-
-
-def _download(name: str, revision: str | None, *, trust_remote_code: bool, weights: bool) -> Path:
-    """The local folder of a hub id's files, with Python files if `trust_remote_code`; weights as safetensors only.
-
-    Raises ValueError if the hub cannot be reached or refuses.
-    """
     code = ("*.py",) if trust_remote_code else ()
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*SMALL_FILES, *code]))

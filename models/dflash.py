@@ -34,7 +34,7 @@ from slipstream.models.draft import (
     write_draft,
 )
 from slipstream.models.layers import Attention, GatedMLP, Linear, Mask, RMSNorm, SelfAttention
-from slipstream.models.speculators_layout import from_speculators, is_speculators, without_last_layer
+from slipstream.models.speculators_layout import from_speculators, without_last_layer
 
 ARCHITECTURE = "DFlashDraftModel"
 DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"
@@ -333,7 +333,7 @@ def read_public(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if (path / "mask_embedding.pt").exists():
         raise ValueError(f"{path} has a mask embedding of its own (mask_embedding.pt), which is not supported")
     tensors = {public_name(key): tensor for key, tensor in read_tensors(path).items()}
-    return (from_speculators(values) if is_speculators(values) else values), tensors
+    return from_speculators(values), tensors
 
 
 def public_name(key: str) -> str:

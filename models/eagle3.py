@@ -35,7 +35,7 @@ from slipstream.models.draft import (
     write_draft,
 )
 from slipstream.models.layers import Attention, Embedding, GatedMLP, Linear, Mask, RMSNorm, SelfAttention
-from slipstream.models.speculators_layout import AUX_LAYERS, from_speculators, is_speculators, without_last_layer
+from slipstream.models.speculators_layout import AUX_LAYERS, from_speculators, without_last_layer
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 # Flags of other trainers that change the network; checkpoints that set one are refused.
@@ -237,7 +237,7 @@ def read_public(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and tensors of any layout, in public fields and names; copies of the target's included."""
     values = read_json(path / "config.json")
     tensors = {public_name(key): tensor for key, tensor in read_draft_tensors(path).items()}
-    return (from_speculators(values) if is_speculators(values) else values), tensors
+    return from_speculators(values), tensors
 
 
 def public_name(key: str) -> str:

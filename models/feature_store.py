@@ -379,10 +379,6 @@ class FeatureStore:
                 raise ValueError(f"{error}; rebuild it: {self.index.rebuild_command(number)}") from error
         return self._opened[number]
 
-    def close(self) -> None:
-        """Closes the maps, whose pages stay in the host's memory; the next read reopens them."""
-        self._opened.clear()
-
     def fail(self, number: int, fault: str) -> None:
         command = self.index.rebuild_command(number)
         raise ValueError(f"{shard_path(self.folder, number)} {fault}; rebuild it: {command}")

@@ -13,7 +13,6 @@ OWN = (
     *("drafter", "num_target_layers", "target_num_layers"),
     *("target", "target_revision", "target_fingerprint", "tokenizer_hash"),
 )
-RENAMED = (("target_layer_ids", "aux_hidden_state_layer_ids"),)  # public name, name here
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 # Public fields of a draft that are not its decoder's.
 OUTSIDE = (
@@ -27,10 +26,6 @@ REQUIRED = {
     "dflash": ("transformer_layer_config", "aux_hidden_state_layer_ids"),
     "eagle3": ("transformer_layer_config",),
 }
-
-
-def is_speculators(values: Mapping[str, Any]) -> bool:
-    return "speculators_model_type" in values
 
 
 def to_speculators(values: Mapping[str, Any], verifier: str, architectures: list[str]) -> dict[str, Any]:
@@ -92,9 +87,12 @@ def _eagle3_fields(values: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     return EAGLE3_TOKENS, {**target_size, **layers, **dict.fromkeys(EAGLE3_FLAGS, False)}
 
 
-def from_speculators(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse. Raises ValueError for another kind of draft or a config that lacks what the public fields need."""
-    kind = values["speculators_model_type"]
+def from_speculators(values: dict[str, Any]) -> dict[str, Any]:
+    """The inverse; a config of another layout stays as it is. Raises ValueError for another kind of draft or a config
+    that lacks what the public fields need."""
+    kind = values.get("speculators_model_type")
+    if kind is None:
+        return values
     if kind not in PUBLIC_ARCHITECTURES:
         known = ", ".join(PUBLIC_ARCHITECTURES)
         raise ValueError(f"speculators_model_type is {kind!r}; supported: {known}")

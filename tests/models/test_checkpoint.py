@@ -14,14 +14,13 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundEr
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.models import checkpoint
 from slipstream.models.checkpoint import (
     fuse,
     is_checkpoint,
-    load_strict,
     read_json,
     read_tensors,
     resolve,
@@ -72,19 +71,6 @@ def test_fuse_joins_rows_and_unfuse_parts_them_again() -> None:
     again = unfuse(fused, {"qkv_proj": [8, 4, 4], "gate_up_proj": [6, 6]})
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[key], tensors[key]) for key in tensors)
-
-
-def test_an_incomplete_group_is_left_for_the_strict_load_to_name() -> None:
-    tensors = {"a.q_proj.weight": torch.ones(2, 2), "a.k_proj.weight": torch.ones(2, 2)}
-    assert fuse(tensors).keys() == tensors.keys()
-
-
-def test_strict_loading_names_every_fault() -> None:
-    tensors = {"weight": torch.ones(3, 3), "surprise": torch.ones(1)}
-    with pytest.raises(ValueError, match="here does not fit its config") as caught:
-        load_strict(nn.Linear(4, 3), tensors, "here")
-    for fault in ("missing bias", "unexpected surprise", r"weight is [3, 3], the config says [3, 4]"):
-        assert fault in str(caught.value)
 
 
 def test_the_fingerprint_notices_one_changed_tensor(make_target: Callable[[str], Path], tmp_path: Path) -> None:

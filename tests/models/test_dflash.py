@@ -133,10 +133,8 @@ def test_a_round_trip_is_exact(name: str, request: pytest.FixtureRequest) -> Non
     request.getfixturevalue(name).check_round_trip()
 
 
-@pytest.mark.parametrize("rope", [RopeConfig(5e5), RopeConfig(1e4, "yarn", {"factor": 4.0, "beta_fast": 30})])
-def test_a_config_survives_json(rope: RopeConfig, draft: SavedDraft) -> None:
-    scaling = dict(rope.scaling) | ({"original_max_position_embeddings": 64} if rope.scaling else {})
-    config = replace(draft.module.config, rope=replace(rope, scaling=scaling), sample_from_anchor=True)
+def test_a_config_survives_json(draft: SavedDraft) -> None:
+    config = replace(draft.module.config, rope=RopeConfig(5e5), sample_from_anchor=True)
     assert config_from_json(json.loads(json.dumps(config_to_json(config))), draft.target) == config
 
 

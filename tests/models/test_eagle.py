@@ -119,10 +119,7 @@ def test_biases_of_qwen_drafts_load(make_draft: Callable[..., SavedDraft]) -> No
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"hidden_size": None}, "draft config lacks hidden_size"),
         ({"num_hidden_layers": 2}, "num_hidden_layers must be 1"),
-        ({"hidden_act": "gelu"}, "hidden_act 'silu'"),
-        ({"sliding_window": 64}, "sets sliding_window 64"),
         ({"mlp_bias": True}, "sets mlp_bias"),
         ({"vocab_size": 100}, "vocab_size is 100 in the draft and 120 in the target"),
         ({"hidden_size": 64}, "hidden_size is 64 in the draft and 32 in the target"),

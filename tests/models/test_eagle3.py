@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from slipstream.models.checkpoint import fuse
 from slipstream.models.config import ModelConfig, RopeConfig, default_feature_layers
@@ -115,39 +114,6 @@ def test_a_draft_of_other_size_cannot_start_from_the_target(
     with pytest.raises(ValueError, match=numbers) as caught:
         module.init_from_target(torch.ones(120, 32), torch.ones(32), mlp)
     assert "switch init_from_target off" in str(caught.value)
-
-
-def test_the_vocabulary_maps_draft_ids_to_target_ids(make_target: Callable[[str], Path]) -> None:
-    module = random_module(make_target("llama"))
-    for ids in (torch.arange(70, 120), torch.cat((torch.arange(49), torch.tensor([119])))):
-        module.set_vocabulary(ids)
-        assert torch.equal(module.target_ids, ids)
-        assert torch.equal(module.d2t, ids - torch.arange(50))
-        assert module.t2d.nonzero().flatten().tolist() == ids.tolist()
-
-
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        (torch.arange(49), "need 50 distinct ascending ids"),
-        (torch.arange(50).view(5, 10), "need 50 distinct ascending ids"),
-        (torch.arange(50).flip(0), "need 50 distinct ascending ids"),
-        (torch.arange(50).clamp(min=1), "need 50 distinct ascending ids"),
-        (torch.arange(50) - 1, "need 50 distinct ascending ids"),
-        (torch.arange(50) + 71, "id 120 is outside the target's 120 tokens"),
-    ],
-)
-def test_wrong_vocabularies_are_refused(ids: Tensor, message: str, make_target: Callable[[str], Path]) -> None:
-    with pytest.raises(ValueError, match=message):
-        random_module(make_target("llama")).set_vocabulary(ids)
-
-
-def test_wrong_configs_are_refused(make_target: Callable[[str], Path]) -> None:
-    config = load_config(make_target("llama"))
-    with pytest.raises(ValueError, match="draft_vocab_size is 121; the target has 120 tokens"):
-        Eagle3Config.from_target(config, draft_vocab_size=121, feature_layers=(0, 1, 2))
-    with pytest.raises(ValueError, match=r"feature_layers is \[0, 5\]; name distinct states 0..3"):
-        Eagle3Config.from_target(config, draft_vocab_size=50, feature_layers=(0, 5))
 
 
 FILES = save_eagle3, load_eagle3

@@ -112,15 +112,6 @@ def test_file_round_trip(tmp_path: Path) -> None:
     }
 
 
-def test_public_formats(tmp_path: Path) -> None:
-    token_map = build([3, 0, 5, 6, 1], 3, [1])
-    token_map.write_sglang(tmp_path / "sglang.pt")
-    token_map.write_fr_spec(tmp_path / "fr_spec.pt")
-    raw = torch.load(tmp_path / "sglang.pt", weights_only=True)
-    assert (raw.dtype, raw.shape, raw.tolist()) == (torch.int64, (3,), [1, 2, 3])
-    assert torch.load(tmp_path / "fr_spec.pt", weights_only=True) == [1, 3, 2]
-
-
 def test_fr_spec_lists_keep_the_faults_of_their_first_script_out(tmp_path: Path) -> None:
     """That script put the end token in twice, one entry too many, and left ties in any order."""
     counts = Counter({5: 9, 2: 9, 7: 9, 1: 4})
@@ -205,12 +196,15 @@ def test_ascending_ids_have_no_order_to_cut_by(tmp_path: Path) -> None:
             token_map.ids_by_frequency(3)
 
 
-def test_our_own_files_are_read_whole(tmp_path: Path) -> None:
+def test_every_file_that_we_write_is_public_and_read_again(tmp_path: Path) -> None:
     counts = torch.tensor([3, 0, 5, 6, 1])
     token_map = TokenMap.build(counts, 3, [1], {"tokenizer_hash": "t"})
     token_map.write(tmp_path / "map.safetensors")
     token_map.write_fr_spec(tmp_path / "fr_spec.pt")
     token_map.write_sglang(tmp_path / "sglang.pt")
+    raw = torch.load(tmp_path / "sglang.pt", weights_only=True)
+    assert (raw.dtype, raw.shape, raw.tolist()) == (torch.int64, (3,), [1, 2, 3])
+    assert torch.load(tmp_path / "fr_spec.pt", weights_only=True) == [1, 3, 2]
     again = read_token_map(tmp_path / "map.safetensors", 5)
     assert again.metadata == token_map.metadata
     assert again.ids_by_frequency(5).tolist() == [1, 3, 2, 0, 4]
