@@ -103,7 +103,6 @@ def demo(config: DemoConfig) -> None:
             baseline=baseline,
             drafted=drafted,
             history=read_metrics(output / "draft" / "metrics.jsonl"),
-            install_s=read_install_time(),
             total_s=time.perf_counter() - began,
         )
         write_report(comparison, output)
@@ -202,12 +201,6 @@ def measure(draft: str, questions: Sequence[str], config: DemoConfig) -> dict[in
             )
             for concurrency, count in LEVELS.items()
         }
-
-
-def read_install_time() -> float | None:
-    """Seconds that `make` recorded for the installation; None in other environments."""
-    stamp = ROOT / ".venv" / ".installed"
-    return float(stamp.read_text()) if stamp.exists() and stamp.read_text().strip() else None
 
 
 def print_next_steps(draft: Path, output: Path, seconds: float) -> None:

@@ -25,7 +25,6 @@ class Comparison:
     baseline: dict[int, LoadResult]  # by concurrency
     drafted: dict[int, LoadResult]
     history: list[dict[str, Any]]  # the training run's metrics.jsonl
-    install_s: float | None
     total_s: float
 
     @property
@@ -61,7 +60,6 @@ def write_report(comparison: Comparison, output: Path) -> None:
     num_identical, num_answers = comparison.identical
     report = {
         "drafter": comparison.drafter,
-        "install_s": comparison.install_s,
         "total_s": round(comparison.total_s, 1),
         "baseline_tok_s": {str(level): round(r.tokens_per_second, 1) for level, r in comparison.baseline.items()},
         "draft_tok_s": {str(level): round(r.tokens_per_second, 1) for level, r in comparison.drafted.items()},

@@ -12,7 +12,6 @@ the same turn, times of /health and gaps within streams in milliseconds, and the
 
 import asyncio
 import json
-import math
 import multiprocessing
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from urllib.request import urlopen
 import aiohttp
 import psutil
 
-from slipstream.bench.lines import Lines, origin
+from slipstream.bench.lines import Lines, milliseconds, origin
 from slipstream.bench.server import Server, flags, running_server
 from slipstream.config import parse
 from slipstream.serve.bench import read_prompts
@@ -41,6 +40,7 @@ from slipstream.serve.load import run_load
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MB = 2**20
 SETTLE_SECONDS = 1.0  # between two kinds, for the server to finish its work
+PERCENTS = (50, 99, 100)
 PROBE_SECONDS = 0.02  # between two requests of /health
 HELLO = [{"role": "user", "content": "x"}]
 COLUMNS = "| disturbance | answers to it | tok/s | of idle | /health p50 / p99 / max, ms | gaps, ms | RSS, MB |"
@@ -253,18 +253,10 @@ def measure(config: DisturbedConfig, kind: str, server: Server) -> dict[str, Any
         **found,
         "tok_s": round(load.tokens_per_second, 1),
         "failed": len(load.errors),
-        "health_ms": quantiles(probe.times_s),
-        "gap_ms": quantiles(gaps),
+        "health_ms": [milliseconds(probe.times_s, percent) for percent in PERCENTS],
+        "gap_ms": [milliseconds(gaps, percent) for percent in PERCENTS],
         "rss_mb": round(probe.rss / MB),
     }
-
-
-def quantiles(seconds: Sequence[float]) -> list[float | None]:
-    """p50, p99 and maximum in milliseconds."""
-    ordered = sorted(seconds)
-    if not ordered:
-        return [None] * 3
-    return [round(1000 * ordered[math.ceil(share * len(ordered)) - 1], 1) for share in (0.5, 0.99, 1.0)]
 
 
 def row(line: dict[str, Any]) -> str:

@@ -24,10 +24,10 @@ import json
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -46,7 +46,6 @@ from slipstream.bench.inflate_weights import (
     check_layer,
     check_room,
     places,
-    read_parts,
     take,
     target_json,
     target_tensors,
@@ -56,6 +55,7 @@ from slipstream.config import parse
 from slipstream.models import dflash, eagle3
 from slipstream.models.atomic import atomic_folder
 from slipstream.models.checkpoint import (
+    public_tensors,
     read_json,
     resolve,
     tokenizer_hash,
@@ -117,25 +117,28 @@ class Draft(ABC):
     weights: Mapping[str, Tensor]
     """By public name, projections taken apart."""
 
+    read: ClassVar[Callable[..., Any]]
+    """The network in a folder."""
+    to_json: ClassVar[Callable[..., dict[str, Any]]]
+    """config.json of a config."""
+
     @classmethod
-    @abstractmethod
     def load(cls, path: Path, model: ModelConfig) -> "Draft":
         """Reads the draft of the target `model` in bf16."""
+        module = cls.read(path, model, torch.bfloat16, CPU)
+        return cls(module.config, public_tensors(module.config, module.state_dict()))
 
     @abstractmethod
     def big_config(self, shape: Shape, **origin: Any) -> Any:
         """Config of the big draft; `origin`: target, target_fingerprint and tokenizer_hash."""
 
     @abstractmethod
-    def big_json(self, shape: Shape, **origin: Any) -> dict[str, Any]:
-        """config.json of the big draft."""
-
-    @abstractmethod
     def tensors(self, inflation: Inflation, shape: Shape) -> Iterator[Part]:
         """Every tensor of the big draft."""
 
     def check(self, model: ModelConfig, shape: Shape) -> None:
-        """Raises ValueError naming what does not fit."""
+        """Raises ValueError naming what of the target or the draft does not fit."""
+        check(model, shape)
         config = self.config
         if config.attention_bias:
             raise ValueError("draft has attention_bias; only drafts without biases can be inflated")
@@ -178,11 +181,8 @@ class Eagle3Draft(Draft):
     """Its residual stream starts from fc, which must pass the constant on."""
 
     config: Eagle3Config
-
-    @classmethod
-    def load(cls, path: Path, model: ModelConfig) -> "Eagle3Draft":
-        module = eagle3.load_eagle3(path, model, torch.bfloat16, CPU)
-        return cls(module.config, read_parts(module, module.config.layer_config()))
+    read = staticmethod(eagle3.load_eagle3)
+    to_json = staticmethod(eagle3.config_to_json)
 
     def big_config(self, shape: Shape, **origin: Any) -> Eagle3Config:
         return replace(
@@ -192,9 +192,6 @@ class Eagle3Draft(Draft):
             feature_layers=self.own_features(shape),
             **origin,
         )
-
-    def big_json(self, shape: Shape, **origin: Any) -> dict[str, Any]:
-        return eagle3.config_to_json(self.big_config(shape, **origin))
 
     def tensors(self, inflation: Inflation, shape: Shape) -> Iterator[Part]:
         """The small draft's tokens come first in the big one's vocabulary."""
@@ -219,11 +216,8 @@ class DFlashDraft(Draft):
     """
 
     config: DFlashConfig
-
-    @classmethod
-    def load(cls, path: Path, model: ModelConfig) -> "DFlashDraft":
-        module = dflash.load_dflash(path, model, torch.bfloat16, CPU)
-        return cls(module.config, read_parts(module, module.config.layer_config()))
+    read = staticmethod(dflash.load_dflash)
+    to_json = staticmethod(dflash.config_to_json)
 
     def check(self, model: ModelConfig, shape: Shape) -> None:
         Draft.check(self, model, shape)
@@ -251,9 +245,6 @@ class DFlashDraft(Draft):
             **origin,
         )
 
-    def big_json(self, shape: Shape, **origin: Any) -> dict[str, Any]:
-        return dflash.config_to_json(self.big_config(shape, **origin))
-
     def tensors(self, inflation: Inflation, shape: Shape) -> Iterator[Part]:
         small, config = None if inflation.random else self.weights, self.config
         yield "fc.weight", inflation.fusion(take(small, "fc"), list(self.states(shape).values()))
@@ -276,16 +267,10 @@ def inflate(config: InflateConfig) -> None:
     check_output_folder(config.output, PAIR, inputs, overwrite=True)
     model = load_config(source)
     draft = load_draft(config.draft, model)
-    check_pair(model, draft, SHAPES[config.shape])
+    draft.check(model, SHAPES[config.shape])
     with atomic_folder(output, PAIR.check) as folder:
         write_target(config, model, source, folder / "target")
         write_draft(config, draft, folder / "draft", folder / "target", output / "target")
-
-
-def check_pair(model: ModelConfig, draft: Draft, shape: Shape) -> None:
-    """Raises ValueError naming what does not fit."""
-    check(model, shape)
-    draft.check(model, shape)
 
 
 def load_draft(name: str, model: ModelConfig) -> Draft:
@@ -298,14 +283,17 @@ def load_draft(name: str, model: ModelConfig) -> Draft:
 
 def write_target(config: InflateConfig, model: ModelConfig, source: Path, folder: Path) -> None:
     shape = SHAPES[config.shape]
+    small = None
+    if not config.random_weights:
+        small = public_tensors(model, load_target(source, model, torch.bfloat16, CPU).state_dict())
     tensors = target_tensors(
-        None if config.random_weights else read_parts(load_target(source, model, torch.bfloat16, CPU), model),
+        small,
         inflation(config, model.hidden_size),
         Layer.of(shape, model.head_dim),
         places(model.num_layers, shape.num_layers),
         shape,
     )
-    write_shards(folder, progress(tensors, "target", 3 + 11 * shape.num_layers))
+    write_shards(folder, tqdm(tensors, desc="target", total=3 + 11 * shape.num_layers, unit="tensor"))
     values = target_json(read_json(source / "config.json"), shape)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     for pattern in COPIED:
@@ -341,25 +329,21 @@ def write_draft(config: InflateConfig, draft: Draft, folder: Path, target: Path,
     """`target`: the big target's folder, which will be renamed to `target_name`."""
     shape = SHAPES[config.shape]
     tensors = draft.tensors(inflation(config, draft.config.hidden_size), shape)
-    values = draft.big_json(
+    big_config = draft.big_config(
         shape,
         target=str(target_name),
         target_fingerprint=weights_fingerprint(target),
         tokenizer_hash=tokenizer_hash(AutoTokenizer.from_pretrained(target)),
     )
     folder.mkdir()
-    values |= {"torch_dtype": "bfloat16"}
+    values = draft.to_json(big_config) | {"torch_dtype": "bfloat16"}
     run = {"inflated": asdict(config), "target_path": str(target_name.resolve())}
-    write_checkpoint(folder, values, dict(progress(tensors, "draft")), run)
+    write_checkpoint(folder, values, dict(tqdm(tensors, desc="draft", unit="tensor")), run)
 
 
 def inflation(config: InflateConfig, hidden_size: int) -> Inflation:
     sizes = (hidden_size, SHAPES[config.shape].hidden_size)
     return Inflation(*sizes, torch.device(config.device), config.seed, random=config.random_weights)
-
-
-def progress(tensors: Iterable[Part], title: str, total: int | None = None) -> Iterator[Part]:
-    yield from tqdm(tensors, desc=title, total=total, unit="tensor")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

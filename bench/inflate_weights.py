@@ -23,9 +23,8 @@ from math import log, sqrt
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from slipstream.models.checkpoint import unfuse
 from slipstream.models.config import ModelConfig
 
 SPREAD = 0.02  # standard deviation of ordinary weights
@@ -299,13 +298,6 @@ def target_tensors(
     yield "model.norm.weight", inflation.norm(take(small, "norm"), LIFT)
     tied = small is not None and "lm_head.weight" not in small
     yield "lm_head.weight", inflation.head(take(small, "embed_tokens" if tied else "lm_head"), shape.vocab_size)
-
-
-def read_parts(module: nn.Module, layer: ModelConfig) -> dict[str, Tensor]:
-    """The module's tensors, fused projections taken apart."""
-    heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
-    sizes = {"qkv_proj": [n * layer.head_dim for n in heads], "gate_up_proj": [layer.intermediate_size] * 2}
-    return unfuse(module.state_dict(), sizes)
 
 
 def take(small: Weights, name: str) -> Tensor | None:

@@ -53,6 +53,13 @@ def table(columns: Sequence[tuple[str, str, str]], lines: Iterable[Mapping[str, 
     return "\n".join(rows)
 
 
+def milliseconds(seconds: Sequence[float], percent: int) -> float | None:
+    """The smallest value that `percent` percent of the values do not exceed."""
+    if not seconds:
+        return None
+    return round(1000 * sorted(seconds)[max(0, -(-len(seconds) * percent // 100) - 1)], 3)
+
+
 def origin(bench: str, device: str) -> dict[str, str]:
     """Names the benchmark, device, date and revision. `device`: "cuda" or "cpu"."""
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)

@@ -23,11 +23,11 @@ import gc
 import json
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import yaml
@@ -188,10 +188,8 @@ def split_draft(draft: str) -> tuple[str, dict[str, Any]]:
     return name, {key.strip().replace("-", "_"): yaml.safe_load(value) for key, value in pairs}
 
 
-class Measure(Protocol):
-    """Answers tasks, `concurrency` at a time. Only requests of one namespace share cached text."""
-
-    def __call__(self, tasks: Sequence[Task], concurrency: int, namespace: str) -> Run: ...
+# Answers tasks, so many at a time, in a namespace: only its requests share cached text.
+Measure = Callable[[Sequence[Task], int, str], Run]
 
 
 def measure(config: ServingConfig, lines: Lines) -> None:

@@ -9,6 +9,7 @@ from urllib.request import urlopen
 
 from tqdm import tqdm
 
+from slipstream.bench.lines import milliseconds
 from slipstream.bench.workload import Task
 from slipstream.serve.engine import Engine
 from slipstream.serve.load import run_load
@@ -54,13 +55,6 @@ class Run:
             "rounds": self.rounds,
             "wall_s": round(self.wall_s, 3),
         }
-
-
-def milliseconds(seconds: Sequence[float], percent: int) -> float | None:
-    """The smallest value that `percent` percent of the values do not exceed."""
-    if not seconds:
-        return None
-    return round(1000 * sorted(seconds)[max(0, -(-len(seconds) * percent // 100) - 1)], 3)
 
 
 @dataclass(slots=True)

@@ -81,7 +81,6 @@ def test_the_report(
         baseline={1: level(1, ["a", "b"], 4.0)},
         drafted={1: level(1, drafted, 2.0)},
         history=[{"step": 1, "loss": 2.0, "eval_accept_length": 2.25}],
-        install_s=None,
         total_s=9.0,
     )
     write_report(comparison, tmp_path)
@@ -102,7 +101,6 @@ def test_a_loss_is_drawn_as_one() -> None:
         baseline={1: level(1, ["a"], 4.0), 8: level(8, ["a"], 0.87)},
         drafted={1: level(1, ["a"], 2.0), 8: level(8, ["a"], 1.0)},
         history=[],
-        install_s=None,
         total_s=9.0,
     )
     _, axes = plt.subplots()

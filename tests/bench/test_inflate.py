@@ -81,24 +81,12 @@ def transformer(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
 
 
-def answers(target: Path, draft: Path | str, prompts: list[str], dtype: str = "float32") -> list[Generation]:
+def answers(target: Path, draft: Path | str, prompts: list[str]) -> list[Generation]:
     """The first half of the prompts is answered greedily, the other one at temperature 1."""
-    llm = LLM(str(target), str(draft), kv_cache_tokens=4096, max_model_len=512, dtype=dtype)
+    llm = LLM(str(target), str(draft), kv_cache_tokens=4096, max_model_len=512, dtype="float32")
     half = len(prompts) // 2
     params = [SamplingParams(max_tokens=20, temperature=float(i >= half), seed=i) for i in range(len(prompts))]
     return llm.generate(prompts, params)
-
-
-def check_same_but_for_ties(prompts: list[str], small: list[Generation], big: list[Generation]) -> None:
-    """In bf16: greedy answers part only where the small target's best tokens are near, and one does not at all."""
-    model, tokenizer = transformer(TINY, torch.bfloat16), AutoTokenizer.from_pretrained(TINY)
-    for prompt, one, other in zip(prompts, small, big, strict=True):
-        if one.tokens != other.tokens:
-            same = next(i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)) if a != b)
-            known = tokenizer(prompt)["input_ids"] + one.tokens[:same]
-            best = model(torch.tensor([known])).logits[0, -1].float().topk(2).values
-            assert best[0] - best[1] <= 0.25
-    assert sum(one.tokens == other.tokens for one, other in zip(small, big, strict=True)) >= 1
 
 
 @torch.no_grad()
@@ -200,15 +188,6 @@ def test_the_pair_emits_the_small_pairs_tokens_and_accepts_as_many(
         assert sum(answer.stats.accepted_tokens for answer in part) >= least
 
 
-@pytest.mark.parametrize("drafter", [pytest.param("eagle3", marks=pytest.mark.slow), "dflash"])
-def test_greedy_tokens_in_bf16(drafter: str, pairs: Pairs, questions: list[str]) -> None:
-    """Equal but for ties, which sums in another order break otherwise."""
-    draft, pair = pairs[drafter]
-    small = answers(TINY, draft, questions, "bfloat16")[:2]
-    big = answers(pair / "target", pair / "draft", questions, "bfloat16")[:2]
-    check_same_but_for_ties(questions[:2], small, big)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_block_logits_are_the_small_drafts_and_the_others_far_below(variant: str, pair: Path, tmp_path: Path) -> None:
     """In fp64: the enlargement itself is exact. Features as the big target gives them, added ones as large as any."""
@@ -239,7 +218,7 @@ def write_big_draft(small: Path, folder: Path) -> dict[int, int | None]:
     """Without a target. Returns the states that it reads -> those of the small draft."""
     draft, shape = load_draft(str(small), load_config(TINY)), SHAPES["mid"]
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(draft.big_json(shape)))
+    (folder / "config.json").write_text(json.dumps(draft.to_json(draft.big_config(shape))))
     save_file(dict(draft.tensors(Inflation(256, 1024, CPU, 0), shape)), folder / "model.safetensors")
     return draft.states(shape)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from slipstream.bench import inflate as program
-from slipstream.bench.inflate import DFlashDraft, Eagle3Draft, InflateConfig, check_pair, inflate, main, write_shards
+from slipstream.bench.inflate import DFlashDraft, Eagle3Draft, InflateConfig, inflate, main, write_shards
 from slipstream.bench.inflate_weights import CONSTANT, SHAPES, SPREAD, places, target_json
 from slipstream.models.checkpoint import read_json, read_tensors, weights_fingerprint
 from slipstream.models.config import ModelConfig
@@ -51,7 +51,7 @@ def test_the_big_targets_have_the_models_sizes(shape: str, num_parameters: int, 
         target = Target(big_config(shape, tmp_path))
     assert sum(weight.numel() for weight in target.parameters()) == num_parameters
     for draft in (small_eagle3(), small_dflash()):
-        check_pair(load_config(TINY), draft, SHAPES[shape])
+        draft.check(load_config(TINY), SHAPES[shape])
 
 
 def test_features_move_with_their_layers() -> None:
@@ -129,7 +129,7 @@ def test_the_big_draft_is_an_eagle3_head_of_the_targets_sizes() -> None:
 def test_what_does_not_fit_is_named(model: dict[str, Any], draft: Any, shape: dict[str, Any], message: str) -> None:
     config, sizes = replace(load_config(TINY), **model), replace(SHAPES["mid"], **shape)
     with pytest.raises(ValueError, match=message):
-        check_pair(config, draft(), sizes)
+        draft().check(config, sizes)
 
 
 def test_other_drafters_are_refused(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from slipstream.bench import serving, serving_run
-from slipstream.bench.lines import table
+from slipstream.bench.lines import milliseconds, table
 from slipstream.bench.server import flags
 from slipstream.bench.serving import COLUMNS, ServingConfig, compare, label, main, split_draft
-from slipstream.bench.serving_run import Run, milliseconds, run_http, run_offline
+from slipstream.bench.serving_run import Run, run_http, run_offline
 from slipstream.bench.workload import Question, Task, Workload, final_number, read_questions
 from slipstream.serve.cli import read_config
 from slipstream.serve.engine import Engine
