@@ -12,11 +12,20 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from slipstream.bench.lines import table
 from slipstream.models.atomic import atomic_file
 from slipstream.serve.load import LoadResult
 
 BLUE, RED = "#1f6feb", "#c4373b"
 DIFFERENCES = "on a GPU rounding in bf16 decides between equals; in fp32, as on a CPU, this is a fault"
+COLUMNS = (  # heading, key of a row, format
+    ("requests at once", "level", "d"),
+    ("tok/s without", "without", ".0f"),
+    ("tok/s with draft", "with", ".0f"),
+    ("speed-up", "speed_up", ".2f"),
+    ("accept length", "accept_length", ".2f"),
+    ("accept rate by position", "rates", ""),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +65,7 @@ def write_report(comparison: Comparison, output: Path) -> None:
     errors = [error for runs in (comparison.baseline, comparison.drafted) for r in runs.values() for error in r.errors]
     if errors:
         raise ValueError(f"{len(errors)} requests failed, the first with: {errors[0]}")
-    print(table(comparison))
+    print(summary(comparison))
     num_identical, num_answers = comparison.identical
     report = {
         "drafter": comparison.drafter,
@@ -75,35 +84,26 @@ def write_report(comparison: Comparison, output: Path) -> None:
     plot_acceptance(comparison, output / "acceptance.png")
 
 
-def table(comparison: Comparison) -> str:
-    heading = [
-        "requests at once",
-        "tok/s without",
-        "tok/s with draft",
-        "speed-up",
-        "accept length",
-        "accept rate by position",
+def summary(comparison: Comparison) -> str:
+    """The table of all levels, and whether the outputs are identical."""
+    rows = [
+        {
+            "level": level,
+            "without": comparison.baseline[level].tokens_per_second,
+            "with": drafted.tokens_per_second,
+            "speed_up": comparison.speed_up(level),
+            "accept_length": drafted.accept_length,
+            "rates": " ".join(f"{rate:.2f}" for rate in drafted.accept_rate_by_position),
+        }
+        for level, drafted in comparison.drafted.items()
     ]
-    rows = [heading]
-    for level, drafted in comparison.drafted.items():
-        rates = " ".join(f"{rate:.2f}" for rate in drafted.accept_rate_by_position)
-        rows.append(
-            [
-                str(level),
-                f"{comparison.baseline[level].tokens_per_second:.0f}",
-                f"{drafted.tokens_per_second:.0f}",
-                f"{comparison.speed_up(level):.2f}x",
-                f"{drafted.accept_length or 0:.2f}",
-                rates,
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     num_identical, num_answers = comparison.identical
     verdict = "yes" if num_identical == num_answers else f"NO, {num_identical} of {num_answers} ({DIFFERENCES})"
-    lines.append(f"outputs identical with and without the draft: {verdict}")
-    lines.append(f"accept length simulated in training: {comparison.best['eval_accept_length']:.2f}")
-    return "\n".join(lines)
+    return (
+        f"{table(COLUMNS, rows)}\n"
+        f"outputs identical with and without the draft: {verdict}\n"
+        f"accept length simulated in training: {comparison.best['eval_accept_length']:.2f}"
+    )
 
 
 def plot_training(comparison: Comparison, path: Path) -> None:

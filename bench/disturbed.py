@@ -38,6 +38,7 @@ from slipstream.serve.bench import read_prompts
 from slipstream.serve.load import run_load
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PROMPTS, NUM_PROMPTS, MAX_TOKENS = "assets/gsm8k.jsonl.gz", 24, 96
 MB = 2**20
 SETTLE_SECONDS = 1.0  # between two kinds, for the server to finish its work
 PERCENTS = (50, 99, 100)
@@ -58,23 +59,15 @@ class DisturbedConfig:
     """Draft to serve it with."""
     serve: dict[str, Any] = field(default_factory=dict)
     """Further options of `serve` by name."""
-    processes: int = 1
-    """Busy processes."""
-    prompts: str = "assets/gsm8k.jsonl.gz"
-    """File of prompts."""
-    num_prompts: int = 24
-    """Prompts to send each time."""
     concurrency: int = 1
     """Requests open at once."""
-    max_tokens: int = 96
-    """Length of the answers."""
     repeats: int = 1
     """Turns of one idle measurement and one of each kind; prints medians."""
     output: str | None = None
     """File to append the JSON lines to."""
 
     def __post_init__(self) -> None:
-        for name in ("processes", "num_prompts", "concurrency", "max_tokens", "repeats"):
+        for name in ("concurrency", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for kind in self.kinds:
@@ -150,18 +143,16 @@ ATTACKS = {  # one body above the limit of its size, the others just below a lim
 
 
 @contextmanager
-def beside(kind: str, config: DisturbedConfig, url: str) -> Iterator[dict[str, Any]]:
+def beside(kind: str, url: str) -> Iterator[dict[str, Any]]:
     """Disturbs the server inside the context; on exit the dict holds the hostile client's answers."""
     found: dict[str, Any] = {}
     if kind in ("idle", "busy"):
-        count = config.processes if kind == "busy" else 0
-        processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-        try:
-            yield found
-        finally:
-            for process in processes:
+        command = [sys.executable, "-c", "while True: pass" if kind == "busy" else "pass"]
+        with subprocess.Popen(command) as process:
+            try:
+                yield found
+            finally:
                 process.kill()
-                process.wait()
         return
     context = multiprocessing.get_context("spawn")
     pipe, far_end = context.Pipe()
@@ -230,15 +221,15 @@ def measure(config: DisturbedConfig, kind: str, server: Server) -> dict[str, Any
     """Runs the load during one disturbance. Raises ValueError if every request fails."""
     probe = Probe(server)
     thread = threading.Thread(target=probe.run)
-    with beside(kind, config, server.url) as found:
+    with beside(kind, server.url) as found:
         thread.start()
         try:
             load = run_load(
                 server.url,
-                read_prompts(config.prompts, config.num_prompts),
+                read_prompts(PROMPTS, NUM_PROMPTS),
                 concurrency=config.concurrency,
                 stream=True,
-                max_tokens=config.max_tokens,
+                max_tokens=MAX_TOKENS,
                 ignore_eos=True,
                 temperature=0.0,
             )

@@ -1,5 +1,5 @@
-"""Times every kernel of a pass inside a CUDA graph and compares it with the bandwidth of a large copy, with FlashInfer
-and with torch.
+"""Times every kernel of a pass inside a CUDA graph and compares it with the bandwidth of a large copy, with FlashInfer,
+where it is installed (its first use compiles), and with torch.
 
     python bench/kernel_times.py
     python bench/kernel_times.py --rows 1 32 --kernels rms_norm sample --output bench/results/kernels.jsonl
@@ -53,8 +53,6 @@ class KernelsConfig:
     """Draw contexts between 0.1 and 1.9 times their length."""
     tune: bool = False
     """Time other tilings instead of other kernels."""
-    flashinfer: bool = True
-    """Time FlashInfer's kernels if it is installed; the first use compiles them."""
     output: str | None = None
     """File to append the JSON lines to."""
 
@@ -80,7 +78,7 @@ def main() -> None:
     print(f"{'kernel':72}{'MB':>10}{'us':>9}{'GB/s':>8}{'share':>7}  others, us")
     lines = Lines(config.output, origin("kernels", "cuda"))
     for labels, case in config.cases():
-        for result in tune(case, limit) if config.tune else [measure(case, limit, config.flashinfer)]:
+        for result in tune(case, limit) if config.tune else [measure(case, limit)]:
             lines.add({**labels, **result})
             print_row(labels, result, case.bytes)
         del case
@@ -89,12 +87,10 @@ def main() -> None:
     lines.print()
 
 
-def measure(case: Case, limit: float, with_flashinfer: bool) -> dict[str, Any]:
+def measure(case: Case, limit: float) -> dict[str, Any]:
     """Times our kernel, or torch's if we have none. `limit`: copy bandwidth in bytes per second."""
     times = {
-        f"{name}_us": round(graph_us(run, case.beside.get(name, case.sets)), 3)
-        for name, run in case.others.items()
-        if with_flashinfer or name != "flashinfer"
+        f"{name}_us": round(graph_us(run, case.beside.get(name, case.sets)), 3) for name, run in case.others.items()
     }
     time_us = graph_us(case.ours, case.sets) if case.ours else times["torch_us"]
     return {**rated(case, time_us, limit), **times}

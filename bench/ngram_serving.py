@@ -22,7 +22,7 @@ from typing import Any
 from slipstream.bench.host_clock import HostClock
 from slipstream.bench.lines import Lines, origin, table
 from slipstream.bench.serving_run import Run, run_offline
-from slipstream.bench.workload import KINDS, Task, Workload, read_questions
+from slipstream.bench.workload import KINDS, Task, Workload, read_levels, read_questions
 from slipstream.config import parse
 from slipstream.models.checkpoint import resolve
 from slipstream.models.pretrained import load_tokenizer
@@ -59,8 +59,7 @@ class BenchConfig:
     """File to append the JSON lines to."""
 
     def __post_init__(self) -> None:
-        if not all(level.strip().isdigit() and int(level) > 0 for level in self.concurrency.split(",")):
-            raise ValueError(f"concurrency is {self.concurrency!r}; give positive numbers separated by commas")
+        read_levels(self.concurrency)
         if self.prompts not in KINDS:
             raise ValueError(f"prompts is {self.prompts!r}; choose one of {', '.join(KINDS)}")
         most = len(read_questions())
@@ -69,7 +68,7 @@ class BenchConfig:
 
     @property
     def levels(self) -> list[int]:
-        return [int(level) for level in self.concurrency.split(",")]
+        return read_levels(self.concurrency)
 
     def count(self, level: int) -> int:
         return self.questions or max(8, 2 * level)

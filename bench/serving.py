@@ -35,7 +35,7 @@ import yaml
 from slipstream.bench.lines import Lines, origin, read_lines, table
 from slipstream.bench.server import flags, running_server
 from slipstream.bench.serving_run import Run, run_http, run_offline
-from slipstream.bench.workload import KINDS, Task, Workload
+from slipstream.bench.workload import KINDS, Task, Workload, read_levels
 from slipstream.config import parse
 from slipstream.models.checkpoint import is_checkpoint, resolve
 from slipstream.models.pretrained import load_tokenizer
@@ -106,8 +106,7 @@ class ServingConfig:
     """File to append prompts and answers to, as token ids for bench/regret.py; offline only."""
 
     def __post_init__(self) -> None:
-        if not all(level.strip().isdigit() and int(level) > 0 for level in self.concurrency.split(",")):
-            raise ValueError(f"concurrency is {self.concurrency!r}; give positive numbers separated by commas")
+        read_levels(self.concurrency)
         known = self.prompts in KINDS or Path(self.prompts).is_file()
         for name, valid, remedy in (
             ("mode", self.mode in ("offline", "http"), "choose offline or http"),
@@ -134,7 +133,7 @@ class ServingConfig:
 
     @property
     def levels(self) -> list[int]:
-        return [int(level) for level in self.concurrency.split(",")]
+        return read_levels(self.concurrency)
 
     @property
     def drafts(self) -> list[str]:

@@ -102,6 +102,14 @@ class Workload:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def read_levels(concurrency: str) -> list[int]:
+    """The option "1,8,32" of several programs. Raises ValueError for anything but positive numbers."""
+    levels = concurrency.split(",")
+    if not all(level.strip().isdigit() and int(level) > 0 for level in levels):
+        raise ValueError(f"concurrency is {concurrency!r}; give positive numbers separated by commas")
+    return [int(level) for level in levels]
+
+
 def final_number(text: str) -> Decimal | None:
     """The first number after the last "####", else the last number of the text, else None."""
     _, mark, rest = text.rpartition(MARK)
@@ -127,14 +135,12 @@ def _parse(lines: Any, path: str, split: str) -> Iterator[Question]:
             row = json.loads(line)
             if row.get("split", "heldout") != split:
                 continue
-            asked, answer = (row["question"], row["answer"]) if "question" in row else _contents(row["messages"][-2:])
+            if "question" in row:
+                asked, answer = row["question"], row["answer"]
+            else:
+                asked, answer = (turn["content"] for turn in row["messages"][-2:])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}:{number} holds no question and answer: {error!r}") from error
         if final_number(answer) is None:
             raise ValueError(f"{path}:{number}: its answer holds no number")
         yield Question(asked, answer)
-
-
-def _contents(turns: list[dict[str, str]]) -> tuple[str, str]:
-    question, answer = turns
-    return question["content"], answer["content"]

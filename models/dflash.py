@@ -313,9 +313,8 @@ def load_dflash(
     """
     values, tensors = read_public(path)
     own = values.get("dflash_config") or {}
-    if own.get("target_layer_ids") and "fc.weight" in tensors:
-        fc_inputs = tensors["fc.weight"].shape[-1]
-        layers = without_last_layer(own["target_layer_ids"], fc_inputs, target.hidden_size, target.num_layers)
+    if own.get("target_layer_ids"):
+        layers = without_last_layer(own["target_layer_ids"], target.num_layers - 1, tensors, target.hidden_size)
         values = {**values, "dflash_config": {**own, "target_layer_ids": layers}}
     config = config_from_json(values, target)
     with torch.device("meta"):

@@ -222,7 +222,10 @@ def load_eagle3(
     embedding becomes the draft's own.
     """
     values, tensors = read_public(path)
-    config = config_from_json(_without_last_layer(values, tensors, target), target)
+    if values.get(AUX_LAYERS):
+        layers = without_last_layer(values[AUX_LAYERS], target.num_layers, tensors, target.hidden_size)
+        values = {**values, AUX_LAYERS: layers}
+    config = config_from_json(values, target)
     check_fc(tensors, config.target_hidden_size, config.feature_layers, f"eagle_config.{AUX_LAYERS}", path)
     has_embedding = drop_copy(tensors, EMBEDDING, shared)
     with torch.device("meta"):
@@ -243,14 +246,3 @@ def read_public(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def public_name(key: str) -> str:
     key = key.removeprefix("model.")
     return key.replace("layers.0.", "midlayer.", 1) if key.startswith("layers.0.") else key
-
-
-def _without_last_layer(
-    values: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig
-) -> dict[str, Any]:
-    layers = values.get(AUX_LAYERS)
-    if not layers or "fc.weight" not in tensors:
-        return dict(values)
-    fc_inputs, outputs = tensors["fc.weight"].shape[-1], [layer - 1 for layer in layers]
-    kept = without_last_layer(outputs, fc_inputs, target.hidden_size, target.num_layers)
-    return {**values, AUX_LAYERS: list(layers[: len(kept)])}

@@ -74,7 +74,8 @@ def read_content(value: Any, field: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        raise MessageError(field, f"is {_shown(value)}; it must be a string or a list of text parts")
+        found = "an empty list" if value == [] else f"a {type(value).__name__}"
+        raise MessageError(field, f"is {found}; it must be a string or a list of text parts")
     texts = []
     for index, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -113,7 +114,3 @@ def check_date(date: str) -> None:
 
 def date_of(date: str) -> datetime.date:
     return datetime.date.today() if date == TODAY else datetime.date.fromisoformat(date)
-
-
-def _shown(value: Any) -> str:
-    return "an empty list" if value == [] else f"a {type(value).__name__}"

@@ -5,8 +5,10 @@ captured states as layer inputs: our output id + 1. Tensors of EAGLE3's layer ar
 the whole vocabulary has no d2t and t2d.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from torch import Tensor
 
 VERSION = "0.9.0"  # of the library, tested against this module
 OWN = (
@@ -123,13 +125,12 @@ def from_speculators(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in public.items() if name not in moved and "speculators" not in name}
 
 
-def without_last_layer(layers: Sequence[int], fc_inputs: int, target_size: int, num_layers: int) -> list[int]:
-    """Output ids without a last layer that was appended only to record the teacher's state.
-
-    It was appended if fc, which reads `fc_inputs` numbers of states of `target_size`, reads one state fewer.
-    """
-    is_appended = fc_inputs == (len(layers) - 1) * target_size and layers[-1] == num_layers - 1
-    return list(layers[:-1] if is_appended else layers)
+def without_last_layer(layers: list[int], last: int, tensors: Mapping[str, Tensor], target_size: int) -> list[int]:
+    """`layers`, but for `last`, the id of the target's last layer, which trainers append to record the teacher's state:
+    where the draft's fc reads one state of `target_size` fewer."""
+    num_inputs = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else None
+    is_appended = layers[-1:] == [last] and num_inputs == (len(layers) - 1) * target_size
+    return layers[:-1] if is_appended else layers
 
 
 def layer_name(key: str) -> str:

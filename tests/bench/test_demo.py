@@ -86,7 +86,7 @@ def test_the_report(
     write_report(comparison, tmp_path)
     printed = capsys.readouterr().out
     assert verdict in printed
-    assert "2.00x" in printed
+    assert "| 2.00 |" in printed
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["identical"], report["num_identical"]) == (identical, 2 if identical else 1)
     assert report["accept_length"] == 2.5

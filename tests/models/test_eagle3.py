@@ -320,33 +320,35 @@ def test_damaged_tensors_are_named(change: Callable[[Tensors], Tensors], message
         draft.load()
 
 
-@pytest.mark.parametrize(("layers", "is_written"), [((1, 7, 12), False), ((1, 7, 13), True), ((7, 1, 12), True)])
+@pytest.mark.parametrize(
+    ("count", "layers", "is_written"),
+    [
+        *((16, (1, 7, 12), False), (16, (1, 7, 13), True), (16, (7, 1, 12), True)),
+        *((10, (1, 4, 6), True), (10, default_feature_layers(10), True)),  # below 11 the rule of others is not ours
+    ],
+)
 def test_ids_that_every_reader_takes_by_itself_are_left_out(
-    layers: tuple[int, ...], is_written: bool, draft: SavedDraft
+    count: int, layers: tuple[int, ...], is_written: bool, draft: SavedDraft
 ) -> None:
-    target = replace(draft.target, num_layers=16)
-    config = replace(draft.module.config, target_num_layers=16, feature_layers=layers)
+    target = replace(draft.target, num_layers=count)
+    config = replace(draft.module.config, target_num_layers=count, feature_layers=layers)
     values = config_to_json(config)
     assert (AUX_LAYERS in values, "eagle_config" in values) == (is_written, is_written)
     assert config_from_json(values, target) == config
 
 
-def test_below_eleven_layers_ids_are_always_written(draft: SavedDraft) -> None:
-    """There the rule of others is not ours: outputs of layers 1, 4 and 6 of 10."""
-    for layers in ((1, 4, 6), default_feature_layers(10)):
-        config = replace(draft.module.config, target_num_layers=10, feature_layers=layers)
-        assert config_to_json(config)[AUX_LAYERS] == [layer + 1 for layer in layers]
-
-
-def test_a_list_with_the_last_layer_appended_is_understood(draft: SavedDraft) -> None:
-    """speculators records that layer's state for the teacher; fc does not read it."""
-    draft.change(values={"eagle_config": None, AUX_LAYERS: [1, 2, 3, 4]})
-    assert draft.load().config.feature_layers == (0, 1, 2)
-
-
-def test_layer_ids_of_eagle_config_count(draft: SavedDraft) -> None:
-    draft.change(values={"eagle_config": {AUX_LAYERS: [0, 1, 3]}, AUX_LAYERS: None})
-    assert draft.load().config.feature_layers == (0, 1, 3)
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "expected"),
+    [
+        ([1, 2, 3, 4], None, (0, 1, 2)),  # speculators appends the last layer for the teacher; fc does not read it
+        (None, [0, 1, 3], (0, 1, 3)),
+    ],
+)
+def test_layer_ids_stand_in_either_place(
+    inputs: list[int] | None, outputs: list[int] | None, expected: tuple[int, ...], draft: SavedDraft
+) -> None:
+    draft.change(values={"eagle_config": outputs and {AUX_LAYERS: outputs}, AUX_LAYERS: inputs})
+    assert draft.load().config.feature_layers == expected
 
 
 def test_a_pickle_of_tensors_loads_and_other_objects_do_not(draft: SavedDraft) -> None:
