@@ -8,55 +8,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, MistralConfig, PreTrainedModel
 
 from slipstream.models import frozen_target
 from slipstream.models.config import ModelConfig
 from slipstream.models.frozen_target import FrozenTarget, load_frozen_target
+from slipstream.tests.expert_targets import EXPERT_FAMILIES, EXPERTS
+from slipstream.tests.random_targets import FAMILIES, SHAPE
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 24,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
-EXPERTS = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
 GEMMA = {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2}
-FAMILIES = {
-    "gpt-oss": lambda: GptOssForCausalLM(GptOssConfig(**SIZES, **EXPERTS, sliding_window=3)),
-    "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=8)),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **GEMMA)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=3)),
-}
+CONFIGS = EXPERT_FAMILIES | {name: FAMILIES[name] for name in ("llama", "qwen2", "qwen3-tied")}
+CONFIGS |= {"gemma3": Gemma3TextConfig(**SHAPE, **GEMMA), "mistral": MistralConfig(**SHAPE, sliding_window=3)}
 
 
-@pytest.fixture(params=sorted(FAMILIES))
+def random_model(family: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]))  # tests change it
+
+
+@pytest.fixture(params=sorted(CONFIGS))
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     torch.manual_seed(0)
-    return FAMILIES[request.param]().eval()
+    return random_model(request.param).eval()
 
 
 def hidden_states(model: PreTrainedModel, tokens: Tensor) -> list[Tensor]:
@@ -100,7 +72,7 @@ def test_compiled_layers_give_the_same_states(device: str) -> None:
     """One compilation serves all layers, for rows of documents and of any number."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = FAMILIES["qwen3"]().to(device)
+    model = random_model("qwen3-tied").to(device)
     target, compiled = FrozenTarget(model, (0, 2)), FrozenTarget(copy.deepcopy(model), (0, 2))
     compiled.compile_layers()
     positions = torch.cat((torch.arange(9), torch.arange(7))).to(device)
@@ -114,7 +86,7 @@ def test_compiled_layers_give_the_same_states(device: str) -> None:
 
 def test_logits_in_chunks_equal_the_whole_head(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frozen_target, "VOCABULARY_CHUNK", 7)
-    states, ids = torch.randn(6, 16), torch.tensor([0, 3, 6, 7, 8, 20, 21, 48, 49])
+    states, ids = torch.randn(6, 32), torch.tensor([0, 3, 6, 7, 8, 20, 21, 48, 49])
     expected = model.get_output_embeddings()(states)
     logits, best = FrozenTarget(model, (1,)).logits(states, ids)
     torch.testing.assert_close(logits, expected[:, ids].detach())
@@ -126,8 +98,8 @@ def test_logits_are_what_the_head_gives_in_its_own_dtype(monkeypatch: pytest.Mon
     """Rounded by the matrix product alone: fp32 ones of the same hold the same values, and the same token is best."""
     monkeypatch.setattr(frozen_target, "VOCABULARY_CHUNK", 16)
     torch.manual_seed(0)
-    model = FAMILIES["qwen2"]().to(device, torch.bfloat16)
-    states, ids = torch.randn(64, 16, device=device).bfloat16(), torch.arange(1, 50, 2)
+    model = random_model("qwen2").to(device, torch.bfloat16)
+    states, ids = torch.randn(64, 32, device=device).bfloat16(), torch.arange(1, 120, 2)
     logits, best = FrozenTarget(model, (1,)).logits(states, ids)
     chunks = [torch.nn.functional.linear(states, part) for part in model.lm_head.weight.split(16)]
     expected = torch.cat(chunks, dim=-1).detach().float()
@@ -139,13 +111,13 @@ def test_logits_are_what_the_head_gives_in_its_own_dtype(monkeypatch: pytest.Mon
 
 def test_equal_logits_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frozen_target, "VOCABULARY_CHUNK", 7)
-    model = FAMILIES["llama"]()
+    model = random_model("llama")
     model.lm_head.weight.data[[12, 30]] = 9.0  # in different chunks
-    assert FrozenTarget(model, (1,)).logits(torch.ones(1, 16), torch.arange(50))[1].tolist() == [12]
+    assert FrozenTarget(model, (1,)).logits(torch.ones(1, 32), torch.arange(120))[1].tolist() == [12]
 
 
 def test_nothing_is_trained_and_the_head_is_not_run() -> None:
-    model = FAMILIES["llama"]().train()
+    model = random_model("llama").train()
     target = FrozenTarget(model, (1,))
     calls = []
     model.lm_head.register_forward_hook(lambda *_: calls.append(1))
@@ -157,7 +129,7 @@ def test_nothing_is_trained_and_the_head_is_not_run() -> None:
 
 
 def test_initial_weights_are_the_head_the_final_norm_and_the_last_mlp() -> None:
-    model = FAMILIES["qwen3"]()
+    model = random_model("qwen3-tied")
     head, norm, mlp = FrozenTarget(model, (1,)).initial_weights()
     assert head is model.model.embed_tokens.weight  # tied
     assert norm is model.model.norm.weight
@@ -167,23 +139,23 @@ def test_initial_weights_are_the_head_the_final_norm_and_the_last_mlp() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
 def test_a_mixture_of_experts_starts_a_draft_without_neurons(family: str) -> None:
-    model = FAMILIES[family]()
+    model = random_model(family)
     head, norm, mlp = FrozenTarget(model, (1,)).initial_weights()
     assert head is model.lm_head.weight
     assert norm is model.model.norm.weight
     assert {name: tuple(part.shape) for name, part in mlp.items()} == {
-        "gate_proj": (0, 16),
-        "up_proj": (0, 16),
-        "down_proj": (16, 0),
+        "gate_proj": (0, 32),
+        "up_proj": (0, 32),
+        "down_proj": (32, 0),
     }
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
 def test_a_mixture_of_experts_is_trained_for_and_not_served(family: str) -> None:
-    config = FAMILIES[family]().config
-    config.architectures = [type(FAMILIES[family]()).__name__]
+    config = random_model(family).config
+    config.architectures = [type(random_model(family)).__name__]
     trained = ModelConfig.from_hf(config, is_served=False)
-    assert (trained.hidden_size, trained.num_layers, trained.head_dim) == (16, 4, 8)
+    assert (trained.hidden_size, trained.num_layers, trained.head_dim) == (32, 4, 16)
     with pytest.raises(ValueError, match=f"architecture {config.architectures[0]} cannot be served; supported: Llama"):
         ModelConfig.from_hf(config)
 
@@ -191,19 +163,19 @@ def test_a_mixture_of_experts_is_trained_for_and_not_served(family: str) -> None
 def test_gemma_is_refused_by_name() -> None:
     """Its norms add 1 to their weights and its MLP is another: a draft would start from something else."""
     with pytest.raises(ValueError, match="Gemma3ForCausalLM cannot be a target of training; supported: Llama"):
-        ModelConfig.from_hf(Gemma3TextConfig(**SIZES, architectures=["Gemma3ForCausalLM"]), is_served=False)
+        ModelConfig.from_hf(Gemma3TextConfig(**SHAPE, architectures=["Gemma3ForCausalLM"]), is_served=False)
 
 
 def test_a_head_that_does_more_is_refused() -> None:
-    model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **GEMMA, final_logit_softcapping=30.0))
+    model = AutoModelForCausalLM.from_config(Gemma3TextConfig(**SHAPE, **GEMMA, final_logit_softcapping=30.0))
     with pytest.raises(ValueError, match="changes its logits by final_logit_softcapping 30.0"):
         FrozenTarget(model, (1,))
 
 
 def test_mxfp4_experts_become_numbers(tmp_path: Path) -> None:
     """gpt-oss's files: two 4-bit floats a byte, low half first, in blocks of 32 that share an exponent."""
-    sizes = SIZES | {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    GptOssForCausalLM(GptOssConfig(**sizes, **EXPERTS, sliding_window=3)).save_pretrained(tmp_path)
+    sizes = SHAPE | {"intermediate_size": 32, "num_hidden_layers": 1}
+    AutoModelForCausalLM.from_config(GptOssConfig(**sizes, **EXPERTS)).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -225,6 +197,6 @@ def test_mxfp4_experts_become_numbers(tmp_path: Path) -> None:
 
 
 def test_loads_a_bf16_checkpoint_in_fp32_on_the_cpu(tmp_path: Path) -> None:
-    FAMILIES["llama"]().to(torch.bfloat16).save_pretrained(tmp_path)
+    random_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     target = load_frozen_target(tmp_path, (1,), torch.device("cpu"))
     assert target.embed(torch.tensor([3])).dtype == torch.float32
