@@ -135,18 +135,9 @@ def test_what_does_not_fit_is_named(model: dict[str, Any], draft: Any, shape: di
 def test_other_drafters_are_refused(tmp_path: Path) -> None:
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").write_text(json.dumps({"drafter": "weights"}))
-    words = [
-        "--draft",
-        str(tmp_path / "draft"),
-        "--target",
-        str(TINY),
-        "--shape",
-        "small",
-        "--output",
-        str(tmp_path / "pair"),
-    ]
+    folders = [f"--draft={tmp_path / 'draft'}", f"--target={TINY}", f"--output={tmp_path / 'pair'}"]
     with pytest.raises(SystemExit, match="is of drafter weights; only eagle3, dflash can be inflated"):
-        main(words)
+        main([*folders, "--shape", "small"])
 
 
 @pytest.fixture(scope="module")

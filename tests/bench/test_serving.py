@@ -112,19 +112,8 @@ class FakeEngines:
 def test_it_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engines, path = FakeEngines(), tmp_path / "lines.jsonl"
     monkeypatch.setattr(serving, "measuring", engines.measuring)
-    command = [
-        "--target",
-        str(TINY),
-        "--draft",
-        "ngram",
-        "--concurrency",
-        "1,3",
-        "--requests",
-        "4",
-        "--prompts",
-        "gsm8k",
-    ]
-    command += ["--input-len", "0", "--ignore-eos", "false", "--output", str(path), "--resume"]
+    command = [*SIZES, "--target", str(TINY), "--draft", "ngram", "--input-len", "0", "--ignore-eos", "false"]
+    command += ["--output", str(path), "--resume"]
     engines.interrupted_at = ("ngram", 3)
     with pytest.raises(SystemExit, match="interrupted; with --output, add --resume to continue"):
         main(command)

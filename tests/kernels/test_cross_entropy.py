@@ -98,16 +98,21 @@ def test_values_and_gradients(
     check(run, student, teacher, weights, kind)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("run", RUNS)
-def test_extreme_logits(run: Run, kind: str, device: str) -> None:
+def far_logits() -> Tensor:
     """Far from 0, far apart, and with the peak in the first or the last tile: the running maxima must move."""
     far = torch.full((6, 300), -40.0)
     far[0, 299], far[1, 0], far[2, 150] = 60.0, 60.0, 60.0
     far[3] = torch.linspace(-50, 50, 300)
     far[4] = torch.linspace(50, -50, 300)
     far[5] = torch.randn(300, generator=torch.Generator().manual_seed(0)) + 3e4
+    return far
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("run", RUNS)
+def test_extreme_logits(run: Run, kind: str, device: str) -> None:
+    far = far_logits()
     near = far + torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
     near[5] -= 2e4  # a constant changes nothing
     far[5], near[5] = far[5].round(decimals=2), near[5].round(decimals=2)
@@ -286,14 +291,8 @@ def test_nothing_is_written_between_the_rows(run: Run, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("run", LABEL_RUNS)
 def test_labels_extreme_logits(run: Run, device: str) -> None:
-    """Far from 0, far apart, and with the peak in the first or the last tile: the running maximum must move."""
-    logits = torch.full((8, 300), -40.0)
-    logits[0, 299], logits[1, 0], logits[2, 150] = 60.0, 60.0, 60.0
-    logits[3] = torch.linspace(-50, 50, 300)
-    logits[4] = torch.linspace(50, -50, 300)
-    logits[5] = torch.randn(300, generator=torch.Generator().manual_seed(0)) + 3e4
-    logits[6] = logits[5] - 6e4
-    logits[7] = torch.linspace(-1e20, 1e20, 300)
+    far = far_logits()
+    logits = torch.cat((far, far[5:] - 6e4, torch.linspace(-1e20, 1e20, 300)[None]))
     check_labels(run, logits.to(device), torch.tensor([299, 5, 150, 299, 299, 7, 7, 298], device=device))
 
 
