@@ -9,8 +9,7 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.dflash import DFlash, DFlashConfig
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
-from slipstream.tests.train.conftest import FEATURE_LAYERS, random_document
-from slipstream.tests.train.naive_walk import Document
+from slipstream.tests.train.conftest import FEATURE_LAYERS, Document, documents
 from slipstream.train.batches import Batch, collate
 from slipstream.train.dflash import DFlashTraining, DraftOptions
 
@@ -33,12 +32,6 @@ def make_training(
     rope = RotaryEmbedding(config.rope, config.head_dim, 128)
     options = DraftOptions(anchors=6) if options is None else options
     return DFlashTraining(draft, FrozenTarget(target, FEATURE_LAYERS), rope, options, depth=63, seed=11)
-
-
-def documents(seed: int) -> list[list[Document]]:
-    """Three rows of one to three documents."""
-    generator = torch.Generator().manual_seed(seed)
-    return [[random_document(generator) for _ in range(count)] for count in (2, 1, 3)]
 
 
 def packed(seed: int) -> tuple[Batch, list[list[Document]]]:

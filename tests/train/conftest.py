@@ -27,6 +27,7 @@ FEATURE_LAYERS = (2, 0, 4)  # neither ascending nor the default: a swap shows
 MAX_LENGTH = 40
 SaveData = Callable[..., Path]
 CaptureTo = Callable[..., Path]
+Document = tuple[list[int], list[bool]]  # tokens, and which of them are supervised
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -71,13 +72,19 @@ def training(target_model: PreTrainedModel, token_map: TokenMap) -> Eagle3Traini
     return Eagle3Training(draft, FrozenTarget(target_model, FEATURE_LAYERS), rope, DraftOptions(ttt_steps=4), depth=3)
 
 
-def random_document(generator: torch.Generator, vocab_size: int = 120) -> tuple[list[int], list[bool]]:
+def random_document(generator: torch.Generator, vocab_size: int = 120) -> Document:
     """One to three turns, each a prompt of 2 to 9 tokens and an answer of 1 to 9."""
     mask: list[bool] = []
     for _ in range(int(torch.randint(1, 4, (), generator=generator))):
         prompt, answer = torch.randint(1, 10, (2,), generator=generator).tolist()
         mask += [False] * (prompt + 1) + [True] * answer
     return torch.randint(0, vocab_size, (len(mask),), generator=generator).tolist(), mask
+
+
+def documents(seed: int) -> list[list[Document]]:
+    """Three rows of one to three documents."""
+    generator = torch.Generator().manual_seed(seed)
+    return [[random_document(generator) for _ in range(count)] for count in (2, 1, 3)]
 
 
 def random_dataset(count: int, seed: int) -> Dataset:

@@ -5,8 +5,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Document = tuple[list[int], list[bool]]  # tokens, and which of them are supervised
+from slipstream.tests.train.conftest import Document
+from slipstream.train.batches import collate
+from slipstream.train.training import DraftTraining
+
 Propose = Callable[[Tensor, int], list[int]]  # prefix that ends in the root, depth -> drafted tokens
+
+
+@torch.no_grad()
+def check_walk(training: DraftTraining, propose: Propose, rows: list[list[Document]], depth: int) -> None:
+    """Evaluation counts what a server counts, on `rows` with some answers that the draft can predict."""
+    rows = [[half_predictable(propose, one, n, depth) for n, one in enumerate(row)] for row in rows]
+    walks = [naive_walk(propose, document, depth) for row in rows for document in row]
+    loss, metrics = training.eval()(collate(rows, 64))
+    emitted, rounds = sum(walk[0] for walk in walks), sum(walk[1] for walk in walks)
+    assert float(loss) == 0.0
+    assert metrics["accept_length"].tolist() == [emitted, rounds]
+    for position in range(depth):
+        assert metrics[f"accept_rate_{position}"].tolist() == [sum(walk[2][position] for walk in walks), rounds]
+    assert int(metrics[f"accept_rate_{depth - 1}"][0]) > 0  # whole drafts are accepted somewhere
 
 
 def half_predictable(propose: Propose, document: Document, seed: int, depth: int) -> Document:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.train import eagle3
 from slipstream.train.loop import Loop
@@ -45,6 +45,15 @@ def assert_like_run(found: Path, expected: Path, last_step: int = 6) -> None:
         assert line == pytest.approx(other, rel=1e-4)
     for name, tensor in weights(expected, last_step).items():
         torch.testing.assert_close(weights(found, last_step)[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def assert_same_gradients(loss: Tensor, expected: Tensor, draft: nn.Module) -> None:
+    """Up to the order of sums, of the losses and of every parameter."""
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    parameters = list(draft.parameters())
+    gradients = (torch.autograd.grad(value, parameters) for value in (loss, expected))
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
 
 
 def refusal(flags: list[str], main: Program = eagle3.main) -> str:

@@ -11,7 +11,7 @@ from torch.nn import functional
 from slipstream.models.config import RopeConfig
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.tests.train.block_cases import BLOCK_SIZE, flat_documents, packed
-from slipstream.tests.train.naive_walk import Document
+from slipstream.tests.train.conftest import Document
 from slipstream.train.batches import collate
 from slipstream.train.blocks import (
     BlockAttention,
@@ -219,12 +219,3 @@ def test_a_block_does_not_depend_on_the_others() -> None:
     subset = order[:9].sort().values
     torch.testing.assert_close(attend(SDPABlockAttention, subset), everyone[subset])
     torch.testing.assert_close(attend(FlexBlockAttention, order), everyone[order])
-
-
-def test_parts_are_the_same_blocks() -> None:
-    batch, _ = packed(0)
-    blocks = find_blocks(batch, possible_anchors(batch), BLOCK_SIZE)
-    parts = list(blocks.parts(4))
-    assert [len(part) for part in parts[:-1]] == [4] * (len(parts) - 1)
-    assert torch.equal(torch.cat([part.labels for part in parts]), blocks.labels)
-    assert torch.equal(torch.cat([part.anchors for part in parts]), blocks.anchors)

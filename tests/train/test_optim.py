@@ -72,11 +72,6 @@ def test_a_number_of_steps_stays_on_any_number_of_processes() -> None:
     assert progress.rows == 12 * 2 + 8 * 8
 
 
-def test_too_few_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"data.batch_size x 3 processes needs 300; lower"):
-        schedule(299, size=100, processes=3)
-
-
 def test_learning_rate_is_torchs_cosine_after_the_warm_up() -> None:
     parameter = torch.nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([parameter], lr=1.0)

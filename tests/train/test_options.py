@@ -90,16 +90,12 @@ BAD_VALUES = [  # program, flags, what the message names
         ["--data.features=f", "--data.features_missing=online", "--target_sharding=machine"],
         "would run the target unequally often; set target_sharding to none, or leave data.features out",
     ),
-    ("eagle", ["--draft.ttt_steps=0"], "draft.ttt_steps is 0"),
     ("eagle", ["--draft.noise=-1"], "none may be negative"),
     ("eagle", ["--draft.token_weight=0", "--draft.feature_weight=0"], "nor both weights 0"),
-    ("eagle", ["--draft.intermediate_size=0"], "draft.intermediate_size is 0; give at least 1"),
     ("dflash", ["--draft.anchors=0"], "draft.anchors is 0 and draft.num_layers 5; give at least 1"),
     ("dflash", ["--draft.gamma=0"], "draft.gamma is 0.0; give a positive number"),
     ("dflash", ["--draft.gamma=7", "--draft.loss=dpace"], "draft.gamma is 7.0, which loss dpace does not use; leave"),
     ("dflash", ["--draft.loss=other"], "draft.loss"),
-    ("dflash", ["--draft.feature_layers=[]"], "draft.feature_layers is []; name at least one state"),
-    ("dflash", ["--draft.intermediate_size=0"], "draft.intermediate_size is 0; give at least 1"),
 ]
 
 

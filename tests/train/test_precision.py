@@ -1,4 +1,5 @@
-"""Drafts without autocast: in fp32 on a target in bf16 (`precision fp32` on a GPU), in bf16 as sharded ones are."""
+"""What is trained, and drafts without autocast: in fp32 on a target in bf16 (`precision fp32` on a GPU), in bf16
+as sharded ones are."""
 
 import copy
 from collections.abc import Callable
@@ -37,6 +38,17 @@ def test_losses_are_those_of_a_target_in_fp32_but_for_rounding(
     assert gradients
     assert all(gradient.dtype == torch.float32 and gradient.isfinite().all() for gradient in gradients)
     rounded.eval()(batch)
+
+
+@pytest.mark.parametrize("make", [block_cases.make_training, partial(test_eagle.make_training, noise=0.2), None])
+def test_the_target_is_neither_trained_nor_saved(
+    make: Callable[[PreTrainedModel], DraftTraining] | None, training: Eagle3Training, target_model: PreTrainedModel
+) -> None:
+    chosen: DraftTraining = training if make is None else make(target_model)
+    assert {name.split(".")[0] for name in chosen.state_dict()} == {"draft"}
+    chosen.loss(block_cases.packed(0)[0])[0].backward()
+    assert all(parameter.grad is None for parameter in target_model.parameters())
+    assert all(parameter.grad is not None for parameter in chosen.parameters())
 
 
 @pytest.mark.parametrize("target_dtype", [torch.bfloat16, torch.float32])

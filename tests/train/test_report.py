@@ -25,7 +25,6 @@ class Page(HTMLParser):
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.stack: list[str] = []
-        self.texts: list[str] = []
         self.feed(text)
         self.close()
 
@@ -41,9 +40,6 @@ class Page(HTMLParser):
         while self.stack[-1] != tag:
             assert self.stack.pop() in OPEN_TAGS
         self.stack.pop()
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.elements if name == tag]

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.tests.train.naive_walk import Document
+from slipstream.tests.train.conftest import Document
 from slipstream.train.acceptance import walk_answers
 from slipstream.train.batches import collate
 from slipstream.train.eagle3 import main

@@ -48,11 +48,6 @@ def test_rows_follow_the_rule(seed: int) -> None:
     assert seen == [list(range(row - positions[row], row + 1)) for row in asking]
 
 
-def test_a_first_token_is_never_a_root() -> None:
-    batch = collate([[([5, 6, 7], [False, True, True]), ([1, 2, 3], [True, True, True])]], MAX_LENGTH)
-    assert find_rows(batch, 2).asking.tolist() == [0, 3]
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_every_state_is_the_one_of_the_chain_run_token_by_token(
     training: Eagle3Training, target_model: PreTrainedModel, seed: int

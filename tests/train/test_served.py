@@ -1,0 +1,138 @@
+"""What training computes for a draft's states is what the server drafts from, and both accept as many tokens."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.models.dflash import load_dflash
+from slipstream.models.eagle import load_eagle
+from slipstream.models.frozen_target import load_frozen_target
+from slipstream.models.layers import RotaryEmbedding
+from slipstream.models.target import load_config
+from slipstream.serve.llm import LLM
+from slipstream.serve.request import SamplingParams
+from slipstream.tests.random_drafts import save_random_dflash, save_random_eagle
+from slipstream.train import dflash, eagle
+from slipstream.train.batches import Batch, collate
+from slipstream.train.blocks import find_blocks
+from slipstream.train.training import DraftTraining
+
+CPU, BLOCK_SIZE, DEPTH = torch.device("cpu"), 6, 3
+PROMPTS = [[5, 9, 33, 71, 20, 8, 64], [90, 14, 2, 45, 45, 45, 17, 3, 60, 101, 7]]
+PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+Served = list[tuple[int, Tensor, list[int]]]  # position of the root, the draft's states there, drafted tokens
+
+
+def answers_alone(target: Path) -> list[tuple[int, list[int]]]:
+    """The target's own greedy answers, as (length of the prompt, all tokens)."""
+    alone = LLM(str(target)).generate(PROMPTS, PARAMS)
+    return [(len(prompt), prompt + answer.tokens) for prompt, answer in zip(PROMPTS, alone, strict=True)]
+
+
+def load_training(kind: Any, load: Callable[..., Any], options: Any, target: Path, draft: Path, depth: int) -> Any:
+    config = load_config(target)
+    module = load(draft, config, torch.float32, CPU)
+    frozen = load_frozen_target(target, module.config.feature_layers, CPU)
+    return kind(module, frozen, RotaryEmbedding(config.rope, config.head_dim, 256), options, depth, seed=0).eval()
+
+
+def check_served(
+    llm: LLM, states: Callable[[Batch], Tensor], training: DraftTraining, check: Callable[[list[int], Served], None]
+) -> None:
+    """Runs `check` on the tokens and rounds of two greedy answers; `states` of a request whose draft was just made.
+    Then the accept length: what the server counted is what evaluation counts."""
+    drafter: Any = llm.engine.drafter
+    propose = drafter.propose
+    served: Served = []
+
+    def recorded(batch: Any, width: int) -> Any:
+        proposal = propose(batch, width)
+        served.append((int(batch.lengths[0]), states(batch), proposal.tokens[0, 1:].tolist()))
+        return proposal
+
+    drafter.propose = recorded
+    rows, emitted, rounds = [], 0, 0
+    for prompt in PROMPTS:
+        served.clear()
+        (answer,) = llm.generate([prompt], PARAMS)
+        tokens = prompt + answer.tokens
+        rows.append([(tokens, [i >= len(prompt) for i in range(len(tokens))])])
+        emitted += answer.stats.completion_tokens - answer.stats.prefills
+        rounds += answer.stats.rounds
+        check(tokens, served)
+    with torch.no_grad():
+        _, metrics = training(collate(rows, 64))
+    assert metrics["accept_length"].tolist() == [emitted, rounds]
+    assert emitted > 1.2 * rounds
+
+
+def whole(tokens: list[int]) -> Batch:
+    """One document of which all is supervised."""
+    return collate([[(tokens, [False] + [True] * (len(tokens) - 1))]], 64)
+
+
+@pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 100, "fc_bias": False}])
+def test_eagle(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    texts = answers_alone(target_path)[:1]
+    save_random_eagle(target_path, tmp_path / "draft", texts, intermediate_size=64, **fields)
+    llm = LLM(str(target_path), str(tmp_path / "draft"), max_running=1)
+    drafter: Any = llm.engine.drafter
+    files = target_path, tmp_path / "draft"
+    training = load_training(eagle.EagleTraining, load_eagle, eagle.DraftOptions(), *files, DEPTH)
+
+    def check(tokens: list[int], served: Served) -> None:
+        """The state at the row before each root, and the first drafted token."""
+        rows, flat, features, _ = training.read(whole(tokens), 1)
+        with torch.no_grad():
+            (states,) = training.chain(rows, flat, features, 1)
+            drafted = training.predictions(states)
+        place = {row: index for index, row in enumerate(rows.asking.tolist())}
+        compared = [item for item in served if item[0] < len(tokens) - DEPTH]
+        assert len(compared) >= 4
+        for position, state, proposed in compared:
+            index = place[position - 1]
+            torch.testing.assert_close(states[index], state, rtol=1e-4, atol=1e-4)
+            assert int(drafted[index]) == proposed[0]
+
+    check_served(llm, lambda batch: drafter.hidden[batch.rows][0].clone(), training, check)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"draft_vocab_size": 50},
+        {"sliding_window": 5, "windowed_layers": (0, 1)},
+        {"sliding_window": 4, "windowed_layers": (1,)},
+        {"num_layers": 3},
+    ],
+    ids=["plain", "reduced", "windowed", "mixed", "deep"],
+)
+def test_dflash(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    texts = answers_alone(target_path)
+    save_random_dflash(target_path, tmp_path / "draft", texts, block_size=BLOCK_SIZE, mask_token_id=7, **fields)
+    llm = LLM(str(target_path), str(tmp_path / "draft"), max_running=1)
+    seen: list[Tensor] = []
+    drafter: Any = llm.engine.drafter
+    drafter.module.register_forward_hook(lambda _module, _inputs, states: seen.append(states))
+    files = target_path, tmp_path / "draft"
+    training = load_training(dflash.DFlashTraining, load_dflash, dflash.DraftOptions(), *files, BLOCK_SIZE - 1)
+
+    def check(tokens: list[int], served: Served) -> None:
+        """The final states of every block, and all drafted tokens."""
+        compared = [item for item in served if item[0] < len(tokens)]
+        assert len(compared) >= 4
+        batch = whole(tokens)
+        blocks = find_blocks(batch, torch.tensor([anchor for anchor, _, _ in compared]), BLOCK_SIZE)
+        with torch.no_grad():
+            states = training.states(blocks, *training.read(batch))
+            drafted = training.predictions(states[:, 1:].flatten(0, 1)).view(len(compared), -1)
+        for number, (_, expected, proposed) in enumerate(compared):
+            torch.testing.assert_close(states[number], expected, rtol=1e-4, atol=1e-4)
+            assert drafted[number].tolist() == proposed
+
+    check_served(llm, lambda _batch: seen.pop(), training, check)
