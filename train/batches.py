@@ -102,13 +102,10 @@ def collate(rows: list[list[tuple[list[int], list[bool]]]], max_length: int, fir
 
 def measure(dataset: Dataset, max_length: int) -> tuple[np.ndarray, np.ndarray]:
     """Per document: its length cut at `max_length`, and its supervised tokens, 0 if no two of them are adjacent."""
-    lengths, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     tables = dataset.with_format("arrow").iter(batch_size=SCAN_ROWS)
     num_tables = -(-len(dataset) // SCAN_ROWS)
-    for table in tqdm(tables, "measuring documents", num_tables, unit="batch", disable=num_tables == 1):
-        length, target = measure_table(table, max_length)
-        lengths.append(length)
-        targets.append(target)
+    bar = tqdm(tables, "measuring documents", num_tables, unit="batch", disable=num_tables == 1)
+    lengths, targets = zip(*(measure_table(table, max_length) for table in bar), strict=True)
     return np.concatenate(lengths), np.concatenate(targets)
 
 

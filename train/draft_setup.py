@@ -74,6 +74,22 @@ class BaseDraftOptions:
             raise ValueError("draft.feature_layers is []; name at least one state, or leave it out for the default")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChainDraftOptions(BaseDraftOptions):
+    """Options of drafts that read their own states."""
+
+    ttt_steps: int = 7
+    """steps of training-time test"""
+    ttt_decay: float = 0.8
+    """weight of a step's loss relative to the step before"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        steps, decay = self.ttt_steps, self.ttt_decay
+        if steps < 1 or decay <= 0:
+            raise ValueError(f"draft.ttt_steps is {steps} and draft.ttt_decay {decay}; give at least 1 and above 0")
+
+
 @dataclass(frozen=True, slots=True)
 class TargetFiles:
     """The target before its weights are read."""

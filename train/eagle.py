@@ -18,7 +18,7 @@ from slipstream.models.eagle import Eagle, EagleConfig, save_eagle
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.train.batches import Batch
-from slipstream.train.draft_setup import BaseDraftOptions, DraftRunOptions, TargetFiles, run_program
+from slipstream.train.draft_setup import ChainDraftOptions, DraftRunOptions, TargetFiles, run_program
 from slipstream.train.losses import best_rows, distillation_loss, regression_losses
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainTraining
@@ -27,7 +27,7 @@ NOISE_LENGTH = 512  # length of a document whose noise has the spread draft.nois
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftOptions(BaseDraftOptions):
+class DraftOptions(ChainDraftOptions):
     bias: bool = True
     """whether fc has a bias: EAGLE's drafts have one, except those for Llama 3"""
     feature_weight: float = 1.0
@@ -38,14 +38,9 @@ class DraftOptions(BaseDraftOptions):
     """spread of the uniform noise on features in documents of 512 tokens; shorter ones get more, longer ones less"""
     ttt_steps: int = 1
     """steps of training-time test; 1 is EAGLE, more also teach the draft to read its own features"""
-    ttt_decay: float = 0.8
-    """weight of a step's loss relative to the step before"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ttt_steps < 1 or self.ttt_decay <= 0:
-            steps, decay = self.ttt_steps, self.ttt_decay
-            raise ValueError(f"draft.ttt_steps is {steps} and draft.ttt_decay {decay}; give at least 1 and above 0")
         weights = self.feature_weight, self.token_weight
         if min(*weights, self.noise) < 0 or max(weights) == 0:
             raise ValueError(

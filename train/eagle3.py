@@ -19,21 +19,17 @@ from slipstream.models.eagle3 import Eagle3, Eagle3Config, save_eagle3
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.train.batches import Batch
-from slipstream.train.draft_setup import BaseDraftOptions, DraftRunOptions, TargetFiles, run_program
+from slipstream.train.draft_setup import ChainDraftOptions, DraftRunOptions, TargetFiles, run_program
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainTraining
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftOptions(BaseDraftOptions):
+class DraftOptions(ChainDraftOptions):
     feature_layers: tuple[int, ...] | None = None
     """target states that the draft reads: 0..n-1 is a layer's output, n after the final norm; default: by depth"""
     init_from_target: bool = True
     """start with the target's head, final norm and last MLP, and pass the last feature through"""
-    ttt_steps: int = 7
-    """steps of training-time test"""
-    ttt_decay: float = 0.8
-    """weight of a step's loss relative to the step before"""
     step_weights: tuple[float, ...] | None = None
     """weights of the steps, one for each; default: by ttt_decay"""
     loss: Kind = "soft_ce"
@@ -42,10 +38,6 @@ class DraftOptions(BaseDraftOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         steps, weights = self.ttt_steps, self.step_weights
-        if steps < 1 or self.ttt_decay <= 0:
-            raise ValueError(
-                f"draft.ttt_steps is {steps} and draft.ttt_decay {self.ttt_decay}; give at least 1 and above 0"
-            )
         if weights is not None and (len(weights) != steps or min(weights) < 0 or not any(weights)):
             raise ValueError(
                 f"draft.step_weights is {list(weights)}; give {steps}, one for each of draft.ttt_steps, none negative "

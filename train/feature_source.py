@@ -223,10 +223,9 @@ def rows_of(starts: np.ndarray, lengths: np.ndarray) -> Tensor:
 
 def read_ahead(batches: Iterator[ItemT], rows: PackedRows) -> Iterator[ItemT]:
     """Reads `batches` of `rows` ahead in a thread if their states come from disk."""
-    return batches if rows.add_states is None else _in_background(batches)
-
-
-def _in_background(batches: Iterator[ItemT]) -> Iterator[ItemT]:
+    if rows.add_states is None:
+        yield from batches
+        return
     reader, end = ThreadPoolExecutor(1, "batches"), object()
     pending: deque[Any] = deque(reader.submit(next, batches, end) for _ in range(BATCHES_AHEAD))
     try:

@@ -14,8 +14,6 @@ from torch import nn
 from slipstream.train.checkpoints import Progress
 from slipstream.train.options import OptimOptions, RunOptions
 
-OUTPUT_LAYERS = ("lm_head",)  # one row per token: rare tokens' rows need AdamW's step per entry
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -78,7 +76,8 @@ def build_optimizers(model: nn.Module, options: OptimOptions) -> list[torch.opti
     the root mean square of AdamW's, so both share one learning rate.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    matrices = [p for name, p in named if options.name == "muon" and p.ndim == 2 and not is_output(name)]
+    # Not a head, which has one row per token: rare tokens' rows need AdamW's step per entry.
+    matrices = [p for name, p in named if options.name == "muon" and p.ndim == 2 and "lm_head" not in name.split(".")]
     chosen = {id(parameter) for parameter in matrices}
     rest = [parameter for _, parameter in named if id(parameter) not in chosen]
     optimizers: list[torch.optim.Optimizer] = [
@@ -89,7 +88,3 @@ def build_optimizers(model: nn.Module, options: OptimOptions) -> list[torch.opti
             torch.optim.Muon(matrices, lr=options.lr, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw")
         )
     return optimizers
-
-
-def is_output(name: str) -> bool:
-    return any(part in OUTPUT_LAYERS for part in name.split("."))

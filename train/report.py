@@ -47,11 +47,8 @@ MAX_SAMPLES = 8
 MAX_POINTS = 500  # of a line; longer ones are averaged in buckets, since there are no more pixels
 COLORS = ("#1f6feb", "#d9730d", "#2a9d5c", "#9b4f96", "#c4373b", "#0e8a8a", "#8a6d3b", "#5b6676")
 GREY, PALE, INK = "#57606a", "#e6eaee", "#1b1f24"
-SVG: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "slipstream",
-    "font.size": 8,
-}  # text stays text, equal pages equal bytes
+# Text stays text, and equal pages are equal bytes.
+SVG: Any = {"svg.fonttype": "none", "svg.hashsalt": "slipstream", "font.size": 8}
 START = "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1b1f24; max-width: 1120px; margin: 24px auto; padding: 0 20px }

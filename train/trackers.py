@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from html import escape
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.models.atomic import atomic_file
 from slipstream.train.options import TrackerOptions
@@ -20,12 +20,6 @@ from slipstream.train.samples import Sample
 
 RECORD = '{"step": '  # start of every record
 BY_POSITION = "eval_accept_rate_"
-
-
-class Tracker(Protocol):
-    def log(self, step: int, values: Mapping[str, float], samples: Sequence[Sample] = ()) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JsonLines:
@@ -147,7 +141,7 @@ class Trackers:
     def __init__(
         self, folder: Path, options: TrackerOptions, config: Mapping[str, Any], run: Mapping[str, Any], step: int
     ) -> None:
-        self.all: list[Tracker] = [JsonLines(folder / "metrics.jsonl", step)]
+        self.all: list[JsonLines | TensorBoard | WeightsAndBiases] = [JsonLines(folder / "metrics.jsonl", step)]
         self.wandb: WeightsAndBiases | None = None
         if options.tensorboard:
             self.all.append(TensorBoard(folder, step))
