@@ -59,17 +59,21 @@ def token_map(target_model: PreTrainedModel) -> TokenMap:
     return TokenMap.build(counts, DRAFT_VOCAB_SIZE, [], {})
 
 
-@pytest.fixture
-def training(target_model: PreTrainedModel, token_map: TokenMap) -> Eagle3Training:
+def make_eagle3(target: PreTrainedModel, ids: torch.Tensor) -> Eagle3Training:
     """A random draft in training: 4 steps, depth 3."""
     torch.manual_seed(3)
-    config = ModelConfig.from_hf(AutoConfig.for_model(**target_model.config.to_dict()))
-    draft = Eagle3(Eagle3Config.from_target(config, draft_vocab_size=DRAFT_VOCAB_SIZE, feature_layers=FEATURE_LAYERS))
-    draft.set_vocabulary(token_map.ids)
+    config = ModelConfig.from_hf(AutoConfig.for_model(**target.config.to_dict()))
+    draft = Eagle3(Eagle3Config.from_target(config, draft_vocab_size=len(ids), feature_layers=FEATURE_LAYERS))
+    draft.set_vocabulary(ids)
     for parameter in draft.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     rope = RotaryEmbedding(config.rope, config.head_dim, 128)
-    return Eagle3Training(draft, FrozenTarget(target_model, FEATURE_LAYERS), rope, DraftOptions(ttt_steps=4), depth=3)
+    return Eagle3Training(draft, FrozenTarget(target, FEATURE_LAYERS), rope, DraftOptions(ttt_steps=4), depth=3)
+
+
+@pytest.fixture
+def training(target_model: PreTrainedModel, token_map: TokenMap) -> Eagle3Training:
+    return make_eagle3(target_model, token_map.ids)
 
 
 def random_document(generator: torch.Generator, vocab_size: int = 120) -> Document:

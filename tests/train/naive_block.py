@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from slipstream.kernels.norm import HeadNorms, norm_heads
 from slipstream.models.dflash import DFlash
-from slipstream.tests.train.naive_draft import attended, target_features, turned
+from slipstream.tests.train.naive_draft import attended, head_logits, target_features, turned
 
 
 class OneBlock:
@@ -62,10 +62,7 @@ class NaiveBlock:
         return self.draft(embedding[block], attention)
 
     def logits(self, states: Tensor) -> Tensor:
-        """(..., H) -> (..., Vd)."""
-        head = self.target.get_output_embeddings().weight.detach()
-        ids = self.draft.target_ids
-        return states @ (head if ids is None else head[ids]).t()
+        return head_logits(self.draft, self.target, states)
 
     def propose(self, prefix: Tensor, depth: int) -> list[int]:
         """Greedy draft tokens after `prefix`, whose last token is the anchor; the block is no longer than they need."""

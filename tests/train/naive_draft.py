@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,12 @@ def target_features(target: PreTrainedModel, tokens: Tensor, layers: tuple[int, 
     return torch.cat([states[min(layer + 1, num_layers)][0] for layer in layers], dim=-1)
 
 
+def head_logits(draft: Any, target: PreTrainedModel, states: Tensor) -> Tensor:
+    """(..., H) -> (..., Vd) by the target's head, at the draft's tokens."""
+    head, ids = target.get_output_embeddings().weight.detach(), draft.target_ids
+    return states @ (head if ids is None else head[ids]).t()
+
+
 class NaiveDraft:
     """A draft and its target on one document (S,)."""
 
@@ -91,13 +98,17 @@ class NaiveDraft:
                 states[row, step] = state
         return states
 
+    def best(self, state: Tensor) -> int:
+        """The draft's best token after state (H,), as an id of the target."""
+        row = int(self.draft.logits(state).argmax())
+        return row + int(self.draft.d2t[row])
+
     def propose(self, prefix: Tensor, depth: int) -> list[int]:
         """Greedy draft tokens after `prefix`, whose last token is the root: the draft reads what it proposes."""
         (*_, (row, attention, state)) = self.prefixes(prefix)
         proposed = []
         for step in range(1, depth + 1):
-            best = int(self.draft.logits(state).argmax())
-            proposed.append(best + int(self.draft.d2t[best]))
+            proposed.append(self.best(state))
             attention.position = row + step
             if step < depth:
                 state = self.draft(self.embed(torch.tensor(proposed[-1])), state, attention)

@@ -14,7 +14,7 @@ from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.train.conftest import Document, documents
-from slipstream.tests.train.naive_draft import NaiveDraft
+from slipstream.tests.train.naive_draft import NaiveDraft, head_logits
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
 from slipstream.train import losses
@@ -44,20 +44,11 @@ class Naive(NaiveDraft):
     draft: Any
 
     def logits(self, states: Tensor) -> Tensor:
-        """(..., H) -> (..., Vd)."""
-        head, ids = self.target.get_output_embeddings().weight.detach(), self.draft.target_ids
-        return states @ (head if ids is None else head[ids]).t()
+        return head_logits(self.draft, self.target, states)
 
-    def propose(self, prefix: Tensor, depth: int) -> list[int]:
-        (*_, (row, attention, state)) = self.prefixes(prefix)
-        ids, proposed = self.draft.target_ids, []
-        for step in range(1, depth + 1):
-            best = int(self.logits(state).argmax())
-            proposed.append(best if ids is None else int(ids[best]))
-            attention.position = row + step
-            if step < depth:
-                state = self.draft(self.embed(torch.tensor(proposed[-1])), state, attention)
-        return proposed
+    def best(self, state: Tensor) -> int:
+        row = int(self.logits(state).argmax())
+        return row if self.draft.target_ids is None else int(self.draft.target_ids[row])
 
 
 def naive_terms(

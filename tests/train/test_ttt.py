@@ -4,38 +4,24 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from slipstream.tests.train.conftest import random_document
+from slipstream.tests.train.block_cases import flat_documents, packed
 from slipstream.tests.train.naive_draft import NaiveDraft
-from slipstream.train.batches import Batch, collate
 from slipstream.train.eagle3 import Eagle3Training
 from slipstream.train.ttt import find_rows
-
-MAX_LENGTH = 32
-
-
-def packed(seed: int, num_rows: int = 3) -> tuple[Batch, list[list[tuple[list[int], list[bool]]]]]:
-    generator = torch.Generator().manual_seed(seed)
-    rows = [[random_document(generator) for _ in range(1 + row % 3)] for row in range(num_rows)]
-    return collate(rows, MAX_LENGTH), rows
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_follow_the_rule(seed: int) -> None:
     batch, documents = packed(seed)
     rows = find_rows(batch, num_steps=4)
-    width = batch.tokens.shape[1]
     asking, counts = [], {}
-    for number, row in enumerate(documents):
-        start = number * width
-        for ids, mask in row:
-            length = min(len(ids), MAX_LENGTH)
-            for t in range(length):
-                supervised = [t + 1 + i < length and mask[t + 1 + i] for i in range(6)]
-                if supervised[0] and supervised[1]:
-                    asking.append(start + t)
-                    for step in range(4):
-                        counts[start + t, step] = all(supervised[: step + 2])
-            start += length
+    for start, (ids, mask) in flat_documents(documents, batch.tokens.shape[1]):
+        for t in range(len(ids)):
+            supervised = [t + 1 + i < len(ids) and mask[t + 1 + i] for i in range(6)]
+            if supervised[0] and supervised[1]:
+                asking.append(start + t)
+                for step in range(4):
+                    counts[start + t, step] = all(supervised[: step + 2])
     assert rows.asking.tolist() == asking
     assert {(t, s): bool(rows.counts[s, n]) for n, t in enumerate(asking) for s in range(4)} == counts
     assert rows.asking_positions.tolist() == [int(batch.positions.flatten()[t]) for t in asking]
@@ -56,16 +42,11 @@ def test_every_state_is_the_one_of_the_chain_run_token_by_token(
     naive = NaiveDraft(training.draft, target_model)
     rows, tokens, features, _ = training.read(batch, 4)
     states = torch.stack(list(training.chain(rows, tokens, features, 4)))  # (4, N, H)
-    width, index = batch.tokens.shape[1], {row: n for n, row in enumerate(rows.asking.tolist())}
-    compared = 0
-    for number, row in enumerate(documents):
-        start = number * width
-        for ids, _ in row:
-            expected = naive.chain(torch.tensor(ids[:MAX_LENGTH]), 4)
-            for (t, step), state in expected.items():
-                n = index.get(start + t)
-                if n is not None and rows.counts[step, n]:
-                    torch.testing.assert_close(states[step, n], state, rtol=1e-4, atol=1e-4)
-                    compared += 1
-            start += min(len(ids), MAX_LENGTH)
+    index, compared = {row: n for n, row in enumerate(rows.asking.tolist())}, 0
+    for start, (ids, _) in flat_documents(documents, batch.tokens.shape[1]):
+        for (t, step), state in naive.chain(torch.tensor(ids), 4).items():
+            n = index.get(start + t)
+            if n is not None and rows.counts[step, n]:
+                torch.testing.assert_close(states[step, n], state, rtol=1e-4, atol=1e-4)
+                compared += 1
     assert compared == int(rows.counts.sum())
