@@ -90,9 +90,6 @@ def _tokens(input_ids: Any, loss_mask: Any) -> dict[str, Any]:
         raise ValueError("input_ids and loss_mask must be lists that are not empty")
     if len(input_ids) != len(loss_mask):
         raise ValueError(f"input_ids has {len(input_ids)} entries, loss_mask {len(loss_mask)}")
-    wrong = next((token for token in input_ids if type(token) is not int), None)
-    if wrong is not None:
-        raise ValueError(f"input_ids holds {wrong!r}, which is not a token id")
     wrong = next((value for value in loss_mask if value not in (0, 1)), None)
     if wrong is not None:
         raise ValueError(f"loss_mask holds {wrong!r}; it must be 0 or 1")

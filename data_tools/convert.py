@@ -97,7 +97,10 @@ def convert(config: ConvertConfig) -> None:
     path = resolve(config.input)
     values = read_json(path / "config.json")
     form = form_of(values, config)
-    target = read_target(config.target or target_of(path))
+    name = config.target or named_target(path)
+    if not name:
+        raise ValueError("the draft names no target; add --target with the model it was trained for")
+    target = read_target(name)
     written = form.layouts[config.layout](read_draft(form, path, target), target)
     provenance: dict[str, Any] = {"argv": sys.argv, "converted": config.input}
     if (path / "run.json").exists():
@@ -127,14 +130,6 @@ def form_of(values: Mapping[str, Any], config: ConvertConfig) -> Form:
             f"layout {config.layout} cannot hold drafts such as {config.input}; use {', '.join(form.layouts)}"
         )
     return form
-
-
-def target_of(path: Path) -> str:
-    """The target that a draft names. Raises ValueError if it names none."""
-    name = named_target(path)
-    if not name:
-        raise ValueError("the draft names no target; add --target with the model it was trained for")
-    return name
 
 
 def tensor_names(path: Path) -> Iterable[str]:

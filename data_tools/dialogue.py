@@ -153,7 +153,8 @@ def converse(dialogue: Dialogue, chat: ChatTemplate | None, *, keep_cut: bool) -
     if dialogue.tools is not None:
         row["tools"] = dialogue.tools
     if chat is not None and is_exact and answer.token_ids is not None:
-        row |= _exact_tokens(chat, prompt_ids, answer.token_ids)
+        mask = [0] * len(prompt_ids) + [1] * len(answer.token_ids)
+        row |= {"input_ids": prompt_ids + answer.token_ids, "loss_mask": mask, "tokenizer_hash": chat.tokenizer_hash}
     return Result(id=dialogue.id, row=row)
 
 
@@ -172,11 +173,3 @@ def _continue(
 def _assistant(answer: Answer) -> Message:
     reasoning = {} if answer.reasoning is None else {"reasoning_content": answer.reasoning}
     return {"role": "assistant", "content": answer.text, **reasoning}
-
-
-def _exact_tokens(chat: ChatTemplate, prompt_ids: list[int], answer_ids: list[int]) -> dict[str, Any]:
-    return {
-        "input_ids": prompt_ids + answer_ids,
-        "loss_mask": [0] * len(prompt_ids) + [1] * len(answer_ids),
-        "tokenizer_hash": chat.tokenizer_hash,
-    }

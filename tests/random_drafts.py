@@ -46,7 +46,9 @@ def save_random_draft(target: Path, folder: Path, draft_vocab_size: int | None =
     save_eagle3(module, module.state_dict(), folder, {})
 
 
-def save_random_eagle(target: Path, folder: Path, texts: Sequence[tuple[int, list[int]]] = (), **fields: Any) -> None:
+def save_random_eagle(
+    target: Path, folder: Path, /, texts: Sequence[tuple[int, list[int]]] = (), **fields: Any
+) -> None:
     """`texts`: what the draft knows, as (length of the prompt, all tokens); without them it is right by chance only.
 
     down_proj is fitted by least squares to the features of the texts. `fields` of the config; a reduced vocabulary

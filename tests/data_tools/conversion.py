@@ -1,6 +1,7 @@
 """Drafts of every kind, run through `slipstream convert`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.data_tools.convert import main
+from slipstream.models.eagle3 import Eagle3, Eagle3Config, save_eagle3
+from slipstream.models.target import load_config
 
 
 class Runs:
@@ -40,6 +43,20 @@ class Runs:
         assert_equal_checkpoints(draft, back)
         assert_equal_checkpoints(first, again)
         assert json.loads((back / "run.json").read_text())["converted"] == str(again)
+
+
+def save_eagle3_draft(runs: Runs, feature_layers: Sequence[int], draft_vocab_size: int = 50, **fields: Any) -> Path:
+    target = load_config(runs.target)
+    torch.manual_seed(7)
+    sizes = {"draft_vocab_size": draft_vocab_size, "feature_layers": tuple(feature_layers)}
+    module = Eagle3(Eagle3Config.from_target(target, **sizes, **runs.own_fields() | fields))
+    for parameter in module.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    module.set_vocabulary(torch.randperm(target.vocab_size)[:draft_vocab_size].sort().values)
+    folder = runs.root / "draft"
+    folder.mkdir()
+    save_eagle3(module, module.state_dict(), folder, {})
+    return folder
 
 
 def assert_equal_checkpoints(one: Path, other: Path) -> None:

@@ -103,12 +103,3 @@ def test_each_verb_is_its_program(verb: str, capsys: pytest.CaptureFixture[str])
     output = capsys.readouterr().out
     assert f"slipstream {verb}" in output
     assert "--output" in output
-
-
-def test_an_unknown_option_lists_the_valid_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["prepare", "--output", "x", "--nonsense", "1"])
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert "--nonsense" in error
-    assert "valid options: chat_template, data, date" in error

@@ -1,7 +1,7 @@
 """`slipstream convert`: every layout and back, bit by bit; layer ids in each reader's convention; what is refused."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ from transformers import LlamaConfig
 from slipstream.data_tools.convert import main
 from slipstream.models.checkpoint import fuse
 from slipstream.models.dflash import load_dflash
-from slipstream.models.eagle import Eagle, EagleConfig, save_eagle
-from slipstream.models.eagle3 import Eagle3, Eagle3Config, load_eagle3, save_eagle3
+from slipstream.models.eagle3 import load_eagle3
 from slipstream.models.speculators_layout import AUX_LAYERS
 from slipstream.models.target import load_config
 from slipstream.serve.drafters.base import find_drafter
-from slipstream.tests.data_tools.conversion import Runs, assert_equal_checkpoints, change
-from slipstream.tests.random_drafts import save_random_dflash
+from slipstream.tests.data_tools.conversion import Runs, assert_equal_checkpoints, change, save_eagle3_draft
+from slipstream.tests.random_drafts import save_random_dflash, save_random_eagle
 from slipstream.tests.random_targets import LLAMA3_ROPE, SHAPE, save_random_target
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -172,35 +171,9 @@ def deep_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
     return Runs(tmp_path / "target", tmp_path, capsys)
 
 
-def save_eagle3_draft(llama: Runs, feature_layers: Sequence[int], draft_vocab_size: int = 50, **fields: Any) -> Path:
-    target = load_config(llama.target)
-    torch.manual_seed(7)
-    config = Eagle3Config.from_target(
-        target,
-        draft_vocab_size=draft_vocab_size,
-        feature_layers=tuple(feature_layers),
-        **llama.own_fields() | fields,
-    )
-    module = Eagle3(config)
-    for parameter in module.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    module.set_vocabulary(torch.randperm(target.vocab_size)[:draft_vocab_size].sort().values)
-    folder = llama.root / "draft"
-    folder.mkdir()
-    save_eagle3(module, module.state_dict(), folder, {})
-    return folder
-
-
 def save_eagle_draft(llama: Runs, **fields: Any) -> Path:
-    target = load_config(llama.target)
-    torch.manual_seed(7)
-    module = Eagle(EagleConfig.from_target(target, **llama.own_fields() | fields))
-    if module.config.draft_vocab_size is not None:
-        module.set_vocabulary(torch.randperm(target.vocab_size)[: module.config.draft_vocab_size].sort().values)
-    folder = llama.root / "draft"
-    folder.mkdir()
-    save_eagle(module, module.state_dict(), folder, {})
-    return folder
+    save_random_eagle(llama.target, llama.root / "draft", **llama.own_fields() | fields)
+    return llama.root / "draft"
 
 
 def values_of(folder: Path) -> dict[str, Any]:

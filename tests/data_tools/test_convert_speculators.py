@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from slipstream.models.config import default_feature_layers
-from slipstream.models.eagle3 import Eagle3, Eagle3Config, load_eagle3, save_eagle3
+from slipstream.models.eagle3 import Eagle3, load_eagle3
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config
-from slipstream.tests.data_tools.conversion import Runs
+from slipstream.tests.data_tools.conversion import Runs, save_eagle3_draft
 from slipstream.tests.random_targets import LLAMA3_ROPE, SHAPE, save_random_target
 from slipstream.train.batches import collate
 from slipstream.train.ttt import TTTAttention, find_rows
@@ -34,21 +34,9 @@ def runs(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureF
     shape = SHAPE | {"num_hidden_layers": num_layers}
     save_random_target(LlamaConfig(**shape, rope_parameters=LLAMA3_ROPE), tmp_path / "target")
     round_to_bf16(tmp_path / "target" / "model.safetensors")
-    target = load_config(tmp_path / "target")
-    torch.manual_seed(9)
-    config = Eagle3Config.from_target(
-        target,
-        draft_vocab_size=draft_vocab_size,
-        feature_layers=layers or default_feature_layers(num_layers),
-        target=str(tmp_path / "target"),
-    )
-    module = Eagle3(config)
-    for parameter in module.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    module.set_vocabulary(torch.randperm(120)[:draft_vocab_size].sort().values)
-    (tmp_path / "draft").mkdir()
-    save_eagle3(module, module.state_dict(), tmp_path / "draft", {})
-    return Runs(tmp_path / "target", tmp_path, capsys)
+    runs = Runs(tmp_path / "target", tmp_path, capsys)
+    save_eagle3_draft(runs, layers or default_feature_layers(num_layers), draft_vocab_size)
+    return runs
 
 
 def round_to_bf16(file: Path) -> None:

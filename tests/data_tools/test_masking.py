@@ -69,14 +69,6 @@ def test_turns_last_supervises_the_last_answer_only() -> None:
         assert mask(template, CONVERSATION, turns="last") == join(build_tokenizer(template), [*pieces, ("\n", False)])
 
 
-def test_tags_agree_with_transformers_token_mask() -> None:
-    tokenizer = build_tokenizer(CHATML_TAGGED)
-    expected = tokenizer.apply_chat_template(CONVERSATION, return_dict=True, return_assistant_tokens_mask=True)
-    ids, supervised = mask(CHATML_TAGGED, CONVERSATION)
-    assert ids == expected["input_ids"]
-    assert [int(value) for value in supervised] == expected["assistant_masks"]
-
-
 def test_turns_after_the_last_answer_are_left_out() -> None:
     assert mask(CHATML, [*CONVERSATION, {"role": "user", "content": "more"}]) == mask(CHATML, CONVERSATION)
 

@@ -105,26 +105,17 @@ def test_a_short_context_bounds_answers_and_drops_prompts(tmp_path: Path) -> Non
     assert [body.get("max_tokens") for body in endpoint.bodies].count(2048) == 3, "asked for first"
 
 
-@pytest.mark.parametrize("model", [(), ("--model", "fake-model")])
-def test_the_room_is_known_where_the_target_is(
-    tmp_path: Path, make_folder: Callable[..., Path], model: tuple[str, ...]
-) -> None:
-    target = make_folder(CHATML, 512)
-    with FakeEndpoint(context=60) as endpoint:
-        run(tmp_path, "--endpoint", endpoint.url, "--target", target, "--max-failures", 1, *model, rows=SHORT)
-    assert report(tmp_path)["rows_dropped"] == {"prompt_too_long": 1}
-    assert [len(body["prompt"]) + body["max_tokens"] for body in endpoint.bodies] == [60, 60]
-
-
-def test_the_targets_context_counts_where_none_is_listed(
-    tmp_path: Path, make_folder: Callable[..., Path], endpoint: FakeEndpoint
+@pytest.mark.parametrize(("listed", "model"), [(60, ()), (60, ("--model", "fake-model")), (None, ())])
+def test_the_room_is_the_listed_context_or_the_targets(
+    tmp_path: Path, make_folder: Callable[..., Path], listed: int | None, model: tuple[str, ...]
 ) -> None:
     target = make_folder(CHATML, 512)
     values = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 70}))
-    run(tmp_path, "--endpoint", endpoint.url, "--target", target, rows=SHORT)
+    with FakeEndpoint(context=listed) as endpoint:
+        run(tmp_path, "--endpoint", endpoint.url, "--target", target, "--max-failures", 1, *model, rows=SHORT)
     assert report(tmp_path)["rows_dropped"] == {"prompt_too_long": 1}
-    assert [len(body["prompt"]) + body["max_tokens"] for body in endpoint.bodies] == [70, 70]
+    assert [len(body["prompt"]) + body["max_tokens"] for body in endpoint.bodies] == [listed or 70] * 2
 
 
 def test_an_endpoint_that_is_down_is_named(tmp_path: Path, capsys: Any) -> None:

@@ -106,6 +106,7 @@ def test_failed_requests_and_tool_calls_are_dropped(loaded: TargetTokenizer) -> 
         ({"choices": [choice("a\ud83d")]}, "message holds \\\\ud83d at character 1, half of a surrogate pair"),
         ({"token_ids": [512]}, "512 is not a token id of the target's vocabulary of 512"),
         ({"output_ids": ["5"]}, "'5' is not a token id"),
+        ({"input_ids": [1.5], "loss_mask": [1]}, "1.5 is not a token id"),
         ({"input_ids": [5], "loss_mask": [1], "tokenizer_hash": "x"}, "come from another tokenizer"),
         ({"answer": "Hello"}, "has answer; expected messages"),
     ],
