@@ -140,7 +140,8 @@ def converse(dialogue: Dialogue, chat: ChatTemplate | None, *, keep_cut: bool) -
             is_cut = answer.finish_reason == "length"
             if is_cut and not keep_cut:
                 return Result(id=dialogue.id, dropped="cut_by_max_tokens")
-            messages = [*messages, _assistant(answer)]
+            reasoning = {} if answer.reasoning is None else {"reasoning_content": answer.reasoning}
+            messages = [*messages, {"role": "assistant", "content": answer.text, **reasoning}]
             is_last = is_cut or number == len(dialogue.questions)
             is_exact = is_last and number == 1 and answer.token_ids is not None
             if not is_exact:  # the tokens of an exact row are written; nothing renders it again
@@ -168,8 +169,3 @@ def _continue(
     if token_ids[: len(before)] != before:
         raise RowDropped("history_rewritten", "the template renders an earlier turn differently in a later prompt")
     return token_ids
-
-
-def _assistant(answer: Answer) -> Message:
-    reasoning = {} if answer.reasoning is None else {"reasoning_content": answer.reasoning}
-    return {"role": "assistant", "content": answer.text, **reasoning}

@@ -11,8 +11,6 @@ from typing import Any, Literal
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped
 from slipstream.models.messages import Message
 
-Encode = Callable[[Sequence[str]], list[list[int]]]
-
 
 def mask_conversation(
     chat: ChatTemplate,
@@ -66,7 +64,7 @@ def rendered_spans(
 
 
 def token_ranges(
-    text: str, spans: Sequence[tuple[int, int]], encode: Encode
+    text: str, spans: Sequence[tuple[int, int]], encode: Callable[[Sequence[str]], list[list[int]]]
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Token ids of `text`, and `spans` in tokens instead of characters, both [start, end). Raises RowDropped."""
     ends = sorted({end for span in spans for end in span})

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from datasets import Dataset, load_from_disk
+from datasets import Dataset, DatasetDict
 from torch import Tensor
 from tqdm import tqdm
 
@@ -40,9 +40,6 @@ class Batch:
         return int(self.supervised.sum())
 
 
-AddStates = Callable[[Batch, list[int]], Batch]  # a batch, and its documents' numbers in the split
-
-
 class PackedRows:
     """The usable documents of one split, packed into rows."""
 
@@ -61,7 +58,8 @@ class PackedRows:
         self.num_documents, self.num_tokens = len(documents), int(lengths[documents].sum())
         self.num_supervised = int(targets.sum())
         self.rows = [[int(documents[item]) for item in row] for row in pack(lengths[documents], max_length)]
-        self.add_states: AddStates | None = None  # adds target states read from disk (feature_source.py)
+        # Adds target states read from disk to a batch of documents, given by number in the split (feature_source.py).
+        self.add_states: Callable[[Batch, list[int]], Batch] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -178,15 +176,9 @@ def evaluation_batches(
         yield rows.batch(chosen or [0]), bool(chosen)
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedData:
-    train: Dataset
-    heldout: Dataset
-    report: dict[str, Any]  # report.json of data_tools/prepare.py: tokenizer_hash, data_hash, counts
-
-
-def load_prepared(path: Path, tokenizer_hash: str) -> PreparedData:
-    """Reads the folder that prepare.py wrote. Raises ValueError unless it is one, made with the target's tokenizer."""
+def load_prepared(path: Path, tokenizer_hash: str) -> tuple[DatasetDict, dict[str, Any]]:
+    """The splits and report.json that data_tools/prepare.py wrote. Raises ValueError unless both are there, made with
+    the target's tokenizer."""
     report_path = path / "report.json"
     if not report_path.is_file():
         raise ValueError(f"data.path {path} holds no report.json; make the folder with `slipstream prepare`")
@@ -201,5 +193,4 @@ def load_prepared(path: Path, tokenizer_hash: str) -> PreparedData:
             raise ValueError(
                 f"data.path {path}: split {name} is empty; prepare more conversations or a larger --heldout"
             )
-    splits = load_from_disk(str(path))
-    return PreparedData(splits["train"], splits["heldout"], report)
+    return DatasetDict.load_from_disk(str(path)), report

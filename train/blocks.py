@@ -35,7 +35,6 @@ GAMMAS = {8: 4.0, 10: 5.0, 16: 7.0}  # DFLASH's own choice by block size (arXiv 
 DPACE_ALPHA = 0.5  # arXiv 2605.18810
 BLOCKS_AT_ONCE = 16  # SDPA computes every block against every other: more blocks waste work, fewer need more calls
 RECOMPILATIONS = 32  # beyond the limit torch silently computes all scores; its default is 8
-MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key -> whether it is seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +264,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
-def visible_tiles(sees: MaskRule, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
-    """The tiles of 128 x 128 that hold a visible pair: others are skipped."""
+def visible_tiles(sees: Callable[..., Tensor], num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
+    """The tiles of 128 x 128 that hold a pair of which sees(batch, head, query, key) holds: others are skipped."""
     make = compiled(create_block_mask) if device.type == "cuda" else create_block_mask
     return make(sees, None, None, num_queries, num_keys, device=device)
 

@@ -28,14 +28,10 @@ class CachedStates:
     online_rows: Tensor  # (L,) int64, of whole documents' beginnings, in reading order
     copies: tuple[Future[None], ...] = ()  # pending jobs that fill these tensors
 
-    def wait(self) -> None:
-        """Waits for all copies. Raises ValueError for a damaged shard and for other tokens than the data's."""
+    def to(self, device: torch.device) -> "CachedStates":
+        """Waits for the copies. Raises ValueError for a damaged shard and for other tokens than the data's."""
         for copy in self.copies:
             copy.result()
-
-    def to(self, device: torch.device) -> "CachedStates":
-        """Waits for the copies; raises as `wait` does."""
-        self.wait()
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name in (field.name for field in fields(self))

@@ -169,9 +169,9 @@ def train(options: OptionsT, build: Build[OptionsT]) -> None:
         check_output(options)
     accelerator = start(options)
     target = TargetFiles.find(options)
-    data = load_prepared(Path(options.data.path), target.tokenizer_hash)
-    train_rows = PackedRows(data.train, options.data.max_length)
-    heldout_rows = PackedRows(data.heldout, options.data.max_length, limit=options.evaluation.documents)
+    splits, report = load_prepared(Path(options.data.path), target.tokenizer_hash)
+    train_rows = PackedRows(splits["train"], options.data.max_length)
+    heldout_rows = PackedRows(splits["heldout"], options.data.max_length, limit=options.evaluation.documents)
     Schedule.of(options, len(train_rows), accelerator.num_processes)  # fails early where there are too few rows
     if options.dry_run:
         with init_empty_weights():
@@ -180,7 +180,7 @@ def train(options: OptionsT, build: Build[OptionsT]) -> None:
         bf16 = accelerator.mixed_precision == "bf16" if on_gpu else options.precision != "fp32"
         accelerator.print(plan(training, draft, train_rows, options, accelerator.num_processes, bf16))
         return
-    data_hash = data.report["data_hash"]
+    data_hash = report["data_hash"]
     store = open_features(options.data, {**target.origin(), "data_hash": data_hash})
     training, draft = build(options, target, accelerator)
     training.target.read_as = dtype_of_weights(accelerator)

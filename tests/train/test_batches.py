@@ -163,7 +163,7 @@ def test_a_split_that_supervises_nothing_is_refused() -> None:
 def test_prepared_data_must_be_whole_and_of_this_tokenizer(save_data: SaveData, target_path: Path) -> None:
     expected = tokenizer_hash(AutoTokenizer.from_pretrained(target_path))
     some, nothing = random_dataset(4, seed=0), Dataset.from_dict({"input_ids": [], "loss_mask": []})
-    assert len(load_prepared(save_data(some, some), expected).train) == 4
+    assert len(load_prepared(save_data(some, some), expected)[0]["train"]) == 4
     with pytest.raises(ValueError, match="another tokenizer .hash 99999999"):
         load_prepared(save_data(some, some, tokenizer_hash="9" * 64), expected)
     with pytest.raises(ValueError, match="split train is empty"):

@@ -175,7 +175,7 @@ def test_documents_without_states_stop_a_run(target_path: Path, data_path: Path,
 
 def read_all(rows: PackedRows) -> None:
     for row in range(len(rows)):
-        rows.batch([row]).cached.wait()  # type: ignore[union-attr]
+        rows.batch([row]).cached.to(CPU)  # type: ignore[union-attr]
 
 
 def test_a_batch_is_made_while_the_last_one_is_copied(
