@@ -69,7 +69,6 @@ def test_windowed_drafts_are_trained(tmp_path: Path, flags: Callable[..., list[s
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"draft__feature_layers": "[1, 9]"}, "feature_layers is [1, 9]; name distinct states 0..3"),
         ({"draft__block_size": 1}, "block_size is 1; it must be between 2 and 64"),
         ({"draft__mask_token_id": 500}, "mask_token_id is 500; the target has 120 tokens"),
         ({"draft__windowed_layers": "[0]"}, "sliding_window and windowed_layers go together"),

@@ -273,7 +273,6 @@ def test_a_missing_shard(tmp_path: Path, arguments: Arguments, stores: dict[str,
     ("changes", "message"),
     [
         ({"target_fingerprint": "d" * 64}, "target_fingerprint is dddddddddddd, the run's is"),
-        ({"tokenizer_hash": "d" * 64}, "tokenizer_hash is dddddddddddd, the run's is"),
         ({"data_hash": "d" * 64}, "data_hash is dddddddddddd, the run's is 0123; train on the data"),
         ({"layers": "[1, 0, 4]"}, "hold the states [0, 2, 3, 4], the draft reads [1, 0, 4]"),
         (None, "is missing; rebuild it: slipstream capture-features"),

@@ -144,7 +144,6 @@ def test_what_does_not_change_the_run_may_change(tmp_path: Path, finished: Path,
     ("changes", "message"),
     [
         ({"draft__feature_layers": "[1, 9]"}, "feature_layers is [1, 9]; name distinct states 0..3"),
-        ({"draft__feature_layers": "[1, 1]"}, "feature_layers is [1, 1]; name distinct states 0..3"),
         ({"draft__intermediate_size": 8}, "init_from_target needs a draft as wide as its target"),
         ({"data__path": "/nowhere"}, "data.path /nowhere holds no report.json"),
         ({"target": "/nowhere"}, "/nowhere"),
@@ -190,16 +189,7 @@ def test_a_draft_of_other_width_starts_at_random(tmp_path: Path, arguments: Argu
     assert weights(tmp_path, 1)["draft.midlayer.mlp.down_proj.weight"].shape == (32, 64)
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "metadata", "message"),
-    [
-        (50, {}, "was counted over 50 tokens, the target has 120"),
-        (120, {"tokenizer_hash": "another"}, "was counted with another tokenizer"),
-    ],
-)
-def test_a_map_of_another_target_is_refused(
-    tmp_path: Path, arguments: Arguments, vocab_size: int, metadata: dict[str, str], message: str
-) -> None:
+def test_a_map_of_another_target_is_refused(tmp_path: Path, arguments: Arguments) -> None:
     path = tmp_path / "map.safetensors"
-    TokenMap.build(torch.ones(vocab_size, dtype=torch.int64), 20, [], metadata).write(path)
-    assert message in refusal(arguments(tmp_path / "output", draft__vocabulary=path))
+    TokenMap.build(torch.ones(120, dtype=torch.int64), 20, [], {"tokenizer_hash": "another"}).write(path)
+    assert "was counted with another tokenizer" in refusal(arguments(tmp_path / "output", draft__vocabulary=path))
