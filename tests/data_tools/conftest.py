@@ -14,8 +14,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from slipstream.data_tools.capture_features import main as capture
 from slipstream.data_tools.dataset import write_dataset
 from slipstream.models.checkpoint import tokenizer_hash
-from slipstream.tests.data_tools.captures import MAX_LENGTH, Flags, random_row
 from slipstream.tests.data_tools.chats import CHATML_TAGGED, build_tokenizer
+
+MAX_LENGTH = 40  # of captures
+Flags = Callable[..., list[str]]
+
+
+def random_row(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Up to 60 tokens in turns; some rows supervise nothing."""
+    length = int(generator.integers(1, 60))
+    mask = np.repeat(generator.random(12) < 0.4, 5)[:length] & (generator.random() < 0.8)
+    return generator.integers(0, 120, length, dtype=np.int32), mask
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from slipstream.data_tools.capture_features import CaptureConfig, choose_format,
 from slipstream.data_tools.dataset import write_dataset
 from slipstream.data_tools.feature_shards import measure, plan_shards
 from slipstream.models.feature_store import FeatureFormat, FeatureStore, needed_tokens
-from slipstream.tests.data_tools.captures import MAX_LENGTH, Flags, random_row, shards
+from slipstream.tests.data_tools.conftest import MAX_LENGTH, Flags, random_row, shards
 
 
 def check_states(folder: Path, data: Path, target: Path) -> int:

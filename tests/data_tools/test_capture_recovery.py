@@ -18,7 +18,7 @@ from slipstream.data_tools import capture_features
 from slipstream.data_tools.capture_features import main
 from slipstream.models.atomic import staging_path
 from slipstream.models.feature_store import FeatureIndex, shard_path, write_shard
-from slipstream.tests.data_tools.captures import Flags, shards
+from slipstream.tests.data_tools.conftest import Flags, shards
 
 ROOT = Path(__file__).parents[2]
 
