@@ -141,7 +141,7 @@ def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:
     while len(started) < batch:
         started |= {output.request_id for output in engine.step() if output.tokens}
     while engine._in_flight:  # their rounds would be counted although they end before the clock starts
-        engine._landed(engine._in_flight.popleft())
+        engine._finish(engine._in_flight.popleft())
 
 
 def decode(engine: Engine, config: RoundConfig, batch: int) -> tuple[float, int, int]:

@@ -137,7 +137,7 @@ class Engine:
         With overlap it waits for the oldest pass only, while newer ones run; otherwise for all that it launches.
         """
         if not self.overlap:
-            return [*self._landed(self._prefill()), *self._landed(self._launch(self._plan_round()))]
+            return [*self._finish(self._prefill()), *self._finish(self._launch(self._plan_round()))]
         if self._waits_for_host and self._has_room():
             return self._step_between()
         while self._has_room():
@@ -145,7 +145,7 @@ class Engine:
             self._in_flight += flights
             if not flights:
                 break
-        return self._landed(self._in_flight.popleft() if self._in_flight else None)
+        return self._finish(self._in_flight.popleft() if self._in_flight else None)
 
     def _step_between(self) -> list[Output]:
         """A step for a drafter on the host: the device waits for its drafts and for nothing else. The next round gets
@@ -165,7 +165,7 @@ class Engine:
         self._in_flight += [flight for flight in (launched, self._prefill()) if flight is not None]
         return [out for (flight, _), results in zip(flights, arrived, strict=True) for out in flight.commit(results)]
 
-    def _landed(self, flight: Pass | None) -> list[Output]:
+    def _finish(self, flight: Pass | None) -> list[Output]:
         if flight is None:
             return []
         arrived = flight.read()

@@ -90,7 +90,7 @@ def test_the_host_has_the_time_between_landing_and_launch(monkeypatch: pytest.Mo
         engine: Any = SimpleNamespace(
             device=SimpleNamespace(type=device),
             overlap=False,
-            _flights=[],
+            _in_flight=[],
             drafter=SimpleNamespace(draft=clock.passes(4)),
             policy=None,
             executor=SimpleNamespace(
@@ -112,7 +112,7 @@ def test_the_host_has_the_time_between_landing_and_launch(monkeypatch: pytest.Mo
                 work()
         assert (watched.host_s, watched.drafter_s) == ([host] * 3, [9.0] * 3), "full batches without a prompt between"
         assert watched.rounds_s == [period] * 3
-        engine._flights.append("a round that runs")
+        engine._in_flight.append("a round that runs")
         engine.executor.round(SimpleNamespace(rows=[0, 0]), 8)
         assert watched.host_s[3:] == [0.0], "launched while another ran"
         del watched.rounds_s[3], watched.host_s[3], watched.drafter_s[3]

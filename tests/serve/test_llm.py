@@ -235,7 +235,7 @@ def test_what_ngrams_have_learned_is_written_at_the_end(folders: tuple[Path, Pat
         llm.generate(PROMPTS, PARAMS)
         assert not path.exists()
     assert NgramCore().load(path) is None
-    with pytest.raises(ValueError, match=r"drafter.save .*nowhere/trie lies in a folder that does not exist"):
+    with pytest.raises(ValueError, match=r"drafter.save .*nowhere/trie is in a folder that does not exist"):
         LLM(str(folders[0]), "ngram", drafter={"save": str(tmp_path / "nowhere" / "trie")}, **options)
 
 

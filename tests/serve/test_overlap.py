@@ -117,7 +117,7 @@ def test_a_second_round_waits_behind_the_running_one_whatever_came_before(target
     engine.add(make_request("0", [5, 6], max_tokens=20, ignore_eos=True))
     engine.step()
     while engine._in_flight:
-        engine._landed(engine._in_flight.popleft())
+        engine._finish(engine._in_flight.popleft())
     for _ in range(3):
         engine.step()
         assert [flight.kind for flight in engine._in_flight] == ["round"]  # and the one that was read is over
