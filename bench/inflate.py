@@ -15,7 +15,7 @@ what comes close, cost a matrix product less power.
 
 "llama31-8b" has Llama-3.1-8B's sizes under Qwen3ForCausalLM, since Llama has no q/k norms. The small model's rotary
 embedding, head size and ratio of query to KV heads stay. The draft is of the same kind as the small one: an EAGLE3 head
-(bench/inflate_eagle3.py) or a DFLASH draft (bench/inflate_dflash.py).
+or a DFLASH draft.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy

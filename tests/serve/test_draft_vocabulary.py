@@ -205,7 +205,7 @@ def test_rounds_of_fixed_buffers(drafter: str, target: Path, drafts: dict[str, P
 
 @pytest.mark.parametrize(
     ("size", "options", "message"),
-    [  # what is wrong with files: tests/models/test_token_map_files.py
+    [  # what is wrong with files: tests/models/test_token_map.py
         (None, {}, "is missing, damaged"),
         (60, {"token_map_size": 2}, "token map size is 2; this map can be cut to 3"),
         (60, {"token_map_size": 121}, "up to 120"),
