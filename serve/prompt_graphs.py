@@ -160,10 +160,14 @@ def capture_all(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> 
     if config.captured_tokens >= BLOCK:
         prompts = PromptGraphs(runner, config.captured_tokens, max(widths), capturer)
     graphs = RoundGraphs(runner, config.max_running, widths, capturer)
-    with runtime.stage("compiling kernels"), compile_ahead("compiling kernels"):
-        if prompts is not None:
-            prompts.run_all()
-        graphs.run_all()
+    try:
+        with runtime.stage("compiling kernels"), compile_ahead("compiling kernels"):
+            if prompts is not None:
+                prompts.run_all()
+            graphs.run_all()
+    except torch.cuda.OutOfMemoryError as error:
+        remedy = "lower max_running, prefill_graph_tokens or mem_fraction"
+        raise ValueError(f"the largest passes do not fit into memory; {remedy}") from error
     if prompts is not None:  # first: the largest passes of all
         prompts.capture_all()
     graphs.capture_all()

@@ -95,6 +95,15 @@ def test_light_modules_stay_light(modules: tuple[str, ...]) -> None:
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd="/")
 
 
+def test_an_engine_starts_without_transformers_and_torchs_compiler() -> None:
+    """Each takes seconds to import. The bundled target's files say all that an engine needs of it."""
+    target = ROOT / "assets" / "tiny-target"
+    lines = ["import sys", "from slipstream.serve.engine import Engine"]
+    lines += ["from slipstream.serve.options import EngineConfig", f"Engine(EngineConfig(target={str(target)!r}))"]
+    lines += ["loaded = sys.modules.keys() & {'transformers', 'torch._dynamo', 'sympy'}", "assert not loaded, loaded"]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd="/")
+
+
 def test_trackers_are_imported_where_they_are_used() -> None:
     """Not at the top of any module, so that nothing needs them installed."""
     wrong = {
