@@ -4,11 +4,13 @@ Letters: B requests of a batch, N tree nodes per request (root included), T pack
 P pages per request, V target vocabulary, K captured states, H hidden, G KV heads, D head dim.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -36,6 +38,8 @@ class KVSpec(NamedTuple):
     def allocate(self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """(L, 2, num_pages, page_size, G, D), zeros. Padding writes to page 0, the dump page; nothing reads it."""
         shape = self.num_layers, 2, num_pages, page_size, self.num_kv_heads, self.head_dim
+        if device.type == "cpu":  # the system's zero pages, each taken when it is first written: torch.zeros writes all
+            return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
