@@ -25,7 +25,7 @@ _is_dry = False
 
 
 def is_dry() -> bool:
-    """Whether kernels are skipped now. A model then runs one layer of each kind."""
+    """Whether kernels are skipped now. Then the target runs two layers: the others launch the same kernels."""
     return _is_dry
 
 
@@ -39,7 +39,7 @@ def dry_run(mode: AsyncCompileMode | None = None) -> Iterator[None]:
     global _is_dry
     _is_dry = True
     try:
-        with mode or _Skipped(), _ZeroFilled():
+        with mode or _Skipped(None), _ZeroFilled():
             yield
     finally:
         _is_dry = False
@@ -57,9 +57,6 @@ def compile_ahead(description: str) -> Iterator[None]:
 class _Skipped(AsyncCompileMode):
     """Triton asks it to compile, and skips the launch where it gets no kernel."""
 
-    def __init__(self, executor: Executor | None = None) -> None:
-        super().__init__(executor)
-
     def submit(self, *_: Any) -> None:
         return None
 
@@ -72,9 +69,8 @@ class _Compiled(_Skipped):
     def submit(self, key: str, compile_kernel: Callable[[], Any], *others: Any) -> None:
         def compile_both() -> Any:
             kernel = compile_kernel()
-            triton.runtime.driver.active.launcher_cls(
-                kernel.src, kernel.metadata
-            )  # Triton 3.6 runs a C compiler for it
+            # Triton 3.6 runs a C compiler for each signature.
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
             return kernel
 
         AsyncCompileMode.submit(self, key, compile_both, *others)  # once for each key

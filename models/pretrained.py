@@ -67,13 +67,16 @@ def end_of_text_ids(path: Path, trust_remote_code: bool = False) -> frozenset[in
 
 
 def _end_token(path: Path, trust_remote_code: bool) -> int | None:
-    """Of the tokenizer, if there is one."""
+    """The tokenizer's, if there is one; read without transformers where its files name it."""
     file, settings = path / "tokenizer.json", path / "tokenizer_config.json"
     values = read_json(settings) if file.exists() and settings.exists() else {}
     token = values.get("eos_token")
     text = token.get("content") if isinstance(token, Mapping) else token
     if isinstance(text, str) and "auto_map" not in values:
-        found = Tokenizer.from_file(str(file)).token_to_id(text)
+        try:
+            found = Tokenizer.from_file(str(file)).token_to_id(text)
+        except Exception:  # the tokenizers library raises bare Exception; find_tokenizer says what is wrong
+            found = None
         if found is not None:
             return found
     tokenizer = find_tokenizer(path, trust_remote_code)

@@ -88,7 +88,7 @@ class Target(nn.Module):
         """
         features, states = self._allocate_features(tokens, feature_layers)
         residual, delta = self.embed_tokens(tokens), None
-        layers = self.layers[:2] if is_dry() else self.layers  # the others launch the second one's kernels
+        layers = self.layers[:2] if is_dry() else self.layers
         for index, layer in enumerate(layers):
             residual, delta = layer(residual, delta, attention, mask, states.get(index - 1))
         assert delta is not None

@@ -65,7 +65,8 @@ class Build(threading.Thread):
                 get_batch_prefill_module(kernels, dtype, dtype, dtype, torch.int32, D, D, *options, False)
             self.is_done = True
         except Exception as error:
-            logger.error("FlashInfer's kernels cannot be compiled; long prompts take other kernels: %s", error)
+            remedy = "long prompts take the captured passes' kernels; mend nvcc or install flashinfer-jit-cache"
+            logger.error("FlashInfer cannot compile its kernels (%s): %s", error, remedy)
 
 
 class Planner:

@@ -99,6 +99,8 @@ def test_a_missing_tokenizer_is_one_sentence(left: list[str], copy: Path) -> Non
     (copy / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"the tokenizer in .*target cannot be read \(.*\); download it again"):
         load_tokenizer(copy)
+    with pytest.raises(ValueError, match="cannot be read"):
+        end_of_text_ids(copy)
 
 
 @pytest.mark.parametrize(
