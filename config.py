@@ -207,3 +207,11 @@ def _items(values: list[str]) -> list[Any]:
     for value in values:
         items += yaml.safe_load(value) if value.startswith("[") else [value]
     return items
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat

@@ -45,7 +45,7 @@ MADE = FolderKind(
         *STEP.below(r"draft/step-\d+"),
     ),
 )
-LEVELS = {1: 24, 8: None}  # requests at once: how many of the held-out questions, since one at a time is slow
+LEVELS = {1: 16, 8: None}  # requests at once: how many of the held-out questions, since one at a time is slow
 CHOSEN_THREADS = os.environ.get("OMP_NUM_THREADS")
 
 

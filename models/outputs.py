@@ -185,3 +185,9 @@ def _finished(parts: tuple[str, ...]) -> tuple[str, ...] | None:
             below = _finished(parts[place + 2 :])
             return None if below is None else (*parts[:place], name, *below)
     return parts
+
+
+def step_folders(output: Path) -> list[Path]:
+    """step-N folders, oldest first; not a user's own, such as a copy named step-N-good."""
+    found = (path for path in output.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))

@@ -23,9 +23,10 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
+from slipstream.config import flatten
 from slipstream.models.atomic import atomic_folder, check_staging, recover, remove_folder, staged_name
 from slipstream.models.checkpoint import disk_errors
-from slipstream.models.outputs import CHECKPOINT, STEP
+from slipstream.models.outputs import CHECKPOINT, STEP, step_folders
 from slipstream.train.trackers import is_metrics
 
 WriteDraft = Callable[[Mapping[str, Tensor], Path, Mapping[str, Any]], None]  # state_dict, folder, contents of run.json
@@ -80,14 +81,6 @@ def git_revision() -> str | None:
     except FileNotFoundError:
         return None
     return git.stdout.strip() or None
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options under dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat
 
 
 @dataclass(slots=True)
@@ -211,12 +204,6 @@ def state_form(accelerator: Accelerator) -> dict[str, Any]:
     elif accelerator.distributed_type == DistributedType.FSDP:
         sharding = "FSDP"
     return {"sharding": sharding, "num_processes": accelerator.num_processes}
-
-
-def step_folders(output: Path) -> list[Path]:
-    """step-N folders, oldest first; not a user's own, such as a copy named step-N-good."""
-    found = (path for path in output.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def check_run_folder(output: Path) -> None:

@@ -21,11 +21,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from slipstream.config import parse
+from slipstream.config import flatten, parse
 from slipstream.models.atomic import atomic_file
 from slipstream.models.checkpoint import read_json
-from slipstream.models.outputs import check_output_file
-from slipstream.train.checkpoints import flatten, step_folders
+from slipstream.models.outputs import check_output_file, step_folders
 from slipstream.train.samples import Sample
 from slipstream.train.trackers import read_lines
 

@@ -10,10 +10,11 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slipstream.train.acceptance import Walk
-from slipstream.train.batches import Batch
+if TYPE_CHECKING:  # a report of a run imports no torch
+    from slipstream.train.acceptance import Walk
+    from slipstream.train.batches import Batch
 
 PROMPT_TOKENS = 256  # before the answer
 ANSWER_TOKENS = 384
@@ -60,7 +61,7 @@ class SampleAnswers:
         self.limit = limit
         self.kept: list[Sample] = []
 
-    def add(self, batch: Batch, walks: Iterable[Walk]) -> None:
+    def add(self, batch: "Batch", walks: "Iterable[Walk]") -> None:
         """`walks` of the batch, which lies on the host."""
         tokens, documents = batch.tokens.flatten().tolist(), batch.documents.flatten().tolist()
         shown = -1
@@ -76,7 +77,7 @@ class SampleAnswers:
         kept, self.kept = self.kept, []
         return kept
 
-    def sample(self, tokens: list[int], start: int, walk: Walk) -> Sample:
+    def sample(self, tokens: list[int], start: int, walk: "Walk") -> Sample:
         """`start`: the first token of the answer's document."""
         end = min(walk.last + 1, walk.first + ANSWER_TOKENS)
         answer = tokens[walk.first : end]

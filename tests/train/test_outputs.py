@@ -13,11 +13,12 @@ import torch
 from datasets import DatasetDict, load_from_disk
 
 from slipstream.models.checkpoint import named_target
+from slipstream.models.outputs import step_folders
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.tests.train.runs import Arguments, refusal
 from slipstream.train import checkpoints, dflash, eagle, eagle3
-from slipstream.train.checkpoints import provenance, step_folders
+from slipstream.train.checkpoints import provenance
 from slipstream.train.trackers import read_metrics
 
 PROGRAMS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -13,9 +13,9 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from slipstream.models.outputs import step_folders
 from slipstream.tests.train.conftest import SaveData
 from slipstream.tests.train.runs import ROOT, Arguments, records, start_program
-from slipstream.train.checkpoints import step_folders
 from slipstream.train.eagle3 import main
 
 KILLS_IN_START, KILLS_ANYWHERE, KILLS_IN_WRITING = 3, 8, 9
