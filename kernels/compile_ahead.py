@@ -13,36 +13,41 @@ from typing import Any
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 from triton import AsyncCompileMode
 
 MAX_THREADS = 16  # each takes up to 300 MB
-ALLOCATIONS = tuple(
-    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-)
-_is_dry = False
+ALLOCATIONS = {
+    *(torch.empty, torch.empty_like, torch.empty_strided),
+    *(torch.Tensor.new_empty, torch.Tensor.new_empty_strided),
+}
+_is_short = False
 
 
-def is_dry() -> bool:
-    """Whether kernels are skipped now. Then the target runs two layers: the others launch the same kernels."""
-    return _is_dry
+def is_short() -> bool:
+    """Whether the target runs its first two layers only: the others launch the same kernels."""
+    return _is_short
+
+
+@contextmanager
+def short_run() -> Iterator[None]:
+    """For passes that only make kernels ready: of the target two layers run. What the others would have written is
+    zero, so indices made of it are valid. Allocations are those of a real pass. Not to be nested."""
+    global _is_short
+    _is_short = True
+    try:
+        with _ZeroFilled():
+            yield
+    finally:
+        _is_short = False
 
 
 @contextmanager
 def dry_run(mode: AsyncCompileMode | None = None) -> Iterator[None]:
-    """Skips every Triton kernel that has not been compiled yet; all other operators run.
-
-    What the kernels would have written is zero, so indices made of it are valid. Allocations are those of a real pass.
-    Not to be nested.
-    """
-    global _is_dry
-    _is_dry = True
-    try:
-        with mode or _Skipped(None), _ZeroFilled():
-            yield
-    finally:
-        _is_dry = False
+    """A short run that skips every Triton kernel that has not been compiled yet; all other operators run."""
+    with mode or _Skipped(None), short_run():
+        yield
 
 
 @contextmanager
@@ -86,11 +91,10 @@ class _Compiled(_Skipped):
         super().__exit__(*exception)  # hands the kernels to their functions
 
 
-class _ZeroFilled(TorchDispatchMode):
-    """Allocates zeros where a program asks for memory that is not initialised."""
+class _ZeroFilled(TorchFunctionMode):
+    """Allocates zeros where a program asks for memory that is not initialised. (A TorchDispatchMode would see the
+    operators' own allocations, too, but it imports torch._dynamo, which takes seconds.)"""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function.overloadpacket in ALLOCATIONS:
-            result.zero_()
-        return result
+        return result.zero_() if function in ALLOCATIONS else result

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.compile_ahead import is_dry
+from slipstream.kernels.compile_ahead import is_short
 from slipstream.kernels.linear import linear
 from slipstream.models.checkpoint import fuse, load_strict, read_json, read_tensors
 from slipstream.models.config import ModelConfig, is_complete
@@ -88,7 +88,7 @@ class Target(nn.Module):
         """
         features, states = self._allocate_features(tokens, feature_layers)
         residual, delta = self.embed_tokens(tokens), None
-        layers = self.layers[:2] if is_dry() else self.layers
+        layers = self.layers[:2] if is_short() else self.layers
         for index, layer in enumerate(layers):
             residual, delta = layer(residual, delta, attention, mask, states.get(index - 1))
         assert delta is not None

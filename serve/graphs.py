@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from slipstream.kernels.compile_ahead import short_run
 from slipstream.serve.batch import SamplingMode
 from slipstream.serve.round import Runner
 
@@ -83,10 +84,10 @@ class Capturer:
         return graph
 
     def _warm_up(self, run: Callable[[], None]) -> None:
-        """Compiles kernels, and gives libraries their workspaces on the stream of the captures."""
+        """Loads kernels, and gives libraries their workspaces on the stream of the captures."""
         torch.cuda.synchronize()  # sync
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), short_run():
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
 
