@@ -8,20 +8,15 @@ does so. Most of the work is LLVM's and ptxas's, outside the interpreter's lock.
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import triton
-from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 from triton import AsyncCompileMode
 
 MAX_THREADS = 16  # each takes up to 300 MB
-ALLOCATIONS = {
-    *(torch.empty, torch.empty_like, torch.empty_strided),
-    *(torch.Tensor.new_empty, torch.Tensor.new_empty_strided),
-}
 _is_short = False
 
 
@@ -37,7 +32,7 @@ def short_run() -> Iterator[None]:
     global _is_short
     _is_short = True
     try:
-        with _ZeroFilled():
+        with _zero_filled():
             yield
     finally:
         _is_short = False
@@ -62,7 +57,7 @@ def compile_ahead(description: str) -> Iterator[None]:
 class _Skipped(AsyncCompileMode):
     """Triton asks it to compile, and skips the launch where it gets no kernel."""
 
-    def submit(self, *_: Any) -> None:
+    def submit(self, *_: Any) -> Any:
         return None
 
 
@@ -71,14 +66,20 @@ class _Compiled(_Skipped):
         super().__init__(executor)
         self._description = description
 
-    def submit(self, key: str, compile_kernel: Callable[[], Any], *others: Any) -> None:
+    def submit(self, key: str, compile_kernel: Callable[[], Any], *others: Any) -> Any:
+        """The kernel once it is compiled; until then None."""
+        known = self.future_kernels.get(key)
+        if known is not None:
+            return known.result() if known.kernel is not None or known.future.done() else None
+
         def compile_both() -> Any:
             kernel = compile_kernel()
             # Triton 3.6 runs a C compiler for each signature.
             triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
             return kernel
 
-        AsyncCompileMode.submit(self, key, compile_both, *others)  # once for each key
+        AsyncCompileMode.submit(self, key, compile_both, *others)
+        return None
 
     def __exit__(self, *exception: Any) -> None:
         if exception[0] is None:
@@ -91,10 +92,16 @@ class _Compiled(_Skipped):
         super().__exit__(*exception)  # hands the kernels to their functions
 
 
-class _ZeroFilled(TorchFunctionMode):
-    """Allocates zeros where a program asks for memory that is not initialised. (A TorchDispatchMode would see the
-    operators' own allocations, too, but it imports torch._dynamo, which takes seconds.)"""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        return result.zero_() if function in ALLOCATIONS else result
+@contextmanager
+def _zero_filled() -> Iterator[None]:
+    """Allocates zeros where a program asks for memory that is not initialised. Replaces three functions: torch's modes
+    would take several microseconds for each operator, or import torch._dynamo, which takes seconds."""
+    with ExitStack() as stack:
+        for owner, name, zeros in (
+            (torch, "empty", torch.zeros),
+            (torch, "empty_like", torch.zeros_like),
+            (torch.Tensor, "new_empty", torch.Tensor.new_zeros),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, zeros)
+        yield

@@ -3,6 +3,7 @@ on the CPU interpret kernels."""
 
 import json
 import sys
+from collections.abc import Callable
 
 import torch
 import triton
@@ -23,9 +24,17 @@ class Hopper:
 
     def __init__(self) -> None:
         self.num_launchers = 0
+        self.utils = self
 
-    def launcher_cls(self, source: object, metadata: object) -> None:
+    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
         self.num_launchers += 1
+        return lambda *_: None
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232_448, "max_num_regs": 65_536}
+
+    def load_binary(self, *_: object) -> tuple[None, None, int, int, int]:
+        return None, None, 32, 0, 1024
 
     def get_current_device(self) -> int:
         return 0
@@ -55,7 +64,6 @@ def main() -> None:
     skipped = len([kernel for kernel in cache.values() if kernel is not None])
     with compile_ahead("compiling"):
         sums += [one_pass(block) for block in (64, 128, 64, 128, 256)]
-        before_the_end = len([kernel for kernel in cache.values() if kernel is not None])
     compiled = [type(kernel).__name__ for kernel in cache.values()]
     num_launchers = driver.num_launchers
     try:
@@ -65,7 +73,7 @@ def main() -> None:
     except KeyError:
         failed = "raised"
     assert "torch._dynamo" not in sys.modules  # it takes seconds to import
-    print(json.dumps([sums, skipped, before_the_end, compiled, num_launchers, failed, is_short()]))
+    print(json.dumps([sums, skipped, compiled, num_launchers, failed, is_short()]))
 
 
 if __name__ == "__main__":
