@@ -21,8 +21,6 @@ from slipstream.kernels.gathered_head import (
     choose_tiling,
     gathered_linear_triton,
     head_logits,
-    head_sample_reference,
-    head_sample_triton,
     head_topk_reference,
     head_topk_triton,
 )
@@ -334,12 +332,12 @@ def draft_head(rows: int, name: str) -> Case:
     }
     two_steps: Callable[..., Any] = {
         "head logits": lambda head: head_logits(head, hidden),
-        "head sample": lambda head: head_sample_reference(head, hidden, positions, sampling),
+        "head sample": lambda head: head_topk_reference(head, hidden, 1, positions, sampling),
         "head topk": lambda head: head_topk_reference(head, hidden, CHILDREN, positions, sampling),
     }[name]
     fused: Callable[..., Any] = {
         "head logits": lambda head, tiling=None: gathered_linear_triton(hidden, head.weight, head.ids, tiling),
-        "head sample": lambda head, tiling=None: head_sample_triton(head, hidden, positions, sampling, tiling),
+        "head sample": lambda head, tiling=None: head_topk_triton(head, hidden, 1, positions, sampling, tiling),
         "head topk": lambda head, tiling=None: head_topk_triton(head, hidden, CHILDREN, positions, sampling, tiling),
     }[name]
     ways = {"two steps": two_steps} | ({} if name == "head logits" else {"fused": fused})

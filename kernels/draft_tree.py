@@ -173,13 +173,14 @@ def _empty_frontier(batch_size: int, k: int, device: torch.device) -> Frontier:
     return Frontier(scores, nodes, ancestors, *(column.flatten() for column in rest))
 
 
-def choose(candidates: Candidates, roots: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The tree of roots (B,) int64 and the count - 1 <= P best candidates: tokens, parents (B, count) int32."""
+def choose(candidates: Candidates, roots: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tree of roots (B,) int64 and the count - 1 <= P best candidates: tokens, parents (B, count) int32 and scores
+    (B, count) fp32, 0 of the root."""
     run = choose_triton if use_triton(roots) else choose_reference
     return run(candidates, roots, count)
 
 
-def choose_reference(candidates: Candidates, roots: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def choose_reference(candidates: Candidates, roots: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     scores, tokens, parents = candidates
     order = scores.sort(dim=1, descending=True, stable=True).indices  # (B, P)
     places = torch.empty_like(order).scatter_(1, order, torch.arange(1, order.shape[1] + 1).to(order).expand_as(order))
@@ -187,21 +188,26 @@ def choose_reference(candidates: Candidates, roots: Tensor, count: int) -> tuple
     above = parents.gather(1, chosen).long()
     above = places.gather(1, above.clamp(min=0)).masked_fill(above < 0, 0)
     root = roots[:, None].int()
-    return torch.cat((root, tokens.gather(1, chosen)), 1), torch.cat((torch.full_like(root, -1), above.int()), 1)
+    return (
+        torch.cat((root, tokens.gather(1, chosen)), 1),
+        torch.cat((torch.full_like(root, -1), above.int()), 1),
+        torch.cat((torch.zeros_like(scores[:, :1]), scores.gather(1, chosen)), 1),
+    )
 
 
-def choose_triton(candidates: Candidates, roots: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def choose_triton(candidates: Candidates, roots: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """One launch, a program per request."""
     B, P = candidates.scores.shape
     assert 1 < count <= P + 1
     tokens, parents = torch.empty(2, B, count, dtype=torch.int32, device=roots.device).unbind()
+    scores = torch.empty(B, count, device=roots.device)
     if B:
         block = triton.next_power_of_2(P)
         _choose[(B,)](
-            *candidates, roots, tokens, parents, P, count,
+            *candidates, roots, tokens, parents, scores, P, count,
             BLOCK=block, num_warps=1 if block <= 256 else 4, **pdl_options(roots.device),
         )  # fmt: skip
-    return tokens, parents
+    return tokens, parents, scores
 
 
 @triton.jit
@@ -265,8 +271,8 @@ def _grow(
 
 @triton.jit(do_not_specialize=["P", "count"])
 def _choose(
-    all_scores, all_tokens, all_parents, roots_ptr, tokens_ptr, parents_ptr, P, count, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    all_scores, all_tokens, all_parents, roots_ptr, tokens_ptr, parents_ptr, scores_ptr, P, count,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     request, index = tl.program_id(0), tl.arange(0, BLOCK)
@@ -280,5 +286,7 @@ def _choose(
     kept, out = inside & (places < count), request * count
     tl.store(tokens_ptr + out, tl.load(roots_ptr + request).to(tl.int32))
     tl.store(parents_ptr + out, -1)
+    tl.store(scores_ptr + out, 0.0)
     tl.store(tokens_ptr + out + places, tokens, mask=kept)
     tl.store(parents_ptr + out + places, parents, mask=kept)
+    tl.store(scores_ptr + out + places, scores, mask=kept)

@@ -18,23 +18,18 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.filters import parameter_entry
-from slipstream.kernels.grid_sync import done_counters, is_last_done
 from slipstream.kernels.launch import pdl_options, wait_for_inputs
 from slipstream.kernels.linear import few_on_gpu, linear
 from slipstream.kernels.sampling import (
     MAX_K,
     NO_ORDER,
-    NO_SCORE,
     Sampling,
-    best_ranks,
     bits_to_gumbel,
     empty_topk,
     merge_blocks,
     merge_topk,
     perturbed_topk,
-    rank_column,
     row_noise_bits,
-    sample,
     score_order,
     score_rank,
 )
@@ -97,36 +92,11 @@ def gathered_linear_triton(hidden: Tensor, weight: Tensor, ids: Tensor, tiling: 
     return out
 
 
-def head_sample(head: DraftHead, hidden: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
-    """hidden (R, H), positions (R,) of the token to propose -> place (R,) int64 of its sample in the head.
-
-    Equals sample(head_logits(head, hidden), positions, sampling, head.ids): same noise by target id, ties go to the
-    lowest place.
-    """
-    run = head_sample_triton if _fits_fused(head, hidden, sampling) else head_sample_reference
-    return run(head, hidden, positions, sampling)
-
-
-def head_sample_reference(head: DraftHead, hidden: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
-    return sample(head_logits(head, hidden), positions, sampling, head.ids)
-
-
-def head_sample_triton(
-    head: DraftHead, hidden: Tensor, positions: Tensor, sampling: Sampling, tiling: Tiling | None = None
-) -> Tensor:
-    """Without filters. One launch."""
-    out = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
-    if len(hidden):
-        rows = best_ranks(hidden.device), done_counters(hidden.device), out
-        _launch_fused(head_sample_kernel, head, hidden, positions, sampling, rows, tiling)
-    return out
-
-
 def head_topk(head: DraftHead, hidden: Tensor, k: int, positions: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """hidden (R, H), positions (R,) of the token to propose -> log-probabilities (R, k) fp32, places (R, k) int64.
 
-    Equals perturbed_topk(head_logits(head, hidden), k, ...): best first, ties to the lowest place. Needs at least k
-    used places, 1 <= k <= MAX_K.
+    Equals perturbed_topk(head_logits(head, hidden), k, ...): best first, ties to the lowest place; the first place is
+    the sample. Needs at least k used places, 1 <= k <= MAX_K.
     """
     run = head_topk_triton if _fits_fused(head, hidden, sampling) else head_topk_reference
     return run(head, hidden, k, positions, sampling)
@@ -214,30 +184,6 @@ def gathered_linear_kernel(
     cells = row[:, None].to(tl.int64) * num_outputs + outputs[None, :]
     valid = (row < num_rows)[:, None] & (outputs < num_outputs)[None, :]
     tl.store(out_ptr + cells, result.to(out_ptr.dtype.element_ty), mask=valid)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_outputs", "repeats"])
-def head_sample_kernel(
-    x_ptr, weight_ptr, ids_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, best_ptr, counters_ptr, out_ptr,
-    x_stride, weight_stride, num_rows, num_outputs, num_inputs, repeats, tiles,
-    GATHERED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The best score of each row: one maximum per program; the last program to finish stores the overall one."""
-    row, outputs = _cells(ROWS, OUTPUTS)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    scores = _scores(
-        x_ptr, weight_ptr, ids_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, row, outputs,
-        x_stride, weight_stride, num_rows, num_outputs, num_inputs, repeats,
-        GATHERED, ROWS, OUTPUTS, DEPTH, EVEN, PRECISION, PDL,
-    )  # fmt: skip
-    rank, _ = _first_best(score_order(scores), outputs)
-    mask = row < num_rows
-    tl.atomic_max(best_ptr + row, rank, mask=mask, sem="relaxed")
-    if is_last_done(counters_ptr + tl.program_id(0), tiles):
-        best = tl.atomic_xchg(best_ptr + row, tl.full((ROWS,), NO_SCORE, tl.int64), mask=mask, sem="relaxed")
-        tl.store(out_ptr + row, rank_column(best), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_outputs", "repeats"])

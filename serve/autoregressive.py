@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.draft_tree import MAX_NODES, Candidates, Frontier, Place, TreeShape, choose, grow
-from slipstream.kernels.gathered_head import head_sample, head_topk
+from slipstream.kernels.gathered_head import head_topk
 from slipstream.kernels.sampling import MAX_K
 from slipstream.models.eagle import Eagle
 from slipstream.models.eagle3 import Eagle3
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, KVSpec, Proposal, RequestState, VerifyResult
+from slipstream.serve.batch import Batch, KVSpec, PassRows, Proposal, RequestState, VerifyResult
 from slipstream.serve.draft_vocabulary import DraftVocabulary
 from slipstream.serve.drafters import base
 from slipstream.serve.request import Request
@@ -107,13 +107,17 @@ class AutoregressiveDrafter(base.Drafter):
         size = self.module.config.hidden_size
         self.hidden = torch.zeros(len(state.lengths), size, dtype=weight.dtype, device=weight.device)  # (R, H)
 
-    def observe(self, batch: Batch, features: Tensor | None, verified: VerifyResult | None) -> None:
-        assert features is not None
-        self.vocabulary.observe(batch, verified)
-        if verified is None:
-            self._observe_prefill(batch, features)
-        else:
-            self._observe_round(batch, features, verified)
+    def extend(self, rows: PassRows, features: Tensor, result: VerifyResult | None) -> None:
+        self.vocabulary.observe(rows.batch, result)
+        embeds, hidden = self.embed(rows.next_tokens), self.module.fuse(features)
+        self.attention.plan(rows.batch)
+        if result is None:  # of many rows the last ones alone need a state
+            self.module.write_context(embeds, hidden, self.attention)
+            self.attention.plan(rows.batch.uniform(rows.batch.positions[rows.last], 1))
+            states = self.module(embeds[rows.last], hidden[rows.last], self.attention)
+        else:  # of few rows one pass gives both
+            states = self.module(embeds, hidden, self.attention)[rows.last]
+        self.hidden[rows.batch.rows] = states
 
     def propose(self, batch: Batch, width: int) -> Proposal:
         if self.branches and width > 2:  # two nodes are a chain: the best child alone
@@ -124,14 +128,17 @@ class AutoregressiveDrafter(base.Drafter):
         assert batch.roots is not None
         sampling, hidden = batch.sampling, self.hidden[batch.rows]
         chain, positions = [batch.roots], [batch.lengths]  # tokens; committed length + 0, 1, ...
+        log_probs = [torch.zeros_like(batch.roots, dtype=torch.float32)[:, None]]
         for step in range(width - 1):
             if step:
                 self.attention.plan(batch.uniform(positions[step - 1], 1, spare=step))
                 hidden = self.module(self.embed(chain[-1]), hidden, self.attention)
             positions.append(batch.lengths + (step + 1))
-            columns = head_sample(self.head, self.head_input(hidden), positions[-1], sampling)
-            chain.append(self.vocabulary.target_ids(columns))
-        return Proposal(torch.stack(chain, dim=1), base.chain_parents(len(batch.roots), width, batch.roots.device))
+            values, columns = head_topk(self.head, self.head_input(hidden), 1, positions[-1], sampling)
+            log_probs.append(values)
+            chain.append(self.vocabulary.target_ids(columns[:, 0]))
+        parents = base.chain_parents(len(batch.roots), width, batch.roots.device)
+        return Proposal(torch.stack(chain, dim=1), parents, torch.cat(log_probs, dim=1).cumsum(dim=1))
 
     def _propose_tree(self, batch: Batch, width: int) -> Proposal:
         assert batch.roots is not None
@@ -154,28 +161,3 @@ class AutoregressiveDrafter(base.Drafter):
         nodes = batch.last_nodes(frontier.positions, frontier.slots, frontier.ancestors, first_node)
         self.attention.plan(nodes)
         return self.module(self.embed(frontier.tokens), hidden[frontier.sources], self.attention, "tree")
-
-    def _observe_prefill(self, batch: Batch, features: Tensor) -> None:
-        """Writes the KV of all queries; computes a hidden state for each request's last query only."""
-        assert batch.next_tokens is not None
-        assert batch.last is not None
-        embeds, hidden = self.embed(batch.next_tokens), self.module.fuse(features)
-        self.attention.plan(batch)
-        self.module.write_context(embeds, hidden, self.attention)
-        self.attention.plan(batch.uniform(batch.positions[batch.last], 1))
-        self.hidden[batch.rows] = self.module(embeds[batch.last], hidden[batch.last], self.attention)
-
-    def _observe_round(self, batch: Batch, features: Tensor, verified: VerifyResult) -> None:
-        """Replaces the draft's KV of accepted nodes by KV from the target's features.
-
-        Computes all N nodes, so shapes are fixed. The next round overwrites the KV beyond the accepted nodes.
-        """
-        B, N = verified.nodes.shape
-        features = features.view(B, N, -1)
-        if batch.ancestors is not None:  # a tree, perhaps of n-grams; a chain's accepted nodes come first anyway
-            nodes = verified.nodes.clamp(min=0).long()
-            features = features.gather(1, nodes[:, :, None].expand(B, N, features.shape[-1]))
-        self.attention.plan(batch.uniform(batch.lengths, N))
-        embeds = self.embed(verified.tokens.clamp(min=0)).flatten(0, 1)
-        hidden = self.module(embeds, self.module.fuse(features).flatten(0, 1), self.attention).view(B, N, -1)
-        self.hidden[batch.rows] = hidden[torch.arange(B, device=hidden.device), verified.lengths.long() - 1]

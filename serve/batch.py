@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -48,7 +49,8 @@ class Proposal:
     """Candidate tokens to verify."""
 
     tokens: Tensor  # (B, N) target ids; [:, 0] the last emitted token, whose KV is not written yet; unused nodes -1
-    parents: Tensor  # (B, N); parents[:, 0] = -1, parents[:, i] < i; siblings distinct; best score first
+    parents: Tensor  # (B, N); parents[:, 0] = -1, parents[:, i] < i; siblings distinct; best nodes first
+    scores: Tensor  # (B, N) fp32 log-probability, by the draft, that a node is reached; 0 of roots, -inf of unused ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class HostProposal:
     """Proposals drafted on the host, in the layout of Proposal."""
 
     nodes: Tensor  # (2, B, N) int32 on the CPU, pinned for a GPU: tokens, unused ones -1, and parents
+    scores: NDArray[np.float32]  # (B, N)
     counts: list[int]  # nodes in use, root included; 0: the request keeps its stored proposal
     kinds: list[int]  # from 1 up, higher where surer; serve/widths.py counts acceptance by kind
 
@@ -215,3 +218,12 @@ class Batch:
             ancestors=ancestors,
             first_node=first_node,
         )
+
+
+class PassRows(NamedTuple):
+    """The C rows of a target pass whose tokens belong to their requests' texts: those of prompt chunks; after a round N
+    for each request, the accepted nodes first and in order. The next round overwrites the KV of the others."""
+
+    batch: Batch  # with their positions (C,) and slots (C,)
+    next_tokens: Tensor  # (C,) the token after each
+    last: Tensor  # (B,) int64 each request's last row

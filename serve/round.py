@@ -1,4 +1,4 @@
-"""The two passes of the engine: a prefill chunk, and a round (verify -> accept -> commit -> observe -> propose).
+"""The two passes of the engine: a prefill chunk, and a round (verify -> accept -> commit -> extend -> propose).
 
 A round is one function of device state. Nothing in it waits for the host, so it can be captured whole.
 """
@@ -15,7 +15,7 @@ from slipstream.kernels.sampling import sample
 from slipstream.kernels.verify import ancestor_masks, unpack, verify
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, Proposal, RequestState, SamplingMode, VerifyResult
+from slipstream.serve.batch import Batch, PassRows, RequestState, SamplingMode, VerifyResult
 from slipstream.serve.drafters.base import Drafter
 
 GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: its multiples modulo 2^32 spread evenly
@@ -62,7 +62,9 @@ class Runner:
         successors = pad(batch.next_tokens, (0, 1)).index_copy_(0, places, sampled)[:-1]
         batch = replace(batch, next_tokens=successors)
         self.state.lengths[batch.rows] = ends.int()
-        self.drafter.observe(batch, features, None)
+        if features is not None:
+            assert batch.last is not None
+            self.drafter.extend(PassRows(batch, successors, batch.last), features, None)
         if proposes and not self.host_alone:
             rows = torch.where(is_last, batch.rows, self.state.padding)
             lengths = torch.where(is_last, ends, 0)
@@ -79,17 +81,18 @@ class Runner:
         Returns (B, 1 + N) int32: the number of tokens that each request emits, then the tokens, -1 padded. For trees
         (B, 1 + 2 * N): the accepted nodes follow.
         """
-        batch, proposal, inputs = self._begin(rows, bounds, mode, width)
+        batch, tokens, parents, inputs = self._begin(rows, bounds, mode, width)
         mask = "causal" if batch.ancestors is None else "tree"
         hidden, features = self.target(inputs, self.attention_for(batch), self.drafter.feature_layers, mask)
         positions = batch.positions + 1  # of the token that follows each node
         sampled = sample(self.target.logits(hidden), positions, batch.sampling.repeat(width)).view(-1, width)
-        verified = VerifyResult(*verify(proposal.tokens, proposal.parents, sampled, batch.ancestors))
+        verified = VerifyResult(*verify(tokens, parents, sampled, batch.ancestors))
         if self.accept_length is not None:
             verified = simulate(sampled, self.state.keys[rows], batch.lengths, self.accept_length)
         self._move_accepted(batch, verified)
         end = end_round(self.state.lengths, rows, self.state.padding, batch.lengths, verified.tokens, verified.lengths)
-        self.drafter.observe(batch, features, verified)
+        if features is not None:
+            self.drafter.extend(*accepted_rows(batch, features, verified), verified)
         if not self.host_alone:
             self._propose(replace(batch, lengths=end.lengths, roots=end.roots), width)
         return end.results if batch.ancestors is None else torch.cat((end.results, verified.nodes), dim=1)
@@ -100,13 +103,12 @@ class Runner:
 
     def _begin(
         self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int
-    ) -> tuple[Batch, Proposal, Tensor]:
-        """Returns the batch, the nodes to verify, and the token ids (T,) that the target reads."""
+    ) -> tuple[Batch, Tensor, Tensor, Tensor]:
+        """Returns the batch, tokens and parents (B, N) to verify, and the ids (T,) that the target reads."""
         state = self.state
         tokens, parents, lengths, inputs = start_round(state.tokens, state.parents, state.lengths, rows, width)
-        proposal = Proposal(tokens, parents)
         positions, slots = state.chain(rows, lengths, width)  # nodes' KV in node order
-        ancestors = ancestor_masks(proposal.parents) if self.drafter.branches and width > 1 else None
+        ancestors = ancestor_masks(parents) if self.drafter.branches and width > 1 else None
         if ancestors is not None:
             positions = (lengths[:, None] + unpack(ancestors).sum(dim=-1) - 1).flatten()
         batch = Batch(
@@ -120,7 +122,7 @@ class Runner:
             mode=mode,
             ancestors=ancestors,
         )
-        return batch, proposal, inputs
+        return batch, tokens, parents, inputs
 
     def _move_accepted(self, batch: Batch, verified: VerifyResult) -> None:
         """Moves the accepted nodes' KV down to follow the committed tokens.
@@ -138,6 +140,16 @@ class Runner:
     def _propose(self, batch: Batch, width: int) -> None:
         proposal = self.drafter.propose(batch, width)
         store_proposal(self.state.tokens, self.state.parents, batch.rows, proposal.tokens, proposal.parents)
+
+
+def accepted_rows(batch: Batch, features: Tensor, verified: VerifyResult) -> tuple[PassRows, Tensor]:
+    """A round's rows in the order in which their tokens were accepted, and their features (B * N, K * H)."""
+    B, N = verified.nodes.shape
+    first = torch.arange(0, B * N, N, device=features.device)  # row of each request
+    if batch.ancestors is not None:  # a tree; a chain's accepted nodes come first anyway
+        nodes = first[:, None] + verified.nodes.clamp(min=0)
+        features, batch = features[nodes.flatten()], batch.uniform(batch.lengths, N)
+    return PassRows(batch, verified.tokens.clamp(min=0).flatten(), first + verified.lengths - 1), features
 
 
 def simulate(sampled: Tensor, keys: Tensor, positions: Tensor, accept_length: float) -> VerifyResult:

@@ -49,17 +49,19 @@ class NaiveDFlash:
 
     def chain(
         self, features: Tensor, tokens: list[int], width: int, slots: int, key: int, temperature: float
-    ) -> list[int]:
-        """The width - 1 tokens that a block of `width` slots drafts after `tokens`; features of all but the last."""
+    ) -> tuple[list[int], list[float]]:
+        """The width - 1 tokens that a block of `slots` slots drafts after `tokens`, and the sums of log-probabilities
+        up to each; features of all tokens but the last."""
         states = self.block(features, tokens[-1], slots).states
-        drafted = []
+        drafted, scores = [], [0.0]
         for index in range(width - 1):
             state = states[index + (0 if self.config.get("sample_from_anchor") else 1)]
             position = torch.tensor([len(tokens) + index])
             noise = gumbel(torch.tensor([key]), position, self.target_ids)[0].double()
-            best = int((self.head[self.target_ids] @ state + temperature * noise).argmax())
-            drafted.append(int(self.target_ids[best]))
-        return drafted
+            best = (self.head[self.target_ids] @ state + temperature * noise).log_softmax(0).max(0)
+            drafted.append(int(self.target_ids[best.indices]))
+            scores.append(scores[-1] + float(best.values))
+        return drafted, scores[1:]
 
     def _attention(self, context: Tensor, x: Tensor, layer: int) -> Tensor:
         """x (n, H), normed -> (n, H): every slot sees the context and the block, or causally a window of both."""

@@ -58,8 +58,8 @@ class NaiveEagle3:
 
     def tree(
         self, features: Tensor, tokens: list[int], shape: tuple[int, int], nodes: int, key: int, temperature: float
-    ) -> tuple[list[int], list[int]]:
-        """Tokens and parents of a proposal of `nodes` grown as EAGLE-2 does: shape is (children of a node, depth).
+    ) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents and scores of a proposal of `nodes` grown as EAGLE-2 does. shape: (children, depth).
 
         Every node's state is computed from its path alone.
         """
@@ -80,7 +80,8 @@ class NaiveEagle3:
             frontier = sorted(children, key=lambda index: -found[index][0])[:topk]
         chosen = sorted(range(len(found)), key=lambda index: -found[index][0])[: nodes - 1]
         parents = [1 + chosen.index(found[index][2]) if found[index][2] >= 0 else 0 for index in chosen]
-        return [tokens[-1], *(found[index][1][-1] for index in chosen)], [-1, *parents]
+        scores = [0.0, *(found[index][0] for index in chosen)]
+        return [tokens[-1], *(found[index][1][-1] for index in chosen)], [-1, *parents], scores
 
     def _state_behind(self, features: Tensor, tokens: list[int], path: list[int]) -> Tensor:
         """The state (1, H) that says what follows tokens + path."""

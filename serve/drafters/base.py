@@ -1,11 +1,10 @@
-"""The drafter interface, and how a draft finds its drafter: a file of this folder with a class `Drafter`."""
+"""The drafter interface, and how a draft finds its drafter."""
 
 import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,9 +16,11 @@ from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
 from slipstream.models.draft import drafter_of
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, HostProposal, KVSpec, Proposal, RequestState, VerifyResult
+from slipstream.serve.batch import Batch, HostProposal, KVSpec, PassRows, Proposal, RequestState, VerifyResult
 from slipstream.serve.options import NoOptions
 from slipstream.serve.request import Request
+
+DRAFTERS = ("dflash", "eagle", "eagle3", "mixed", "ngram", "none")  # modules of this folder with a class `Drafter`
 
 
 class Drafter(ABC):
@@ -62,14 +63,14 @@ class Drafter(ABC):
         """Proposes at most N = `width` nodes per request, after batch.lengths (B,) committed tokens and the
         roots batch.roots (B,). The default proposes the roots alone."""
         assert batch.roots is not None
-        return Proposal(batch.roots[:, None].int(), chain_parents(len(batch.roots), 1, batch.roots.device))
+        roots = batch.roots[:, None]
+        return Proposal(
+            roots.int(), chain_parents(len(roots), 1, roots.device), torch.zeros_like(roots, dtype=torch.float32)
+        )
 
-    def observe(self, batch: Batch, features: Tensor | None, verified: VerifyResult | None) -> None:
-        """Takes the features (T, K * H) of a target pass, to write the drafter's KV and state.
-
-        After a prefill chunk `verified` is None and batch.next_tokens (T,) holds each query's successor. After a round
-        the accepted nodes are committed, in order, at positions batch.lengths (B,) + 0..verified.lengths - 1.
-        """
+    def extend(self, rows: PassRows, features: Tensor, result: VerifyResult | None) -> None:
+        """Extends the drafter's KV and state by rows of a target pass with the features (C, K * H) that
+        `feature_layers` names; not called without such layers. `result`: None after prompts."""
 
     def draft(self, rows: Sequence[int], emitted: NDArray[np.int32], width: int) -> HostProposal:
         """Runs on the host. The requests in slots `rows` (B,) have gained the first emitted[:, 0] of emitted[:, 1:];
@@ -91,11 +92,10 @@ class Drafter(ABC):
 
 
 def find_drafter(draft: str) -> type[Drafter]:
-    """The drafter class for a name (a file of this folder) or a checkpoint (its config.json names the drafter)."""
+    """The drafter class for a name or a checkpoint (its config.json names the drafter)."""
     name = drafter_name(draft)
-    found = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "base")
-    if name not in found:
-        raise ValueError(f"drafter {name!r} does not exist; name a checkpoint folder or one of: {', '.join(found)}")
+    if name not in DRAFTERS:
+        raise ValueError(f"drafter {name!r} does not exist; name a checkpoint folder or one of: {', '.join(DRAFTERS)}")
     return importlib.import_module(f"slipstream.serve.drafters.{name}").Drafter
 
 

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from slipstream.kernels.gathered_head import head_sample
+from slipstream.kernels.gathered_head import head_topk
 from slipstream.kernels.linear import linear
 from slipstream.kernels.rope import store_context
 from slipstream.models.checkpoint import resolve
 from slipstream.models.dflash import DFlash, load_dflash
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, KVSpec, Proposal, RequestState, VerifyResult
+from slipstream.serve.batch import Batch, KVSpec, PassRows, Proposal, RequestState, VerifyResult
 from slipstream.serve.draft_vocabulary import DraftVocabulary, TokenMapOptions, target_vocabulary
 from slipstream.serve.drafters import base
 from slipstream.serve.request import Request
@@ -72,25 +73,19 @@ class Drafter(base.Drafter):
         assert attention is not None
         self.embed, self.attention = target.embed_tokens, attention
 
-    def observe(self, batch: Batch, features: Tensor | None, verified: VerifyResult | None) -> None:
-        """Stores the KV of all queries. The next round overwrites the KV beyond the accepted nodes."""
-        assert features is not None
-        self.vocabulary.observe(batch, verified)
-        context = self.module.fuse(features)
-        if verified is not None and batch.ancestors is not None:  # a tree: accepted nodes follow the committed tokens
-            (B, N), nodes = verified.nodes.shape, verified.nodes.clamp(min=0).long()
-            context = context.view(B, N, -1).gather(1, nodes[:, :, None].expand(B, N, context.shape[-1])).flatten(0, 1)
-            batch = batch.uniform(batch.lengths, N)
+    def extend(self, rows: PassRows, features: Tensor, result: VerifyResult | None) -> None:
+        self.vocabulary.observe(rows.batch, result)
         weight, bias, k_norm = self.context
-        where = (self.attention.rope.cos, self.attention.rope.sin, batch.positions, batch.slots, self.attention.flat)
-        store_context(linear(context, weight, bias), k_norm, self.module.config.rms_norm_eps, *where)
+        rope, batch = self.attention.rope, rows.batch
+        where = (rope.cos, rope.sin, batch.positions, batch.slots, self.attention.flat)
+        store_context(linear(self.module.fuse(features), weight, bias), k_norm, self.module.config.rms_norm_eps, *where)
 
     def propose(self, batch: Batch, width: int) -> Proposal:
         assert batch.roots is not None
         roots, B = batch.roots, len(batch.roots)
         parents = base.chain_parents(B, width, roots.device)
         if width == 1:
-            return Proposal(roots[:, None], parents)
+            return super().propose(batch, width)
         slots = self._slots(width)
         block = batch.uniform(batch.lengths, slots, spare=slots)
         self.attention.plan(block)
@@ -98,9 +93,10 @@ class Drafter(base.Drafter):
         drafting = slice(self.first_slot, self.first_slot + width - 1)
         hidden, own = (x.unflatten(0, (B, slots))[:, drafting].flatten(0, 1) for x in (hidden, block.positions))
         positions = own if self.first_slot else own + 1  # of the drafted tokens
-        columns = head_sample(self.vocabulary.head, hidden, positions, batch.sampling.repeat(width - 1))
-        drafted = self.vocabulary.target_ids(columns)
-        return Proposal(torch.cat((roots[:, None], drafted.view(B, width - 1)), dim=1), parents)
+        log_probs, columns = head_topk(self.vocabulary.head, hidden, 1, positions, batch.sampling.repeat(width - 1))
+        drafted = self.vocabulary.target_ids(columns).view(B, width - 1)
+        scores = pad(log_probs.view(B, width - 1), (1, 0)).cumsum(dim=1)
+        return Proposal(torch.cat((roots[:, None], drafted), dim=1), parents, scores)
 
     def _slots(self, width: int) -> int:
         """Block size needed for `width` nodes."""

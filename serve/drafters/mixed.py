@@ -5,17 +5,18 @@ what followed them; elsewhere it verifies the network's proposal, which is alway
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, HostProposal, Proposal, RequestState, VerifyResult
+from slipstream.serve.batch import Batch, HostProposal, PassRows, Proposal, RequestState, VerifyResult
 from slipstream.serve.drafters import base, ngram
 from slipstream.serve.request import Request
 
@@ -102,16 +103,18 @@ class Drafter(base.Drafter):
         proposal = self.network.propose(batch, own)
         if own == width:
             return proposal
-        return Proposal(*(pad(nodes, (0, width - own), value=-1) for nodes in (proposal.tokens, proposal.parents)))
+        unused = (0, width - own)
+        tokens, parents = pad(proposal.tokens, unused, value=-1), pad(proposal.parents, unused, value=-1)
+        return Proposal(tokens, parents, pad(proposal.scores, unused, value=-torch.inf))
 
-    def observe(self, batch: Batch, features: Tensor | None, verified: VerifyResult | None) -> None:
-        self.network.observe(batch, features, verified)
+    def extend(self, rows: PassRows, features: Tensor, result: VerifyResult | None) -> None:
+        self.network.extend(rows, features, result)
 
     def draft(self, rows: Sequence[int], emitted: NDArray[np.int32], width: int) -> HostProposal:
         proposal, matches = self.ngram.match(rows, emitted, min(width, self.ngram.options.nodes))
         pairs = zip(proposal.counts, matches, strict=True)
         counts = [count if count > 1 and match >= self.first else 0 for count, match in pairs]
-        return HostProposal(proposal.nodes, counts, proposal.kinds)
+        return replace(proposal, counts=counts)
 
     def release(self, row: int, tokens: list[int]) -> None:
         self.network.release(row, tokens)

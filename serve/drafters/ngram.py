@@ -109,10 +109,10 @@ class Drafter(base.Drafter):
 
     def match(self, rows: Sequence[int], emitted: Ints, width: int) -> tuple[HostProposal, list[int]]:
         """Returns proposals, and the length of each longest match."""
-        nodes, tokens, parents, matches = next(self.arrays)(len(rows), width)
-        counts = self.core.advance(rows, emitted, tokens, parents, matches)
+        nodes, tokens, parents, scores, matches = next(self.arrays)(len(rows), width)
+        counts = self.core.advance(rows, emitted, tokens, parents, scores, matches)
         lengths = matches.tolist()
-        return HostProposal(nodes, counts, list(map(int.bit_length, lengths))), lengths
+        return HostProposal(nodes, scores, counts, list(map(int.bit_length, lengths))), lengths
 
     def release(self, row: int, tokens: list[int]) -> None:
         self.core.release(row, len(tokens))
@@ -130,11 +130,13 @@ class Drafter(base.Drafter):
             self.core.save(self.options.save)
 
 
-def _arrays_in(memory: torch.Tensor, batch: int, width: int) -> tuple[torch.Tensor, Ints, Ints, Ints]:
-    """nodes (2, B, N), its halves tokens and parents, and matches (B,)."""
+def _arrays_in(
+    memory: torch.Tensor, batch: int, width: int
+) -> tuple[torch.Tensor, Ints, Ints, NDArray[np.float32], Ints]:
+    """nodes (2, B, N), its halves tokens and parents, scores (B, N), and matches (B,)."""
     nodes = memory[: 2 * batch * width].view(2, batch, width)
     tokens, parents = nodes.numpy()
-    return nodes, tokens, parents, np.empty(batch, dtype=np.int32)
+    return nodes, tokens, parents, np.empty((batch, width), dtype=np.float32), np.empty(batch, dtype=np.int32)
 
 
 def read_corpus(path: str, vocab_size: int) -> Iterator[np.ndarray]:

@@ -87,7 +87,7 @@ def test_trees_equal_the_loops(run: str, kind: str, size: tuple[int, int, int]) 
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2)) if kind == "plain" else None
     place, candidates, frontiers = build(shape, B, kind, 4, run, ids)
     roots = torch.tensor([7, 8, 9])
-    tokens, parents = getattr(draft_tree, f"choose_{run}")(candidates, roots, count)
+    tokens, parents, scores = getattr(draft_tree, f"choose_{run}")(candidates, roots, count)
     assert tokens.dtype == parents.dtype == torch.int32
     for b in range(B):
         nodes, expected = loop_tree(b, shape, kind)
@@ -99,6 +99,7 @@ def test_trees_equal_the_loops(run: str, kind: str, size: tuple[int, int, int]) 
         assert tokens[b].tolist() == [int(roots[b])] + [nodes[index].path[-1] for index in best]
         above = [0 if nodes[index].parent < 0 else 1 + best.index(nodes[index].parent) for index in best]
         assert parents[b].tolist() == [-1, *above]
+        torch.testing.assert_close(scores[b], torch.tensor([0.0, *(nodes[index].score for index in best)]))
         check_tree(tokens[b], parents[b])
 
 
@@ -143,9 +144,10 @@ def test_probabilities_above_one_do_not_tear_a_tree(run: str) -> None:
         n = 2 if level else 1
         values, columns = torch.tensor([[1e-7, -30.0]] * n), torch.tensor([[3, 4]] * n)
         frontier = grow(candidates, frontier, values, columns, None, place, level, level == 2)
-    tokens, parents = getattr(draft_tree, f"choose_{run}")(candidates, torch.tensor([1]), 4)
+    tokens, parents, scores = getattr(draft_tree, f"choose_{run}")(candidates, torch.tensor([1]), 4)
     assert tokens.tolist() == [[1, 3, 3, 3]]
     assert parents.tolist() == [[-1, 0, 1, 2]]
+    assert scores.tolist() == [[0.0] * 4]
 
 
 @pytest.mark.parametrize("run", ["reference", "triton"])

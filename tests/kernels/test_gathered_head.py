@@ -12,9 +12,6 @@ from slipstream.kernels.gathered_head import (
     gathered_linear_reference,
     gathered_linear_triton,
     head_logits,
-    head_sample,
-    head_sample_reference,
-    head_sample_triton,
     head_topk,
     head_topk_reference,
     head_topk_triton,
@@ -93,18 +90,17 @@ def test_fused_equals_the_formula(tiling: Tiling | None, rows: int, device: str)
         expected = exact_scores(exact_logits(head, hidden), positions, sampling, head.ids).log_softmax(dim=-1)
         best = expected.sort(dim=-1, descending=True).values
         with poisoned():
-            places = head_sample_triton(head, hidden, positions, sampling, tiling)
-            values, columns = head_topk_triton(head, hidden, 5, positions, sampling, tiling)
-        assert places.dtype == columns.dtype == torch.int64
+            found = [head_topk_triton(head, hidden, k, positions, sampling, tiling) for k in (1, 5)]
         close = {"atol": 2e-5, "rtol": 1e-5}
-        torch.testing.assert_close(expected.gather(1, places[:, None]), best[:, :1], **close)
-        torch.testing.assert_close(values.double(), best[:, :5], **close)
-        torch.testing.assert_close(values.double(), expected.gather(1, columns), **close)
-        assert all(len(set(row)) == 5 for row in columns.tolist())
+        for k, (values, columns) in zip((1, 5), found, strict=True):
+            assert columns.dtype == torch.int64
+            torch.testing.assert_close(values.double(), best[:, :k], **close)
+            torch.testing.assert_close(values.double(), expected.gather(1, columns), **close)
+            assert all(len(set(row)) == k for row in columns.tolist())
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("tiling", "k"), cover(TILINGS[::2], [16, 2]))
+@pytest.mark.parametrize(("tiling", "k"), cover(TILINGS[::2], [16, 2, 1]))
 def test_fused_ties_go_to_the_lowest_place(tiling: Tiling | None, k: int, device: str) -> None:
     hidden, weight, ids = whole(4, device)
     positions, sampling = torch.arange(4, device=device), sampling_of(4, device, greedy=True)
@@ -113,7 +109,6 @@ def test_fused_ties_go_to_the_lowest_place(tiling: Tiling | None, k: int, device
         expected = logits.sort(dim=-1, descending=True, stable=True)
         assert (expected.values[:, :16].diff() == 0).any()  # there are ties
         with poisoned():
-            assert torch.equal(head_sample_triton(head, hidden, positions, sampling, tiling), expected.indices[:, 0])
             values, places = head_topk_triton(head, hidden, k, positions, sampling, tiling)
         assert torch.equal(places, expected.indices[:, :k])
         torch.testing.assert_close(values.double(), logits.log_softmax(dim=-1).gather(1, places), atol=2e-5, rtol=1e-5)
@@ -129,9 +124,9 @@ def test_unused_places_are_last(device: str) -> None:
     positions, sampling = torch.arange(3, device=device), sampling_of(3, device)
     expected = exact_scores(exact_logits(head, hidden), positions, sampling, head.ids)
     with poisoned():
-        places = head_sample_triton(head, hidden, positions, sampling, TILINGS[0])
+        places = head_topk_triton(head, hidden, 1, positions, sampling, TILINGS[0])[1]
         values, columns = head_topk_triton(head, hidden, 5, positions, sampling, TILINGS[0])
-    assert torch.equal(places, expected.argmax(dim=-1))
+    assert torch.equal(places, expected.argmax(dim=-1, keepdim=True))
     assert torch.equal(columns, expected.sort(dim=-1, descending=True, stable=True).indices[:, :5])
     torch.testing.assert_close(values.exp().sum(dim=-1), torch.ones(3, device=device))
     assert values[:, 3:].eq(-torch.inf).all()
@@ -145,8 +140,8 @@ def test_scores_below_zero_after_larger_ones(device: str) -> None:
     sampling, hidden = sampling_of(3, device, greedy=True), torch.ones(3, H, device=device)
     for sign in (1.0, -1.0, 1.0):
         expected = exact_logits(head, sign * hidden).argmax(dim=-1)
-        assert torch.equal(head_sample_triton(head, sign * hidden, positions, sampling), expected)
-        assert torch.equal(head_topk_triton(head, sign * hidden, 2, positions, sampling)[1][:, 0], expected)
+        for k in (1, 2):
+            assert torch.equal(head_topk_triton(head, sign * hidden, k, positions, sampling)[1][:, 0], expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -156,9 +151,9 @@ def test_parameters_by_entry(device: str) -> None:
     entries, rows = sampling_of(4, device), torch.tensor([3, 0, 1], device=device)
     sampling = Sampling(entries.keys, entries.temperature, None, rows).repeat(2)
     expected = exact_scores(exact_logits(head, hidden), positions, sampling.by_row(), head.ids)
-    assert torch.equal(head_sample_triton(head, hidden, positions, sampling), expected.argmax(dim=-1))
-    values, places = head_topk_triton(head, hidden, 4, positions, sampling)
-    assert torch.equal(places, expected.sort(dim=-1, descending=True).indices[:, :4])
+    for k in (1, 4):
+        values, places = head_topk_triton(head, hidden, k, positions, sampling)
+        assert torch.equal(places, expected.sort(dim=-1, descending=True).indices[:, :k])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -167,12 +162,10 @@ def test_rows_do_not_depend_on_their_batch(device: str) -> None:
     hidden, weight, ids = random(rows, torch.float16, device)
     head, positions = DraftHead(weight, ids, gathered=True), torch.arange(rows, device=device)
     sampling, logits = sampling_of(rows, device), gathered_linear_triton(hidden, weight, ids, TILINGS[0])
-    tokens = head_sample_triton(head, hidden, positions, sampling, TILINGS[0])
     values, places = head_topk_triton(head, hidden, 4, positions, sampling, TILINGS[0])
     for count in (1, 3, rows - 1):
         few = hidden[:count], positions[:count], sampling_of(count, device)
         assert torch.equal(gathered_linear_triton(few[0], weight, ids, TILINGS[0]), logits[:count])
-        assert torch.equal(head_sample_triton(head, *few, TILINGS[0]), tokens[:count])
         some_values, some_places = head_topk_triton(head, few[0], 4, *few[1:], TILINGS[0])
         assert torch.equal(some_places, places[:count])
         assert torch.equal(some_values, values[:count])
@@ -184,16 +177,15 @@ def test_no_rows_and_the_cpu() -> None:
     assert gathered_linear_triton(hidden[:0], weight, ids).shape == (0, VD)
     filters = Filters(*(torch.full((4,), value) for value in (1, 1.0, 0.0)))
     for head in heads(weight, ids):
-        assert head_sample_triton(head, hidden[:0], positions[:0], sampling).shape == (0,)
         assert head_topk_triton(head, hidden[:0], 3, positions[:0], sampling)[0].shape == (0, 3)
         logits = exact_logits(head, hidden)
         torch.testing.assert_close(head_logits(head, hidden).double(), logits, atol=1e-5, rtol=1e-5)
         expected = exact_scores(logits, positions, sampling, head.ids)
-        assert torch.equal(head_sample(head, hidden, positions, sampling), expected.argmax(dim=-1))
-        values, places = head_topk(head, hidden, 3, positions, sampling)
-        assert torch.equal(places, expected.sort(dim=-1, descending=True).indices[:, :3])
+        for k in (1, 3):
+            values, places = head_topk(head, hidden, k, positions, sampling)
+            assert torch.equal(places, expected.sort(dim=-1, descending=True).indices[:, :k])
         greedy = Sampling(sampling.keys, sampling.temperature, filters)  # top-k 1
-        assert torch.equal(head_sample(head, hidden, positions, greedy), logits.argmax(dim=-1))
+        assert torch.equal(head_topk(head, hidden, 1, positions, greedy)[1][:, 0], logits.argmax(dim=-1))
 
 
 @pytest.mark.gpu
@@ -221,14 +213,14 @@ def test_real_shapes_fused(rows: int, greedy: bool) -> None:
         best = scores.sort(dim=-1, descending=True, stable=True)
         for _ in range(3):
             with poisoned():
-                places = head_sample_triton(head, hidden, positions, sampling)
+                places = head_topk_triton(head, hidden, 1, positions, sampling)[1]
                 values, columns = head_topk_triton(head, hidden, 10, positions, sampling)
-            assert (best.values[:, 0] - scores.gather(1, places[:, None])[:, 0] < 1e-4).all()
+            assert (best.values[:, :1] - scores.gather(1, places) < 1e-4).all()
             expected = scores.log_softmax(dim=-1)
             torch.testing.assert_close(values.double(), expected.gather(1, columns), atol=1e-4, rtol=1e-5)
             torch.testing.assert_close(scores.gather(1, columns), best.values[:, :10], atol=1e-4, rtol=1e-6)
             if greedy:
-                assert torch.equal(places, best.indices[:, 0])
+                assert torch.equal(places, best.indices[:, :1])
                 assert torch.equal(columns, best.indices[:, :10])
 
 
@@ -243,7 +235,7 @@ def test_a_graph_replays_them(rows: int) -> None:
     def run() -> tuple[Tensor, Tensor, Tensor]:
         assert head.ids is not None
         head.ids.copy_(ids.flip(0))
-        first = head_sample(head, hidden, positions, sampling)
+        first = head_topk(head, hidden, 1, positions, sampling)[1][:, 0]
         values, places = head_topk(head, hidden * 0.5 + weight[head.ids[first].clamp(min=0)], 4, positions, sampling)
         return first, values, places
 
@@ -262,13 +254,10 @@ def test_the_dispatch() -> None:
     )
     with torch.inference_mode():
         assert torch.equal(head_logits(head, hidden), gathered_linear_triton(hidden, weight, ids))
-        places = head_sample_triton(head, hidden, positions, sampling)
-        assert torch.equal(head_sample(head, hidden, positions, sampling), places)
-        assert torch.equal(head_sample_reference(head, hidden, positions, sampling), places)
         values, columns = head_topk_reference(head, hidden, 4, positions, sampling)
         assert torch.equal(head_topk(head, hidden, 4, positions, sampling)[1], columns)
         wide = DraftHead(weight.float(), ids, gathered=True)  # no kernel for 32-bit weights
-        assert head_sample(wide, hidden.float(), positions, sampling).shape == (2,)
+        assert head_topk(wide, hidden.float(), 1, positions, sampling)[1].shape == (2, 1)
 
 
 def test_tilings_give_wgmma_its_least_size() -> None:

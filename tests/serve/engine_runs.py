@@ -6,11 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from slipstream.serve.batch import Batch, Proposal
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
 
 VOCAB = 120  # of the tiny targets
+Nodes = tuple[list[int], list[int], list[float]]  # tokens, parents and scores of a proposal
 
 
 def build_engine(target: Path, draft: Path | str = "none", **options: Any) -> Engine:
@@ -74,11 +78,20 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, Answer]:
 
 
 def run_checked(
-    engine: Engine, oracle: Callable[[list[int], Request], tuple[list[int], list[int]]], requests: list[Request]
+    engine: Engine, oracle: Callable[[list[int], Request], Nodes], requests: list[Request]
 ) -> dict[str, Answer]:
-    """As `run`. After every step each decoding request's stored proposal, tokens and parents, must be the oracle's for
-    its text."""
+    """As `run`. After every step each decoding request's stored proposal and its scores must be the oracle's for its
+    text."""
     answers: dict[str, Answer] = {}
+    scores: dict[int, list[float]] = {}  # by request slot
+    propose = engine.drafter.propose
+
+    def record(batch: Batch, width: int) -> Proposal:
+        proposal = propose(batch, width)
+        scores.update(zip(batch.rows.tolist(), proposal.scores.tolist(), strict=True))
+        return proposal
+
+    engine.drafter.propose = record
     for request in requests:
         engine.add(request)
     while engine.has_work:
@@ -86,7 +99,10 @@ def run_checked(
         for sequence in engine.scheduler._running:
             if sequence.decoding:
                 stored = tuple(nodes[sequence.row].tolist() for nodes in (engine.state.tokens, engine.state.parents))
-                assert stored == oracle(sequence.tokens, sequence.request), sequence.request.id
+                tokens, parents, expected = oracle(sequence.tokens, sequence.request)
+                assert stored == (tokens, parents), sequence.request.id
+                assert scores[sequence.row] == pytest.approx(expected, abs=1e-3), sequence.request.id
+    engine.drafter.propose = propose
     engine.scheduler.check()
     return answers
 

@@ -23,8 +23,8 @@ Tree = tuple[list[int], list[int], int]  # tokens, parents, length of the match
 def advance(core: Any, row: int, width: int, *gained: int) -> Tree:
     """The request's tree after it has gained these tokens."""
     tokens, parents = np.full((2, 1, width), -7, np.int32)
-    matches = np.full(1, -7, np.int32)
-    core.advance([row], [[len(gained), *gained]], tokens, parents, matches)
+    scores, matches = np.zeros((1, width), np.float32), np.full(1, -7, np.int32)
+    core.advance([row], [[len(gained), *gained]], tokens, parents, scores, matches)
     return tokens[0].tolist(), parents[0].tolist(), int(matches[0])
 
 
@@ -126,13 +126,14 @@ class Fuzz:
             gained[row] = text[: self.rng.randint(0, most)]
         width = self.rng.choice((1, 2, 8, 16, 64))
         tokens, parents = np.full((2, len(rows), width), -7, np.int32)
-        matches = np.full(len(rows), -7, np.int32)
+        scores, matches = np.zeros((len(rows), width), np.float32), np.full(len(rows), -7, np.int32)
         emitted = [[len(text), *text, *[9] * (most - len(text))] for text in gained.values()]
-        counts = self.core.advance(rows, emitted, tokens, parents, matches)
+        counts = self.core.advance(rows, emitted, tokens, parents, scores, matches)
         self.core.flush()
         assert counts == (tokens >= 0).sum(axis=1).tolist(), self.place()
         trees = zip(tokens.tolist(), parents.tolist(), matches.tolist(), strict=True)
         assert list(trees) == self.model.advance(gained, width), self.place()
+        np.testing.assert_allclose(scores, self.model.scores, rtol=1e-5, atol=1e-6, err_msg=self.place())
         self.drafts = {row: own[1:count] for row, own, count in zip(rows, tokens.tolist(), counts, strict=True)}
         self.num_operations += 2 * len(rows)
 

@@ -4,6 +4,7 @@ It says what the C++ core does, decision by decision, so that random operations 
 are worth is tested against brute force in test_ngram_core.py.
 """
 
+import math
 from bisect import insort
 from dataclasses import dataclass, field
 
@@ -38,6 +39,7 @@ class NgramModel:
         self.trie = Trie(capacity, branch_length)
         self.min_match, self.max_match, self.order, self.breadth = min_match, max_match, order, breadth
         self.requests: dict[int, Request] = {}
+        self.scores: list[list[float]] = []  # of the trees that `advance` returned last
 
     def admit(self, row: int, tokens: list[int], name: str) -> None:
         self.requests[row] = Request(list(tokens), Writer(self.trie.root(name)))
@@ -50,6 +52,7 @@ class NgramModel:
         """By row; what `propose` returns for each. `dropped`: the queue has no room for the tokens gained before."""
         for row, tokens in gained.items():
             self.requests[row].tokens += tokens
+        self.scores = []
         trees = [self.propose(row, width) for row in gained]
         for row, tokens in gained.items():
             self.share(row, 0 if dropped else len(self.requests[row].private))
@@ -115,7 +118,10 @@ class NgramModel:
         starts += [(place.depth, self.at(place)) for place in self.informed_places(request)]
         if width == 1:
             starts = []
-        return Tree(self, request.tokens, starts, width).grow()
+        tree = Tree(self, request.tokens, starts, width)
+        grown = tree.grow()
+        self.scores.append([*map(math.log, tree.probabilities), *[-math.inf] * (width - len(tree.probabilities))])
+        return grown
 
     def informed_places(self, request: Request) -> list[Place]:
         chosen: list[Place] = []
@@ -134,9 +140,9 @@ class Tree:
     def __init__(self, model: NgramModel, text: list[int], starts: list[tuple[int, Cursor]], width: int) -> None:
         self.model, self.text, self.starts, self.width = model, text, starts, width
         self.tokens, self.parents, self.depths = [text[-1]], [-1], [0]
-        self.waiting: list[
-            tuple[float, int, int, int, int, Cursor]
-        ] = []  # -score, order, token, parent, length, behind
+        self.probabilities = [1.0]
+        # -score, order, token, parent, length, probability, behind
+        self.waiting: list[tuple[float, int, int, int, int, float, Cursor]] = []
         self.num_pushed = 0
 
     def grow(self) -> tuple[list[int], list[int], int]:
@@ -146,7 +152,7 @@ class Tree:
         visits = VISITS_PER_NODE * self.width
         while visits > 0 and len(self.tokens) < self.width and self.waiting:
             visits -= 1
-            score, _, token, parent, length, behind = self.waiting.pop(0)
+            _, _, token, parent, length, probability, behind = self.waiting.pop(0)
             siblings = [node for node, above in enumerate(self.parents) if above == parent]
             node = next((node for node in siblings if self.tokens[node] == token), None)
             if node is None:
@@ -156,7 +162,8 @@ class Tree:
                 self.tokens.append(token)
                 self.parents.append(parent)
                 self.depths.append(self.depths[parent] + 1)
-            self.follow(behind, node, length, -score)
+                self.probabilities.append(probability)
+            self.follow(behind, node, length, probability)
         padding = [-1] * (self.width - len(self.tokens))
         return self.tokens + padding, self.parents + padding, longest
 
@@ -165,10 +172,10 @@ class Tree:
             return self.model.breadth
         return max(1, self.model.breadth - self.depths[node])
 
-    def follow(self, cursor: Cursor, parent: int, length: int, score: float) -> None:
+    def follow(self, cursor: Cursor, parent: int, length: int, probability: float) -> None:
         if cursor[0] == "node":
             node = cursor[1]
-            weight = score * length / (node.frequency * length + len(node.children))
+            weight = probability * length / (node.frequency * length + len(node.children))
             for child in node.children[: self.limit(parent)]:
                 behind = ("node", child) if child.children else ("log", child.frequency, child.tail, 0)
                 self.push(child.token, parent, length, weight * child.frequency, behind)
@@ -178,15 +185,17 @@ class Tree:
             if token is not None:
                 weight = frequency * length
                 behind = ("log", frequency, position, skip + 1)
-                self.push(token, parent, length, score * (weight / (weight + 1)), behind)
+                self.push(token, parent, length, probability * (weight / (weight + 1)), behind)
         else:
             _, index, period = cursor
             while index >= len(self.text):
                 index -= period
-            self.push(self.text[index], parent, length, score * (length / (length + 1)), ("text", index + 1, period))
+            kept = probability * (length / (length + 1))
+            self.push(self.text[index], parent, length, kept, ("text", index + 1, period))
 
-    def push(self, token: int, parent: int, length: int, score: float, behind: Cursor) -> None:
+    def push(self, token: int, parent: int, length: int, probability: float, behind: Cursor) -> None:
+        score = probability
         if self.model.order == "breadth":
             score = (length - self.depths[parent]) * 64 - self.depths[parent]
-        insort(self.waiting, (-score, self.num_pushed, token, parent, length + 1, behind))
+        insort(self.waiting, (-score, self.num_pushed, token, parent, length + 1, probability, behind))
         self.num_pushed += 1

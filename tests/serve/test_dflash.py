@@ -19,17 +19,19 @@ from slipstream.kernels.sampling import noise_key
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import Target, load_config, load_target
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
-from slipstream.serve.batch import Batch, Proposal, RequestState, VerifyResult
+from slipstream.serve.batch import Batch, PassRows, Proposal, RequestState, VerifyResult
 from slipstream.serve.drafters.base import build_options, find_drafter
 from slipstream.serve.drafters.dflash import Drafter
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
+from slipstream.serve.round import accepted_rows
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import dflash_states, save_random_dflash
 from slipstream.tests.serve.engine_runs import (
     Answer,
+    Nodes,
     acceptance,
     build_engine,
     collect,
@@ -92,12 +94,12 @@ class Oracle:
         self.slots = slots or (width - 1 if self.naive.config.get("sample_from_anchor") else width)
 
     @torch.no_grad()
-    def __call__(self, tokens: list[int], request: Request) -> tuple[list[int], list[int]]:
+    def __call__(self, tokens: list[int], request: Request) -> Nodes:
         states = dflash_states(self.model, tokens[:-1])
         features = torch.cat([states[layer] for layer in self.layers], dim=-1)
         key = noise_key(request.seed, request.choice)
-        chain = self.naive.chain(features, tokens, self.width, self.slots, key, request.params.temperature)
-        return [tokens[-1], *chain], list(range(-1, self.width - 1))
+        chain, scores = self.naive.chain(features, tokens, self.width, self.slots, key, request.params.temperature)
+        return [tokens[-1], *chain], list(range(-1, self.width - 1)), [0.0, *scores]
 
 
 def partial_rounds(answers: dict[str, Answer], depth: int) -> tuple[int, int, int]:
@@ -196,7 +198,7 @@ def test_behind_trees_of_ngrams_the_network_proposes_the_same(
             collect(engine.step(), answers)
             for sequence in engine.scheduler._running:
                 if sequence.decoding:
-                    tokens, _ = oracle(sequence.tokens, sequence.request)
+                    tokens, *_ = oracle(sequence.tokens, sequence.request)
                     assert proposed[sequence.row] == tokens
         assert tokens_of(answers) == expected
     assert max(len(answer.starts) for answer in answers.values()) < 8, "n-grams were accepted"
@@ -260,9 +262,9 @@ class Stage:
     batch: Batch
     features: Tensor  # (11, K * H)
 
-    def observed(self, batch: Batch, features: Tensor, verified: VerifyResult | None) -> Tensor:
+    def extended(self, rows: PassRows, features: Tensor, result: VerifyResult | None) -> Tensor:
         """The drafter's KV afterwards."""
-        self.drafter.observe(batch, features, verified)
+        self.drafter.extend(rows, features, result)
         return self.drafter.attention.flat
 
     def attach(self) -> SDPABackend:
@@ -293,7 +295,8 @@ def test_fused_context_equals_the_modules(stage: Stage) -> None:
     module, attention = stage.drafter.module, stage.attach()
     module.write_context(module.fuse(stage.features), attention)
     stage.attach()
-    found = stage.observed(replace(stage.batch, next_tokens=stage.batch.slots), stage.features, None)
+    batch = replace(stage.batch, next_tokens=stage.batch.slots)
+    found = stage.extended(PassRows(batch, batch.slots, torch.tensor([10])), stage.features, None)
     torch.testing.assert_close(found, attention.flat, atol=1e-5, rtol=1e-5)
     assert found[:, :, stage.batch.slots].count_nonzero() == found.count_nonzero() > 0
 
@@ -303,12 +306,14 @@ def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> N
     features = stage.features.index_copy(0, torch.arange(4), stage.features[path])
     stage.attach()
     verified = VerifyResult(torch.arange(11)[None], torch.arange(11)[None], torch.tensor([11]))
-    expected = stage.observed(stage.batch, features, verified)[:, :, stage.batch.slots[:4]]
+    rows = accepted_rows(stage.batch, features, verified)
+    expected = stage.extended(*rows, verified)[:, :, stage.batch.slots[:4]]
     stage.attach()
     nodes = torch.nn.functional.pad(path, (0, 7), value=-1)[None].int()
     tree = replace(stage.batch, positions=stage.batch.positions + 5, ancestors=torch.zeros(1, 11, dtype=torch.int64))
-    found = stage.observed(tree, stage.features, VerifyResult(nodes, nodes, torch.tensor([4])))
-    torch.testing.assert_close(found[:, :, stage.batch.slots[:4]], expected, atol=1e-6, rtol=1e-6)
+    result = VerifyResult(nodes, nodes, torch.tensor([4]))
+    found = stage.extended(*accepted_rows(tree, stage.features, result), result)
+    torch.testing.assert_close(found[:, :, stage.batch.slots[:4]], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_options_are_checked(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:

@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM
 from slipstream.kernels.draft_tree import TreeShape
 from slipstream.kernels.sampling import noise_key
 from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
-from slipstream.serve.batch import Batch, Proposal, VerifyResult
+from slipstream.serve.batch import Batch, PassRows, Proposal, VerifyResult
 from slipstream.serve.request import Request
 from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_draft, save_random_eagle
 from slipstream.tests.serve.engine_runs import (
+    Nodes,
     build_engine,
     make_request,
     random_prompt,
@@ -50,7 +51,7 @@ class Oracle:
         self.shape, self.nodes = (options.topk, options.depth), options.verified_nodes
 
     @torch.no_grad()
-    def __call__(self, tokens: list[int], request: Request) -> tuple[list[int], list[int]]:
+    def __call__(self, tokens: list[int], request: Request) -> Nodes:
         states = self.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
         last = self.model.config.num_hidden_layers
         features = torch.cat([states[-1 if layer == last else layer + 1][0] for layer in self.layers], dim=-1)
@@ -186,20 +187,20 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str]
     oracle = Oracle(target, draft, TreeOptions(depth=3))
     engine = build_engine(target, draft, drafter={"depth": 3, "ngram_first": 1, "ngram_nodes": 16})
     network, branched, proposed = engine.drafter.network, set[int](), dict[int, list[int]]()
-    observe, propose = network.observe, network.propose
+    extend, propose = network.extend, network.propose
 
-    def recorded(batch: Batch, features: Tensor, verified: VerifyResult | None) -> None:
-        if verified is not None:
-            each = zip(batch.rows.tolist(), verified.nodes.tolist(), verified.lengths.tolist(), strict=True)
+    def recorded(rows: PassRows, features: Tensor, result: VerifyResult | None) -> None:
+        if result is not None:
+            each = zip(rows.batch.rows.tolist(), result.nodes.tolist(), result.lengths.tolist(), strict=True)
             branched.update(row for row, nodes, length in each if nodes[:length] != list(range(length)))
-        observe(batch, features, verified)
+        extend(rows, features, result)
 
     def noted(batch: Batch, width: int) -> Proposal:
         proposal = propose(batch, width)
         proposed.update(zip(batch.rows.tolist(), proposal.tokens.tolist(), strict=True))
         return proposal
 
-    network.observe, network.propose = recorded, noted
+    network.extend, network.propose = recorded, noted
     for index in range(12):
         engine.add(make_request(str(index), random_prompt(20, index), max_tokens=60, temperature=0.3 * (index % 2)))
     num_checked = 0
@@ -208,7 +209,7 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str]
         engine.step()
         for sequence in engine.scheduler._running:
             if sequence.row in branched:
-                tokens, _ = oracle(sequence.tokens, sequence.request)
+                tokens, *_ = oracle(sequence.tokens, sequence.request)
                 assert proposed[sequence.row] == tokens
                 num_checked += 1
     assert num_checked > 25

@@ -193,7 +193,7 @@ def test_trees_are_well_formed(width: int) -> None:
     for row in rows:
         core.admit(row, texts[row])
     tokens, parents = np.full((2, 20, width), -7, np.int32)
-    core.advance(rows, [[0]] * 20, tokens, parents, np.zeros(20, np.int32))
+    core.advance(rows, [[0]] * 20, tokens, parents, np.zeros((20, width), np.float32), np.zeros(20, np.int32))
     for row in rows:
         used = int((tokens[row] >= 0).sum())
         assert used == width  # six tokens repeat all the time
@@ -224,8 +224,8 @@ def test_statistics() -> None:
     core.admit(0, [1, 2, 1])
     core.admit(1, [5, 6, 7])
     tokens, parents = np.zeros((2, 2, 4), np.int32)
-    matches = np.zeros(2, np.int32)
-    core.advance([0, 1], [[0], [0]], tokens, parents, matches)
+    scores, matches = np.zeros((2, 4), np.float32), np.zeros(2, np.int32)
+    core.advance([0, 1], [[0], [0]], tokens, parents, scores, matches)
     core.flush()
     stats = core.stats()
     assert matches.tolist() == [1, 0]
@@ -282,12 +282,12 @@ def test_threads_may_do_everything_at_once(tmp_path: Path) -> None:
 
     def serve(rows: list[int]) -> None:
         tokens, parents = np.zeros((2, 2, 8), np.int32)
-        matches = np.zeros(2, np.int32)
+        scores, matches = np.zeros((2, 8), np.float32), np.zeros(2, np.int32)
         for text in texts:
             for row in rows:
                 core.admit(row, text[:20], str(row % 2))
             for end in range(20, 200, 6):
-                core.advance(rows, [[6, *text[end : end + 6]]] * 2, tokens, parents, matches)
+                core.advance(rows, [[6, *text[end : end + 6]]] * 2, tokens, parents, scores, matches)
             for row in rows:
                 core.release(row)
 
@@ -347,7 +347,8 @@ def test_bad_options_are_sentences(options: dict[str, Any], message: str) -> Non
 def test_bad_arguments_change_nothing() -> None:
     core = NgramCore(rows=2)
     core.admit(0, [1, 2, 1])
-    arrays = [np.zeros((1, 4), np.int32), np.zeros((1, 4), np.int32), np.zeros(1, np.int32)]
+    nodes, wide = np.zeros((2, 1, 4), np.int32), np.zeros((2, 1, 65), np.int32)
+    arrays = [*nodes, np.zeros((1, 4), np.float32), np.zeros(1, np.int32)]
     calls: list[tuple[str, tuple[Any, ...], str]] = [
         ("admit", (2, [1]), "row is 2; it must be between 0 and 1"),
         ("admit", (-1, [1]), "row is -1"),
@@ -364,18 +365,19 @@ def test_bad_arguments_change_nothing() -> None:
         ("advance", ([0], [[]], *arrays), r"emitted has shape \(1, 0\); it must be \(1, 1\)"),
         (
             "advance",
-            ([0], [[1, 3]], np.zeros((1, 65), np.int32), np.zeros((1, 65), np.int32), arrays[2]),
+            ([0], [[1, 3]], *wide, np.zeros((1, 65), np.float32), arrays[3]),
             "width is 65; it must be between 1 and 64",
         ),
-        ("advance", ([0], [[0]], np.zeros((1, 0), np.int32), np.zeros((1, 0), np.int32), arrays[2]), "width is 0"),
-        ("advance", ([0], [[1, 3]], arrays[0], np.zeros((2, 4), np.int32), arrays[2]), "parents has shape"),
+        ("advance", ([0], [[0]], *wide[:, :, :0].copy(), np.zeros((1, 0), np.float32), arrays[3]), "width is 0"),
+        ("advance", ([0], [[1, 3]], arrays[0], np.zeros((2, 4), np.int32), *arrays[2:]), "parents has shape"),
+        ("advance", ([0], [[1, 3]], *nodes, np.zeros((1, 3), np.float32), arrays[3]), "scores has shape"),
     ]
     for method, arguments, message in calls:
         with pytest.raises(ValueError, match=message):
             getattr(core, method)(*arguments)
     for copied in (arrays[0].astype(np.int64), np.zeros((1, 8), np.int32)[:, ::2]):
         with pytest.raises(TypeError):  # what is written into must be the caller's own
-            core.advance([0], [[0]], copied, arrays[1], arrays[2])
+            core.advance([0], [[0]], copied, *arrays[1:])
     assert advance(core, 0, 4) == ([1, 2, 1, 2], [-1, 0, 1, 2], 1)
     core.flush()
     assert core.stats()["inserted_tokens"] == 3

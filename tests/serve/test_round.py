@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.models.config import RopeConfig
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, KVSpec, Proposal, RequestState, SamplingMode, VerifyResult
+from slipstream.serve.batch import Batch, KVSpec, PassRows, Proposal, RequestState, SamplingMode, VerifyResult
 from slipstream.serve.drafters import base
 from slipstream.serve.engine import Engine
 from slipstream.serve.request import Request
@@ -78,20 +78,19 @@ class TreeDrafter(base.Drafter):
             trees.append(self._grow(truth, width))
             slots = self.state.slots(torch.tensor(row), torch.arange(length, length + width))
             self.numbers[slots] = torch.tensor(trees[-1][0], dtype=self.numbers.dtype)
-        tokens, parents = zip(*trees, strict=True)
-        return Proposal(torch.tensor(tokens, dtype=torch.int32), torch.tensor(parents, dtype=torch.int32))
+        tokens, parents = (torch.tensor(nodes, dtype=torch.int32) for nodes in zip(*trees, strict=True))
+        return Proposal(tokens, parents, torch.zeros(tokens.shape))
 
-    def observe(self, batch: Batch, features: Tensor | None, verified: VerifyResult | None) -> None:
-        assert features is not None
-        if verified is None:
+    def extend(self, rows: PassRows, features: Tensor, result: VerifyResult | None) -> None:
+        if result is None:
             return
-        features = features.view(*verified.nodes.shape, -1)
+        batch, features = rows.batch, features.view(*result.nodes.shape, -1)
         for index, (row, length) in enumerate(zip(batch.rows.tolist(), batch.lengths.tolist(), strict=True)):
             start, text = self.start[row], self.texts[self.known[row]]
-            end = min(length + int(verified.lengths[index]), len(text))
-            path = verified.nodes[index, : end - length].long()
+            end = min(length + int(result.lengths[index]), len(text))
+            path = result.nodes[index, : end - length].long()
             expected = self.features[self.known[row]][length:end]
-            torch.testing.assert_close(features[index, path], expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(features[index, : end - length], expected, atol=1e-4, rtol=1e-4)
             held = self.numbers[self.state.slots(torch.tensor(row), torch.arange(start, end))]
             assert held.long().tolist() == text[start:end], "KV rows were moved wrongly"
             self.num_moved += int((path != torch.arange(end - length)).sum())

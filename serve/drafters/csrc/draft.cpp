@@ -1,6 +1,8 @@
 #include "draft.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 namespace ngram {
 
@@ -26,6 +28,8 @@ uint32_t Draft::propose(const Context& context, const History& history, const Ro
   text_size_ = static_cast<uint32_t>(context.text().size());
   std::fill_n(row.tokens, row.width, -1);
   std::fill_n(row.parents, row.width, -1);
+  std::fill_n(row.scores, row.width, -std::numeric_limits<float>::infinity());
+  row.scores[0] = 0;
   row.tokens[0] = text_[text_size_ - 1];
   size_ = 1;
   depth_[0] = num_children_[0] = 0;
@@ -35,7 +39,7 @@ uint32_t Draft::propose(const Context& context, const History& history, const Ro
     const Ranked ranked = waiting_[--num_waiting_];
     const Candidate& candidate = candidates_[ranked.candidate];
     uint32_t node = 0;
-    if (place(candidate, row, node)) follow(candidate.rest, node, candidate.length, ranked.score);
+    if (place(candidate, row, node)) follow(candidate.rest, node, candidate.length, candidate.probability);
   }
   return longest;
 }
@@ -70,9 +74,9 @@ uint32_t Draft::find_starts(const Context& context, const History& history) {
 }
 
 // Ranks the tokens at `cursor` as children of `parent`. The fewer tokens match and the more different ones followed
-// them, the more of the score is kept for an unseen token.
-void Draft::follow(const Cursor& cursor, uint32_t parent, uint32_t length, double score) {
-  if (cursor.kind == Cursor::NODE) return follow_node(cursor, parent, length, score);
+// them, the more of the probability is kept for an unseen token.
+void Draft::follow(const Cursor& cursor, uint32_t parent, uint32_t length, double probability) {
+  if (cursor.kind == Cursor::NODE) return follow_node(cursor, parent, length, probability);
   Cursor rest = cursor;
   int32_t token;
   if (cursor.kind == Cursor::LOG) {
@@ -87,13 +91,13 @@ void Draft::follow(const Cursor& cursor, uint32_t parent, uint32_t length, doubl
     token = text_[rest.place++];
   }
   const double weight = static_cast<double>(cursor.frequency) * length;
-  push(token, parent, length, score * (weight / (weight + 1)), rest);
+  push(token, parent, length, probability * (weight / (weight + 1)), rest);
 }
 
-void Draft::follow_node(const Cursor& cursor, uint32_t parent, uint32_t length, double score) {
+void Draft::follow_node(const Cursor& cursor, uint32_t parent, uint32_t length, double probability) {
   const NodePool& nodes = trie_.nodes();
   const Node& above = nodes[cursor.place];
-  const double weight = score * length / (static_cast<double>(above.frequency) * length + above.num_children);
+  const double weight = probability * length / (static_cast<double>(above.frequency) * length + above.num_children);
   uint32_t left = limit(parent);
   for (uint32_t id = above.down; id != NONE && left > 0; id = nodes[id].next, --left) {
     const Node& node = nodes[id];
@@ -104,7 +108,8 @@ void Draft::follow_node(const Cursor& cursor, uint32_t parent, uint32_t length, 
   }
 }
 
-void Draft::push(int32_t token, uint32_t parent, uint32_t length, double score, const Cursor& rest) {
+void Draft::push(int32_t token, uint32_t parent, uint32_t length, double probability, const Cursor& rest) {
+  double score = probability;
   if (order_ == Order::BREADTH) {  // length - depth is the length of the match that the node follows
     score = (static_cast<double>(length) - depth_[parent]) * MAX_WIDTH - depth_[parent];
   }
@@ -115,6 +120,7 @@ void Draft::push(int32_t token, uint32_t parent, uint32_t length, double score, 
   candidate.token = token;
   candidate.parent = parent;
   candidate.length = length + 1;
+  candidate.probability = probability;
   candidate.rest = rest;
 }
 
@@ -144,6 +150,7 @@ bool Draft::place(const Candidate& candidate, const Row& row, uint32_t& node) {
   ++num_children_[candidate.parent];
   row.tokens[node] = candidate.token;
   row.parents[node] = static_cast<int32_t>(candidate.parent);
+  row.scores[node] = std::log(static_cast<float>(candidate.probability));
   depth_[node] = depth_[candidate.parent] + 1;
   num_children_[node] = 0;
   return true;

@@ -17,6 +17,7 @@ struct Row {
   uint32_t width;
   int32_t* tokens;
   int32_t* parents;
+  float* scores;  // log-probability that the node is reached; -inf of unused ones
 };
 
 enum class Order {
@@ -50,6 +51,7 @@ class Draft {
     int32_t token;
     uint32_t parent;  // node of the tree
     uint32_t length;  // tokens that match, drafted ones included
+    double probability;
     Cursor rest;
   };
   struct Ranked {
@@ -58,9 +60,9 @@ class Draft {
   };
 
   uint32_t find_starts(const Context& context, const History& history);
-  void follow(const Cursor& cursor, uint32_t parent, uint32_t length, double score);
-  void follow_node(const Cursor& cursor, uint32_t parent, uint32_t length, double score);
-  void push(int32_t token, uint32_t parent, uint32_t length, double score, const Cursor& rest);
+  void follow(const Cursor& cursor, uint32_t parent, uint32_t length, double probability);
+  void follow_node(const Cursor& cursor, uint32_t parent, uint32_t length, double probability);
+  void push(int32_t token, uint32_t parent, uint32_t length, double probability, const Cursor& rest);
   uint32_t rank(double score);
   bool place(const Candidate& candidate, const Row& row, uint32_t& node);
   uint32_t child(const Row& row, uint32_t parent, int32_t token) const;

@@ -93,7 +93,7 @@ void Ngram::check_rows(const int64_t* rows, size_t batch) {
 
 // Takes every step for all requests before the next one; see warm_up.h.
 std::vector<uint32_t> Ngram::advance(const int64_t* rows, size_t batch, const int32_t* emitted, size_t num_columns,
-                                     size_t width, int32_t* tokens, int32_t* parents, int32_t* matches) {
+                                     size_t width, int32_t* tokens, int32_t* parents, float* scores, int32_t* matches) {
   std::lock_guard front(front_);
   check_rows(rows, batch);
   within("width", static_cast<int64_t>(width), 1, MAX_WIDTH);
@@ -108,7 +108,7 @@ std::vector<uint32_t> Ngram::advance(const int64_t* rows, size_t batch, const in
     running(rows[index]).context.append(row + 1, row + 1 + row[0]);
   }
   index_texts(rows, batch);
-  std::vector<uint32_t> sizes = draft(rows, batch, width, tokens, parents, matches);
+  std::vector<uint32_t> sizes = draft(rows, batch, width, tokens, parents, scores, matches);
   for (size_t index = 0; index < batch; ++index) {
     const size_t count = static_cast<size_t>(emitted[index * num_columns]);
     share(rows[index], running(rows[index]).context.text().size() - count);
@@ -117,14 +117,14 @@ std::vector<uint32_t> Ngram::advance(const int64_t* rows, size_t batch, const in
 }
 
 std::vector<uint32_t> Ngram::draft(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents,
-                                   int32_t* matches) {
+                                   float* scores, int32_t* matches) {
   std::vector<uint32_t> sizes(batch);
   std::lock_guard turn(turns_);
   follow(rows, batch);
   for (size_t index = 0; index < batch; ++index) {
     const Request& request = running(rows[index]);
     const size_t start = index * width;
-    const Row row{static_cast<uint32_t>(width), tokens + start, parents + start};
+    const Row row{static_cast<uint32_t>(width), tokens + start, parents + start, scores + start};
     const uint32_t match = draft_.propose(request.context, request.history, row);
     matches[index] = static_cast<int32_t>(match);
     if (width > 1) ++match_lengths_[match];

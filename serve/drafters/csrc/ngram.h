@@ -35,11 +35,11 @@ class Ngram {
   // A request starts in slot `row`.
   void admit(int64_t row, const int32_t* tokens, size_t num_tokens, const std::string& name);
   // Requests have gained the tokens that a round emitted, (B, 1 + K) with their number first, and get a tree of `width`
-  // nodes each: tokens and parents (B, N), lengths of the longest matches (B,). Returns how many nodes each tree has
-  // (B,). Other requests see these tokens when this one has gained more or has ended, at most as many as `release`
+  // nodes each: tokens, parents and scores (B, N), lengths of the longest matches (B,). Returns how many nodes each
+  // tree has (B,). Other requests see these tokens when this one has gained more or has ended, at most as many as `release`
   // says.
   std::vector<uint32_t> advance(const int64_t* rows, size_t batch, const int32_t* emitted, size_t num_columns,
-                                size_t width, int32_t* tokens, int32_t* parents, int32_t* matches);
+                                size_t width, int32_t* tokens, int32_t* parents, float* scores, int32_t* matches);
   // The request in `row` ended with `num_tokens`, prompt included.
   void release(int64_t row, size_t num_tokens);
 
@@ -73,7 +73,7 @@ class Ngram {
   // Queues the new tokens among the first `num_tokens` of its text.
   void share(int64_t row, size_t num_tokens);
   std::vector<uint32_t> draft(const int64_t* rows, size_t batch, size_t width, int32_t* tokens, int32_t* parents,
-                              int32_t* matches);
+                              float* scores, int32_t* matches);
   void follow(const int64_t* rows, size_t batch);
   void queue(int64_t row, JobKind kind, const int32_t* tokens, size_t num_tokens);
   void work();
