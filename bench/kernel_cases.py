@@ -14,20 +14,20 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
-from slipstream.kernels.activation import silu_mul_reference, silu_mul_triton
+from slipstream.kernels.activation import silu_mul, silu_mul_triton
 from slipstream.kernels.filters import Filters, filter_thresholds_triton
 from slipstream.kernels.gathered_head import (
     DraftHead,
     choose_tiling,
     gathered_linear_triton,
     head_logits,
-    head_topk_reference,
+    head_topk,
     head_topk_triton,
 )
-from slipstream.kernels.kv import move_rows_reference, move_rows_triton
+from slipstream.kernels.kv import move_rows, move_rows_triton
 from slipstream.kernels.norm import HeadNorms, add_rms_norm_triton, rms_norm_pair_triton, rms_norm_triton
-from slipstream.kernels.rope import rotate_and_store_reference, rotate_and_store_triton
-from slipstream.kernels.sampling import Sampling, sample_reference, sample_triton
+from slipstream.kernels.rope import rotate_and_store, rotate_and_store_triton
+from slipstream.kernels.sampling import Sampling, sample, sample_triton
 from slipstream.kernels.small_m_gemm import (
     MAX_GATED_ROWS,
     MAX_ROWS,
@@ -38,9 +38,9 @@ from slipstream.kernels.small_m_gemm import (
 from slipstream.kernels.small_m_gemm import choose_tiling as choose_linear_tiling
 from slipstream.kernels.tree_attention import Blocks, Parts, choose_blocks, choose_parts, tree_attention_triton
 from slipstream.kernels.verify import (
-    ancestor_masks_reference,
+    ancestor_masks,
     ancestor_masks_triton,
-    verify_reference,
+    verify,
     verify_triton,
 )
 
@@ -155,7 +155,7 @@ def norm_pair(rows: int) -> Case:
 
 def activation(rows: int) -> Case:
     num_bytes = 3 * rows * INTERMEDIATE * 2
-    others = flashinfer(lambda lib: lib.activation.silu_and_mul) | {"torch": silu_mul_reference}
+    others = flashinfer(lambda lib: lib.activation.silu_and_mul) | {"torch": silu_mul.reference}
     sets = random(copies(num_bytes, rows), rows, 2 * INTERMEDIATE)
     return Case(bytes=num_bytes, sets=sets, ours=silu_mul_triton, others=others)
 
@@ -193,7 +193,7 @@ def rope(rows: int, normed: bool) -> Case:
 
         return call
 
-    others = flashinfer(in_flashinfer) | {"torch": partial(run, rotate_and_store_reference)}
+    others = flashinfer(in_flashinfer) | {"torch": partial(run, rotate_and_store.reference)}
     ours = partial(run, rotate_and_store_triton)
     return Case(bytes=num_bytes, sets=sets, ours=ours, others=others)
 
@@ -227,7 +227,7 @@ def sampling(rows: int, name: str) -> Case:
         sets=sets,
         ours=lambda x: sample_triton(x, positions, settings),
         others=({} if temperature is None else flashinfer(in_flashinfer))
-        | {"torch": lambda x: sample_reference(x, positions, settings)},
+        | {"torch": lambda x: sample.reference(x, positions, settings)},
         beside={"flashinfer": [logits.float() for logits in sets]},
     )
 
@@ -254,7 +254,7 @@ def proposals(rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def masks(rows: int) -> Case:
-    sets, others = [proposals(rows)[1]], {"torch": ancestor_masks_reference}
+    sets, others = [proposals(rows)[1]], {"torch": ancestor_masks.reference}
     return Case(bytes=rows * NODES * 12, sets=sets, ours=ancestor_masks_triton, others=others)
 
 
@@ -264,7 +264,7 @@ def acceptance(rows: int) -> Case:
         bytes=rows * NODES * 32,
         sets=[(tokens, parents, sampled, ancestor_masks_triton(parents))],
         ours=lambda proposal: verify_triton(*proposal),
-        others={"torch": lambda proposal: verify_reference(*proposal)},
+        others={"torch": lambda proposal: verify.reference(*proposal)},
     )
 
 
@@ -278,7 +278,7 @@ def moves(rows: int) -> Case:
         bytes=2 * rows * NODES // 2 * LAYERS * 2 * G * D * 2,
         sets=[cache],
         ours=lambda cache: move_rows_triton(cache, sources, slots),
-        others={"torch": lambda cache: move_rows_reference(cache, sources, slots)},
+        others={"torch": lambda cache: move_rows.reference(cache, sources, slots)},
     )
 
 
@@ -332,8 +332,8 @@ def draft_head(rows: int, name: str) -> Case:
     }
     two_steps: Callable[..., Any] = {
         "head logits": lambda head: head_logits(head, hidden),
-        "head sample": lambda head: head_topk_reference(head, hidden, 1, positions, sampling),
-        "head topk": lambda head: head_topk_reference(head, hidden, CHILDREN, positions, sampling),
+        "head sample": lambda head: head_topk.reference(head, hidden, 1, positions, sampling),
+        "head topk": lambda head: head_topk.reference(head, hidden, CHILDREN, positions, sampling),
     }[name]
     fused: Callable[..., Any] = {
         "head logits": lambda head, tiling=None: gathered_linear_triton(hidden, head.weight, head.ids, tiling),

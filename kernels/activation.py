@@ -8,22 +8,20 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.launch import pdl_options, wait_for_inputs
+from slipstream.kernels.launch import Op, on_gpu, pdl_options, wait_for_inputs
 from slipstream.kernels.norm import as_rows
 
 BLOCK = 1024  # outputs of one program: 4 warps of 16-byte reads in bf16
 
 
+@Op
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up (..., 2 * I), gate before up -> silu(gate) * up (..., I)."""
-    return silu_mul_triton(gate_up) if gate_up.is_cuda else silu_mul_reference(gate_up)  # under autograd, too
-
-
-def silu_mul_reference(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
+@silu_mul.kernel(when=on_gpu)
 def silu_mul_triton(gate_up: Tensor) -> Tensor:
     return _SiluMul.apply(gate_up) if torch.is_grad_enabled() else _forward(gate_up)
 

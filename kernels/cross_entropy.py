@@ -14,7 +14,7 @@ The forward kernel reads each row once (tv and lk twice) with running maxima (Mi
 1805.02867), one program per row; the backward kernel recomputes both softmaxes from a row's saved maxima and sums and
 can write the gradient over the student's logits. Labels need no backward kernel: a program reads its row twice.
 Letters: N rows, V columns (the draft's vocabulary). reverse_kl is infinite where q > 0 and the teacher's logit is -inf;
-the others treat -inf as probability 0.
+the others treat -inf as probability 0. The references compute float64 logits in float64.
 """
 
 from typing import Any, Literal, get_args
@@ -23,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from slipstream.kernels.launch import Op, on_gpu
 
 Kind = Literal["soft_ce", "forward_kl", "reverse_kl", "tv", "lk"]
 
@@ -33,8 +35,14 @@ NUM_STATS = tl.constexpr(6)  # per row: student's maximum and log of its sum, th
 LEAST_OVERLAP = tl.constexpr(1e-30)  # below it lk is flat
 
 
+@Op
 def soft_cross_entropy(
-    student: Tensor, teacher: Tensor, weights: Tensor, kind: Kind = "soft_ce", *, in_place: bool = False
+    student: Tensor,
+    teacher: Tensor,
+    weights: Tensor,
+    kind: Kind = "soft_ce",
+    *,
+    in_place: bool = False,  # noqa: ARG001, the kernel's
 ) -> tuple[Tensor, Tensor]:
     """(losses (N,) fp32, each times its weight; best (N,) int64, the student's likeliest column, ties to the lowest).
 
@@ -42,21 +50,13 @@ def soft_cross_entropy(
     gradient; a row of weight 0 gets none, even if it holds NaN. `in_place` (GPU): backward writes the gradient over
     `student`, which must be the output of an operation that no later one reads; a second backward is then an error.
     """
-    if student.is_cuda:  # also under autograd
-        return soft_cross_entropy_triton(student, teacher, weights, kind, in_place=in_place)
-    return soft_cross_entropy_reference(student, teacher, weights, kind)
-
-
-def soft_cross_entropy_reference(
-    student: Tensor, teacher: Tensor, weights: Tensor, kind: Kind = "soft_ce"
-) -> tuple[Tensor, Tensor]:
-    """float64 logits are computed in float64."""
     dtype, is_out = torch.promote_types(student.dtype, torch.float32), (weights == 0)[:, None]
     log_q = student.to(dtype).masked_fill(is_out, 0.0).log_softmax(dim=-1)
     log_p = teacher.detach().to(dtype).masked_fill(is_out, 0.0).log_softmax(dim=-1)
     return _row_losses(log_p, log_q, kind) * weights.detach(), student.detach().argmax(dim=-1)
 
 
+@soft_cross_entropy.kernel(when=on_gpu)
 def soft_cross_entropy_triton(
     student: Tensor, teacher: Tensor, weights: Tensor, kind: Kind = "soft_ce", *, in_place: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -236,6 +236,7 @@ def _is_below(q, p):
     return tl.where(q < p, 1.0, tl.where(q == p, 0.5, 0.0))
 
 
+@Op
 def label_cross_entropy(logits: Tensor, labels: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor]:
     """(losses (N,) fp32; best (N,) int64, each row's likeliest column, ties to the lowest).
 
@@ -244,12 +245,6 @@ def label_cross_entropy(logits: Tensor, labels: Tensor, *, with_gradient: bool) 
     autograd graph: call it in the forward of an autograd function.
     """
     assert not logits.requires_grad
-    run = label_cross_entropy_triton if logits.is_cuda else label_cross_entropy_reference
-    return run(logits, labels, with_gradient=with_gradient)
-
-
-def label_cross_entropy_reference(logits: Tensor, labels: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor]:
-    """float64 logits are computed in float64."""
     label, best = labels.unsqueeze(1), logits.argmax(dim=-1)
     log_q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
     losses = -log_q.gather(1, label).squeeze(1).float()
@@ -258,9 +253,11 @@ def label_cross_entropy_reference(logits: Tensor, labels: Tensor, *, with_gradie
     return losses, best
 
 
+@label_cross_entropy.kernel(when=on_gpu)
 def label_cross_entropy_triton(logits: Tensor, labels: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor]:
     N, V = logits.shape
     assert labels.shape == (N,)
+    assert not logits.requires_grad
     assert logits.stride(1) == labels.stride(0) == 1
     losses = torch.empty(N, dtype=torch.float32, device=logits.device)
     best = torch.empty(N, dtype=torch.int64, device=logits.device)

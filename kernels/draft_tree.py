@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
+from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
 from slipstream.kernels.sampling import MAX_K, NO_SCORE, rank_column, score_order, score_rank
 
 MAX_NODES = 64  # bits of an ancestor mask: limits frontier nodes (all levels but the last) and nodes of a proposal
@@ -80,6 +80,7 @@ class Place(NamedTuple):
     lengths: Tensor  # (B,) int64 committed tokens; the root follows them
 
 
+@Op
 def grow(
     candidates: Candidates,
     frontier: Frontier | None,
@@ -95,20 +96,6 @@ def grow(
     values, columns (B * n, k) from `head_topk`: log-probabilities and columns, best first; ids (Vd,) int64 the target
     id of each column (default: the column). level: 0 for the root's children, then one more each time.
     """
-    run = grow_triton if use_triton(values) else grow_reference
-    return run(candidates, frontier, values, columns, ids, place, level, is_last)
-
-
-def grow_reference(
-    candidates: Candidates,
-    frontier: Frontier | None,
-    values: Tensor,
-    columns: Tensor,
-    ids: Tensor | None,
-    place: Place,
-    level: int,
-    is_last: bool,
-) -> Frontier | None:
     B, k, device = len(place.rows), values.shape[1], values.device
     n, first = (1, 0) if frontier is None else (k, k + (level - 1) * k * k)
     above = values.new_zeros(B, 1) if frontier is None else frontier.scores
@@ -139,6 +126,7 @@ def grow_reference(
     )
 
 
+@grow.kernel()
 def grow_triton(
     candidates: Candidates,
     frontier: Frontier | None,
@@ -173,14 +161,10 @@ def _empty_frontier(batch_size: int, k: int, device: torch.device) -> Frontier:
     return Frontier(scores, nodes, ancestors, *(column.flatten() for column in rest))
 
 
+@Op
 def choose(candidates: Candidates, roots: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """The tree of roots (B,) int64 and the count - 1 <= P best candidates: tokens, parents (B, count) int32 and scores
     (B, count) fp32, 0 of the root."""
-    run = choose_triton if use_triton(roots) else choose_reference
-    return run(candidates, roots, count)
-
-
-def choose_reference(candidates: Candidates, roots: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     scores, tokens, parents = candidates
     order = scores.sort(dim=1, descending=True, stable=True).indices  # (B, P)
     places = torch.empty_like(order).scatter_(1, order, torch.arange(1, order.shape[1] + 1).to(order).expand_as(order))
@@ -195,6 +179,7 @@ def choose_reference(candidates: Candidates, roots: Tensor, count: int) -> tuple
     )
 
 
+@choose.kernel()
 def choose_triton(candidates: Candidates, roots: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """One launch, a program per request."""
     B, P = candidates.scores.shape

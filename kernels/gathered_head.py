@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.filters import parameter_entry
-from slipstream.kernels.launch import pdl_options, wait_for_inputs
+from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
 from slipstream.kernels.linear import few_on_gpu, linear
 from slipstream.kernels.sampling import (
     MAX_K,
@@ -67,21 +67,33 @@ def choose_tiling(num_rows: int) -> Tiling:
     return Tiling(outputs=128, depth=64, split=1, stages=3, warps=8)
 
 
+def _fits_kernel(hidden: Tensor, weight: Tensor, _ids: Tensor | None) -> bool:
+    """16-bit weights whose rows load 16 bytes at once; any number of rows of `hidden`."""
+    return few_on_gpu(hidden[:1], weight)
+
+
+def _fits_fused(head: DraftHead, hidden: Tensor, sampling: Sampling) -> bool:
+    plain = sampling.temperature is None or sampling.filters is None
+    pays = head.gathered or head.size >= FUSED_OUTPUTS
+    return plain and pays and len(hidden) <= FUSED_ROWS and _fits_kernel(hidden, head.weight, head.ids)
+
+
 def head_logits(head: DraftHead, hidden: Tensor) -> Tensor:
     """(R, H) -> (R, Vd). A gathered head gives -inf at unused places, sums in fp32 and rounds once; on the GPU it reads
     only the named rows of 16-bit weights."""
     if not head.gathered:
         return linear(hidden, head.weight)
     assert head.ids is not None
-    run = gathered_linear_triton if _fits_kernel(hidden, head.weight) else gathered_linear_reference
-    return run(hidden, head.weight, head.ids)
+    return gathered_linear(hidden, head.weight, head.ids)
 
 
-def gathered_linear_reference(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+@Op
+def gathered_linear(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     """hidden (R, H) @ weight (V, H)[ids].T -> (R, Vd) for ids (Vd,) int64, -inf where an id is -1."""
     return linear(hidden, weight.index_select(0, ids.clamp(min=0))).masked_fill(ids < 0, -torch.inf)
 
 
+@gathered_linear.kernel(when=_fits_kernel)
 def gathered_linear_triton(hidden: Tensor, weight: Tensor, ids: Tensor, tiling: Tiling | None = None) -> Tensor:
     out = torch.empty(len(hidden), len(ids), dtype=hidden.dtype, device=hidden.device)
     if len(hidden):
@@ -92,22 +104,17 @@ def gathered_linear_triton(hidden: Tensor, weight: Tensor, ids: Tensor, tiling: 
     return out
 
 
+@Op
 def head_topk(head: DraftHead, hidden: Tensor, k: int, positions: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """hidden (R, H), positions (R,) of the token to propose -> log-probabilities (R, k) fp32, places (R, k) int64.
 
     Equals perturbed_topk(head_logits(head, hidden), k, ...): best first, ties to the lowest place; the first place is
     the sample. Needs at least k used places, 1 <= k <= MAX_K.
     """
-    run = head_topk_triton if _fits_fused(head, hidden, sampling) else head_topk_reference
-    return run(head, hidden, k, positions, sampling)
-
-
-def head_topk_reference(
-    head: DraftHead, hidden: Tensor, k: int, positions: Tensor, sampling: Sampling
-) -> tuple[Tensor, Tensor]:
     return perturbed_topk(head_logits(head, hidden), k, positions, sampling, head.ids)
 
 
+@head_topk.kernel(when=lambda head, hidden, _k, _, sampling: _fits_fused(head, hidden, sampling))
 def head_topk_triton(
     head: DraftHead, hidden: Tensor, k: int, positions: Tensor, sampling: Sampling, tiling: Tiling | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -124,17 +131,6 @@ def head_topk_triton(
             K=k, **merge_blocks(tiles, k), num_warps=8, **pdl_options(hidden.device),
         )  # fmt: skip
     return values, places
-
-
-def _fits_kernel(hidden: Tensor, weight: Tensor) -> bool:
-    """16-bit weights whose rows load 16 bytes at once; any number of rows of `hidden`."""
-    return few_on_gpu(hidden[:1], weight)
-
-
-def _fits_fused(head: DraftHead, hidden: Tensor, sampling: Sampling) -> bool:
-    plain = sampling.temperature is None or sampling.filters is None
-    pays = head.gathered or head.size >= FUSED_OUTPUTS
-    return plain and pays and len(hidden) <= FUSED_ROWS and _fits_kernel(hidden, head.weight)
 
 
 def _launch_fused(

@@ -8,29 +8,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
+from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
 
 TILE = 8192  # numbers that a program reads before it writes
 
 
+@Op
 def move_rows(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """Copies KV between slots in every layer, in place.
 
-    cache (L, 2, slots, G, D); sources, destinations (B, N) int64 slots, N <= 64, or (n,): one request, any number.
+    cache (L, 2, slots, G, D); sources, destinations (B, N) int64 slots, N <= 64.
 
     All of a request's sources are read before its destinations are written, so they may overlap; requests must not
     share slots. A source equal to its destination is a no-op.
     """
-    if use_triton(cache) and sources.dim() == 2:
-        move_rows_triton(cache, sources, destinations)
-    else:
-        move_rows_reference(cache, sources, destinations)
-
-
-def move_rows_reference(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     cache.index_copy_(2, destinations.flatten(), cache.index_select(2, sources.flatten()))
 
 
+@move_rows.kernel()
 def move_rows_triton(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     B, N = sources.shape
     assert N <= 64
@@ -64,24 +59,18 @@ def _move_rows(
         tl.store(cache_ptr + destination[:, None] * size + columns[None, :], rows, mask=mask)
 
 
+@Op
 def chain_slots(pages: Tensor, page_size: int, rows: Tensor, starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Positions starts (B,) + 0..count-1 and their slots, each (B * count,) int64.
 
     pages (R, P) int64 is the page table, rows (B,) int64 the requests' rows of it.
     """
-    if use_triton(pages):
-        return chain_slots_triton(pages, page_size, rows, starts, count)
-    return chain_slots_reference(pages, page_size, rows, starts, count)
-
-
-def chain_slots_reference(
-    pages: Tensor, page_size: int, rows: Tensor, starts: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
     positions = starts[:, None] + torch.arange(count, device=starts.device)  # (B, count)
     slots = pages[rows[:, None], positions // page_size] * page_size + positions % page_size
     return positions.flatten(), slots.flatten()
 
 
+@chain_slots.kernel()
 def chain_slots_triton(
     pages: Tensor, page_size: int, rows: Tensor, starts: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""When Triton kernels run, and how they overlap. Next to each kernel `name` is its torch reference, `name_reference`.
+"""When Triton kernels run, and how they overlap.
 
 Programmatic dependent launch (sm_90 and later): a kernel's programs may start, and read data that no kernel writes,
 while the previous kernel still runs. So every kernel launched with `pdl_options` waits before it reads another kernel's
@@ -7,17 +7,60 @@ output and before its first write, and lets the next kernel start as soon as tha
 
 import functools
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Launcher = TypeVar("Launcher", bound=Callable[..., Any])
+
 
 def use_triton(x: Tensor) -> bool:
     """On a GPU and outside autograd; otherwise the reference runs."""
     return x.is_cuda and not torch.is_grad_enabled()
+
+
+def outside_autograd(*args: Any, **_: Any) -> bool:
+    return use_triton(_first_tensor(args))
+
+
+def on_gpu(*args: Any, **_: Any) -> bool:
+    """Under autograd, too."""
+    return _first_tensor(args).is_cuda
+
+
+def _first_tensor(args: tuple[Any, ...]) -> Tensor:
+    return next(x for x in args if isinstance(x, Tensor))
+
+
+class Op(Generic[P, R]):
+    """Decorates a function in plain torch that a kernel computes on a GPU.
+
+    The function stays as `reference`: the CPU's path, autograd's, and the oracle of tests. `kernel` decorates what
+    launches the kernel, `triton`: its further parameters have defaults.
+    """
+
+    def __init__(self, reference: Callable[P, R]) -> None:
+        functools.update_wrapper(self, reference)
+        self.reference = reference
+
+    def kernel(self, when: Callable[..., bool] = outside_autograd) -> Callable[[Launcher], Launcher]:
+        """`when`, of the arguments: whether the kernel runs."""
+
+        def register(launcher: Launcher) -> Launcher:
+            self.when, self.triton = when, launcher
+            return launcher
+
+        return register
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        run = self.triton if self.when(*args, **kwargs) else self.reference
+        return run(*args, **kwargs)
 
 
 @functools.cache

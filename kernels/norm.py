@@ -15,17 +15,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
+from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
 
 LANE_ELEMENTS = 8  # 16 bytes of bf16
 
 
+@Op
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., H) / rms(x) * weight (H,) -> (..., H) in x's dtype."""
-    return rms_norm_triton(x, weight, eps) if use_triton(x) else rms_norm_reference(x, weight, eps)
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     weight = weight.to(x.dtype)
     if not torch.is_autocast_enabled(x.device.type):
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -33,6 +30,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
 
 
+@rms_norm.kernel()
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, out = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(rows):
@@ -40,6 +38,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+@Op
 def add_rms_norm(
     residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -47,18 +46,11 @@ def add_rms_norm(
 
     residual, delta (..., H); `out` (..., H), rows may be strided, receives `summed`: outside autograd only.
     """
-    if use_triton(residual):
-        return add_rms_norm_triton(residual, delta, weight, eps, out)
-    return add_rms_norm_reference(residual, delta, weight, eps, out)
-
-
-def add_rms_norm_reference(
-    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
     summed = residual + delta if out is None else torch.add(residual, delta, out=out)
-    return rms_norm_reference(summed, weight, eps), summed
+    return rms_norm.reference(summed, weight, eps), summed
 
 
+@add_rms_norm.kernel()
 def add_rms_norm_triton(
     residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -73,17 +65,14 @@ def add_rms_norm_triton(
     return normed, summed
 
 
+@Op
 def rms_norm_pair(first: Tensor, second: Tensor, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
     """[rms_norm(first) ; rms_norm(second)]: first, second (..., H) -> (..., 2 * H) in their dtype; weights (H,)."""
-    run = rms_norm_pair_triton if use_triton(first) else rms_norm_pair_reference
-    return run(first, second, weights, eps)
-
-
-def rms_norm_pair_reference(first: Tensor, second: Tensor, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
-    normed = [rms_norm_reference(x, weight, eps) for x, weight in zip((first, second), weights, strict=True)]
+    normed = [rms_norm.reference(x, weight, eps) for x, weight in zip((first, second), weights, strict=True)]
     return torch.cat(normed, dim=-1)
 
 
+@rms_norm_pair.kernel()
 def rms_norm_pair_triton(first: Tensor, second: Tensor, weights: tuple[Tensor, Tensor], eps: float) -> Tensor:
     dtype = torch.result_type(first, second)
     out = torch.empty(*first.shape[:-1], 2 * first.shape[-1], dtype=dtype, device=first.device)

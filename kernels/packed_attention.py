@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.launch import Op, on_gpu
+
 KeyValue = tuple[Tensor, Tensor]
 DTYPES = (torch.float16, torch.bfloat16)  # that FlashAttention takes
 MAX_HEAD_DIM = 256
@@ -114,6 +116,7 @@ def _returned(gradient: Tensor, x: Tensor, keys: Tensor) -> Tensor:
     return total.index_add_(0, keys, gradient.float()).to(x.dtype)
 
 
+@Op
 def extend_attention(q: Tensor, output: Tensor, lse: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """The attention of q (N, Q, D) over shared keys, `output` (N, Q, D) with its lse (Q, N), extended by each row's own
     `keys` and `values` (S, N, G, D): (N, Q, D) in output's dtype, and the lse (Q, N) of all.
@@ -121,13 +124,6 @@ def extend_attention(q: Tensor, output: Tensor, lse: Tensor, keys: Tensor, value
     Scores are q k / sqrt(D), an lse the natural logarithm of a row's summed exponentials, fp32 and finite. All
     contiguous.
     """
-    run = extend_attention_triton if q.is_cuda else extend_attention_reference
-    return run(q, output, lse, keys, values)
-
-
-def extend_attention_reference(
-    q: Tensor, output: Tensor, lse: Tensor, keys: Tensor, values: Tensor
-) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores, values = _scores(q, keys, dtype), _by_head(q, values, dtype)  # (S, N, Q), (S, N, Q, D)
     before = lse.t().to(dtype)
@@ -137,6 +133,7 @@ def extend_attention_reference(
     return whole.to(output.dtype), total.t().to(lse.dtype).contiguous()
 
 
+@extend_attention.kernel(when=on_gpu)
 def extend_attention_triton(
     q: Tensor, output: Tensor, lse: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -148,6 +145,7 @@ def extend_attention_triton(
     return whole, total
 
 
+@Op
 def own_keys_gradients(
     upstream: Tensor, q: Tensor, whole: Tensor, total: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,13 +154,6 @@ def own_keys_gradients(
     `upstream` (N, Q, D) is the gradient of `whole`, which extend_attention returned with `total`. The gradients through
     the shared keys are those of attention over them alone with the output `whole` and the lse `total`.
     """
-    run = own_keys_gradients_triton if q.is_cuda else own_keys_gradients_reference
-    return run(upstream, q, whole, total, keys, values)
-
-
-def own_keys_gradients_reference(
-    upstream: Tensor, q: Tensor, whole: Tensor, total: Tensor, keys: Tensor, values: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     upstream, scale, groups = upstream.to(dtype), q.shape[-1] ** -0.5, keys.shape[2]
     p = (_scores(q, keys, dtype) - total.t().to(dtype)).exp()  # (S, N, Q)
@@ -173,6 +164,7 @@ def own_keys_gradients_reference(
     return q_grad.to(q.dtype), by_group[0].to(keys.dtype), by_group[1].to(values.dtype)
 
 
+@own_keys_gradients.kernel(when=on_gpu)
 def own_keys_gradients_triton(
     upstream: Tensor, q: Tensor, whole: Tensor, total: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
-from slipstream.kernels.norm import HeadNorms, norm_heads, rms_norm_reference
+from slipstream.kernels.launch import Op, on_gpu, pdl_options, wait_for_inputs
+from slipstream.kernels.norm import HeadNorms, norm_heads, rms_norm
 
 HEADS_PER_PROGRAM = 8  # two warps load 16 bytes per thread at D = 128; a token of 32 + 8 heads gets five programs
 
 
+@Op
 def rotate_and_store(
     q: Tensor,
     k: Tensor,
@@ -37,8 +38,11 @@ def rotate_and_store(
     one layer of the cache, contiguous, written in place. fp32 inside, rounded once, and once after the norms.
     Returns the rotated q (T, Q, D), contiguous.
     """
-    run = rotate_and_store_triton if use_triton(q) else rotate_and_store_reference
-    return run(q, k, v, cos, sin, positions, slots, keys, values, norms)
+    q, k = norm_heads(q, k, norms)
+    cos, sin = cos[positions, None], sin[positions, None]  # (T, 1, D)
+    keys.index_copy_(0, slots, rotate_halves(k, cos, sin))
+    values.index_copy_(0, slots, v)
+    return rotate_halves(q, cos, sin)
 
 
 def store(
@@ -48,43 +52,20 @@ def store(
     rotate_and_store(k[:, :0], k, v, cos, sin, positions, slots, keys, values)
 
 
-def rotate_and_store_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    norms: HeadNorms | None = None,
-) -> Tensor:
-    q, k = norm_heads(q, k, norms)
-    cos, sin = cos[positions, None], sin[positions, None]  # (T, 1, D)
-    keys.index_copy_(0, slots, rotate_halves(k, cos, sin))
-    values.index_copy_(0, slots, v)
-    return rotate_halves(q, cos, sin)
-
-
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates x (..., heads, D) by the "half" convention: pairs are (i, i + D / 2)."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
+@Op
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Rotates x (T, heads, D), strided with contiguous last dim, by its rows' positions (T,) int64: (T, heads, D) of
     `dtype`, contiguous on a GPU. cos, sin (P, D) as for `rotate_and_store`. fp32 inside; differentiable in x."""
-    if x.is_cuda:  # under autograd, too
-        return rotate_triton(x, cos, sin, positions, dtype)
-    return rotate_reference(x, cos, sin, positions, dtype)
-
-
-def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     return rotate_halves(x, cos[positions, None], sin[positions, None]).to(dtype)
 
 
+@rotate.kernel(when=on_gpu)
 def rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     return _Rotation.apply(x, cos, sin, positions, dtype)
 
@@ -117,6 +98,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torc
     return out
 
 
+@rotate_and_store.kernel()
 def rotate_and_store_triton(
     q: Tensor,
     k: Tensor,
@@ -210,6 +192,7 @@ def _scaled(half, weight, dim, source, D: tl.constexpr):
     return (half * weights).to(source.dtype.element_ty).to(tl.float32)
 
 
+@Op
 def store_context(
     kv: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, cache: Tensor
 ) -> None:
@@ -219,19 +202,13 @@ def store_context(
     positions, slots (T,) int64; cache (L, 2, slots, G, D), contiguous, written in place. Keys are rounded after norm
     and rotation, as in rms_norm and rotate_and_store.
     """
-    run = store_context_triton if use_triton(kv) else store_context_reference
-    run(kv, k_norm, eps, cos, sin, positions, slots, cache)
-
-
-def store_context_reference(
-    kv: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, cache: Tensor
-) -> None:
     rows = kv.unflatten(-1, (len(cache), 2, *cache.shape[3:]))  # (T, L, 2, G, D)
     for layer, (keys, values) in enumerate(cache):
-        k, v = rms_norm_reference(rows[:, layer, 0], k_norm[layer], eps), rows[:, layer, 1]
-        rotate_and_store_reference(k[:, :0], k, v, cos, sin, positions, slots, keys, values)
+        k, v = rms_norm.reference(rows[:, layer, 0], k_norm[layer], eps), rows[:, layer, 1]
+        rotate_and_store.reference(k[:, :0], k, v, cos, sin, positions, slots, keys, values)
 
 
+@store_context.kernel()
 def store_context_triton(
     kv: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, cache: Tensor
 ) -> None:

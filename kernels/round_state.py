@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
+from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
 
 
 class Start(NamedTuple):
@@ -31,17 +31,14 @@ class End(NamedTuple):
     results: Tensor  # (B, 1 + N) int32 number of tokens, tokens
 
 
+@Op
 def start_round(tokens: Tensor, parents: Tensor, lengths: Tensor, rows: Tensor, width: int) -> Start:
     """Loads the first `width` nodes of slots `rows` (B,) int64 from tokens, parents (R, W) and lengths (R,) int32."""
-    run = start_round_triton if use_triton(tokens) else start_round_reference
-    return run(tokens, parents, lengths, rows, width)
-
-
-def start_round_reference(tokens: Tensor, parents: Tensor, lengths: Tensor, rows: Tensor, width: int) -> Start:
     nodes = tokens[rows, :width]
     return Start(nodes, parents[rows, :width], lengths[rows].long(), nodes.clamp(min=0).long().flatten())
 
 
+@start_round.kernel()
 def start_round_triton(tokens: Tensor, parents: Tensor, lengths: Tensor, rows: Tensor, width: int) -> Start:
     B = len(rows)
     nodes = torch.empty(B, width, dtype=torch.int32, device=rows.device)
@@ -55,24 +52,19 @@ def start_round_triton(tokens: Tensor, parents: Tensor, lengths: Tensor, rows: T
     return Start(nodes, above, known, inputs)
 
 
+@Op
 def end_round(
     state_lengths: Tensor, rows: Tensor, padding: int, lengths: Tensor, emitted: Tensor, counts: Tensor
 ) -> End:
     """Commits counts (B,) int32 tokens of emitted (B, N) int32 after lengths (B,) int64: updates state_lengths (R,)
     int32 at slots `rows` (B,) int64. The slot `padding` may occur several times in a batch; its length stays 0."""
-    run = end_round_triton if use_triton(emitted) else end_round_reference
-    return run(state_lengths, rows, padding, lengths, emitted, counts)
-
-
-def end_round_reference(
-    state_lengths: Tensor, rows: Tensor, padding: int, lengths: Tensor, emitted: Tensor, counts: Tensor
-) -> End:
     committed = lengths + counts
     state_lengths[rows] = committed.masked_fill(rows == padding, 0).int()
     roots = emitted.gather(1, counts.long()[:, None] - 1).flatten().long()
     return End(committed, roots, torch.cat((counts[:, None], emitted), dim=1))
 
 
+@end_round.kernel()
 def end_round_triton(
     state_lengths: Tensor, rows: Tensor, padding: int, lengths: Tensor, emitted: Tensor, counts: Tensor
 ) -> End:
@@ -86,23 +78,18 @@ def end_round_triton(
     return End(committed, roots, results)
 
 
+@Op
 def store_proposal(
     stored_tokens: Tensor, stored_parents: Tensor, rows: Tensor, tokens: Tensor, parents: Tensor
 ) -> None:
     """Writes N nodes, tokens and parents (B, N) of any integer type, to slots `rows` (B,) int64 of stored_tokens and
     stored_parents (R, W) int32, and marks the slots' other nodes unused."""
-    run = store_proposal_triton if use_triton(tokens) else store_proposal_reference
-    run(stored_tokens, stored_parents, rows, tokens, parents)
-
-
-def store_proposal_reference(
-    stored_tokens: Tensor, stored_parents: Tensor, rows: Tensor, tokens: Tensor, parents: Tensor
-) -> None:
     unused = stored_tokens.shape[1] - tokens.shape[1]
     for stored, nodes in ((stored_tokens, tokens), (stored_parents, parents)):
         stored[rows] = pad(nodes.int(), (0, unused), value=-1)
 
 
+@store_proposal.kernel()
 def store_proposal_triton(
     stored_tokens: Tensor, stored_parents: Tensor, rows: Tensor, tokens: Tensor, parents: Tensor
 ) -> None:

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import libdevice
 
 from slipstream.kernels.filters import Filters, filter_logits, filter_thresholds_triton, parameter_entry
 from slipstream.kernels.grid_sync import MAX_ROWS, done_counters, is_last_done
-from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
+from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
 
 MASK32 = 0xFFFFFFFF
 MAX_K = 16
@@ -78,16 +78,12 @@ def noise_bits(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     return _mix(_mix(row ^ (ids.long() * 0x85EBCA77 & MASK32)) + row)
 
 
+@Op
 def sample(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> Tensor:
     """logits (R, V), positions (R,) of the token to sample -> index (R,) int64 into V; ties go to the lowest index.
 
     `ids` (V,): the target id of each column, for a draft with a reduced vocabulary (default: the column itself).
     """
-    run = sample_triton if use_triton(logits) else sample_reference
-    return run(logits, positions, sampling, ids)
-
-
-def sample_reference(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> Tensor:
     return perturbed(logits, positions, sampling, ids).argmax(dim=-1)
 
 
@@ -108,6 +104,7 @@ def perturbed(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor
     return logits + temperature * gumbel(sampling.keys, positions, ids)
 
 
+@sample.kernel()
 def sample_triton(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> Tensor:
     """One launch, and four more with filters."""
     R, V = logits.shape
@@ -126,6 +123,7 @@ def sample_triton(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Te
     return out
 
 
+@Op
 def perturbed_topk(
     logits: Tensor, k: int, positions: Tensor, sampling: Sampling, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -134,19 +132,13 @@ def perturbed_topk(
     Ties go to the lower column. Columns that a row's filters cut have value -inf; a greedy row has no filters.
     `ids` (V,): the target id of each column (default: the column itself). k: 1 to MAX_K, not above V.
     """
-    run = perturbed_topk_triton if use_triton(logits) else perturbed_topk_reference
-    return run(logits, k, positions, sampling, ids)
-
-
-def perturbed_topk_reference(
-    logits: Tensor, k: int, positions: Tensor, sampling: Sampling, ids: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
     scores = perturbed(logits, positions, sampling, ids).float()
     # Sorting all for the best one alone would cost a CPU much of a round.
     best = scores.max(-1, keepdim=True) if k == 1 else scores.sort(dim=-1, descending=True, stable=True)
     return best.values[:, :k] - scores.logsumexp(dim=-1, keepdim=True), best.indices[:, :k]
 
 
+@perturbed_topk.kernel()
 def perturbed_topk_triton(
     logits: Tensor, k: int, positions: Tensor, sampling: Sampling, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

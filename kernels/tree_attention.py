@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.grid_sync import MAX_ROWS, all_resident, barrier_wait, barriers, done_counters, is_last_done
-from slipstream.kernels.launch import pdl_options, shared_memory, use_triton
+from slipstream.kernels.launch import Op, pdl_options, shared_memory
 from slipstream.kernels.verify import unpack
 
 Mask = Literal["causal", "tree", "block"]
@@ -49,6 +49,7 @@ class Parts(NamedTuple):
     tokens: int = MIN_PART_TOKENS  # of a part, at least
 
 
+@Op
 def tree_attention(
     q: Tensor,
     keys: Tensor,
@@ -78,30 +79,6 @@ def tree_attention(
     Returns (B, N, Q, D) in q's dtype and, with return_lse, the log-sum-exp (B, N, Q) fp32 of the scaled scores, natural
     logarithm: exp(lse) weighs results over disjoint keys when they are combined.
     """
-    run = tree_attention_triton if use_triton(q) else tree_attention_reference
-    where = pages, rows, lengths, ancestors
-    return run(
-        q, keys, values, *where, mask, scale, first_node=first_node, window=window, prefix=prefix, return_lse=return_lse
-    )
-
-
-def tree_attention_reference(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    pages: Tensor,
-    rows: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor | None,
-    mask: Mask,
-    scale: float,
-    *,
-    first_node: int = 0,
-    window: int | None = None,
-    prefix: bool = True,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Same signature as `tree_attention`; gathers every request's KV up to the longest one, scores in fp32."""
     B, N, Q, D = q.shape
     page_size, G = keys.shape[1:3]
     end = first_node + N
@@ -133,6 +110,7 @@ def _visible(node: Tensor, queries: Tensor, ancestors: Tensor | None, mask: Mask
     return (node < 0)[:, None] | seen.gather(2, node.clamp(0, 63)[:, None].expand(-1, N, -1))
 
 
+@tree_attention.kernel()
 def tree_attention_triton(
     q: Tensor,
     keys: Tensor,

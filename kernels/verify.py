@@ -9,16 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.launch import pdl_options, use_triton, wait_for_inputs
+from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
 
 
+@Op
 def ancestor_masks(parents: Tensor) -> Tensor:
     """parents (B, N) int32 with parents[:, 0] = -1 and parents[:, i] < i, N <= 64 -> (B, N) int64 bit masks: bit j of
     node i is set if j is i or an ancestor of it. Unused nodes are children of the root."""
-    return ancestor_masks_triton(parents) if use_triton(parents) else ancestor_masks_reference(parents)
-
-
-def ancestor_masks_reference(parents: Tensor) -> Tensor:
     B, N = parents.shape
     rows, above = torch.arange(B, device=parents.device), parents.clamp(min=0).long()
     masks = (torch.ones_like(above) << torch.arange(N, device=parents.device)).contiguous()
@@ -27,6 +24,7 @@ def ancestor_masks_reference(parents: Tensor) -> Tensor:
     return masks
 
 
+@ancestor_masks.kernel()
 def ancestor_masks_triton(parents: Tensor) -> Tensor:
     B, N = parents.shape
     assert N <= 64
@@ -42,6 +40,7 @@ def unpack(masks: Tensor, count: int | None = None) -> Tensor:
     return (masks[..., None] >> torch.arange(count, device=masks.device) & 1).bool()
 
 
+@Op
 def verify(tokens: Tensor, parents: Tensor, sampled: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """The accepted path of each proposal.
 
@@ -50,13 +49,6 @@ def verify(tokens: Tensor, parents: Tensor, sampled: Tensor, ancestors: Tensor |
     Returns nodes (B, N) int32 accepted node ids, root first, -1 padded; emitted (B, N) int32 the target's token after
     each accepted node, -1 padded; lengths (B,) int32.
     """
-    run = verify_triton if use_triton(tokens) else verify_reference
-    return run(tokens, parents, sampled, ancestors)
-
-
-def verify_reference(
-    tokens: Tensor, parents: Tensor, sampled: Tensor, ancestors: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
     N = tokens.shape[1]
     matches = torch.ones_like(tokens, dtype=torch.bool)  # the root is always accepted
     if ancestors is None:
@@ -74,6 +66,7 @@ def verify_reference(
     return nodes.masked_fill(padding, -1).int(), emitted.int(), lengths.int()
 
 
+@verify.kernel()
 def verify_triton(
     tokens: Tensor, parents: Tensor, sampled: Tensor, ancestors: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:

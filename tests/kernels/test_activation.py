@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.activation import silu_mul, silu_mul_reference, silu_mul_triton
+from slipstream.kernels.activation import silu_mul, silu_mul_triton
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
 
-KERNELS = [silu_mul_reference, silu_mul_triton]
+KERNELS = [silu_mul.reference, silu_mul_triton]
 REAL = [(1, 14336), (32, 14336), (8192, 14336), (5, 12288), (3, 11008)]
 SHAPES = [(1, 16), (3, 1000), (2, 2100), *(pytest.param(shape, marks=pytest.mark.gpu) for shape in REAL)]
 
@@ -40,7 +40,7 @@ def test_extremes_leading_dims_and_no_rows(device: str) -> None:
         torch.tensor([0.0, 0.0, 0.0, 200.0, 2e4], device=device),
     )
     gate_up = random(6, 40, torch.float32, device).reshape(2, 3, 80)
-    torch.testing.assert_close(silu_mul_triton(gate_up), silu_mul_reference(gate_up))
+    torch.testing.assert_close(silu_mul_triton(gate_up), silu_mul.reference(gate_up))
     assert silu_mul_triton(gate_up[:0]).shape == (0, 3, 40)
 
 
@@ -58,7 +58,7 @@ def test_gradients(kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], d
     towards = random(*shape, dtype, device)[:, : shape[1]] / 4
     tolerance = TOLERANCES[dtype]
     for upstream in (towards, towards[:1, :1].expand(shape), towards.t().contiguous().t()):
-        expected = gradient(silu_mul_reference, gate_up.double(), upstream.double())
+        expected = gradient(silu_mul.reference, gate_up.double(), upstream.double())
         with poisoned():
             found = gradient(kernel, gate_up, upstream)
         assert found.dtype == dtype
@@ -75,7 +75,7 @@ def test_gradients_of_extremes_leading_dims_and_no_rows(device: str) -> None:
     upstream = random(6, 20, torch.float32, device).view(2, 3, 40)
     for part in (slice(None), slice(0, 0)):
         found = gradient(silu_mul_triton, gate_up[part], upstream[part])
-        torch.testing.assert_close(found, gradient(silu_mul_reference, gate_up[part], upstream[part]))
+        torch.testing.assert_close(found, gradient(silu_mul.reference, gate_up[part], upstream[part]))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -12,19 +12,17 @@ from slipstream.kernels import cross_entropy as module
 from slipstream.kernels.cross_entropy import (
     Kind,
     label_cross_entropy,
-    label_cross_entropy_reference,
     label_cross_entropy_triton,
     soft_cross_entropy,
-    soft_cross_entropy_reference,
     soft_cross_entropy_triton,
 )
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned
 
 KINDS = get_args(Kind)
-RUNS = [soft_cross_entropy_reference, soft_cross_entropy_triton]
+RUNS = [soft_cross_entropy.reference, soft_cross_entropy_triton]
 SHAPES = [(1, 1), (2, 128), (3, 300), pytest.param((4096, 32768), marks=pytest.mark.gpu)]
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
-LABEL_RUNS = [label_cross_entropy_reference, label_cross_entropy_triton]
+LABEL_RUNS = [label_cross_entropy.reference, label_cross_entropy_triton]
 LABEL_SHAPES = [(1, 1), (3, 300), (2, 1025), pytest.param((4096, 151936), marks=pytest.mark.gpu)]
 PRECISIONS = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}  # the interpreter cuts bf16 off
 Run = Callable[..., tuple[Tensor, Tensor]]

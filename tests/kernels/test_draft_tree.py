@@ -67,7 +67,7 @@ def build(shape: TreeShape, B: int, kind: str, page_size: int, run: Any, ids: Te
         found = [children_of(path, b, shape.topk, kind) for b, path in paths]
         values = torch.tensor([values for values, _ in found])
         columns = torch.tensor([[columns_of.get(token, token) for token in tokens] for _, tokens in found])
-        grow = getattr(draft_tree, f"grow_{run}")
+        grow = getattr(draft_tree.grow, run)
         frontier = grow(candidates, frontier, values, columns, ids, place, level, level == shape.depth - 1)
         if frontier is not None:
             frontiers.append(frontier)
@@ -87,7 +87,7 @@ def test_trees_equal_the_loops(run: str, kind: str, size: tuple[int, int, int]) 
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2)) if kind == "plain" else None
     place, candidates, frontiers = build(shape, B, kind, 4, run, ids)
     roots = torch.tensor([7, 8, 9])
-    tokens, parents, scores = getattr(draft_tree, f"choose_{run}")(candidates, roots, count)
+    tokens, parents, scores = getattr(draft_tree.choose, run)(candidates, roots, count)
     assert tokens.dtype == parents.dtype == torch.int32
     for b in range(B):
         nodes, expected = loop_tree(b, shape, kind)
@@ -139,12 +139,12 @@ def test_probabilities_above_one_do_not_tear_a_tree(run: str) -> None:
     """Rounding may leave a log-probability just above 0; a child must not overtake its parent."""
     shape, B = TreeShape(2, 3), 1
     place, candidates = make_place(B, 4), Candidates.empty(B, shape, torch.device("cpu"))
-    grow, frontier = getattr(draft_tree, f"grow_{run}"), None
+    grow, frontier = getattr(draft_tree.grow, run), None
     for level in range(3):
         n = 2 if level else 1
         values, columns = torch.tensor([[1e-7, -30.0]] * n), torch.tensor([[3, 4]] * n)
         frontier = grow(candidates, frontier, values, columns, None, place, level, level == 2)
-    tokens, parents, scores = getattr(draft_tree, f"choose_{run}")(candidates, torch.tensor([1]), 4)
+    tokens, parents, scores = getattr(draft_tree.choose, run)(candidates, torch.tensor([1]), 4)
     assert tokens.tolist() == [[1, 3, 3, 3]]
     assert parents.tolist() == [[-1, 0, 1, 2]]
     assert scores.tolist() == [[0.0] * 4]
@@ -154,7 +154,7 @@ def test_probabilities_above_one_do_not_tear_a_tree(run: str) -> None:
 def test_every_prefix_is_the_tree_of_that_width(run: str) -> None:
     place, candidates, _ = build(TreeShape(4, 4), 3, "plain", 16, run, None)
     del place
-    roots, choose = torch.tensor([7, 8, 9]), getattr(draft_tree, f"choose_{run}")
+    roots, choose = torch.tensor([7, 8, 9]), getattr(draft_tree.choose, run)
     whole = choose(candidates, roots, 40)
     for count in (2, 3, 9, 17):
         for cut, full in zip(choose(candidates, roots, count), whole, strict=True):
@@ -167,6 +167,6 @@ def test_a_smaller_shape_finds_the_same_best_nodes(width: int) -> None:
     trees = []
     for own in (shape, shape.within(width)):
         _, candidates, _ = build(own, 3, "plain", 16, "reference", None)
-        trees.append(draft_tree.choose_reference(candidates, torch.tensor([7, 8, 9]), width))
+        trees.append(draft_tree.choose.reference(candidates, torch.tensor([7, 8, 9]), width))
     for small, large in zip(trees[1], trees[0], strict=True):
         assert torch.equal(small, large)

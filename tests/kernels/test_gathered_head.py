@@ -9,11 +9,10 @@ from slipstream.kernels.gathered_head import (
     MOST_ROWS,
     DraftHead,
     choose_tiling,
-    gathered_linear_reference,
+    gathered_linear,
     gathered_linear_triton,
     head_logits,
     head_topk,
-    head_topk_reference,
     head_topk_triton,
 )
 from slipstream.kernels.sampling import Sampling
@@ -75,7 +74,7 @@ def test_gathered_linear(tiling: Tiling | None, rows: int, dtype: torch.dtype, d
     expected = exact_logits(DraftHead(weight, ids, gathered=True), hidden)
     with poisoned():
         out = gathered_linear_triton(hidden, weight, ids, tiling)
-    for found in (out, gathered_linear_reference(hidden, weight, ids)):
+    for found in (out, gathered_linear.reference(hidden, weight, ids)):
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
@@ -254,7 +253,7 @@ def test_the_dispatch() -> None:
     )
     with torch.inference_mode():
         assert torch.equal(head_logits(head, hidden), gathered_linear_triton(hidden, weight, ids))
-        values, columns = head_topk_reference(head, hidden, 4, positions, sampling)
+        values, columns = head_topk.reference(head, hidden, 4, positions, sampling)
         assert torch.equal(head_topk(head, hidden, 4, positions, sampling)[1], columns)
         wide = DraftHead(weight.float(), ids, gathered=True)  # no kernel for 32-bit weights
         assert head_topk(wide, hidden.float(), 1, positions, sampling)[1].shape == (2, 1)

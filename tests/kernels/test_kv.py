@@ -8,10 +8,8 @@ from torch import Tensor
 
 from slipstream.kernels.kv import (
     chain_slots,
-    chain_slots_reference,
     chain_slots_triton,
     move_rows,
-    move_rows_reference,
     move_rows_triton,
 )
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, replayed
@@ -30,13 +28,13 @@ def test_move_rows_with_overlapping_ranges(num_rows: int) -> None:
         for layer in range(3):
             for part in range(2):
                 expected[layer, part, destination] = cache[layer, part, source]
-    move_rows(cache, torch.tensor(sources), torch.tensor(destinations))
+    move_rows(cache, torch.tensor([sources]), torch.tensor([destinations]))
     assert torch.equal(cache, expected)
 
 
 def test_a_shift_by_one_reads_before_it_writes() -> None:
     cache = torch.arange(10.0).view(1, 1, 10, 1, 1).repeat(2, 2, 1, 1, 1)
-    move_rows(cache, torch.arange(1, 10), torch.arange(9))
+    move_rows(cache, torch.arange(1, 10)[None], torch.arange(9)[None])
     assert cache[1, 1].flatten().tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9]
 
 
@@ -62,7 +60,7 @@ def test_the_kernel_equals_the_reference(width: int, heads: tuple[int, int], dty
     sources, destinations = random_moves(batch, width, device)
     cache = torch.randn(layers, 2, 2 * batch * width + 1, *heads, device=device).to(dtype)
     expected = cache.clone()
-    move_rows_reference(expected, sources, destinations)
+    move_rows.reference(expected, sources, destinations)
     move_rows_triton(cache, sources, destinations)
     assert torch.equal(cache, expected)
 
@@ -97,7 +95,7 @@ def test_a_graph_replays_it() -> None:
         move_rows_triton(cache, sources, destinations)
         return cache
 
-    move_rows_reference(expected, sources, destinations)
+    move_rows.reference(expected, sources, destinations)
     assert torch.equal(replayed(run), expected)
 
 
@@ -115,5 +113,5 @@ def test_slots_of_a_chain_equal_indexing(device: str, page_size: int, count: int
     assert positions.tolist() == [position for _, position in expected]
     table = pages.tolist()
     assert slots.tolist() == [table[row][p // page_size] * page_size + p % page_size for row, p in expected]
-    for found in (chain_slots, chain_slots_reference):
+    for found in (chain_slots, chain_slots.reference):
         assert all(map(torch.equal, found(pages, page_size, rows, starts, count), (positions, slots)))

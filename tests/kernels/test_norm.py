@@ -10,14 +10,11 @@ from torch import Tensor
 from slipstream.kernels.norm import (
     HeadNorms,
     add_rms_norm,
-    add_rms_norm_reference,
     add_rms_norm_triton,
     norm_heads,
     rms_norm,
     rms_norm_pair,
-    rms_norm_pair_reference,
     rms_norm_pair_triton,
-    rms_norm_reference,
     rms_norm_triton,
 )
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
@@ -47,7 +44,7 @@ def check(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kernel", [rms_norm_reference, rms_norm_triton])
+@pytest.mark.parametrize("kernel", [rms_norm.reference, rms_norm_triton])
 @pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
 def test_rms_norm(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     x, weight = random_rows(shape, dtype, device, 0), random(shape[1:], dtype, device, 1)
@@ -56,7 +53,7 @@ def test_rms_norm(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kernel", [add_rms_norm_reference, add_rms_norm_triton])
+@pytest.mark.parametrize("kernel", [add_rms_norm.reference, add_rms_norm_triton])
 @pytest.mark.parametrize(("with_out", "shape", "dtype"), cover([True, False], SHAPES, TOLERANCES))
 def test_add_rms_norm(
     kernel: Callable[..., Any], with_out: bool, shape: tuple[int, int], dtype: torch.dtype, device: str
@@ -77,7 +74,7 @@ def test_add_rms_norm(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kernel", [rms_norm_pair_reference, rms_norm_pair_triton])
+@pytest.mark.parametrize("kernel", [rms_norm_pair.reference, rms_norm_pair_triton])
 @pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
 def test_rms_norm_pair(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     first, second = random(shape, dtype, device, 0), random_rows(shape, dtype, device, 1)

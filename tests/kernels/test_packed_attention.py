@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.packed_attention import (
-    extend_attention_reference,
+    extend_attention,
     extend_attention_triton,
-    own_keys_gradients_reference,
+    own_keys_gradients,
     own_keys_gradients_triton,
 )
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned
@@ -26,7 +26,7 @@ CASES = [  # N, S, Q, G, D
 Extend = Callable[..., tuple[Tensor, Tensor]]
 Gradients = Callable[..., tuple[Tensor, Tensor, Tensor]]
 RUNS = [
-    (extend_attention_reference, own_keys_gradients_reference),
+    (extend_attention.reference, own_keys_gradients.reference),
     (extend_attention_triton, own_keys_gradients_triton),
 ]
 

@@ -9,14 +9,12 @@ from torch import Tensor
 
 from slipstream.kernels.norm import HeadNorms, rms_norm_triton
 from slipstream.kernels.rope import (
+    rotate,
     rotate_and_store,
-    rotate_and_store_reference,
     rotate_and_store_triton,
-    rotate_reference,
     rotate_triton,
     store,
     store_context,
-    store_context_reference,
     store_context_triton,
 )
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
@@ -31,7 +29,7 @@ CASES = [  # T, Q, G, D
     (7, 1, 1, 96),
     (2, 8, 8, 256),
 ]
-KERNELS = [rotate_and_store_reference, rotate_and_store_triton]
+KERNELS = [rotate_and_store.reference, rotate_and_store_triton]
 REAL = pytest.param((8192, 32, 8, 128), marks=pytest.mark.gpu)
 
 
@@ -130,7 +128,7 @@ def test_store_writes_what_rotate_and_store_writes(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kernel", [rotate_reference, rotate_triton])
+@pytest.mark.parametrize("kernel", [rotate.reference, rotate_triton])
 @pytest.mark.parametrize(("case", "dtype"), cover(CASES, TOLERANCES))
 def test_alone_it_turns_forth_and_its_gradient_back(
     kernel: Callable[..., Tensor], case: tuple[int, ...], dtype: torch.dtype, device: str
@@ -218,7 +216,7 @@ def check_context(scene: ContextScene, cache: Tensor) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("case", "dtype"), cover(CONTEXTS, TOLERANCES))
-@pytest.mark.parametrize("kernel", [store_context_reference, store_context_triton])
+@pytest.mark.parametrize("kernel", [store_context.reference, store_context_triton])
 def test_context_rows_equal_a_loop(kernel: Callable[..., None], case: Case, dtype: torch.dtype, device: str) -> None:
     scene = ContextScene(case, dtype, device)
     check_context(scene, scene.run(kernel))

@@ -13,7 +13,7 @@ from slipstream.kernels.sampling import (
     gumbel,
     noise_bits,
     row_noise_bits,
-    sample_reference,
+    sample,
     sample_triton,
 )
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, keys_of, poisoned, replayed
@@ -63,7 +63,7 @@ def assert_same_tokens(logits: Tensor, positions: Tensor, sampling: Sampling, id
     """Equal to the reference's, or as good by the reference's own scores up to the noise's rounding."""
     with poisoned():
         tokens = sample_triton(logits, positions, sampling, ids)
-    expected = sample_reference(logits, positions, sampling, ids)
+    expected = sample.reference(logits, positions, sampling, ids)
     assert tokens.dtype == torch.int64
     differ = (tokens != expected).nonzero().flatten()
     if not len(differ):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels import small_m_gemm
-from slipstream.kernels.activation import silu_mul_reference, silu_mul_triton
+from slipstream.kernels.activation import silu_mul, silu_mul_triton
 from slipstream.kernels.linear import gated_linear, linear
 from slipstream.kernels.small_m_gemm import Tiling
 from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, TOLERANCES, cover, poisoned, replayed
@@ -95,7 +95,7 @@ def test_tilings_fill_the_device_once() -> None:
 def test_no_rows_and_the_cpu() -> None:
     x, weight, bias = torch.randn(4, 24), torch.randn(10, 24), torch.randn(10)
     assert small_m_gemm.linear_few_rows_triton(x[:0], weight, bias).shape == (0, 10)
-    expected = silu_mul_reference(F.linear(x, weight))
+    expected = silu_mul.reference(F.linear(x, weight))
     torch.testing.assert_close(gated_linear(x.view(2, 2, 24), weight), expected.view(2, 2, 5))
 
 

@@ -10,13 +10,12 @@ from slipstream.kernels.sampling import (
     TILE,
     Sampling,
     perturbed_topk,
-    perturbed_topk_reference,
     perturbed_topk_triton,
-    sample_reference,
+    sample,
 )
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, exact_scores, keys_of, poisoned, replayed
 
-RUNS = [perturbed_topk_reference, perturbed_topk_triton]
+RUNS = [perturbed_topk.reference, perturbed_topk_triton]
 
 
 def sampling_of(rows: int, device: str, temperature: list[float] | None = None) -> Sampling:
@@ -68,7 +67,7 @@ def test_several_k(run, device: str) -> None:
         with poisoned():
             values, columns = run(logits, k, positions, sampling)
         check(values, columns, scores, k)
-    assert torch.equal(columns[:, 0], sample_reference(logits, positions, sampling))
+    assert torch.equal(columns[:, 0], sample.reference(logits, positions, sampling))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -22,7 +22,6 @@ from slipstream.kernels.tree_attention import (
     choose_shares,
     fit_blocks,
     tree_attention,
-    tree_attention_reference,
     tree_attention_triton,
 )
 from slipstream.tests.kernels.attention_scenes import CASES, GPU_CASES, LONG, Case, Scene
@@ -73,7 +72,7 @@ def check(results: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> No
 @pytest.mark.parametrize("name", CASES)
 def test_reference_equals_softmax_over_what_each_node_sees(name: str) -> None:
     scene = Scene(CASES[name], torch.float32, "cpu")
-    check(scene.run(tree_attention_reference), scene.expected())
+    check(scene.run(tree_attention.reference), scene.expected())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -241,7 +240,7 @@ def last_of(case: Case, first_node: int, kernel: object, dtype: torch.dtype, dev
 def test_last_nodes_of_the_reference(name: str) -> None:
     """Those before are in the cache: what attention of all nodes gives for the last."""
     for first_node in LAST[name]:
-        last_of(CASES[name], first_node, tree_attention_reference, torch.float32, "cpu")
+        last_of(CASES[name], first_node, tree_attention.reference, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,11 +8,9 @@ from torch import Tensor
 
 from slipstream.kernels.verify import (
     ancestor_masks,
-    ancestor_masks_reference,
     ancestor_masks_triton,
     unpack,
     verify,
-    verify_reference,
     verify_triton,
 )
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
@@ -101,14 +99,14 @@ def random_proposals(num: int, width: int, chain: bool, device: str) -> tuple[Te
 def test_the_kernels_equal_the_references(chain: bool, width: int, device: str) -> None:
     num = 4 if device == "cpu" else 300
     tokens, parents, sampled = random_proposals(num, width, chain, device)
-    expected_masks = ancestor_masks_reference(parents)
+    expected_masks = ancestor_masks.reference(parents)
     with poisoned():
         masks = ancestor_masks_triton(parents)
     assert torch.equal(masks, expected_masks)
     for ancestors in (None, masks) if chain else (masks,):
         with poisoned():
             found = verify_triton(tokens, parents, sampled, ancestors)
-        for actual, wanted in zip(found, verify_reference(tokens, parents, sampled, ancestors), strict=True):
+        for actual, wanted in zip(found, verify.reference(tokens, parents, sampled, ancestors), strict=True):
             assert actual.dtype == torch.int32
             assert torch.equal(actual, wanted)
 

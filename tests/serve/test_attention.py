@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.norm import HeadNorms
+from slipstream.kernels.rope import rotate_and_store
+from slipstream.kernels.tree_attention import tree_attention
 from slipstream.models.config import RopeConfig
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.serve.attention.base import Backend, Hybrid
@@ -33,8 +35,8 @@ DTYPES = {
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Backend]:
     """By its name. Triton's runs under the interpreter; where kernels are compiled for a GPU, their references run."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        for module in ("rope", "tree_attention"):
-            monkeypatch.setattr(f"slipstream.kernels.{module}.use_triton", lambda _: request.param == "triton")
+        for op in (rotate_and_store, tree_attention):
+            monkeypatch.setattr(op, "when", lambda *_args, **_options: request.param == "triton")
     return BACKENDS[request.param]
 
 
