@@ -45,13 +45,6 @@ def rotate_and_store(
     return rotate_halves(q, cos, sin)
 
 
-def store(
-    k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, keys: Tensor, values: Tensor
-) -> None:
-    """`rotate_and_store` without queries."""
-    rotate_and_store(k[:, :0], k, v, cos, sin, positions, slots, keys, values)
-
-
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates x (..., heads, D) by the "half" convention: pairs are (i, i + D / 2)."""
     first, second = x.chunk(2, dim=-1)

@@ -18,7 +18,7 @@ from slipstream.models.checkpoint import read_json
 from slipstream.models.config import ModelConfig
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config, load_target
-from slipstream.serve.attention.base import Hybrid, KVFormat, find_backends
+from slipstream.serve.attention.base import KVFormat, find_backends
 from slipstream.serve.batch import KVSpec, RequestState
 from slipstream.serve.cache import PageCache
 from slipstream.serve.drafters.base import load_drafter
@@ -277,7 +277,7 @@ class Engine:
         for spec in specs:  # a draft mostly has its target's
             equal = (rope for other, rope in zip(specs, ropes, strict=False) if other.has_positions_of(spec))
             ropes.append(next(equal, None) or RotaryEmbedding(spec.rope, spec.head_dim, positions).to(device))
-        attention = Hybrid(*(self.backends[phase](groups[0], ropes[0]) for phase in ("prefill", "verify")))
+        attention = {phase: self.backends[phase](groups[0], ropes[0]) for phase in ("prefill", "verify")}
         draft_attention = self.backends["draft"](groups[1], ropes[1]) if self.drafter.kv else None
         self.drafter.attach(self.target, state, draft_attention)
         caches = tuple(group.flatten(2, 3) for group in groups)

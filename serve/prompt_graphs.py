@@ -96,7 +96,7 @@ class PromptGraphs:
 
     def _find(self, chunks: Sequence[Chunk], mode: SamplingMode) -> int | None:
         pairs = sum((chunk.end - chunk.start) * (chunk.start + chunk.end) // 2 for chunk in chunks)
-        is_long = pairs > MOST_PAIRS and self.runner.attention.is_ready
+        is_long = pairs > MOST_PAIRS and self.runner.attention["prefill"].is_ready
         if is_long or len(chunks) > self.num_requests:
             return None
         needed = num_blocks(chunks)

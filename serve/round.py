@@ -3,6 +3,7 @@
 A round is one function of device state. Nothing in it waits for the host, so it can be captured whole.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +27,7 @@ class Runner:
     """Everything a pass needs on the device."""
 
     target: Target
-    attention: Backend
+    attention: Mapping[str, Backend]  # prefill and verify
     drafter: Drafter
     state: RequestState
     caches: tuple[Tensor, ...]  # (L, 2, slots, G, D) views of the pool's groups
@@ -98,8 +99,9 @@ class Runner:
         return end.results if batch.ancestors is None else torch.cat((end.results, verified.nodes), dim=1)
 
     def attention_for(self, batch: Batch) -> Backend:
-        self.attention.plan(batch)
-        return self.attention
+        attention = self.attention["verify" if batch.next_tokens is None else "prefill"]
+        attention.plan(batch)
+        return attention
 
     def _begin(
         self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int

@@ -1,16 +1,17 @@
-"""What an attention backend is, how a phase finds its backend, and the hybrid of two."""
+"""What an attention backend is, and how a phase finds its backend."""
 
 import importlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.norm import HeadNorms
-from slipstream.models.layers import Attention, Mask, RotaryEmbedding
+from slipstream.kernels.rope import rotate_and_store
+from slipstream.models.layers import Attention, RotaryEmbedding
 from slipstream.serve.batch import Batch
 
 logger = logging.getLogger(__name__)
@@ -31,77 +32,48 @@ class KVFormat(NamedTuple):
     head_dim: int
 
 
-class Backend(Attention, Protocol):
-    """Attention over one network's paged KV."""
+class Backend(Attention):
+    """Attention over one network's paged KV.
 
-    needs_host_lengths: bool  # sizes or plans its work on the host: its rounds cannot be captured in a CUDA graph
-    flat: Tensor  # (L, 2, slots, G, D) the KV, for kernels that store several layers at once
-    rope: RotaryEmbedding
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether its kernels for prompts are compiled. Where they are not, a pass waits until they are."""
-        ...
-
-    def plan(self, batch: Batch) -> None:
-        """Prepares one pass; `write` and `attend` of every layer follow."""
-        ...
-
-
-class PhaseBackend(Backend, Protocol):
-    """A file of this folder defines one as its class `Backend`; and others, for NAME:VARIANT, in a dict `VARIANTS`."""
+    A file of this folder defines one as its class `Backend`; and others, for NAME:VARIANT, in a dict `VARIANTS`.
+    """
 
     phases: ClassVar[frozenset[str]]
+    needs_host_lengths: ClassVar[bool]  # sizes or plans its work on the host: a CUDA graph cannot capture its rounds
 
     def __init__(self, cache: Tensor, rope: RotaryEmbedding) -> None:
         """cache (L, 2, num_pages, page_size, G, D)."""
-        ...
+        self.cache, self.rope = cache, rope
+        self.flat = cache.flatten(2, 3)  # (L, 2, slots, G, D), a view, for kernels that store several layers at once
 
     @classmethod
     def fault(cls, kv: KVFormat) -> str:
         """Why it cannot read and write such a cache; empty if it can."""
-        ...
+        return ""
 
     @classmethod
     def prepare(cls, kv: KVFormat) -> None:
         """Starts what takes long and can be done in the background: compiling kernels."""
-        ...
-
-
-class Hybrid:
-    """One backend for prefill, another for verify, over the same cache."""
-
-    def __init__(self, prefill: Backend, verify: Backend) -> None:
-        self.prefill, self.verify = prefill, verify
-        self.needs_host_lengths = verify.needs_host_lengths
-        self.flat, self.rope = verify.flat, verify.rope
-        self.active = verify
 
     @property
     def is_ready(self) -> bool:
-        return self.prefill.is_ready
+        """Whether its kernels for prompts are compiled. Where they are not, a pass waits until they are."""
+        return True
 
     def plan(self, batch: Batch) -> None:
-        self.active = self.verify if batch.next_tokens is None else self.prefill
-        self.active.plan(batch)
+        """Prepares one pass; `write` and `attend` of every layer follow."""
+        self.batch = batch
 
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
-        self.active.write(k, v, layer)
+        self.rotate_and_store(k[:, :0], k, v, layer)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: int,
-        mask: Mask,
-        window: int | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        return self.active.attend(q, k, v, layer, mask, window, norms)
+    def rotate_and_store(self, q: Tensor, k: Tensor, v: Tensor, layer: int, norms: HeadNorms | None = None) -> Tensor:
+        """Norms and rotates q and k, stores k and v in their slots of a layer, and returns q (T, Q, D)."""
+        batch, rope, (keys, values) = self.batch, self.rope, self.flat[layer]
+        return rotate_and_store(q, k, v, rope.cos, rope.sin, batch.positions, batch.slots, keys, values, norms)
 
 
-def find_backends(option: str, formats: Mapping[str, KVFormat] | None = None) -> dict[str, type[PhaseBackend]]:
+def find_backends(option: str, formats: Mapping[str, KVFormat] | None = None) -> dict[str, type[Backend]]:
     """The backend class of each phase from `--attention`: auto, one name, or prefill=NAME,verify=NAME,draft=NAME.
 
     `formats`: the KV that each phase works on; a phase without one is not checked against any. Raises ValueError for
@@ -152,20 +124,20 @@ def _why_not(name: str, phase: str, kv: KVFormat | None) -> str:
         return str(error)
 
 
-def _lack(backend: type[PhaseBackend], phase: str, kv: KVFormat | None) -> str:
+def _lack(backend: type[Backend], phase: str, kv: KVFormat | None) -> str:
     if phase not in backend.phases:
         return "it has no kernels for that phase"
     return backend.fault(kv) if kv else ""
 
 
-def _load(choice: str) -> type[PhaseBackend]:
+def _load(choice: str) -> type[Backend]:
     name, colon, variant = choice.partition(":")
     if name not in _found():
         raise ValueError(f"attention backend {name!r} does not exist; found: {', '.join(_found())}")
     module = importlib.import_module(f"slipstream.serve.attention.{name}")
     if not colon:
         return module.Backend
-    variants: dict[str, type[PhaseBackend]] = getattr(module, "VARIANTS", {})
+    variants: dict[str, type[Backend]] = getattr(module, "VARIANTS", {})
     if variant not in variants:
         valid = ", ".join(f"{name}:{known}" for known in variants) or "(none)"
         raise ValueError(f"attention backend {name!r} has no variant {variant!r}; valid: {valid}")

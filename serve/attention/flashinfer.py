@@ -30,9 +30,9 @@ except ImportError as error:
 
 from slipstream import runtime
 from slipstream.kernels.norm import HeadNorms
-from slipstream.kernels.rope import rotate_and_store, store
 from slipstream.kernels.tree_attention import tree_attention
 from slipstream.models.layers import Mask, RotaryEmbedding
+from slipstream.serve.attention import base
 from slipstream.serve.attention.base import PHASES, KVFormat
 from slipstream.serve.batch import Batch
 
@@ -82,15 +82,14 @@ class Planner:
         self.copied.record()
 
 
-class Backend:
+class Backend(base.Backend):
     needs_host_lengths = True
     phases = frozenset(PHASES)
     prompt_kernels: ClassVar[str] = "auto"
     round_kernels: ClassVar[str] = "fa2"  # FA3 reads a context in one program per query head
 
     def __init__(self, cache: Tensor, rope: RotaryEmbedding) -> None:
-        self.cache, self.rope = cache, rope
-        self.flat = cache.flatten(2, 3)  # (L, 2, slots, G, D), a view
+        super().__init__(cache, rope)
         self.workspace = _workspace(cache.device)
         self.planners: dict[str, Planner] = {}  # kind of pass -> its wrapper, made once
         self.planned: dict[tuple[Mask, int | None], Any] = {}  # by mask and window: the wrappers planned for this pass
@@ -118,12 +117,8 @@ class Backend:
         return _build(self.cache.dtype, self.cache.shape[-1], self.prompt_kernels).is_done
 
     def plan(self, batch: Batch) -> None:
-        self.batch = batch
+        super().plan(batch)
         self.planned = {}
-
-    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
-        keys, values = self.flat[layer]
-        store(k, v, self.rope.cos, self.rope.sin, self.batch.positions, self.batch.slots, keys, values)
 
     def attend(
         self,
@@ -135,9 +130,7 @@ class Backend:
         window: int | None = None,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        batch, (keys, values) = self.batch, self.flat[layer]
-        where = self.rope.cos, self.rope.sin, batch.positions, batch.slots, keys, values
-        q = rotate_and_store(q, k, v, *where, norms)
+        batch, q = self.batch, self.rotate_and_store(q, k, v, layer, norms)
         if max(batch.query_lens) == 1 and not batch.first_node:
             mask = "causal"  # what a node without others sees does not depend on the mask
         assert window is None or mask == "causal", "a window is one of positions, and a tree's slots are none"

@@ -8,10 +8,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.kernels.norm import HeadNorms, norm_heads
-from slipstream.kernels.rope import rotate_and_store, rotate_halves
+from slipstream.kernels.rope import rotate_halves
 from slipstream.kernels.verify import unpack
-from slipstream.models.layers import Mask, RotaryEmbedding
-from slipstream.serve.attention.base import PHASES, KVFormat
+from slipstream.models.layers import Mask
+from slipstream.serve.attention import base
 from slipstream.serve.batch import Batch
 
 # Without cuDNN, which prepares about 40 ms for every new prompt length.
@@ -31,23 +31,9 @@ class Segment:
     biases: dict[tuple[Mask, int | None], Tensor] = field(default_factory=dict)
 
 
-class Backend:
-    is_ready = True
+class Backend(base.Backend):
     needs_host_lengths = True  # the host's bounds are the shapes of what it gathers
-    phases = frozenset(PHASES)
-
-    @classmethod
-    def fault(cls, kv: KVFormat) -> str:
-        return ""
-
-    def __init__(self, cache: Tensor, rope: RotaryEmbedding) -> None:
-        self.cache = cache
-        self.flat = cache.flatten(2, 3)  # (L, 2, slots, G, D), a view
-        self.rope = rope
-
-    @classmethod
-    def prepare(cls, kv: KVFormat) -> None:
-        pass
+    phases = frozenset(base.PHASES)
 
     def plan(self, batch: Batch) -> None:
         self.batch = batch
@@ -75,9 +61,7 @@ class Backend:
         norms: HeadNorms | None = None,
     ) -> Tensor:
         if q.is_cuda:  # one launch instead of a dozen
-            (keys, values), batch = self.flat[layer], self.batch
-            where = self.rope.cos, self.rope.sin, batch.positions, batch.slots, keys, values
-            q = rotate_and_store(q, k, v, *where, norms)
+            q = self.rotate_and_store(q, k, v, layer, norms)
         else:
             q, k = norm_heads(q, k, norms)
             self.write(k, v, layer)

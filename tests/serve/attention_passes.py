@@ -10,7 +10,7 @@ from slipstream.kernels.norm import HeadNorms
 from slipstream.kernels.verify import ancestor_masks
 from slipstream.models.config import RopeConfig
 from slipstream.models.layers import Mask, RotaryEmbedding
-from slipstream.serve.attention.base import PhaseBackend
+from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, RequestState
 
 NUM_LAYERS, LAYER = 2, 1
@@ -101,7 +101,7 @@ class Scene:
             ancestors=ancestors,
         )
 
-    def attend(self, backend: type[PhaseBackend], with_norms: bool = True) -> tuple[Tensor, Tensor]:
+    def attend(self, backend: type[Backend], with_norms: bool = True) -> tuple[Tensor, Tensor]:
         """Output (T, Q, D) and the slots' new KV (2, T, G, D)."""
         attention, batch = backend(self.cache, self.rope), self.batch()
         attention.plan(batch)

@@ -3,22 +3,22 @@
 import math
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.norm import HeadNorms
 from slipstream.kernels.rope import rotate_and_store
 from slipstream.kernels.tree_attention import tree_attention
 from slipstream.models.config import RopeConfig
 from slipstream.models.layers import RotaryEmbedding
-from slipstream.serve.attention.base import Backend, Hybrid
+from slipstream.serve.attention.base import Backend
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend
 from slipstream.serve.batch import Batch, RequestState
+from slipstream.serve.round import Runner
 from slipstream.tests.pairwise import gate_of
 
 NUM_LAYERS, LAYER, HEAD_DIM, NUM_ROWS, MAX_LEN, THETA = 2, 1, 8, 6, 96, 100.0
@@ -256,46 +256,13 @@ def test_every_backend_of_the_folder_is_tested() -> None:
     assert {path.stem for path in folder.glob("*.py")} - {"base"} == BACKENDS.keys() | TESTED_ELSEWHERE
 
 
-class Recorder:
-    """A backend that notes its calls."""
-
-    needs_host_lengths = False
-    flat, rope = torch.empty(0), RotaryEmbedding(RopeConfig(), 2, 1)
-
-    def __init__(self, name: str, calls: list[str]) -> None:
-        self.name, self.calls = name, calls
-
-    def plan(self, batch: Batch) -> None:
-        self.calls.append(f"{self.name} plan")
-
-    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
-        self.calls.append(f"{self.name} write")
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, mask: str, window: int | None, norms: HeadNorms | None
-    ) -> Tensor:
-        self.calls.append(f"{self.name} attend {window} {norms is None}")
-        return q
-
-
-def test_hybrid_hands_each_phase_to_its_backend() -> None:
-    calls: list[str] = []
-    hybrid = Hybrid(Recorder("prefill", calls), Recorder("verify", calls))
+def test_a_pass_is_planned_by_the_backend_of_its_phase() -> None:
     scene = Scene(CASES["decode"], torch.float32)
+    rope = RotaryEmbedding(RopeConfig(THETA), HEAD_DIM, MAX_LEN)
+    backends = {phase: SDPABackend(scene.cache, rope) for phase in ("prefill", "verify")}
+    runner = Runner(None, backends, None, None, ())  # type: ignore[arg-type]
     verify = scene.batch(0)
-    state = (verify.state, verify.rows, verify.lengths, verify.positions, verify.slots, verify.query_lens)
-    prefill = Batch(*state, verify.kv_bounds, next_tokens=torch.zeros(4, dtype=torch.int64))
-    for batch in (prefill, verify, prefill):
-        hybrid.plan(batch)
-        hybrid.write(scene.k, scene.v, 0)
-        hybrid.attend(scene.q, scene.k, scene.v, 0, "causal", 9, HeadNorms(scene.q, scene.k, 1e-6))
-    passes = ("prefill", "verify", "prefill")
-    assert calls == [f"{phase} {call}" for phase in passes for call in ("plan", "write", "attend 9 False")]
-
-
-def test_hybrid_needs_host_lengths_where_its_verify_backend_does() -> None:
-    calls: list[str] = []
-    needy = Recorder("flash", calls)
-    needy.needs_host_lengths = True
-    assert Hybrid(Recorder("prefill", calls), needy).needs_host_lengths
-    assert not Hybrid(needy, Recorder("verify", calls)).needs_host_lengths
+    prefill = replace(verify, next_tokens=torch.zeros_like(verify.positions))
+    for phase, batch in (("prefill", prefill), ("verify", verify)):
+        assert runner.attention_for(batch) is backends[phase]
+        assert backends[phase].batch is batch

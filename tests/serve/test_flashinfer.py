@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.serve.attention.base import KVFormat, PhaseBackend, find_backends
+from slipstream.serve.attention.base import Backend, KVFormat, find_backends
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.batch import Batch
 from slipstream.tests.serve import fake_flashinfer
@@ -16,7 +16,7 @@ from slipstream.tests.serve.attention_passes import LAYER, PASSES, Scene
 
 
 @pytest.fixture
-def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PhaseBackend]]:
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Backend]]:
     monkeypatch.setattr(torch.cuda, "Event", fake_flashinfer.Event)
     monkeypatch.setattr(fake_flashinfer.Wrapper, "made", [])
     with fake_flashinfer.installed(tmp_path):
@@ -28,7 +28,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Ph
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_plans_and_merges_give_what_sdpa_gives(
-    backend: type[PhaseBackend], name: str, dtype: torch.dtype, tolerance: float
+    backend: type[Backend], name: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     expected, kv = Scene(PASSES[name], 16, torch.float32, "cpu").attend(SDPABackend)
     out, stored = Scene(PASSES[name], 16, dtype, "cpu").attend(backend)
@@ -37,7 +37,7 @@ def test_plans_and_merges_give_what_sdpa_gives(
     torch.testing.assert_close(stored.float(), kv, atol=tolerance, rtol=tolerance)
 
 
-def test_a_pass_is_planned_once_and_only_if_it_attends(backend: type[PhaseBackend]) -> None:
+def test_a_pass_is_planned_once_and_only_if_it_attends(backend: type[Backend]) -> None:
     scene = Scene(PASSES["chain"], 16, torch.float32, "cpu")
     attention, (q, k, v) = backend(scene.cache, scene.rope), scene.qkv
     attention.plan(scene.batch())
@@ -51,21 +51,7 @@ def test_a_pass_is_planned_once_and_only_if_it_attends(backend: type[PhaseBacken
         assert wrapper.num_plans == num_plans
 
 
-def test_write_stores_what_attend_stores(backend: type[PhaseBackend]) -> None:
-    caches = []
-    for writes_only in (True, False):
-        scene = Scene(PASSES["prompts with prefix"], 16, torch.float32, "cpu")
-        attention, (q, k, v) = backend(scene.cache, scene.rope), scene.qkv
-        attention.plan(scene.batch())
-        if writes_only:
-            attention.write(k, v, LAYER)
-        else:
-            attention.attend(q, k, v, LAYER, "causal")
-        caches.append(scene.cache)
-    assert torch.equal(*caches)
-
-
-def test_prompts_do_not_wait_for_the_device(backend: type[PhaseBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_do_not_wait_for_the_device(backend: type[Backend], monkeypatch: pytest.MonkeyPatch) -> None:
     """Their lengths follow from the host's bounds; rounds read them from the device, once per pass."""
     for name, expected in (("prompts with prefix", 0), ("chain", 1), ("tree", 1), ("decode", 1)):
         scene, reads = Scene(PASSES[name], 16, torch.float32, "cpu"), []
@@ -89,9 +75,7 @@ def test_prompts_and_rounds_take_their_kernels(option: str, prompt: str, chain: 
 
 
 @pytest.mark.parametrize(("name", "tensor_cores"), [("decode", True), ("decode, two heads share", False)])
-def test_decoding_takes_tensor_cores_for_large_groups(
-    backend: type[PhaseBackend], name: str, tensor_cores: bool
-) -> None:
+def test_decoding_takes_tensor_cores_for_large_groups(backend: type[Backend], name: str, tensor_cores: bool) -> None:
     Scene(PASSES[name], 16, torch.float32, "cpu").attend(backend)
     assert fake_flashinfer.Wrapper.made.pop().use_tensor_cores is tensor_cores
 
@@ -133,7 +117,7 @@ def test_passes_may_follow_each_other_without_waiting() -> None:
 
 
 def test_kernels_for_prompts_are_compiled_in_the_background(
-    backend: type[PhaseBackend], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    backend: type[Backend], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module, dtype = sys.modules[backend.__module__], torch.bfloat16
     backend.prepare(KVFormat(torch.device("cpu"), dtype, 64))
