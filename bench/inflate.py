@@ -23,38 +23,35 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 import json
 import shutil
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import Module
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from slipstream.bench.inflate_weights import (
-    LIFT,
     SHAPES,
     Inflation,
-    Layer,
-    Part,
+    Make,
     Shape,
     check,
     check_layer,
     check_room,
     places,
-    take,
     target_json,
-    target_tensors,
-    within,
 )
 from slipstream.config import parse
 from slipstream.models import dflash, eagle3
 from slipstream.models.atomic import atomic_folder
 from slipstream.models.checkpoint import (
+    INDEX,
     public_tensors,
     read_json,
     resolve,
@@ -63,16 +60,15 @@ from slipstream.models.checkpoint import (
     write_checkpoint,
 )
 from slipstream.models.config import ModelConfig
-from slipstream.models.dflash import DFlashConfig
+from slipstream.models.dflash import DFlash, DFlashConfig
 from slipstream.models.draft import ids_of
-from slipstream.models.eagle3 import Eagle3Config
+from slipstream.models.eagle3 import Eagle3
 from slipstream.models.outputs import CHECKPOINT, FolderKind, check_output_folder
-from slipstream.models.target import load_config, load_target
+from slipstream.models.target import Target, load_config, load_target
 from slipstream.serve.drafters.base import drafter_name
 from slipstream.serve.options import EngineConfig, find_target
 
 CPU = torch.device("cpu")
-EAGLE3_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 NUM_LAYERS = 5  # of a big DFLASH draft
 NUM_STATES = 5
 PAIR = FolderKind(
@@ -93,30 +89,25 @@ class InflateConfig:
     """Folder for target/ and draft/. Replaces an earlier pair."""
     target: str = ""
     """The small target. Default: the target of the draft."""
-    shape: str = "llama31-8b"
-    """Sizes to reach: llama31-8b, qwen3-8b, mid or small."""
+    shape: Literal["llama31-8b", "qwen3-8b", "mid", "small"] = "llama31-8b"
+    """Sizes to reach."""
     random_weights: bool = False
     """Write ordinary random weights of these shapes instead."""
     seed: int = 0
     """Seed of the random weights."""
-    device: str = "cpu"
-    """Where random weights are made: cpu or cuda."""
-
-    def __post_init__(self) -> None:
-        if self.shape not in SHAPES:
-            raise ValueError(f"shape is {self.shape!r}; choose one of {', '.join(SHAPES)}")
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device is {self.device!r}; choose cpu or cuda")
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where random weights are made."""
 
 
 @dataclass(frozen=True, slots=True)
-class Draft(ABC):
+class Draft:
     """A small draft and how to enlarge it."""
 
-    config: Eagle3Config | DFlashConfig
+    config: Any
     weights: Mapping[str, Tensor]
     """By public name, projections taken apart."""
 
+    network: ClassVar[type[Module]]
     read: ClassVar[Callable[..., Any]]
     """The network in a folder."""
     to_json: ClassVar[Callable[..., dict[str, Any]]]
@@ -127,14 +118,6 @@ class Draft(ABC):
         """Reads the draft of the target `model` in bf16."""
         module = cls.read(path, model, torch.bfloat16, CPU)
         return cls(module.config, public_tensors(module.config, module.state_dict()))
-
-    @abstractmethod
-    def big_config(self, shape: Shape, **origin: Any) -> Any:
-        """Config of the big draft; `origin`: target, target_fingerprint and tokenizer_hash."""
-
-    @abstractmethod
-    def tensors(self, inflation: Inflation, shape: Shape) -> Iterator[Part]:
-        """Every tensor of the big draft."""
 
     def check(self, model: ModelConfig, shape: Shape) -> None:
         """Raises ValueError naming what of the target or the draft does not fit."""
@@ -152,62 +135,60 @@ class Draft(ABC):
             unused = shape.draft_vocab_size - config.draft_vocab_size
             check_room("unused draft tokens", unused, shape.vocab_size - model.vocab_size)
 
-    def big_fields(self, shape: Shape) -> dict[str, Any]:
-        """Fields of the big draft's config that all drafts share, except the features it reads."""
+    def big_config(self, shape: Shape, **fields: Any) -> Any:
+        """Config of the big draft; `fields`: target, target_fingerprint, tokenizer_hash, and what only some have."""
         config = self.config
         same = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "vocab_size")
-        return {name: getattr(shape, name) for name in (*same, "max_position_embeddings")} | {
-            "draft_vocab_size": None if config.draft_vocab_size is None else shape.draft_vocab_size,
-            "rms_norm_eps": config.rms_norm_eps * config.hidden_size / shape.hidden_size,
-            "target_num_layers": shape.num_layers,
-            "target_revision": None,
-        }
+        return replace(
+            config,
+            **{name: getattr(shape, name) for name in (*same, "max_position_embeddings")},
+            draft_vocab_size=None if config.draft_vocab_size is None else shape.draft_vocab_size,
+            rms_norm_eps=config.rms_norm_eps * config.hidden_size / shape.hidden_size,
+            target_hidden_size=shape.hidden_size,
+            target_num_layers=shape.num_layers,
+            target_revision=None,
+            feature_layers=tuple(self.states(shape)),
+            **fields,
+        )
+
+    def states(self, shape: Shape) -> dict[int, int | None]:
+        """States of the big target that the big draft reads, in order -> the small draft's feature that each is; None:
+        an added one."""
+        return {layer: index for index, layer in enumerate(self.own_features(shape))}
 
     def own_features(self, shape: Shape) -> tuple[int, ...]:
         """States of the big target that equal the small draft's features."""
         place_of = {index: big for big, index in places(self.config.target_num_layers, shape.num_layers).items()}
         return tuple(place_of.get(layer, shape.num_layers) for layer in self.config.feature_layers)
 
-    def vocabulary(self, shape: Shape) -> Iterator[Part]:
+    def tensors(self, inflation: Inflation, shape: Shape) -> dict[str, Make]:
+        """What makes each tensor of the big draft. The small one's tokens come first in its vocabulary."""
+        config, big = self.config, self.big_config(shape)
+        with torch.device("meta"):
+            like = public_tensors(big, self.network(big).state_dict())
+        small = None if inflation.random else self.weights
+        layer_at = places(config.layer_config().num_layers, big.layer_config().num_layers)
+        states = [(index, layer == shape.num_layers) for layer, index in self.states(shape).items()]
+        make = inflation.network(like, small, layer_at)
+        make["fc.weight"] = lambda: inflation.fusion(None if small is None else small["fc.weight"], states)
+        return make | (self.vocabulary(shape) if "d2t" in like else {})
+
+    def vocabulary(self, shape: Shape) -> dict[str, Make]:
         """The big draft's map: the small one's (Vd,), then the first unused tokens."""
         own = ids_of(self.weights["d2t"])
         ids = torch.cat((own, self.config.vocab_size + torch.arange(shape.draft_vocab_size - len(own))))
-        yield "d2t", ids - torch.arange(len(ids))
-        yield "t2d", torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+        return {
+            "d2t": lambda: ids - torch.arange(len(ids)),
+            "t2d": lambda: torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, ids, True),
+        }
 
 
-@dataclass(frozen=True, slots=True)
 class Eagle3Draft(Draft):
-    """Its residual stream starts from fc, which must pass the constant on."""
-
-    config: Eagle3Config
+    network = Eagle3
     read = staticmethod(eagle3.load_eagle3)
     to_json = staticmethod(eagle3.config_to_json)
 
-    def big_config(self, shape: Shape, **origin: Any) -> Eagle3Config:
-        return replace(
-            self.config,
-            **self.big_fields(shape),
-            target_hidden_size=shape.hidden_size,
-            feature_layers=self.own_features(shape),
-            **origin,
-        )
 
-    def tensors(self, inflation: Inflation, shape: Shape) -> Iterator[Part]:
-        """The small draft's tokens come first in the big one's vocabulary."""
-        small, config = None if inflation.random else self.weights, self.config
-        is_normed = [layer == config.target_num_layers for layer in config.feature_layers]
-        fusion = inflation.fusion(take(small, "fc"), range(len(is_normed)))
-        yield "fc.weight", inflation.pass_constant(fusion, is_normed)
-        sizes = Layer.of(shape, config.head_dim, num_inputs=2, qk_norm=False, norms=EAGLE3_NORMS)
-        for name, tensor in inflation.layer(within(small, "midlayer."), sizes):
-            yield f"midlayer.{name}.weight", tensor
-        yield "norm.weight", inflation.norm(take(small, "norm"), LIFT)
-        yield "lm_head.weight", inflation.head(take(small, "lm_head"), shape.draft_vocab_size)
-        yield from self.vocabulary(shape)
-
-
-@dataclass(frozen=True, slots=True)
 class DFlashDraft(Draft):
     """The usual five layers over five target states. Its residual stream starts from the target's embedding and
     ends at the target's head, so that the constant channel needs nothing but the lift of the last norm. Added
@@ -215,45 +196,29 @@ class DFlashDraft(Draft):
     stay.
     """
 
-    config: DFlashConfig
+    network = DFlash
     read = staticmethod(dflash.load_dflash)
     to_json = staticmethod(dflash.config_to_json)
 
     def check(self, model: ModelConfig, shape: Shape) -> None:
-        Draft.check(self, model, shape)
+        super().check(model, shape)
         check_room("draft num_layers", self.config.num_layers, NUM_LAYERS)
         check_room("draft feature_layers", len(self.config.feature_layers), NUM_STATES)
 
     def states(self, shape: Shape) -> dict[int, int | None]:
-        """States of the big target in rising order -> the small draft's feature that each is; None: an added one."""
+        """In rising order."""
         own = self.own_features(shape)
         free = [layer for layer in range(shape.num_layers) if layer not in own]
         count = NUM_STATES - len(own)
         added = [free[index * len(free) // count] for index in range(count)]
         return {layer: own.index(layer) if layer in own else None for layer in sorted((*own, *added))}
 
-    def big_config(self, shape: Shape, **origin: Any) -> DFlashConfig:
+    def big_config(self, shape: Shape, **fields: Any) -> DFlashConfig:
         """An added layer has the window, or none, of the one before it."""
         layer_at = places(self.config.num_layers, NUM_LAYERS)
         before = [layer_at[max(big for big in layer_at if big <= index)] for index in range(NUM_LAYERS)]
-        return replace(
-            self.config,
-            **self.big_fields(shape),
-            num_layers=NUM_LAYERS,
-            windowed_layers=tuple(index for index in range(NUM_LAYERS) if before[index] in self.config.windowed_layers),
-            feature_layers=tuple(self.states(shape)),
-            **origin,
-        )
-
-    def tensors(self, inflation: Inflation, shape: Shape) -> Iterator[Part]:
-        small, config = None if inflation.random else self.weights, self.config
-        yield "fc.weight", inflation.fusion(take(small, "fc"), list(self.states(shape).values()))
-        yield "hidden_norm.weight", inflation.norm(take(small, "hidden_norm"))
-        layer_at = places(config.num_layers, NUM_LAYERS)
-        yield from inflation.layers(small, Layer.of(shape, config.head_dim), layer_at, NUM_LAYERS)
-        yield "norm.weight", inflation.norm(take(small, "norm"), LIFT)
-        if config.draft_vocab_size is not None:
-            yield from self.vocabulary(shape)
+        windowed = tuple(index for index in range(NUM_LAYERS) if before[index] in self.config.windowed_layers)
+        return super().big_config(shape, num_layers=NUM_LAYERS, windowed_layers=windowed, **fields)
 
 
 DRAFTS: dict[str, type[Draft]] = {"eagle3": Eagle3Draft, "dflash": DFlashDraft}
@@ -282,53 +247,43 @@ def load_draft(name: str, model: ModelConfig) -> Draft:
 
 
 def write_target(config: InflateConfig, model: ModelConfig, source: Path, folder: Path) -> None:
-    shape = SHAPES[config.shape]
+    values = target_json(read_json(source / "config.json"), SHAPES[config.shape])
+    big = ModelConfig.from_json(values)
+    with torch.device("meta"):
+        like = public_tensors(big, Target(big).to(torch.bfloat16).state_dict())
     small = None
     if not config.random_weights:
         small = public_tensors(model, load_target(source, model, torch.bfloat16, CPU).state_dict())
-    tensors = target_tensors(
-        small,
-        inflation(config, model.hidden_size),
-        Layer.of(shape, model.head_dim),
-        places(model.num_layers, shape.num_layers),
-        shape,
-    )
-    write_shards(folder, tqdm(tensors, desc="target", total=3 + 11 * shape.num_layers, unit="tensor"))
-    values = target_json(read_json(source / "config.json"), shape)
+        small.setdefault("lm_head.weight", small["embed_tokens.weight"])  # where they are tied
+    make = inflation(config, model.hidden_size).network(like, small, places(model.num_layers, big.num_layers))
+    names = {key: key if key.startswith("lm_head") else f"model.{key}" for key in like}
+    folder.mkdir(exist_ok=True)
+    write_shards(folder, {names[key]: like[key] for key in like}, {names[key]: make[key] for key in make})
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     for pattern in COPIED:
         for file in source.glob(pattern):
             shutil.copyfile(file, folder / file.name)
 
 
-def write_shards(folder: Path, tensors: Iterable[Part], shard_bytes: int = 2**30) -> None:
-    """Writes tensors to a sharded safetensors checkpoint as they come. Holds one shard of about `shard_bytes`."""
-    folder.mkdir(exist_ok=True)
-    file_of, num_bytes = dict[str, str](), 0
-    for index, shard in enumerate(shards_of(tensors, shard_bytes), 1):
-        file = f"model-{index:05}.safetensors"
-        save_file(shard, folder / file, {"format": "pt"})
-        file_of |= dict.fromkeys(shard, file)
-        num_bytes += sum(tensor.nbytes for tensor in shard.values())
-    index_file = {"metadata": {"total_size": num_bytes}, "weight_map": file_of}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=2) + "\n")
-
-
-def shards_of(tensors: Iterable[Part], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        shard[name] = tensor.cpu().contiguous()
-        if sum(held.nbytes for held in shard.values()) >= shard_bytes:
-            yield shard
+def write_shards(folder: Path, like: dict[str, Tensor], make: Mapping[str, Make], size: int = 2**30) -> None:
+    """Writes a checkpoint in files of about `size` bytes, of which one is in memory at a time. `like`: its tensors, of
+    which shapes and dtypes count."""
+    plan = split_torch_state_dict_into_shards(like, max_shard_size=size)
+    with tqdm(desc="target", total=len(like), unit="tensor") as bar:
+        for file, names in plan.filename_to_tensors.items():
             shard = {}
-    if shard:
-        yield shard
+            for name in names:
+                shard[name] = make[name]().cpu().contiguous()
+                bar.update()
+            save_file(shard, folder / file, {"format": "pt"})
+    index_file = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+    (folder / INDEX).write_text(json.dumps(index_file, indent=2) + "\n")
 
 
 def write_draft(config: InflateConfig, draft: Draft, folder: Path, target: Path, target_name: Path) -> None:
     """`target`: the big target's folder, which will be renamed to `target_name`."""
     shape = SHAPES[config.shape]
-    tensors = draft.tensors(inflation(config, draft.config.hidden_size), shape)
+    makers = draft.tensors(inflation(config, draft.config.hidden_size), shape)
     big_config = draft.big_config(
         shape,
         target=str(target_name),
@@ -338,7 +293,8 @@ def write_draft(config: InflateConfig, draft: Draft, folder: Path, target: Path,
     folder.mkdir()
     values = draft.to_json(big_config) | {"torch_dtype": "bfloat16"}
     run = {"inflated": asdict(config), "target_path": str(target_name.resolve())}
-    write_checkpoint(folder, values, dict(tqdm(tensors, desc="draft", unit="tensor")), run)
+    tensors = {name: make().cpu() for name, make in tqdm(makers.items(), desc="draft", unit="tensor")}
+    write_checkpoint(folder, values, tensors, run)
 
 
 def inflation(config: InflateConfig, hidden_size: int) -> Inflation:

@@ -8,8 +8,8 @@ the big one's. Letters: h and H are the small and the big hidden size. Residual 
     h .. H - 2     quiet: about 2**-56, which every sum with ordinary values absorbs in bf16 and in fp32
     H - 1          one constant, 2**-18 for every token: too small for any norm, zero after all of them but the last
                    (final norm of the target, norm of the draft), which lift it for the rows of unused tokens. It comes
-                   from the target's embedding and stays in the residual stream; an EAGLE3 draft's stream starts from
-                   fc, which passes it on
+                   from the target's embedding and stays in the residual stream; a draft's fc passes it on, since an
+                   EAGLE3 draft's stream starts there
 
 So a weight is of ordinary size wherever it is harmless: all of q, k, v, gate, up, embedding and head, where it is read
 by no real channel or meets a quiet one. What writes into channels that must stay as they are (o_proj, down_proj and fc
@@ -17,8 +17,9 @@ outside the small block, whole layers that do nothing) is random, too, but quiet
 as in any model. Exactly zero are only rows and columns of the constant channel.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import log, sqrt
 from typing import Any
 
@@ -35,11 +36,11 @@ CONSTANT = 2.0**-18
 LIFT = 2.0**15
 UNUSED = 2.0**15
 
-Part = tuple[str, Tensor]
-Weights = Mapping[str, Tensor] | None  # of the small network or of one of its layers; None: nothing to preserve
+Make = Callable[[], Tensor]
+Weights = Mapping[str, Tensor] | None  # of the small network, by public name; None: nothing to preserve
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes of a big pair. The draft is as wide as its target, with the same heads and MLP, as published ones are.
 
@@ -57,46 +58,11 @@ class Shape:
 
 
 SHAPES = {
-    "llama31-8b": Shape(
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        intermediate_size=14336,
-        vocab_size=128256,
-        draft_vocab_size=32000,
-        max_position_embeddings=131072,
-    ),
-    "qwen3-8b": Shape(
-        hidden_size=4096,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        intermediate_size=12288,
-        vocab_size=151936,
-        draft_vocab_size=32000,
-        max_position_embeddings=40960,
-    ),
-    "mid": Shape(
-        hidden_size=1024,
-        num_layers=8,
-        num_heads=8,
-        num_kv_heads=2,
-        intermediate_size=1536,
-        vocab_size=8192,
-        draft_vocab_size=2048,
-        max_position_embeddings=4096,
-    ),
-    "small": Shape(  # little more than the bundled target: for quick trials
-        hidden_size=1024,
-        num_layers=7,
-        num_heads=8,
-        num_kv_heads=2,
-        intermediate_size=800,
-        vocab_size=5120,
-        draft_vocab_size=2048,
-        max_position_embeddings=2048,
-    ),
+    "llama31-8b": Shape(4096, 32, 32, 8, 14336, 128256, 32000, 131072),
+    "qwen3-8b": Shape(4096, 36, 32, 8, 12288, 151936, 32000, 40960),
+    "mid": Shape(1024, 8, 8, 2, 1536, 8192, 2048, 4096),
+    "small": Shape(1024, 7, 8, 2, 800, 5120, 2048, 2048),  # little more than the bundled target: for quick trials
+    "tiny": Shape(64, 8, 4, 2, 96, 512, 128, 4096),  # smaller than it: for bench/training.py on a CPU
 }
 
 
@@ -135,24 +101,6 @@ def check_room(field: str, needed: int, limit: int) -> None:
 def places(num_small: int, num_big: int) -> dict[int, int]:
     """Big layer -> the small layer that it is, spread evenly from layer 0 on; the others do nothing."""
     return {index * num_big // num_small: index for index in range(num_small)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """Sizes of a decoder layer. An EAGLE3 draft's attention reads two states (`num_inputs`) and has no q/k norms."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    num_inputs: int = 1
-    qk_norm: bool = True
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-
-    @classmethod
-    def of(cls, shape: Shape, head_dim: int, **fields: Any) -> "Layer":
-        sizes = {name: getattr(shape, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}
-        return cls(head_dim=head_dim, **sizes, **fields)
 
 
 class Inflation:
@@ -216,59 +164,65 @@ class Inflation:
             weight[len(small) :, -1] = -UNUSED
         return weight
 
-    def fusion(self, small: Tensor | None, sources: Sequence[int | None]) -> Tensor:
-        """A draft's fc over K target states: (h, K' * h) -> (H, K * H), blind to the constant channel.
+    def fusion(self, small: Tensor | None, states: Sequence[tuple[int | None, bool]]) -> Tensor:
+        """A draft's fc over K target states: (h, K' * h) -> (H, K * H), which passes the constant of one state on.
 
-        `sources`: which of the K' small states each big one is; of a state that is None (a new one) nothing is read.
+        `states`: of each big one, which of the K' small ones it is, or None if it is new, of which nothing is read; and
+        whether it comes after the final norm, where the constant is lifted and varies with the norm.
         """
-        K, h, H = len(sources), self.h, self.H
+        K, h, H = len(states), self.h, self.H
         weight = self.fill(H, K * H)
         blocks = weight.unflatten(1, (K, H))
         if small is not None:
             blocks[h:] *= self.quiet
-            states = small.to(self.device).unflatten(1, (-1, h))
-            for index, source in enumerate(sources):
-                blocks[:h, index, :h] = blocks[:h, index, :h] * self.quiet if source is None else states[:, source]
+            columns = small.to(self.device).unflatten(1, (-1, h))
+            for index, (source, _) in enumerate(states):
+                blocks[:h, index, :h] = blocks[:h, index, :h] * self.quiet if source is None else columns[:, source]
         blocks[:, :, -1] = 0.0
         blocks[-1] = 0.0
+        passed = min(range(K), key=lambda index: states[index][1])
+        blocks[-1, passed, -1] = 1.0 / (LIFT * sqrt(H / h)) if states[passed][1] else 1.0
         return weight
 
-    def pass_constant(self, fusion: Tensor, is_normed: Sequence[bool]) -> Tensor:
-        """The same fc (H, K * H), which now passes the constant of one state on.
+    def tensor(self, name: str, shape: Sequence[int], small: Tensor | None, *, is_normed: bool = False) -> Tensor:
+        """Any other tensor of a network, by its public name.
 
-        `is_normed`: which states come after the final norm, where the constant is lifted and varies with the norm.
+        rms_norm_eps falls with h / H, and q/k norms share it while their size stays: so q and k, if that `is_normed`,
+        shrink by the same factor before those norms.
         """
-        source = min(range(len(is_normed)), key=lambda index: is_normed[index])
-        blocks = fusion.unflatten(1, (-1, self.H))
-        blocks[-1, source, -1] = 1.0 / (LIFT * sqrt(self.H / self.h)) if is_normed[source] else 1.0
-        return fusion
+        part = name.split(".")[-2]
+        if part in ("q_norm", "k_norm"):
+            return self.head_norm(small, *shape)
+        if part.endswith("norm"):
+            return self.norm(small, LIFT if part == "norm" else 0.0)
+        if part in ("o_proj", "down_proj"):
+            return self.writes(small, shape[1])
+        if part == "embed_tokens":
+            return self.embedding(small, shape[0])
+        if part == "lm_head":
+            return self.head(small, shape[0])
+        return self.reads(small, shape[0], shape[1] // self.H, self.scale if is_normed else 1.0)
 
-    def layer(self, small: Weights, sizes: Layer) -> Iterator[Part]:
-        """A decoder layer under the public names; without a small one it leaves the residual stream as it is.
+    def network(self, big: Mapping[str, Tensor], small: Weights, layer_at: Mapping[int, int]) -> dict[str, Make]:
+        """What makes each tensor of a network but its fc and token map. `big`: the tensors by public name, of which the
+        shapes count; `layer_at`: big layer -> the small layer that it is."""
 
-        rms_norm_eps falls with h / H, and q/k norms share it while their size stays: so q and k shrink by the same
-        factor before those norms.
-        """
-        head_dim, states = sizes.head_dim, sizes.num_inputs
-        for name in sizes.norms:
-            yield name, self.norm(take(small, name))
-        for name, heads in (("q", sizes.num_heads), ("k", sizes.num_kv_heads), ("v", sizes.num_kv_heads)):
-            name, is_normed = f"self_attn.{name}_proj", sizes.qk_norm and name != "v"
-            factor = self.scale if is_normed else 1.0
-            yield name, self.reads(take(small, name), heads * head_dim, states, factor)
-        yield "self_attn.o_proj", self.writes(take(small, "self_attn.o_proj"), sizes.num_heads * head_dim)
-        for name in ("self_attn.q_norm", "self_attn.k_norm") if sizes.qk_norm else ():
-            yield name, self.head_norm(take(small, name), head_dim)
-        for name in ("mlp.gate_proj", "mlp.up_proj"):
-            yield name, self.reads(take(small, name), sizes.intermediate_size)
-        yield "mlp.down_proj", self.writes(take(small, "mlp.down_proj"), sizes.intermediate_size)
+        def make(name: str) -> Tensor:
+            source = small_name(name, layer_at)
+            known = None if small is None or source is None else small[source]
+            is_normed = "_proj." in name and name.replace("_proj.", "_norm.") in big
+            return self.tensor(name, big[name].shape, known, is_normed=is_normed)
 
-    def layers(self, small: Weights, sizes: Layer, places: Mapping[int, int], num_layers: int) -> Iterator[Part]:
-        """Decoder layers, layers.0 and so on. `places`: big layer -> the small layer that it is."""
-        for index in range(num_layers):
-            source = within(small, f"layers.{places[index]}.") if index in places else None
-            for name, tensor in self.layer(source, sizes):
-                yield f"layers.{index}.{name}.weight", tensor
+        return {name: partial(make, name) for name in big}
+
+
+def small_name(name: str, layer_at: Mapping[int, int]) -> str | None:
+    """The small network's tensor that a big one holds; None: one of an added layer, which leaves the residual stream as
+    it is."""
+    if not name.startswith("layers."):
+        return name
+    _, index, rest = name.split(".", 2)
+    return f"layers.{layer_at[int(index)]}.{rest}" if int(index) in layer_at else None
 
 
 def target_json(small: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
@@ -286,26 +240,3 @@ def target_json(small: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
     }
     eps = small["rms_norm_eps"] * small["hidden_size"] / shape.hidden_size
     return {**small, **sizes, "rms_norm_eps": eps, "tie_word_embeddings": False, "dtype": "bfloat16"}
-
-
-def target_tensors(
-    small: Weights, inflation: Inflation, sizes: Layer, places: Mapping[int, int], shape: Shape
-) -> Iterator[Part]:
-    """Every tensor of the big target, in order. `places`: big layer -> the small layer that it is."""
-    yield "model.embed_tokens.weight", inflation.embedding(take(small, "embed_tokens"), shape.vocab_size)
-    for name, tensor in inflation.layers(small, sizes, places, shape.num_layers):
-        yield f"model.{name}", tensor
-    yield "model.norm.weight", inflation.norm(take(small, "norm"), LIFT)
-    tied = small is not None and "lm_head.weight" not in small
-    yield "lm_head.weight", inflation.head(take(small, "embed_tokens" if tied else "lm_head"), shape.vocab_size)
-
-
-def take(small: Weights, name: str) -> Tensor | None:
-    return None if small is None else small[f"{name}.weight"]
-
-
-def within(small: Weights, prefix: str) -> Weights:
-    """The tensors whose names begin so, without it."""
-    if small is None:
-        return None
-    return {name.removeprefix(prefix): tensor for name, tensor in small.items() if name.startswith(prefix)}

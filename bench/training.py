@@ -15,7 +15,7 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from slipstream.bench.gpu import print_kernels, profile_kernels
-from slipstream.bench.inflate_weights import SHAPES, Shape
+from slipstream.bench.inflate_weights import SHAPES
 from slipstream.bench.lines import Lines, origin
 from slipstream.bench.training_flops import step_flops
 from slipstream.config import parse
@@ -53,15 +53,6 @@ GROUPS = {  # the first pattern that a kernel's name matches
     "sums and indexing": r"softmax|reduce|logsumexp|argmax|sort|scan|index|gather|scatter|::sum|::max|::mean",
     "elementwise and the rest": "",
 }
-TINY = replace(
-    SHAPES["mid"],
-    hidden_size=64,
-    num_heads=4,
-    num_kv_heads=2,
-    intermediate_size=96,
-    vocab_size=512,
-    draft_vocab_size=128,
-)
 Part = Callable[[], None]
 
 
@@ -69,8 +60,8 @@ Part = Callable[[], None]
 class StepConfig:
     """Options of this benchmark."""
 
-    shape: str = "qwen3-8b"
-    """Sizes of target and draft: qwen3-8b, llama31-8b, mid or tiny."""
+    shape: Literal["qwen3-8b", "llama31-8b", "mid", "tiny"] = "qwen3-8b"
+    """Sizes of target and draft."""
     drafter: Literal["dflash", "eagle3"] = "dflash"
     """Which training program."""
     sequence: int = 4096
@@ -99,14 +90,6 @@ class StepConfig:
     """List the kernels of a step."""
     output: str | None = None
     """File to append the JSON line to."""
-
-    def __post_init__(self) -> None:
-        if self.shape not in (*SHAPES, "tiny"):
-            raise ValueError(f"shape is {self.shape!r}; choose one of {', '.join(SHAPES)}, tiny")
-
-    @property
-    def sizes(self) -> Shape:
-        return TINY if self.shape == "tiny" else SHAPES[self.shape]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -156,7 +139,7 @@ def clock(device: torch.device) -> float:
 
 def build(config: StepConfig, device: torch.device) -> DraftTraining:
     """Target and draft with random weights, made on the device."""
-    shape = config.sizes
+    shape = SHAPES[config.shape]
     names = ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")
     hf = Qwen3Config(
         **{name: getattr(shape, name) for name in names},
@@ -189,7 +172,7 @@ def make_dflash(
 ) -> DraftTraining:
     layers = default_block_feature_layers(model.num_layers, config.layers)
     sizes = {"num_layers": config.layers, "block_size": config.block, "feature_layers": layers, "mask_token_id": 3}
-    size = config.sizes.draft_vocab_size if config.reduced else None
+    size = SHAPES[config.shape].draft_vocab_size if config.reduced else None
     draft = DFlash(DFlashConfig.from_target(model, draft_vocab_size=size, **sizes))
     if config.compile in ("draft", "all"):
         draft.compile()
@@ -201,7 +184,7 @@ def make_eagle3(
     config: StepConfig, model: ModelConfig, frozen: Callable[..., FrozenTarget], rope: RotaryEmbedding
 ) -> DraftTraining:
     layers = default_feature_layers(model.num_layers)
-    size = config.sizes.draft_vocab_size
+    size = SHAPES[config.shape].draft_vocab_size
     draft = Eagle3(Eagle3Config.from_target(model, draft_vocab_size=size, feature_layers=layers))
     if config.compile in ("draft", "all"):
         draft.compile()
@@ -215,7 +198,7 @@ def make_batch(config: StepConfig) -> Batch:
     prompt = config.document // 4
     rows = []
     for _ in range(config.rows):
-        tokens = torch.randint(4, config.sizes.draft_vocab_size, (config.sequence,), generator=generator)
+        tokens = torch.randint(4, SHAPES[config.shape].draft_vocab_size, (config.sequence,), generator=generator)
         pieces = [piece.tolist() for piece in tokens.split(config.document)]
         rows.append([(piece, [i >= prompt for i in range(len(piece))]) for piece in pieces])
     return collate(rows, config.sequence)

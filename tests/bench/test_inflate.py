@@ -174,10 +174,9 @@ def test_draft_logits_are_the_small_drafts_and_the_others_far_below(pair: Path, 
 def test_the_constant_reaches_the_draft_from_any_feature(is_normed: list[bool]) -> None:
     """Behind the final norm it is CONSTANT * LIFT * sqrt(H / h) / rms, before it CONSTANT."""
     rms, inflation = 2.0, Inflation(4, 16, CPU, 0)
-    fc = inflation.fusion(torch.randn(4, 4 * len(is_normed)), range(len(is_normed)))
-    assert not fc.unflatten(1, (-1, 16))[:, :, -1].any()
-    assert not fc[-1].any()
-    fc = inflation.pass_constant(fc, is_normed).float()
+    fc = inflation.fusion(torch.randn(4, 4 * len(is_normed)), list(enumerate(is_normed))).float()
+    assert not fc[:-1].unflatten(1, (-1, 16))[:, :, -1].any()
+    assert fc[-1].count_nonzero() == 1
     features = torch.randn(len(is_normed), 16) * 2.0**-60
     features[:, :4] = torch.randn(len(is_normed), 4)
     features[:, -1] = torch.tensor([CONSTANT * LIFT * 2 / rms if normed else CONSTANT for normed in is_normed])
@@ -240,7 +239,8 @@ def write_big_draft(small: Path, folder: Path) -> dict[int, int | None]:
     draft, shape = load_draft(str(small), load_config(TINY)), SHAPES["mid"]
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(draft.to_json(draft.big_config(shape))))
-    save_file(dict(draft.tensors(Inflation(256, 1024, CPU, 0), shape)), folder / "model.safetensors")
+    makers = draft.tensors(Inflation(256, 1024, CPU, 0), shape)
+    save_file({name: make() for name, make in makers.items()}, folder / "model.safetensors")
     return draft.states(shape)
 
 

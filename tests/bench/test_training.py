@@ -39,9 +39,3 @@ def test_it_ends_in_a_line_of_json(drafter: str, capsys: pytest.CaptureFixture[s
     assert 0 < line["share_of_peak"] < 1
     assert set(line["parts_ms"]) == {"target", "draft and loss", "backward", "update"}
     assert sum(line["groups_ms"].values()) > 0
-
-
-def test_a_shape_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--shape=huge"])
-    assert "choose one of llama31-8b, qwen3-8b" in capsys.readouterr().err
