@@ -1,26 +1,30 @@
 """Measures how long the device waits for the host in each round, and how much of that the drafter takes."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.serve.engine import Engine
 
 
-class HostClock:
-    """Wraps an engine's methods and records the time of each round and of the wait before it."""
+class HostTimes(NamedTuple):
+    """Seconds: from one round's begin to the next, of the wait before it, of the drafter's part of that."""
 
-    def __init__(self, engine: Engine, batch: int) -> None:
-        self.batch = batch  # smaller rounds are ignored
-        self.rounds_s: list[float] = []
-        self.host_s: list[float] = []
-        self.drafter_s: list[float] = []
+    round_s: float
+    host_s: float
+    drafter_s: float
+
+
+class HostClock:
+    """Wraps an engine's methods and records the times of each round."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.begin(0)
         self._in_flight = engine._in_flight  # launched, not yet read: while there are any, the device does not wait
         self._is_gpu = engine.device.type == "cuda"
         self._drafting_s = self._began = self._replayed = 0.0
-        self._landed: float | None = None
         parts: list[tuple[Any, str]] = [
             (engine.drafter, "draft"),
             (engine.executor, "store"),
@@ -39,14 +43,19 @@ class HostClock:
             self._replay = self._graphs.round
             self._graphs.round = self.replay  # type: ignore[method-assign]
 
+    def begin(self, batch: int) -> None:
+        """Forgets what it has recorded. Rounds of fewer than `batch` requests are ignored."""
+        self.batch = batch
+        self.rounds: list[HostTimes] = []
+        self._landed: float | None = None
+
     def round(self, planned: Any, width: int) -> Any:
         began = time.perf_counter()
         flight = self._round(planned, width)
         launched = self._launched(began)
         if self._landed is not None and len(planned.rows) == self.batch:
-            self.rounds_s.append(began - self._began)
-            self.host_s.append(0.0 if self._in_flight else launched - self._landed)
-            self.drafter_s.append(self._drafting_s)
+            host_s = 0.0 if self._in_flight else launched - self._landed
+            self.rounds.append(HostTimes(began - self._began, host_s, self._drafting_s))
         self._drafting_s, self._began = 0.0, began
         return Landing(flight, self)
 
@@ -62,17 +71,6 @@ class HostClock:
     def landed(self) -> None:
         self._landed = time.perf_counter()
 
-    def figures(self) -> dict[str, float | None]:
-        if not self.rounds_s:
-            return dict.fromkeys(("ms", "host_us", "drafter_us", "host_share"))
-        period, host, drafter = (median(times) for times in (self.rounds_s, self.host_s, self.drafter_s))
-        return {
-            "ms": round(1e3 * period, 3),
-            "host_us": round(1e6 * host, 1),
-            "drafter_us": round(1e6 * drafter, 1),
-            "host_share": round(host / period, 4),
-        }
-
     def _launched(self, began: float) -> float:
         """The time at which the device received the round just launched."""
         if not self._is_gpu:
@@ -87,6 +85,19 @@ class HostClock:
             return result
 
         return timed
+
+
+def host_figures(rounds: Sequence[HostTimes]) -> dict[str, float | None]:
+    """Medians; None without rounds."""
+    if not rounds:
+        return dict.fromkeys(("round_ms", "host_us", "drafter_us", "host_share"))
+    period, host, drafter = (median(times) for times in zip(*rounds, strict=True))
+    return {
+        "round_ms": round(1e3 * period, 3),
+        "host_us": round(1e6 * host, 1),
+        "drafter_us": round(1e6 * drafter, 1),
+        "host_share": round(host / period, 4),
+    }
 
 
 @dataclass(frozen=True, slots=True)

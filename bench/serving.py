@@ -6,11 +6,17 @@
     python bench/serving.py --draft CKPT --simulate-accept-length 2.99 --engine.attention triton --drafter.depth 3
     python bench/serving.py --draft runs/a/best,depth=5 --draft ngram,nodes=8 --target TARGET --prompts gsm8k \
         --input-len 0 --ignore-eos false --output runs/lines.jsonl --resume
+    python bench/serving.py --draft ngram --target TARGET --prompts gsm8k --input-len 0 --ignore-eos false --turns 5
 
 Write a draft as NAME[,option=value...], with options of its drafter or of the engine. `--engine.NAME` sets an option
 of every engine (of `serve` with `--mode http`), `--drafter.NAME` of every drafter. Each concurrency level has its own
 prompts and its own cache namespace; all drafts get the same prompts. `same answers` counts answers equal to those
 without a draft; `correct` is the share of questions answered correctly.
+
+Drafts are measured one after another, or with --turns by turns: each turn has new prompts, all engines stay and take
+turns going first, and a speed-up is the median over turns, by wall time and (offline) by this process's CPU time, which
+other programs on a CPU disturb less. For a drafter on the host, `host` is how long the device waits between two rounds,
+from the arrival of one round's tokens to the launch of the next; `drafter` is the drafter's part of it.
 
 Prints a Markdown table, then one JSON line per level and draft. Times are milliseconds: `ms` is the median time between
 two outputs of a request, that is, of a round. TTFT and ITL are times of outputs; with a draft one output holds several
@@ -24,19 +30,22 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
 import torch
 import yaml
 
+from slipstream.bench.host_clock import HostClock
 from slipstream.bench.lines import Lines, origin, read_lines, table
 from slipstream.bench.server import flags, running_server
-from slipstream.bench.serving_run import Run, run_http, run_offline
+from slipstream.bench.serving_run import Run, pool, run_http, run_offline
 from slipstream.bench.workload import KINDS, Task, Workload, read_levels
 from slipstream.config import parse
+from slipstream.data_tools.options import check_at_least
 from slipstream.models.checkpoint import is_checkpoint, resolve
 from slipstream.models.pretrained import load_tokenizer
 from slipstream.serve.engine import Engine
@@ -58,6 +67,12 @@ COLUMNS = (  # heading, key of a line, format
     ("same answers", "num_identical", "d"),
     ("correct", "accuracy", ".1%"),
 )
+HOST_COLUMNS = (
+    ("speed-up by CPU time", "speed_up_cpu", ".2f"),
+    ("host, us", "host_us", ".0f"),
+    ("drafter, us", "drafter_us", ".0f"),
+    ("host's share", "host_share", ".3f"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +85,14 @@ class ServingConfig:
     """Target checkpoint. Default: the target of the first draft checkpoint."""
     baseline: bool = True
     """Measure without a draft first."""
-    mode: str = "offline"
+    mode: Literal["offline", "http"] = "offline"
     """offline: an engine in this process; http: a server started here and streaming clients."""
     concurrency: str = "1,8,32,64"
     """Requests in flight; several levels, separated by commas, are measured one after another."""
     requests: int | None = None
-    """Requests at each level. Default: four times the concurrency, at least 8."""
+    """Requests at each level and turn. Default: four times the concurrency, at least 8."""
+    turns: int = 1
+    """Measure so many times, with new prompts; above 1 the engines of all drafts are in memory together."""
     prompts: str = "random"
     """random: token ids; gsm8k, or a file of questions and answers: questions after solved examples."""
     input_len: int = 512
@@ -89,7 +106,7 @@ class ServingConfig:
     temperature: float = 0.0
     """0: greedy."""
     seed: int = 0
-    """Seed of prompts and lengths. Request i samples with seed + i."""
+    """Seed of prompts and lengths. Request i, counted over turns, samples with seed + i."""
     template: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as enable_thinking."""
     engine: dict[str, Any] = field(default_factory=dict)
@@ -107,17 +124,15 @@ class ServingConfig:
 
     def __post_init__(self) -> None:
         read_levels(self.concurrency)
+        check_at_least(self, 1, "requests", "output_len", "turns")
         known = self.prompts in KINDS or Path(self.prompts).is_file()
         for name, valid, remedy in (
-            ("mode", self.mode in ("offline", "http"), "choose offline or http"),
             ("prompts", known, f"choose one of {', '.join(KINDS)}, or a file of questions"),
-            ("requests", self.requests is None or self.requests > 0, "it must be at least 1"),
             (
                 "input_len",
                 self.input_len >= (self.prompts == "random"),
                 "it must be at least 1; 0 is for questions only",
             ),
-            ("output_len", self.output_len > 0, "it must be at least 1"),
             ("range_ratio", 0.0 < self.range_ratio <= 1.0, "it must be above 0 and at most 1"),
             (
                 "answers",
@@ -149,10 +164,17 @@ class ServingConfig:
     def count(self, level: int) -> int:
         return self.requests or max(8, 4 * level)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What the options leave open of an engine's sizes. Engines beside others take no more than they need."""
+        most, length = max(self.levels), max(1024, self.input_len + self.output_len)
+        together = {"max_model_len": length, "kv_cache_tokens": (length + 128) * most} if self.turns > 1 else {}
+        return {"max_running": most, **together}
+
     def engine_options(self, draft: str) -> dict[str, Any]:
         """Fields of EngineConfig, or of ServeConfig, for `draft`."""
         name, own = split_draft(draft)
-        options = {"max_running": max(self.levels), **self.engine, "target": self.target_name, "draft": name}
+        options = {**self.sizes, **self.engine, "target": self.target_name, "draft": name}
         if name == "none":
             return options
         simulated: dict[str, Any] = {}
@@ -165,14 +187,14 @@ class ServingConfig:
 
     def settings(self, draft: str, level: int) -> dict[str, Any]:
         """The settings that identify a measurement."""
-        names = ("mode", "prompts", "input_len", "output_len", "range_ratio", "ignore_eos", "temperature", "seed")
+        names = ("mode", "turns", "prompts", "input_len", "output_len", "range_ratio", "ignore_eos", "temperature")
         return {
             "target": self.target_name,
             "draft": draft,
             "concurrency": level,
             "batch": min(level, self.count(level)),
             "requests": self.count(level),
-            **{name: getattr(self, name) for name in (*names, "template")},
+            **{name: getattr(self, name) for name in (*names, "seed", "template")},
             "simulate_accept_length": None if draft == "none" else self.simulate_accept_length,
             "options": {**self.engine, **({} if draft == "none" else {"drafter": self.drafter})},
         }
@@ -187,8 +209,8 @@ def split_draft(draft: str) -> tuple[str, dict[str, Any]]:
     return name, {key.strip().replace("-", "_"): yaml.safe_load(value) for key, value in pairs}
 
 
-# Answers tasks, so many at a time, in a namespace: only its requests share cached text.
-Measure = Callable[[Sequence[Task], int, str], Run]
+# Answers tasks, so many at a time, in a namespace, from this seed on: only its requests share cached text.
+Measure = Callable[[Sequence[Task], int, str, int], Run]
 
 
 def measure(config: ServingConfig, lines: Lines) -> None:
@@ -198,25 +220,45 @@ def measure(config: ServingConfig, lines: Lines) -> None:
     tokenizer = load_tokenizer(resolve(config.target_name))
     lengths = {name: getattr(config, name) for name in ("input_len", "output_len", "range_ratio", "template")}
     work = Workload(tokenizer=tokenizer, kind=config.prompts, **lengths)
-    for draft in config.drafts:
-        missing = [level for level in config.levels if find(lines.all, draft, level) is None]
-        if not missing:
-            continue
-        with measuring(config, draft) as run:
-            # A dynamic token map learns from all requests, so the engine refuses namespaces.
-            has_namespace = not config.engine_options(draft).get("drafter", {}).get("token_map_dynamic")
-            for level in missing:
-                name = f"at {level}" if has_namespace else ""
-                warmup = work.tasks(min(level, WARMUP_TASKS), f"{config.seed}/{level}/warmup")
-                run(warmup, level, f"warm-up {name}" if has_namespace else "")
-                tasks = work.tasks(config.count(level), f"{config.seed}/{level}")
-                result = run(tasks, level, name)
-                if config.answers is not None:
-                    write_answers(config.answers, tasks, result, draft, level, config.temperature)
-                where = origin("serving", "cpu" if config.engine.get("device") == "cpu" else default_device())
-                found = {**result.figures(), "accuracy": accuracy(config, tasks, result, tokenizer)}
-                found |= compare(config, result, find(lines.all, "none", level), draft)
-                lines.add({**where, **config.settings(draft, level), **found, "answers": checksums(result)})
+    for drafts in [config.drafts] if config.turns > 1 else [[draft] for draft in config.drafts]:
+        missing = {
+            level: [draft for draft in drafts if find(lines.all, draft, level) is None] for level in config.levels
+        }
+        with ExitStack() as engines:
+            started = dict.fromkeys(draft for level in missing.values() for draft in level)
+            measures = {draft: engines.enter_context(measuring(config, draft)) for draft in started}
+            for level, left in missing.items():
+                measure_level(config, work, level, {draft: measures[draft] for draft in left}, lines)
+
+
+def measure_level(
+    config: ServingConfig, work: Workload, level: int, measures: Mapping[str, Measure], lines: Lines
+) -> None:
+    count, runs = config.count(level), {draft: list[Run]() for draft in measures}
+    tasks = work.tasks(count * config.turns, f"{config.seed}/{level}")
+    warmup = work.tasks(min(level, WARMUP_TASKS), f"{config.seed}/{level}/warmup")
+    for draft, run in measures.items():
+        run(warmup, level, namespace(config, draft, f"warm-up at {level}"), config.seed)
+    for turn in range(config.turns):
+        asked = tasks[turn * count : (turn + 1) * count]
+        for draft in list(measures)[:: -1 if turn % 2 else 1]:
+            name = namespace(config, draft, f"at {level}")
+            runs[draft].append(measures[draft](asked, level, name, config.seed + turn * count))
+    for draft in measures:
+        result = pool(runs[draft])
+        if config.answers is not None:
+            write_answers(config.answers, tasks, result, draft, level, config.temperature)
+        where = origin("serving", "cpu" if config.engine.get("device") == "cpu" else default_device())
+        found = {**result.figures(), "accuracy": accuracy(config, tasks, result, work.tokenizer)}
+        found |= {"tok_s_turns": [one.tok_s for one in runs[draft]], "cpu_s_turns": [one.cpu_s for one in runs[draft]]}
+        found |= {"answers": checksums(result)}
+        found |= compare(config, found, find(lines.all, "none", level), draft)
+        lines.add({**where, **config.settings(draft, level), **found})
+
+
+def namespace(config: ServingConfig, draft: str, name: str) -> str:
+    """No name for a dynamic token map, which learns from all requests, so that the engine refuses namespaces."""
+    return "" if config.engine_options(draft).get("drafter", {}).get("token_map_dynamic") else name
 
 
 def is_of(config: ServingConfig, line: Mapping[str, Any]) -> bool:
@@ -239,15 +281,18 @@ def default_device() -> str:
 def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
     """Runs an engine or a server while one draft is measured."""
     options = config.engine_options(draft)
-    params = {"temperature": config.temperature, "ignore_eos": config.ignore_eos, "seed": config.seed}
+    params: dict[str, Any] = {"temperature": config.temperature, "ignore_eos": config.ignore_eos}
     if config.mode == "http":
         with running_server([str(Path(sys.executable).parent / "serve"), *flags(options)]) as server:
-            yield lambda tasks, level, name: run_http(server.url, tasks, level, cache_salt=name, **params)
+            yield lambda tasks, level, name, seed: run_http(server.url, tasks, level, seed, cache_salt=name, **params)
         return
-    engines = [Engine(EngineConfig(**options))]
-    title = Path(draft).name
-    yield lambda tasks, level, name: run_offline(engines[0], tasks, level, f"{title} at {level}", name, **params)
-    engines.clear()  # the caller still holds the lambda: free the memory before the next engine measures it
+    held: dict[str, Any] = {"engine": Engine(EngineConfig(**options))}
+    if held["engine"].drafter.on_host:
+        held["clock"] = HostClock(held["engine"])
+    yield lambda tasks, level, name, seed: run_offline(
+        held["engine"], tasks, level, f"{Path(draft).name} at {level}", name, seed, held.get("clock"), **params
+    )
+    held.clear()  # the caller still holds the lambda: free the memory before the next engine measures it
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -272,15 +317,24 @@ def accuracy(config: ServingConfig, tasks: Sequence[Task], run: Run, tokenizer: 
     return round(sum(task.is_right(text) for task, text in zip(tasks, decoded, strict=True)) / len(tasks), 4)
 
 
-def compare(config: ServingConfig, run: Run, baseline: dict[str, Any] | None, draft: str) -> dict[str, Any]:
+def compare(
+    config: ServingConfig, found: Mapping[str, Any], baseline: Mapping[str, Any] | None, draft: str
+) -> dict[str, Any]:
     """Compares speed and answers with the baseline at the same level; None where there is no baseline."""
+    compared = dict[str, Any].fromkeys(("speed_up", "speed_up_cpu", "speed_up_cpu_turns", "identical", "num_identical"))
     if baseline is None or draft == "none":
-        return dict.fromkeys(("speed_up", "identical", "num_identical"))
-    speed_up = round(run.completion_tokens / run.wall_s / baseline["tok_s"], 3)
-    if config.simulate_accept_length is not None:
-        return {"speed_up": speed_up, "identical": None, "num_identical": None}
-    num_identical = sum(one == other for one, other in zip(baseline["answers"], checksums(run), strict=True))
-    return {"speed_up": speed_up, "identical": num_identical == len(run.answers), "num_identical": num_identical}
+        return compared
+    speeds = zip(found["tok_s_turns"], baseline["tok_s_turns"], strict=True)
+    compared["speed_up"] = round(median(after / before for after, before in speeds), 3)
+    if config.mode == "offline":
+        times = zip(found["cpu_s_turns"], baseline["cpu_s_turns"], strict=True)
+        compared["speed_up_cpu_turns"] = [round(before / after, 3) for after, before in times]
+        compared["speed_up_cpu"] = median(compared["speed_up_cpu_turns"])
+    if config.simulate_accept_length is None:
+        pairs = zip(baseline["answers"], found["answers"], strict=True)
+        compared["num_identical"] = sum(one == other for one, other in pairs)
+        compared["identical"] = compared["num_identical"] == len(found["answers"])
+    return compared
 
 
 def label(draft: str) -> str:
@@ -299,7 +353,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt as error:
         raise SystemExit("bench/serving.py: interrupted; with --output, add --resume to continue") from error
     lines.all.sort(key=lambda line: (config.drafts.index(line["draft"]), config.levels.index(line["concurrency"])))
-    print(table(COLUMNS, [{**line, "draft": label(line["draft"])} for line in lines.all]))
+    columns = COLUMNS + (HOST_COLUMNS if any(line["host_us"] for line in lines.all) else ())
+    print(table(columns, [{**line, "draft": label(line["draft"])} for line in lines.all]))
     lines.print(hidden=["answers"])
 
 

@@ -2,13 +2,16 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from itertools import pairwise
+from operator import add
 from typing import Any
 from urllib.request import urlopen
 
 from tqdm import tqdm
 
+from slipstream.bench.host_clock import HostClock, HostTimes, host_figures
 from slipstream.bench.lines import milliseconds
 from slipstream.bench.workload import Task
 from slipstream.serve.engine import Engine
@@ -30,6 +33,12 @@ class Run:
     drafted_tokens: int
     ttft_s: list[float]  # of each request
     itl_s: list[float]  # between two outputs of one request, each of which may hold several tokens
+    cpu_s: float | None = None  # of this process, where the engine is in it
+    host: list[HostTimes] = field(default_factory=list)  # of each full round, with a drafter on the host
+
+    @property
+    def tok_s(self) -> float:
+        return round(self.completion_tokens / self.wall_s, 2)
 
     @property
     def accept_length(self) -> float | None:
@@ -45,7 +54,7 @@ class Run:
         return {
             "width": self.width,
             "ms": milliseconds(self.itl_s, 50),
-            "tok_s": round(self.completion_tokens / self.wall_s, 2),
+            "tok_s": self.tok_s,
             "accept_length": None if self.accept_length is None else round(self.accept_length, 4),
             "ttft_ms_p50": milliseconds(self.ttft_s, 50),
             "ttft_ms_p99": milliseconds(self.ttft_s, 99),
@@ -54,7 +63,14 @@ class Run:
             "completion_tokens": self.completion_tokens,
             "rounds": self.rounds,
             "wall_s": round(self.wall_s, 3),
+            **host_figures(self.host),
         }
+
+
+def pool(runs: Sequence[Run]) -> Run:
+    """All of them as one."""
+    names = (one.name for one in fields(Run) if one.name != "cpu_s")
+    return Run(**{name: reduce(add, (getattr(run, name) for run in runs)) for name in names})
 
 
 @dataclass(slots=True)
@@ -85,12 +101,13 @@ def run_offline(
     title: str,
     namespace: str = "",
     seed: int = 0,
+    clock: HostClock | None = None,
     **params: Any,
 ) -> Run:
     """Keeps `concurrency` requests in flight until all tasks are done. `params` are passed to every SamplingParams.
 
     Task i samples with `seed` + i; with one seed for all, answers would be alike and a drafter could copy them.
-    Raises ValueError for a task that the engine cannot serve.
+    `clock`: the engine's, if its drafter runs on the host. Raises ValueError for a task that the engine cannot serve.
     """
     requests = [
         Request(
@@ -103,14 +120,17 @@ def run_offline(
     ]
     for request in requests:
         engine.check(request)
+    if clock is not None:
+        clock.begin(min(concurrency, len(tasks)))
     answers: dict[str, Answer] = {}
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     with tqdm(total=len(tasks), desc=title, unit="req") as bar:
         for output in outputs(engine, requests, concurrency, answers):
             answers[output.request_id].add(output)
             bar.update(output.finish_reason is not None)
-    wall_s = time.perf_counter() - start
-    return summarise([answers[request.id] for request in requests], wall_s)
+    wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+    run = summarise([answers[request.id] for request in requests], wall_s)
+    return replace(run, cpu_s=cpu_s, host=[] if clock is None else clock.rounds)
 
 
 def outputs(

@@ -76,7 +76,7 @@ class Workload:
                 f"input_len is {self.input_len}; {path} has no rows of split 'train' to use as examples: give 0"
             )
         if not questions or (count > len(questions) and not self.input_len):
-            raise ValueError(f"requests is {count}; {path} has {len(questions)} questions: ask for fewer")
+            raise ValueError(f"{count} requests ask a question each; {path} has {len(questions)}: ask for fewer")
         first = rng.randrange(len(questions))
         tasks = []
         for index, (length, answer_len) in enumerate(lengths):

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from slipstream.bench import serving, serving_run
 from slipstream.bench.lines import milliseconds, table
 from slipstream.bench.server import flags
-from slipstream.bench.serving import COLUMNS, ServingConfig, compare, label, main, split_draft
-from slipstream.bench.serving_run import Run, run_http, run_offline
+from slipstream.bench.serving import COLUMNS, HOST_COLUMNS, ServingConfig, compare, label, main, split_draft
+from slipstream.bench.serving_run import Run, pool, run_http, run_offline
 from slipstream.bench.workload import Question, Task, Workload, final_number, read_questions
 from slipstream.serve.cli import read_config
 from slipstream.serve.engine import Engine
@@ -53,7 +53,8 @@ def test_the_program_counts_what_the_engine_does(
     lines = [json.loads(line) for line in printed[-6:]]
     written = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
     assert [line | {"answers": row["answers"]} for line, row in zip(lines, written, strict=True)] == written
-    assert printed[:-6] == table(COLUMNS, [line | {"draft": label(line["draft"])} for line in lines]).splitlines()
+    columns = (*COLUMNS, *HOST_COLUMNS)  # the second for n-grams
+    assert printed[:-6] == table(columns, [line | {"draft": label(line["draft"])} for line in lines]).splitlines()
     names = ["none", *drafts]
     assert [(line["draft"], line["concurrency"]) for line in lines] == [
         (name, level) for name in names for level in (1, 3)
@@ -68,6 +69,41 @@ def test_the_program_counts_what_the_engine_does(
         llm = LLM(str(TINY), draft_name, drafter=own, kv_cache_tokens=1024, max_model_len=256, **options)
         for line in (line for line in lines if line["draft"] == name):
             check_line(line, lines, llm, work.tasks(4, f"0/{line['concurrency']}"))
+
+
+def test_both_engines_answer_the_same_questions_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*SIZES, "--target", str(TINY), "--input-len", "0", "--ignore-eos", "false", "--turns", "2"]
+    main([*command, "--draft", "ngram,nodes=4", "--answers", str(tmp_path / "answers")])
+    printed = capsys.readouterr().out.splitlines()
+    assert "host's share" in printed[0]
+    lines = [json.loads(line) for line in printed[-4:]]
+    assert [(line["draft"], line["concurrency"]) for line in lines] == [
+        (name, level) for name in ("none", "ngram,nodes=4") for level in (1, 3)
+    ]
+    for line in lines[2:]:
+        assert (line["requests"], line["turns"], line["identical"], line["num_identical"]) == (4, 2, True, 8)
+        assert 1 <= line["accept_length"] <= line["width"] <= 4
+        assert len(line["speed_up_cpu_turns"]) == 2
+        assert 0 < line["drafter_us"] < line["host_us"] < 1000 * line["round_ms"]
+        assert line["host_share"] == pytest.approx(line["host_us"] / 1000 / line["round_ms"], abs=0.01)
+    rows = [json.loads(row) for row in (tmp_path / "answers").read_text().splitlines()]
+    for level in (1, 3):
+        prompts = [tuple(row["prompt"]) for row in rows if (row["draft"], row["concurrency"]) == ("none", level)]
+        assert len(set(prompts)) == 8, "no question is asked twice"
+
+
+def test_the_median_turn_counts() -> None:
+    config = ServingConfig(draft=["ngram"], target="x", turns=3)
+    none = {"tok_s_turns": [12.0, 6.0, 1.5], "cpu_s_turns": [1.0, 2.0, 3.0], "answers": [1, 2, 3]}
+    ngram = {"tok_s_turns": [12.0, 12.0, 4.5], "cpu_s_turns": [0.5, 2.0, 2.0], "answers": [1, 2, 3]}
+    found = compare(config, ngram, none, "ngram")
+    assert (found["speed_up"], found["speed_up_cpu"], found["speed_up_cpu_turns"]) == (2.0, 1.5, [2.0, 1.0, 1.5])
+    assert found["identical"]
+    assert not compare(config, ngram | {"answers": [1, 2, 7]}, none, "ngram")["identical"]
+    counts = {"completion_tokens": 12, "rounds": 4, "decoded_tokens": 10, "drafted_tokens": 6}
+    runs = [Run(wall_s=wall_s, answers=[[1]], ttft_s=[0.5], itl_s=[0.1], **counts) for wall_s in (1.0, 5.0)]
+    whole = pool(runs)
+    assert (whole.tok_s, whole.accept_length, whole.width, whole.answers) == (4.0, 2.5, 2.5, [[1], [1]])
 
 
 def check_line(line: dict[str, Any], lines: list[dict[str, Any]], llm: LLM, tasks: list[Task]) -> None:
@@ -98,13 +134,14 @@ class FakeEngines:
 
     @contextmanager
     def measuring(self, _: Any, draft: str) -> Iterator[Any]:
-        def run(tasks: Sequence[Task], level: int, namespace: str) -> Run:
+        def run(tasks: Sequence[Task], level: int, namespace: str, _: int) -> Run:
             self.calls.append((draft, len(tasks), level, namespace))
             if (draft, level) == self.interrupted_at:
                 raise KeyboardInterrupt
             wall_s = 1.0 if draft == "none" else 0.5
             counts = {"completion_tokens": 100, "rounds": 50, "decoded_tokens": 100, "drafted_tokens": 50}
-            return Run(wall_s=wall_s, answers=[f"#### {level}"] * len(tasks), ttft_s=[0.1], itl_s=[0.01], **counts)
+            times: dict[str, Any] = {"wall_s": wall_s, "cpu_s": wall_s, "ttft_s": [0.1], "itl_s": [0.01]}
+            return Run(answers=[f"#### {level}"] * len(tasks), **times, **counts)
 
         yield run
 
@@ -152,6 +189,8 @@ class Clock:
 
     def perf_counter(self) -> float:
         return self.now
+
+    process_time = perf_counter
 
 
 class ClockedEngine(FakeEngine):
@@ -249,7 +288,7 @@ def test_questions_stand_at_the_end_of_answered_ones(tokenizer: Any) -> None:
         turns = tokenizer.decode(task.prompt).split("<|im_start|>user\n")
         assert turns[-1].removesuffix("<|im_end|>\n<|im_start|>assistant\n") in heldout
         assert len(turns) > num_turns
-    with pytest.raises(ValueError, match="requests is 382; .* has 381 questions: ask for fewer"):
+    with pytest.raises(ValueError, match="382 requests ask a question each; .* has 381: ask for fewer"):
         Workload(tokenizer=tokenizer, kind="gsm8k", input_len=0, output_len=3).tasks(382, "a")
 
 
@@ -330,10 +369,11 @@ def test_simulation_is_for_the_draft_alone(draft: Path) -> None:
         words = flags(config.engine_options(str(draft)))
         assert "--simulate_accept_length=2.5" in words
         assert ("--unsafe_simulate=true" in words) == (mode == "http")
+    line = {"tok_s_turns": [1.0], "cpu_s_turns": [1.0], "answers": [0]}
+    found = compare(config, line, line | {"answers": [1]}, str(draft))
+    assert (found["speed_up"], found["identical"], found["num_identical"]) == (1.0, None, None)
     counts = {"completion_tokens": 1, "rounds": 0, "decoded_tokens": 0, "drafted_tokens": 0}
     run = Run(wall_s=1, answers=[[1]], ttft_s=[1], itl_s=[], **counts)
-    found = compare(config, run, {"tok_s": 1.0, "answers": [0]}, str(draft))
-    assert found == {"speed_up": 1.0, "identical": None, "num_identical": None}
     assert run.figures()["accept_length"] is None
 
 
@@ -341,7 +381,7 @@ def test_simulation_is_for_the_draft_alone(draft: Path) -> None:
     ("options", "message"),
     [
         ({"concurrency": "1;2"}, "concurrency is '1;2'; give positive numbers"),
-        ({"mode": "grpc"}, "mode is 'grpc'; choose offline or http"),
+        ({"turns": 0}, "turns is 0; give at least 1"),
         ({"prompts": "poems"}, "prompts is 'poems'; choose one of random, gsm8k, or a file"),
         ({"input_len": 0}, "input_len is 0; it must be at least 1; 0 is for questions only"),
         ({"range_ratio": 0.0}, "range_ratio is 0.0; it must be above 0"),
