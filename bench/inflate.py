@@ -23,7 +23,7 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -32,7 +32,6 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import Module
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -48,7 +47,6 @@ from slipstream.bench.inflate_weights import (
     target_json,
 )
 from slipstream.config import parse
-from slipstream.models import dflash, eagle3
 from slipstream.models.atomic import atomic_folder
 from slipstream.models.checkpoint import (
     INDEX,
@@ -61,7 +59,7 @@ from slipstream.models.checkpoint import (
 )
 from slipstream.models.config import ModelConfig
 from slipstream.models.dflash import DFlash, DFlashConfig
-from slipstream.models.draft import ids_of
+from slipstream.models.draft import DraftNetwork, ids_of, load_draft
 from slipstream.models.eagle3 import Eagle3
 from slipstream.models.outputs import CHECKPOINT, FolderKind, check_output_folder
 from slipstream.models.target import Target, load_config, load_target
@@ -107,16 +105,12 @@ class Draft:
     weights: Mapping[str, Tensor]
     """By public name, projections taken apart."""
 
-    network: ClassVar[type[Module]]
-    read: ClassVar[Callable[..., Any]]
-    """The network in a folder."""
-    to_json: ClassVar[Callable[..., dict[str, Any]]]
-    """config.json of a config."""
+    network: ClassVar[type[DraftNetwork]]
 
     @classmethod
     def load(cls, path: Path, model: ModelConfig) -> "Draft":
         """Reads the draft of the target `model` in bf16."""
-        module = cls.read(path, model, torch.bfloat16, CPU)
+        module: Any = load_draft(cls.network, path, model, torch.bfloat16, CPU)
         return cls(module.config, public_tensors(module.config, module.state_dict()))
 
     def check(self, model: ModelConfig, shape: Shape) -> None:
@@ -185,8 +179,6 @@ class Draft:
 
 class Eagle3Draft(Draft):
     network = Eagle3
-    read = staticmethod(eagle3.load_eagle3)
-    to_json = staticmethod(eagle3.config_to_json)
 
 
 class DFlashDraft(Draft):
@@ -197,8 +189,6 @@ class DFlashDraft(Draft):
     """
 
     network = DFlash
-    read = staticmethod(dflash.load_dflash)
-    to_json = staticmethod(dflash.config_to_json)
 
     def check(self, model: ModelConfig, shape: Shape) -> None:
         super().check(model, shape)
@@ -231,14 +221,14 @@ def inflate(config: InflateConfig) -> None:
     inputs = {"draft": [config.draft], "target": [str(source)]}
     check_output_folder(config.output, PAIR, inputs, overwrite=True)
     model = load_config(source)
-    draft = load_draft(config.draft, model)
+    draft = load_small_draft(config.draft, model)
     draft.check(model, SHAPES[config.shape])
     with atomic_folder(output, PAIR.check) as folder:
         write_target(config, model, source, folder / "target")
         write_draft(config, draft, folder / "draft", folder / "target", output / "target")
 
 
-def load_draft(name: str, model: ModelConfig) -> Draft:
+def load_small_draft(name: str, model: ModelConfig) -> Draft:
     """The checkpoint `name` of any drafter that can be enlarged."""
     drafter = drafter_name(name)
     if drafter not in DRAFTS:
@@ -291,7 +281,7 @@ def write_draft(config: InflateConfig, draft: Draft, folder: Path, target: Path,
         tokenizer_hash=tokenizer_hash(AutoTokenizer.from_pretrained(target)),
     )
     folder.mkdir()
-    values = draft.to_json(big_config) | {"torch_dtype": "bfloat16"}
+    values = big_config.to_json() | {"torch_dtype": "bfloat16"}
     run = {"inflated": asdict(config), "target_path": str(target_name.resolve())}
     tensors = {name: make().cpu() for name, make in tqdm(makers.items(), desc="draft", unit="tensor")}
     write_checkpoint(folder, values, tensors, run)

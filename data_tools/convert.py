@@ -21,7 +21,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from slipstream.data_tools.options import check_named, run, show_table
-from slipstream.models import dflash, eagle, eagle3
 from slipstream.models.atomic import atomic_folder
 from slipstream.models.checkpoint import (
     named_target,
@@ -33,7 +32,10 @@ from slipstream.models.checkpoint import (
     write_checkpoint,
 )
 from slipstream.models.config import ModelConfig
-from slipstream.models.draft import EMBEDDING, HEAD, drafter_of
+from slipstream.models.dflash import DFlash
+from slipstream.models.draft import EMBEDDING, HEAD, DraftNetwork, drafter_of, load_draft
+from slipstream.models.eagle import Eagle
+from slipstream.models.eagle3 import Eagle3
 from slipstream.models.outputs import CHECKPOINT, check_output_folder
 from slipstream.models.speculators_layout import layer_name, to_speculators
 from slipstream.models.target import load_config
@@ -78,12 +80,10 @@ class TargetFiles(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Drafts of one kind: how they are read, strictly, and what makes each layout of the public one."""
+    """Drafts of one kind: their network, and what makes each layout of the public one."""
 
-    load: Callable[..., Any]
-    config_to_json: Callable[[Any], dict[str, Any]]
+    network: type[DraftNetwork]
     layouts: Mapping[str, Callable[[Draft, TargetFiles], Draft]]
-    picks_layers: bool = True
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -159,11 +159,11 @@ def names_in(file: Path) -> list[str]:
 
 def read_draft(form: Form, path: Path, target: TargetFiles) -> Draft:
     """In the public layout, with the file's dtypes; names its target."""
-    module = form.load(path, target.config, None, CPU, target.shared)
-    values = form.config_to_json(module.config)
+    module: Any = load_draft(form.network, path, target.config, None, CPU, target.shared)
+    values = module.config.to_json()
     dtype = str(module.fc.weight.dtype).removeprefix("torch.")
     values |= {"torch_dtype": dtype, "target": values["target"] or target.name}
-    layers = module.config.feature_layers if form.picks_layers else ()
+    layers = module.config.feature_layers if module.layers_field else ()
     return Draft(values, public_tensors(module.config, module.state_dict()), layers)
 
 
@@ -206,17 +206,9 @@ def _speculators_draft(
 
 
 FORMS = {
-    "dflash": Form(
-        dflash.load_dflash,
-        dflash.config_to_json,
-        {"sglang": dflash_to_sglang, "speculators": dflash_to_speculators},
-    ),
-    "eagle3": Form(
-        eagle3.load_eagle3,
-        eagle3.config_to_json,
-        {"sglang": as_it_is, "speculators": eagle3_to_speculators},
-    ),
-    "eagle": Form(eagle.load_eagle, eagle.config_to_json, {"sglang": as_it_is}, picks_layers=False),
+    "dflash": Form(DFlash, {"sglang": dflash_to_sglang, "speculators": dflash_to_speculators}),
+    "eagle3": Form(Eagle3, {"sglang": as_it_is, "speculators": eagle3_to_speculators}),
+    "eagle": Form(Eagle, {"sglang": as_it_is}),
 }
 
 

@@ -1,19 +1,32 @@
 """Common parts of all drafts: config, reduced vocabulary, and reading and writing of checkpoints.
 
+A family is a subclass of DraftConfig, which says what its config.json holds, and one of DraftNetwork, whose class
+attributes say how its tensors differ; `load_draft` and `write_draft` do the rest.
+
 A reduced vocabulary is two buffers: d2t (Vd,) int64 offsets, target id = draft id + d2t[draft id], and t2d (V,) bool,
 true for target ids that the draft has.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.checkpoint import fuse, load_strict, public_tensors, write_checkpoint
+from slipstream.models.checkpoint import (
+    fuse,
+    load_strict,
+    public_tensors,
+    read_draft_tensors,
+    read_json,
+    write_checkpoint,
+)
 from slipstream.models.config import ModelConfig, RopeConfig
+from slipstream.models.layers import Embedding
+from slipstream.models.speculators_layout import from_speculators
 
 DECODER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
@@ -42,7 +55,7 @@ Network = TypeVar("Network", bound="DraftNetwork")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftConfig:
+class DraftConfig(ABC):
     """Shapes of a draft and the target it was trained for."""
 
     hidden_size: int
@@ -77,10 +90,38 @@ class DraftConfig:
         """The draft's layers seen as a model; `fields` are the others of a ModelConfig."""
         return ModelConfig(**{name: getattr(self, name) for name in DECODER_FIELDS}, **fields)
 
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """config.json of a checkpoint."""
+
+    @classmethod
+    @abstractmethod
+    def from_json(
+        cls, values: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor] | None = None
+    ) -> Self:
+        """Reads our config.json or another trainer's, whose `tensors`, by public name, say what it leaves out.
+
+        Raises ValueError for what the network here cannot run and for a draft that does not fit `target`.
+        """
+
 
 class DraftNetwork(nn.Module):
-    """Has the buffers d2t and t2d if its vocabulary is reduced, initially to the first target ids."""
+    """Has the buffers d2t and t2d if its vocabulary is reduced, initially to the first target ids.
 
+    `embed_tokens` is the draft's own embedding (V, H); None: it uses the target's.
+    """
+
+    Config: ClassVar[type[DraftConfig]]
+    shared: ClassVar[tuple[str, ...]] = (EMBEDDING, HEAD)
+    """Tensors of the target that it uses. A file may hold copies of them, which `load_draft` drops."""
+    may_embed: ClassVar[bool] = False
+    """Whether a file may have an embedding of its own instead."""
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """How other trainers begin the names of tensors -> the public beginning."""
+    layers_field: ClassVar[str] = ""
+    """The field of config.json that lists the target states which fc reads; empty: fc does not read any."""
+    unsupported_files: ClassVar[Mapping[str, str]] = {}
+    """Files of other trainers that change the network -> what they hold."""
     config: DraftConfig
     d2t: Tensor
     t2d: Tensor
@@ -88,6 +129,7 @@ class DraftNetwork(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
+        self.embed_tokens: Embedding | None = None
         if config.draft_vocab_size is not None:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
@@ -205,9 +247,7 @@ def check_target(values: Mapping[str, Any], **expected: int) -> None:
             )
 
 
-def write_draft(
-    module: DraftNetwork, config: Mapping[str, Any], state: Mapping[str, Tensor], path: Path, run: Mapping[str, Any]
-) -> None:
+def write_draft(module: DraftNetwork, state: Mapping[str, Tensor], path: Path, run: Mapping[str, Any]) -> None:
     """Writes a servable checkpoint into the existing folder `path` (see atomic.atomic_folder).
 
     `state` is the module's state_dict, gathered by the caller where it is sharded; weights are written in bf16.
@@ -216,16 +256,41 @@ def write_draft(
         key: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
         for key, tensor in public_tensors(module.config, state).items()
     }
-    write_checkpoint(path, {**config, "torch_dtype": "bfloat16"}, tensors, run)
+    write_checkpoint(path, {**module.config.to_json(), "torch_dtype": "bfloat16"}, tensors, run)
 
 
-def fill(
-    module: Network, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, device: torch.device, path: Path
+def load_draft(
+    network: type[Network],
+    path: Path,
+    target: ModelConfig,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    shared: Mapping[str, Tensor] | None = None,
 ) -> Network:
-    """Loads public `tensors` of `path` into `module`, which is on the meta device, in `dtype` (None: the file's).
+    """Reads a draft for `target`, strictly: the ValueError names every missing or unexpected key, and values that are
+    not finite.
 
-    Raises ValueError that names every missing or unexpected key, and for values that are not finite.
+    dtype None keeps the file's. `shared`: the target's EMBEDDING and HEAD (V, H), by which copies of them are known;
+    without it, every tensor of these names counts as a copy. Copies are dropped, another embedding becomes the draft's
+    own if `network` allows one, and other tensors in their place are refused.
     """
+    for name, content in network.unsupported_files.items():
+        if (path / name).exists():
+            raise ValueError(f"{path} has {content} ({name}), which is not supported")
+    tensors = {_public_name(network, key): tensor for key, tensor in read_draft_tensors(path).items()}
+    config: Any = network.Config.from_json(from_speculators(read_json(path / "config.json")), target, tensors)
+    if network.layers_field:
+        check_fc(tensors, target.hidden_size, config.feature_layers, network.layers_field, path)
+    if config.draft_vocab_size is not None:
+        complete_vocabulary(tensors, config, path)
+    with torch.device("meta"):
+        module = network(config)
+        for key in network.shared:
+            if not drop_copy(tensors, key, shared):
+                continue
+            if key != EMBEDDING or not network.may_embed:
+                raise ValueError(f"{path}: {key} is not the target's; a draft with one of its own is not supported")
+            module.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
     moved = {
         key: tensor.to(device, dtype if tensor.is_floating_point() else None) for key, tensor in fuse(tensors).items()
     }
@@ -234,14 +299,25 @@ def fill(
     return module.eval().requires_grad_(False)
 
 
-def complete_vocabulary(tensors: dict[str, Tensor], vocab_size: int, path: Path) -> None:
-    """Adds t2d, computed from d2t, as some files omit it. Raises ValueError for a d2t that does not fit the target."""
+def _public_name(network: type[DraftNetwork], key: str) -> str:
+    key = key.removeprefix("model.")
+    for theirs, public in network.other_names.items():
+        if key.startswith(theirs):
+            return public + key.removeprefix(theirs)
+    return key
+
+
+def complete_vocabulary(tensors: dict[str, Tensor], config: DraftConfig, path: Path) -> None:
+    """Adds t2d, computed from d2t, as some files omit it, and both to a draft of the whole vocabulary that must have
+    them. Raises ValueError for a d2t that does not fit the target."""
+    if config.draft_vocab_size == config.vocab_size:
+        tensors.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.int64))
     if "d2t" not in tensors:
         return
     ids = ids_of(tensors["d2t"])
-    if not bool(((ids >= 0) & (ids < vocab_size)).all()) or len(ids.unique()) != len(ids):
-        raise ValueError(f"{path}: d2t maps outside the target's {vocab_size} tokens or twice to one")
-    tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    if not bool(((ids >= 0) & (ids < config.vocab_size)).all()) or len(ids.unique()) != len(ids):
+        raise ValueError(f"{path}: d2t maps outside the target's {config.vocab_size} tokens or twice to one")
+    tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
 
 
 def drop_copy(tensors: dict[str, Tensor], key: str, shared: Mapping[str, Tensor] | None) -> bool:
@@ -255,12 +331,6 @@ def drop_copy(tensors: dict[str, Tensor], key: str, shared: Mapping[str, Tensor]
             return True
     tensors.pop(key, None)
     return False
-
-
-def refuse_own(tensors: dict[str, Tensor], key: str, shared: Mapping[str, Tensor] | None, path: Path) -> None:
-    """As `drop_copy`, but raises ValueError for a tensor of the draft's own."""
-    if drop_copy(tensors, key, shared):
-        raise ValueError(f"{path}: {key} is not the target's; a draft with one of its own is not supported")
 
 
 def is_copy(own: Tensor, expected: Tensor, ids: Tensor | None = None) -> bool:

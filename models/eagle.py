@@ -13,32 +13,21 @@ embed_tokens.weight                    in other trainers' files: mostly a copy o
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.checkpoint import read_draft_tensors, read_json
 from slipstream.models.config import ModelConfig
 from slipstream.models.draft import (
-    EMBEDDING,
-    HEAD,
     DraftConfig,
     DraftNetwork,
     check_llama_layer,
     check_target,
-    complete_vocabulary,
     decoder_from_json,
     decoder_to_json,
-    drop_copy,
-    fill,
-    refuse_own,
-    write_draft,
 )
-from slipstream.models.layers import Attention, Embedding, GatedMLP, Linear, Mask, RMSNorm, SelfAttention
-
-ARCHITECTURE = "LlamaForCausalLMEagle"
+from slipstream.models.layers import Attention, GatedMLP, Linear, Mask, RMSNorm, SelfAttention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +46,35 @@ class EagleConfig(DraftConfig):
         """The draft's one layer seen as a one-layer model."""
         return self.decoder_config(architecture="eagle", num_layers=1, qkv_bias=self.qkv_bias)
 
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLMEagle"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "bias": self.fc_bias,
+            "qkv_bias": self.qkv_bias,
+            **decoder_to_json(self),
+            "num_target_layers": self.target_num_layers,
+            "drafter": "eagle",
+        }
+
+    @classmethod
+    def from_json(
+        cls, values: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor] | None = None
+    ) -> Self:
+        decoder = decoder_from_json(values, target)
+        check_llama_layer(values)
+        expected = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        check_target(values, **expected, num_target_layers=target.num_layers)
+        # EAGLE's trainers omit `bias` if it is true, converters also if it is false.
+        has_bias = tensors is None or "fc.bias" in tensors
+        is_qwen2 = values.get("architectures") == ["Qwen2ForCausalLMEagle"]
+        return cls(
+            **decoder,
+            fc_bias=bool(values.get("bias", has_bias)),
+            qkv_bias=bool(values.get("qkv_bias", values.get("attention_bias", is_qwen2))),
+        )
+
 
 class EagleLayer(nn.Module):
     """A decoder layer without a norm before its attention."""
@@ -73,13 +91,14 @@ class EagleLayer(nn.Module):
 
 
 class Eagle(DraftNetwork):
-    """Any leading dims. `embed_tokens` is the draft's own embedding (V, H); None: it uses the target's."""
+    """Any leading dims."""
 
+    Config = EagleConfig
+    may_embed = True
     config: EagleConfig
 
-    def __init__(self, config: EagleConfig, *, has_embedding: bool = False) -> None:
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
         self.fc = Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([EagleLayer(config)])
 
@@ -103,65 +122,3 @@ class Eagle(DraftNetwork):
 
     def join(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         return self.fc(torch.cat((embeds, hidden), dim=-1))
-
-
-def config_to_json(config: EagleConfig) -> dict[str, Any]:
-    """config.json of a checkpoint."""
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "bias": config.fc_bias,
-        "qkv_bias": config.qkv_bias,
-        **decoder_to_json(config),
-        "num_target_layers": config.target_num_layers,
-        "drafter": "eagle",
-    }
-
-
-def config_from_json(values: Mapping[str, Any], target: ModelConfig) -> EagleConfig:
-    """Reads our config.json or another trainer's.
-
-    Raises ValueError for what the network here cannot run and for a draft that does not fit `target`.
-    """
-    decoder = decoder_from_json(values, target)
-    check_llama_layer(values)
-    expected = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-    check_target(values, **expected, num_target_layers=target.num_layers)
-    is_qwen2 = values.get("architectures") == ["Qwen2ForCausalLMEagle"]
-    return EagleConfig(
-        **decoder,
-        fc_bias=bool(values.get("bias", True)),
-        qkv_bias=bool(values.get("qkv_bias", values.get("attention_bias", is_qwen2))),
-    )
-
-
-def save_eagle(module: Eagle, state: Mapping[str, Tensor], path: Path, run: Mapping[str, Any]) -> None:
-    """See write_draft."""
-    write_draft(module, config_to_json(module.config), state, path, run)
-
-
-def load_eagle(
-    path: Path,
-    target: ModelConfig,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    shared: Mapping[str, Tensor] | None = None,
-) -> Eagle:
-    """Reads a draft for `target`, strictly: every missing or unexpected key is named in the ValueError.
-
-    dtype None keeps the file's. `shared`: the target's embed_tokens.weight and lm_head.weight (V, H). Copies of them
-    are dropped; a different embedding becomes the draft's own, a different head is refused.
-    """
-    values = read_json(path / "config.json")
-    tensors = {key.removeprefix("model."): tensor for key, tensor in read_draft_tensors(path).items()}
-    if "bias" not in values:  # EAGLE's trainers omit it if true, converters also if false
-        values["bias"] = "fc.bias" in tensors
-    config = config_from_json(values, target)
-    if config.draft_vocab_size is not None:
-        complete_vocabulary(tensors, config.vocab_size, path)
-    refuse_own(tensors, HEAD, shared, path)
-    has_embedding = drop_copy(tensors, EMBEDDING, shared)
-    with torch.device("meta"):
-        module = Eagle(config, has_embedding=has_embedding)
-    return fill(module, tensors, dtype, device, path)

@@ -10,34 +10,26 @@ any, servers follow EAGLE-3's rule.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.norm import rms_norm_pair
-from slipstream.models.checkpoint import read_draft_tensors, read_json
 from slipstream.models.config import ModelConfig, check_feature_layers, default_feature_layers
 from slipstream.models.draft import (
     EMBEDDING,
     DraftConfig,
     DraftNetwork,
-    check_fc,
     check_llama_layer,
     check_target,
-    complete_vocabulary,
     decoder_from_json,
     decoder_to_json,
-    drop_copy,
-    fill,
     ids_of,
-    write_draft,
 )
-from slipstream.models.layers import Attention, Embedding, GatedMLP, Linear, Mask, RMSNorm, SelfAttention
-from slipstream.models.speculators_layout import AUX_LAYERS, from_speculators, without_last_layer
+from slipstream.models.layers import Attention, GatedMLP, Linear, Mask, RMSNorm, SelfAttention
+from slipstream.models.speculators_layout import AUX_LAYERS, without_last_layer
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
 # Flags of other trainers that change the network; checkpoints that set one are refused.
 UNSUPPORTED_FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "use_aux_norm", "mlp_bias")
 
@@ -57,6 +49,63 @@ class Eagle3Config(DraftConfig):
     def layer_config(self) -> ModelConfig:
         """The draft's one layer seen as a one-layer model."""
         return self.decoder_config(architecture="eagle3", num_layers=1, qkv_bias=self.attention_bias)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "target_hidden_size": self.target_hidden_size,
+            "num_hidden_layers": 1,
+            "attention_bias": self.attention_bias,
+            **decoder_to_json(self),
+            **_layers_to_json(self),
+            "target_num_layers": self.target_num_layers,
+            "drafter": "eagle3",
+        }
+
+    @classmethod
+    def from_json(
+        cls, values: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor] | None = None
+    ) -> Self:
+        decoder, eagle = decoder_from_json(values, target), values.get("eagle_config") or {}
+        for flag in UNSUPPORTED_FLAGS:
+            if values.get(flag) or eagle.get(flag):
+                raise ValueError(f"draft config sets {flag}, which is not supported")
+        check_llama_layer(values)
+        own_size = {"target_hidden_size": values.get("target_hidden_size") or values["hidden_size"]}
+        expected = {"vocab_size": target.vocab_size, "target_num_layers": target.num_layers}
+        check_target({**values, **own_size}, **expected, target_hidden_size=target.hidden_size)
+        return cls(
+            **decoder | {"draft_vocab_size": decoder["draft_vocab_size"] or values["vocab_size"]},
+            feature_layers=_layers_from_json(values, target, tensors or {}),
+            attention_bias=bool(values.get("attention_bias", False)),
+        )
+
+
+def _layers_to_json(config: Eagle3Config) -> dict[str, Any]:
+    """Layer ids for SGLang and for vLLM; omitted if they follow the default rule of both and of our loader."""
+    layers, count = config.feature_layers, config.target_num_layers
+    if layers == (1, count // 2 - 1, count - 4) == default_feature_layers(count):
+        return {}
+    return {
+        "eagle_config": {AUX_LAYERS: list(layers), "use_aux_hidden_state": True},
+        AUX_LAYERS: [layer + 1 for layer in layers],
+    }
+
+
+def _layers_from_json(values: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Output ids. Raises ValueError if the two fields name different states."""
+    outputs = (values.get("eagle_config") or {}).get(AUX_LAYERS)
+    if not values.get(AUX_LAYERS):
+        return tuple(outputs or default_feature_layers(target.num_layers))
+    inputs = without_last_layer(values[AUX_LAYERS], target.num_layers, tensors, target.hidden_size)
+    layers = tuple(layer - 1 for layer in inputs)
+    if outputs and tuple(outputs) != layers:
+        raise ValueError(
+            f"draft config: eagle_config.{AUX_LAYERS} is {outputs}, layer outputs, and {AUX_LAYERS} is {inputs}, "
+            "layer inputs: these are different states; delete the wrong one"
+        )
+    return layers
 
 
 class Midlayer(nn.Module):
@@ -82,14 +131,18 @@ class Midlayer(nn.Module):
 
 
 class Eagle3(DraftNetwork):
-    """Any leading dims. `embed_tokens` is the draft's own embedding (V, H); None: it uses the target's."""
+    """Any leading dims."""
 
+    Config = Eagle3Config
+    shared = (EMBEDDING,)
+    may_embed = True
+    other_names = {"layers.0.": "midlayer."}
+    layers_field = f"eagle_config.{AUX_LAYERS}"
     config: Eagle3Config
 
-    def __init__(self, config: Eagle3Config, *, has_embedding: bool = False) -> None:
+    def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
         size = config.hidden_size
-        self.embed_tokens = Embedding(config.vocab_size, size) if has_embedding else None
         self.fc = Linear(config.target_hidden_size * len(config.feature_layers), size, bias=False)
         self.midlayer = Midlayer(config)
         self.norm = RMSNorm(size, config.rms_norm_eps)
@@ -141,108 +194,3 @@ class Eagle3(DraftNetwork):
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., H) before the final norm -> (..., Vd)."""
         return self.lm_head(self.norm(hidden))
-
-
-def config_to_json(config: Eagle3Config) -> dict[str, Any]:
-    """config.json of a checkpoint."""
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "target_hidden_size": config.target_hidden_size,
-        "num_hidden_layers": 1,
-        "attention_bias": config.attention_bias,
-        **decoder_to_json(config),
-        **_layers_to_json(config),
-        "target_num_layers": config.target_num_layers,
-        "drafter": "eagle3",
-    }
-
-
-def _layers_to_json(config: Eagle3Config) -> dict[str, Any]:
-    """Layer ids for SGLang and for vLLM; omitted if they follow the default rule of both and of our loader."""
-    layers, count = config.feature_layers, config.target_num_layers
-    if layers == (1, count // 2 - 1, count - 4) == default_feature_layers(count):
-        return {}
-    return {
-        "eagle_config": {AUX_LAYERS: list(layers), "use_aux_hidden_state": True},
-        AUX_LAYERS: [layer + 1 for layer in layers],
-    }
-
-
-def layers_from_json(values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Output ids. Raises ValueError if the two fields name different states."""
-    outputs = (values.get("eagle_config") or {}).get(AUX_LAYERS)
-    inputs = values.get(AUX_LAYERS)
-    if not inputs:
-        return tuple(outputs or default_feature_layers(num_layers))
-    layers = tuple(layer - 1 for layer in inputs)
-    if outputs and tuple(outputs) != layers:
-        raise ValueError(
-            f"draft config: eagle_config.{AUX_LAYERS} is {outputs}, layer outputs, and {AUX_LAYERS} is {inputs}, "
-            "layer inputs: these are different states; delete the wrong one"
-        )
-    return layers
-
-
-def config_from_json(values: Mapping[str, Any], target: ModelConfig) -> Eagle3Config:
-    """Reads our config.json or another trainer's, which mostly does not name its feature layers.
-
-    Raises ValueError for what the network here cannot run and for a draft that does not fit `target`.
-    """
-    decoder, eagle = decoder_from_json(values, target), values.get("eagle_config") or {}
-    for flag in UNSUPPORTED_FLAGS:
-        if values.get(flag) or eagle.get(flag):
-            raise ValueError(f"draft config sets {flag}, which is not supported")
-    check_llama_layer(values)
-    own_size = {"target_hidden_size": values.get("target_hidden_size") or values["hidden_size"]}
-    expected = {"vocab_size": target.vocab_size, "target_num_layers": target.num_layers}
-    check_target({**values, **own_size}, **expected, target_hidden_size=target.hidden_size)
-    return Eagle3Config(
-        **decoder | {"draft_vocab_size": decoder["draft_vocab_size"] or values["vocab_size"]},
-        feature_layers=layers_from_json(values, target.num_layers),
-        attention_bias=bool(values.get("attention_bias", False)),
-    )
-
-
-def save_eagle3(module: Eagle3, state: Mapping[str, Tensor], path: Path, run: Mapping[str, Any]) -> None:
-    """See write_draft."""
-    write_draft(module, config_to_json(module.config), state, path, run)
-
-
-def load_eagle3(
-    path: Path,
-    target: ModelConfig,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    shared: Mapping[str, Tensor] | None = None,
-) -> Eagle3:
-    """Reads a draft for `target`, strictly: every missing or unexpected key is named in the ValueError.
-
-    dtype None keeps the file's. `shared`: the target's embed_tokens.weight (V, H). A copy of it is dropped; a different
-    embedding becomes the draft's own.
-    """
-    values, tensors = read_public(path)
-    if values.get(AUX_LAYERS):
-        layers = without_last_layer(values[AUX_LAYERS], target.num_layers, tensors, target.hidden_size)
-        values = {**values, AUX_LAYERS: layers}
-    config = config_from_json(values, target)
-    check_fc(tensors, config.target_hidden_size, config.feature_layers, f"eagle_config.{AUX_LAYERS}", path)
-    has_embedding = drop_copy(tensors, EMBEDDING, shared)
-    with torch.device("meta"):
-        module = Eagle3(config, has_embedding=has_embedding)
-    if config.draft_vocab_size == config.vocab_size:  # EAGLE leaves the map out then
-        tensors.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.int64))
-    complete_vocabulary(tensors, config.vocab_size, path)
-    return fill(module, tensors, dtype, device, path)
-
-
-def read_public(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and tensors of any layout, in public fields and names; copies of the target's included."""
-    values = read_json(path / "config.json")
-    tensors = {public_name(key): tensor for key, tensor in read_draft_tensors(path).items()}
-    return from_speculators(values), tensors
-
-
-def public_name(key: str) -> str:
-    key = key.removeprefix("model.")
-    return key.replace("layers.0.", "midlayer.", 1) if key.startswith("layers.0.") else key

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slipstream.models.dflash import DFlash, DFlashConfig, save_dflash
-from slipstream.models.eagle import Eagle, EagleConfig, save_eagle
-from slipstream.models.eagle3 import Eagle3, Eagle3Config, save_eagle3
+from slipstream.models.dflash import DFlash, DFlashConfig
+from slipstream.models.draft import write_draft
+from slipstream.models.eagle import Eagle, EagleConfig
+from slipstream.models.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.target import load_config, load_target
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.naive_eagle import NaiveEagle
@@ -43,7 +44,7 @@ def random_draft(target: Path, draft_vocab_size: int | None = None, seed: int = 
 def save_random_draft(target: Path, folder: Path, draft_vocab_size: int | None = None, seed: int = SEED) -> None:
     module = random_draft(target, draft_vocab_size, seed)
     folder.mkdir(parents=True)
-    save_eagle3(module, module.state_dict(), folder, {})
+    write_draft(module, module.state_dict(), folder, {})
 
 
 def save_random_eagle(
@@ -63,7 +64,7 @@ def save_random_eagle(
     if module.config.draft_vocab_size is not None:
         module.set_vocabulary(torch.randperm(config.vocab_size)[: module.config.draft_vocab_size].sort().values)
     folder.mkdir(parents=True)
-    save_eagle(module, module.state_dict(), folder, {})
+    write_draft(module, module.state_dict(), folder, {})
     if not texts:
         return
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
@@ -78,7 +79,7 @@ def save_random_eagle(
     x, y = torch.cat(inputs), torch.cat(outputs)
     ridge = 1e-3 * x.square().mean() * torch.eye(x.shape[1])
     module.layer.mlp.down_proj.weight.data = torch.linalg.solve(x.T @ x + ridge, x.T @ y).T.float()
-    save_eagle(module, module.state_dict(), folder, {})
+    write_draft(module, module.state_dict(), folder, {})
 
 
 def random_dflash(target: Path, /, seed: int = SEED, **fields: Any) -> DFlash:
@@ -110,7 +111,7 @@ def save_random_dflash(
     """
     module = random_dflash(target, **fields)
     folder.mkdir(parents=True)
-    save_dflash(module, module.state_dict(), folder, {})
+    write_draft(module, module.state_dict(), folder, {})
     if not texts:
         return
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
@@ -131,7 +132,7 @@ def save_random_dflash(
     ridge = 1e-3 * x.square().mean() * torch.eye(x.shape[1])
     solution = torch.linalg.solve(x.T @ x + ridge, x.T @ y)  # (I, H)
     module.layers[-1].mlp.down_proj.weight.data = solution.T.float()
-    save_dflash(module, module.state_dict(), folder, {})
+    write_draft(module, module.state_dict(), folder, {})
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from slipstream.models.checkpoint import fuse
-from slipstream.models.dflash import DFlash, DFlashConfig, default_block_feature_layers, default_mask_token, save_dflash
+from slipstream.models.dflash import DFlash, DFlashConfig, default_block_feature_layers, default_mask_token
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.train.acceptance import count_accepted
@@ -82,7 +82,6 @@ class DFlashOptions(DraftRunOptions):
 class DFlashTraining(DraftTraining):
     """The draft with its loss and its held-out walk. C rows of a batch, N blocks of S slots, Vd draft vocabulary."""
 
-    save = staticmethod(save_dflash)
     reads_final_state = False
 
     def __init__(

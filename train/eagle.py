@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from slipstream.models.eagle import Eagle, EagleConfig, save_eagle
+from slipstream.models.eagle import Eagle, EagleConfig
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.train.batches import Batch
@@ -56,8 +56,6 @@ class EagleOptions(DraftRunOptions):
 
 class EagleTraining(ChainTraining):
     """The draft with its loss and its held-out walk. N asking rows of a batch (see ttt.py), Vd draft vocabulary."""
-
-    save = staticmethod(save_eagle)
 
     def __init__(
         self, draft: Eagle, target: FrozenTarget, rope: RotaryEmbedding, options: DraftOptions, depth: int, seed: int

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.kernels.cross_entropy import Kind, soft_cross_entropy
 from slipstream.models.config import default_feature_layers
-from slipstream.models.eagle3 import Eagle3, Eagle3Config, save_eagle3
+from slipstream.models.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.train.batches import Batch
@@ -56,8 +56,6 @@ class Eagle3Options(DraftRunOptions):
 
 class Eagle3Training(ChainTraining):
     """The draft with its loss and its held-out walk. N asking rows of a batch (see ttt.py), Vd draft vocabulary."""
-
-    save = staticmethod(save_eagle3)
 
     def __init__(
         self, draft: Eagle3, target: FrozenTarget, rope: RotaryEmbedding, options: DraftOptions, depth: int

@@ -1,7 +1,7 @@
 """The interface between a drafter and `fit`, and metrics as sums."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from slipstream.models.draft import write_draft
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.train.acceptance import walk_answers, walk_metrics
 from slipstream.train.batches import Batch
@@ -25,7 +26,6 @@ class DraftTraining(nn.Module, ABC):
 
     draft: Any
     target: FrozenTarget
-    save: Callable[..., None]  # a draft, its tensors, the folder and run.json: writes a checkpoint of the draft's kind
     reads_final_state = True  # whether the loss reads the target's state after its final norm
     samples: SampleAnswers | None = None  # collects some of the answers that an evaluation walks
 
@@ -56,7 +56,7 @@ class DraftTraining(nn.Module, ABC):
 
     def write(self, state: Mapping[str, Tensor], folder: Path, run: Mapping[str, Any]) -> None:
         """Writes a servable checkpoint of this module's full `state` into an existing folder; `run` is its run.json."""
-        self.save(self.draft, {name.removeprefix("draft."): tensor for name, tensor in state.items()}, folder, run)
+        write_draft(self.draft, {name.removeprefix("draft."): tensor for name, tensor in state.items()}, folder, run)
 
 
 def add(totals: Metrics, metrics: Metrics, weight: int = 1) -> None:

@@ -14,7 +14,8 @@ from slipstream.kernels.gathered_head import head_topk
 from slipstream.kernels.linear import linear
 from slipstream.kernels.rope import store_context
 from slipstream.models.checkpoint import resolve
-from slipstream.models.dflash import DFlash, load_dflash
+from slipstream.models.dflash import DFlash
+from slipstream.models.draft import load_draft
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, KVSpec, PassRows, Proposal, RequestState, VerifyResult
@@ -60,7 +61,7 @@ class Drafter(base.Drafter):
     @classmethod
     def load(cls, draft: str, options: DFlashOptions, target: Target) -> "Drafter":
         weight = target.embed_tokens.weight
-        module = load_dflash(resolve(draft), target.config, weight.dtype, weight.device, target.shared)
+        module = load_draft(DFlash, resolve(draft), target.config, weight.dtype, weight.device, target.shared)
         return cls(module, target_vocabulary(target, module.target_ids, options), options)
 
     def scratch(self, width: int) -> int:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from slipstream.models.checkpoint import resolve
-from slipstream.models.eagle import Eagle, load_eagle
+from slipstream.models.draft import load_draft
+from slipstream.models.eagle import Eagle
 from slipstream.models.target import Target
 from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
 from slipstream.serve.draft_vocabulary import TokenMapOptions, target_vocabulary
@@ -25,7 +26,7 @@ class Drafter(AutoregressiveDrafter):
     @classmethod
     def load(cls, draft: str, options: EagleOptions, target: Target) -> "Drafter":
         weight = target.embed_tokens.weight
-        module = load_eagle(resolve(draft), target.config, weight.dtype, weight.device, target.shared)
+        module = load_draft(Eagle, resolve(draft), target.config, weight.dtype, weight.device, target.shared)
         return cls(module, target_vocabulary(target, module.target_ids, options), options)
 
     def head_input(self, hidden: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from slipstream.kernels.gathered_head import DraftHead
 from slipstream.models.checkpoint import resolve
-from slipstream.models.eagle3 import Eagle3, load_eagle3
+from slipstream.models.draft import load_draft
+from slipstream.models.eagle3 import Eagle3
 from slipstream.models.target import Target
 from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
 from slipstream.serve.draft_vocabulary import DraftVocabulary
@@ -36,7 +37,7 @@ class Drafter(AutoregressiveDrafter):
     @classmethod
     def load(cls, draft: str, options: Eagle3Options, target: Target) -> "Drafter":
         weight = target.embed_tokens.weight
-        module = load_eagle3(resolve(draft), target.config, weight.dtype, weight.device, target.shared)
+        module = load_draft(Eagle3, resolve(draft), target.config, weight.dtype, weight.device, target.shared)
         return cls(module, options)
 
     def head_input(self, hidden: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from slipstream.bench.inflate import InflateConfig, inflate, load_draft
+from slipstream.bench.inflate import InflateConfig, inflate, load_small_draft
 from slipstream.bench.inflate_weights import CONSTANT, LIFT, QUIET, SHAPES, SPREAD, Inflation
 from slipstream.bench.workload import read_questions
 from slipstream.kernels.norm import HeadNorms, norm_heads
 from slipstream.models.checkpoint import read_json, read_tensors
-from slipstream.models.dflash import load_dflash
+from slipstream.models.dflash import DFlash
+from slipstream.models.draft import load_draft
 from slipstream.models.frozen_target import load_frozen_target
 from slipstream.models.target import load_config
 from slipstream.serve.llm import LLM, Generation
@@ -236,9 +237,9 @@ def test_block_logits_are_the_small_drafts_and_the_others_far_below(variant: str
 
 def write_big_draft(small: Path, folder: Path) -> dict[int, int | None]:
     """Without a target. Returns the states that it reads -> those of the small draft."""
-    draft, shape = load_draft(str(small), load_config(TINY)), SHAPES["mid"]
+    draft, shape = load_small_draft(str(small), load_config(TINY)), SHAPES["mid"]
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(draft.to_json(draft.big_config(shape))))
+    (folder / "config.json").write_text(json.dumps(draft.big_config(shape).to_json()))
     makers = draft.tensors(Inflation(256, 1024, CPU, 0), shape)
     save_file({name: make() for name, make in makers.items()}, folder / "model.safetensors")
     return draft.states(shape)
@@ -274,7 +275,7 @@ class Widened(OneBlock):
 def test_quiet_weights_of_a_block_draft_change_no_bit(pairs: Pairs, dtype: torch.dtype) -> None:
     """As if they were zero, in the states that the target's head reads."""
     pair = pairs["dflash"][1]
-    module = load_dflash(pair / "draft", load_config(pair / "target"), dtype, CPU)
+    module = load_draft(DFlash, pair / "draft", load_config(pair / "target"), dtype, CPU)
     embeddings, _ = tables(pair / "target", "lm_head.weight")
     features = 3.0 * torch.randn(8, 5, 1024, generator=torch.Generator().manual_seed(0), dtype=dtype)
     features[:, :, 256:] *= SPREAD * QUIET

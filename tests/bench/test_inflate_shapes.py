@@ -15,8 +15,9 @@ from slipstream.bench.inflate import DFlashDraft, Eagle3Draft, InflateConfig, in
 from slipstream.bench.inflate_weights import CONSTANT, SHAPES, SPREAD, places, target_json
 from slipstream.models.checkpoint import read_json, read_tensors, weights_fingerprint
 from slipstream.models.config import ModelConfig
-from slipstream.models.dflash import DFlash, DFlashConfig, load_dflash
-from slipstream.models.eagle3 import Eagle3, Eagle3Config, load_eagle3
+from slipstream.models.dflash import DFlash, DFlashConfig
+from slipstream.models.draft import load_draft
+from slipstream.models.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.target import Target, load_config, load_target
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 
@@ -163,10 +164,10 @@ def test_random_weights_are_ordinary_everywhere(
     assert "serve --draft" in capsys.readouterr().out
     config = load_config(tmp_path / "pair" / "target")
     target = load_target(tmp_path / "pair" / "target", config, torch.float32, CPU)
-    load: Any = load_eagle3 if drafter == "eagle3" else load_dflash
-    module = load(tmp_path / "pair" / "draft", config, torch.float32, CPU)
-    for network in (target, module):
-        check_ordinary(network)
+    network = Eagle3 if drafter == "eagle3" else DFlash
+    module: Any = load_draft(network, tmp_path / "pair" / "draft", config, torch.float32, CPU)
+    for random in (target, module):
+        check_ordinary(random)
     assert (target.embed_tokens.weight[:, -1] == CONSTANT).all()
     assert module.target_ids[1500:].equal(4096 + torch.arange(548))
 

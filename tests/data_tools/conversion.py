@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.data_tools.convert import main
-from slipstream.models.eagle3 import Eagle3, Eagle3Config, save_eagle3
+from slipstream.models.draft import write_draft
+from slipstream.models.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.target import load_config
 
 
@@ -55,7 +56,7 @@ def save_eagle3_draft(runs: Runs, feature_layers: Sequence[int], draft_vocab_siz
     module.set_vocabulary(torch.randperm(target.vocab_size)[:draft_vocab_size].sort().values)
     folder = runs.root / "draft"
     folder.mkdir()
-    save_eagle3(module, module.state_dict(), folder, {})
+    write_draft(module, module.state_dict(), folder, {})
     return folder
 
 

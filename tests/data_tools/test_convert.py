@@ -12,8 +12,9 @@ from transformers import LlamaConfig
 
 from slipstream.data_tools.convert import main
 from slipstream.models.checkpoint import fuse
-from slipstream.models.dflash import load_dflash
-from slipstream.models.eagle3 import load_eagle3
+from slipstream.models.dflash import DFlash
+from slipstream.models.draft import load_draft
+from slipstream.models.eagle3 import Eagle3
 from slipstream.models.speculators_layout import AUX_LAYERS
 from slipstream.models.target import load_config
 from slipstream.serve.drafters.base import find_drafter
@@ -66,7 +67,7 @@ def test_the_layout_of_speculators_holds_the_targets_embedding_and_head(runs: Ru
     assert config["aux_hidden_state_layer_ids"] == [1, 2]
     assert config["transformer_layer_config"]["num_hidden_layers"] == 2
     assert find_drafter(str(folder)) is find_drafter(str(draft)), "it can be served as it is"
-    module = load_dflash(folder, load_config(runs.target), None, torch.device("cpu"))
+    module = load_draft(DFlash, folder, load_config(runs.target), None, torch.device("cpu"))
     assert torch.equal(module.fc.weight, load_file(draft / "model.safetensors")["fc.weight"])
 
 
@@ -201,7 +202,10 @@ def test_ids_stand_in_each_readers_convention_or_are_left_out(
     folder, _ = deep_runs.convert(draft, "speculators")
     assert values_of(folder).get(AUX_LAYERS) == inputs
     assert "eagle_config" not in values_of(folder)
-    assert load_eagle3(folder, load_config(deep_runs.target), None, torch.device("cpu")).config.feature_layers == layers
+    assert (
+        load_draft(Eagle3, folder, load_config(deep_runs.target), None, torch.device("cpu")).config.feature_layers
+        == layers
+    )
 
 
 def test_the_layout_of_speculators(llama: Runs) -> None:

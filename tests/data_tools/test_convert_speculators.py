@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from slipstream.models.config import default_feature_layers
-from slipstream.models.eagle3 import Eagle3, load_eagle3
+from slipstream.models.draft import load_draft
+from slipstream.models.eagle3 import Eagle3
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config
@@ -105,7 +106,7 @@ def assert_equal_logits(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 def test_a_draft_written_for_speculators_computes_the_same_there(runs: Runs, tokens: list[int]) -> None:
     folder, _ = runs.convert(runs.root / "draft", "speculators")
-    draft = load_eagle3(runs.root / "draft", load_config(runs.target), torch.float32, CPU)
+    draft = load_draft(Eagle3, runs.root / "draft", load_config(runs.target), torch.float32, CPU)
     assert_equal_logits(our_logits(draft, runs.target, tokens), their_logits(load_theirs(folder), runs.target, tokens))
 
 
@@ -117,5 +118,5 @@ def test_a_draft_saved_by_speculators_computes_the_same_here(runs: Runs, tokens:
     assert "drafter" in json.loads((saved / "config.json").read_text()), "it keeps fields that it does not know"
     back, _ = runs.convert(saved, "sglang")
     for path in (saved, back):
-        draft = load_eagle3(path, load_config(runs.target), torch.float32, CPU)
+        draft = load_draft(Eagle3, path, load_config(runs.target), torch.float32, CPU)
         assert_equal_logits(our_logits(draft, runs.target, tokens), their_logits(model, runs.target, tokens))

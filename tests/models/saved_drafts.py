@@ -12,6 +12,7 @@ from torch import Tensor
 from slipstream.kernels.norm import HeadNorms, norm_heads
 from slipstream.kernels.rope import rotate_halves
 from slipstream.models.config import ModelConfig
+from slipstream.models.draft import load_draft, write_draft
 from slipstream.models.layers import RotaryEmbedding
 
 CPU = torch.device("cpu")
@@ -21,15 +22,14 @@ ORIGIN = {"target": "owner/model", "target_revision": "main", "target_fingerprin
 
 
 class SavedDraft:
-    """Of a tiny target: V 120, H 32, 4 heads, 2 KV heads, I 48. `files` saves and loads it."""
+    """Of a tiny target: V 120, H 32, 4 heads, 2 KV heads, I 48."""
 
-    def __init__(self, module: Any, target: ModelConfig, folder: Path, files: tuple[Any, Any]) -> None:
+    def __init__(self, module: Any, target: ModelConfig, folder: Path) -> None:
         self.module, self.target, self.folder = module.bfloat16(), target, folder
-        save, self._load = files
         size = module.config.draft_vocab_size
         if size is not None:
             module.set_vocabulary(torch.arange(size) * (120 // size))
-        save(module, module.state_dict(), folder, {"argv": ["train"]})
+        write_draft(module, module.state_dict(), folder, {"argv": ["train"]})
 
     def change(self, tensors: Callable[[Tensors], Tensors] | None = None, values: Values | None = None) -> None:
         """`tensors` maps the file's; `values` replace those of config.json, and None deletes."""
@@ -39,8 +39,8 @@ class SavedDraft:
         changed = json.loads(config.read_text()) | (values or {})
         config.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))
 
-    def load(self, dtype: torch.dtype | None = torch.bfloat16) -> Any:
-        return self._load(self.folder, self.target, dtype, CPU)
+    def load(self, dtype: torch.dtype | None = torch.bfloat16, shared: Tensors | None = None) -> Any:
+        return load_draft(type(self.module), self.folder, self.target, dtype, CPU, shared)
 
     def assert_loads_equal(self) -> None:
         loaded, original = self.load().state_dict(), self.module.state_dict()

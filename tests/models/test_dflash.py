@@ -11,16 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.models.config import ModelConfig, RopeConfig
-from slipstream.models.dflash import (
-    UNSUPPORTED,
-    DFlash,
-    DFlashConfig,
-    config_from_json,
-    config_to_json,
-    default_block_feature_layers,
-    load_dflash,
-    save_dflash,
-)
+from slipstream.models.dflash import UNSUPPORTED, DFlash, DFlashConfig, default_block_feature_layers
 from slipstream.models.draft import OWN_FIELDS
 from slipstream.models.speculators_layout import to_speculators
 from slipstream.models.target import load_config
@@ -114,7 +105,7 @@ def save_draft(target: ModelConfig, folder: Path, **fields: Any) -> SavedDraft:
     module = DFlash(DFlashConfig.from_target(target, **defaults, **ORIGIN, **fields))
     for parameter in module.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    return SavedDraft(module, target, folder, (save_dflash, load_dflash))
+    return SavedDraft(module, target, folder)
 
 
 @pytest.fixture
@@ -135,7 +126,7 @@ def test_a_round_trip_is_exact(name: str, request: pytest.FixtureRequest) -> Non
 
 def test_a_config_survives_json(draft: SavedDraft) -> None:
     config = replace(draft.module.config, rope=RopeConfig(5e5), sample_from_anchor=True)
-    assert config_from_json(json.loads(json.dumps(config_to_json(config))), draft.target) == config
+    assert DFlashConfig.from_json(json.loads(json.dumps(config.to_json())), draft.target) == config
 
 
 def test_the_file_holds_the_public_keys(draft: SavedDraft) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.models import draft
-from slipstream.models.dflash import load_dflash
-from slipstream.models.draft import drop_copy, is_copy
-from slipstream.models.eagle import load_eagle
-from slipstream.models.eagle3 import load_eagle3
+from slipstream.models.dflash import DFlash
+from slipstream.models.draft import DraftNetwork, drop_copy, is_copy, load_draft
+from slipstream.models.eagle import Eagle
+from slipstream.models.eagle3 import Eagle3
 from slipstream.models.target import load_config
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 
@@ -49,10 +48,10 @@ def test_a_head_is_compared_at_the_drafts_tokens(mask: torch.dtype) -> None:
         assert (key in tensors) is not expected
 
 
-DRAFTS: dict[str, tuple[Callable[..., None], Callable[..., Any]]] = {
-    "eagle": (save_random_eagle, load_eagle),
-    "eagle3": (save_random_draft, load_eagle3),
-    "dflash": (save_random_dflash, load_dflash),
+DRAFTS: dict[str, tuple[Callable[..., None], type[DraftNetwork]]] = {
+    "eagle": (save_random_eagle, Eagle),
+    "eagle3": (save_random_draft, Eagle3),
+    "dflash": (save_random_dflash, DFlash),
 }
 
 
@@ -61,7 +60,7 @@ DRAFTS: dict[str, tuple[Callable[..., None], Callable[..., Any]]] = {
 def test_weights_that_are_not_finite_are_refused(
     kind: str, value: float, make_target: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    save, load = DRAFTS[kind]
+    save, network = DRAFTS[kind]
     target, folder = make_target("qwen3"), tmp_path / "draft"
     save(target, folder)
     file = folder / "model.safetensors"
@@ -69,17 +68,17 @@ def test_weights_that_are_not_finite_are_refused(
     tensors["fc.weight"][3, 5] = value
     save_file(tensors, file)
     with pytest.raises(ValueError, match=r"draft: fc\.weight holds NaN or infinite values; fetch the draft again"):
-        load(folder, load_config(target), torch.float32, CPU)
+        load_draft(network, folder, load_config(target), torch.float32, CPU)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_a_draft_of_another_width_is_said_plainly(
     kind: str, make_target: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    save, load = DRAFTS[kind]
+    save, network = DRAFTS[kind]
     target, folder = make_target("qwen3"), tmp_path / "draft"
     save(target, folder)
     file = folder / "model.safetensors"
     save_file(load_file(file) | {"fc.weight": torch.zeros(32, 100)}, file)
     with pytest.raises(ValueError, match=r"fc\.weight has 100 columns, not a multiple of .* hidden size 32; serve the"):
-        load(folder, load_config(target), torch.float32, CPU)
+        load_draft(network, folder, load_config(target), torch.float32, CPU)

@@ -12,20 +12,12 @@ from safetensors.torch import load_file
 
 from slipstream.models.checkpoint import fuse
 from slipstream.models.config import ModelConfig, RopeConfig, default_feature_layers
-from slipstream.models.draft import OWN_FIELDS
-from slipstream.models.eagle3 import (
-    UNSUPPORTED_FLAGS,
-    Eagle3,
-    Eagle3Config,
-    config_from_json,
-    config_to_json,
-    load_eagle3,
-    save_eagle3,
-)
+from slipstream.models.draft import OWN_FIELDS, write_draft
+from slipstream.models.eagle3 import UNSUPPORTED_FLAGS, Eagle3, Eagle3Config
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.speculators_layout import AUX_LAYERS
 from slipstream.models.target import load_config, load_target
-from slipstream.tests.models.saved_drafts import CPU, ORIGIN, CausalAttention, SavedDraft, Tensors, Values
+from slipstream.tests.models.saved_drafts import ORIGIN, CausalAttention, SavedDraft, Tensors, Values
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 
 LENGTH = 23
@@ -52,7 +44,7 @@ def test_the_module_equals_its_formula(
 ) -> None:
     path = make_target("qwen3")
     module = random_module(path, **fields)
-    save_eagle3(module, module.state_dict(), tmp_path, {})
+    write_draft(module, module.state_dict(), tmp_path, {})
     naive = NaiveEagle3(tmp_path, load_target(path, load_config(path), torch.float32, torch.device("cpu")).head)
     generator = torch.Generator().manual_seed(3)
     embeds, features = (torch.randn(LENGTH, size, generator=generator) for size in (32, 96))
@@ -116,13 +108,10 @@ def test_a_draft_of_other_size_cannot_start_from_the_target(
     assert "switch init_from_target off" in str(caught.value)
 
 
-FILES = save_eagle3, load_eagle3
-
-
 def save_draft(target: ModelConfig, folder: Path, draft_vocab_size: int) -> SavedDraft:
     torch.manual_seed(4)
     fields = {"draft_vocab_size": draft_vocab_size, "feature_layers": (1, 2, 4)}
-    return SavedDraft(Eagle3(Eagle3Config.from_target(target, **fields, **ORIGIN)), target, folder, FILES)
+    return SavedDraft(Eagle3(Eagle3Config.from_target(target, **fields, **ORIGIN)), target, folder)
 
 
 @pytest.fixture
@@ -154,7 +143,7 @@ def test_a_config_survives_json(rope: RopeConfig, draft: SavedDraft) -> None:
     if rope.rope_type in ("yarn", "llama3"):
         scaling["original_max_position_embeddings"] = 64
     config = replace(draft.module.config, rope=replace(rope, scaling=scaling), attention_bias=True)
-    assert config_from_json(json.loads(json.dumps(config_to_json(config))), draft.target) == config
+    assert Eagle3Config.from_json(json.loads(json.dumps(config.to_json())), draft.target) == config
 
 
 def test_the_file_holds_the_public_keys(draft: SavedDraft) -> None:
@@ -332,9 +321,9 @@ def test_ids_that_every_reader_takes_by_itself_are_left_out(
 ) -> None:
     target = replace(draft.target, num_layers=count)
     config = replace(draft.module.config, target_num_layers=count, feature_layers=layers)
-    values = config_to_json(config)
+    values = config.to_json()
     assert (AUX_LAYERS in values, "eagle_config" in values) == (is_written, is_written)
-    assert config_from_json(values, target) == config
+    assert Eagle3Config.from_json(values, target) == config
 
 
 @pytest.mark.parametrize(
@@ -365,10 +354,10 @@ def test_a_pickle_of_tensors_loads_and_other_objects_do_not(draft: SavedDraft) -
 def test_an_embedding_of_its_own_is_kept(draft: SavedDraft) -> None:
     embedding = torch.randn(120, 32)
     draft.change(lambda tensors: tensors | {"embed_tokens.weight": embedding.bfloat16()})
-    assert load_eagle3(draft.folder, draft.target, None, CPU, {"embed_tokens.weight": embedding}).embed_tokens is None
-    module = load_eagle3(draft.folder, draft.target, None, CPU, {"embed_tokens.weight": embedding + 1})
+    assert draft.load(None, {"embed_tokens.weight": embedding}).embed_tokens is None
+    module = draft.load(None, {"embed_tokens.weight": embedding + 1})
     assert module.embed_tokens is not None
     assert torch.equal(module.embed_tokens.weight, embedding.bfloat16())
     draft.change(lambda tensors: tensors | {"embed_tokens.weight": embedding[:119]})
     with pytest.raises(ValueError, match=r"embed_tokens.weight is \[119, 32\], the config says \[120, 32\]"):
-        load_eagle3(draft.folder, draft.target, None, CPU, {"embed_tokens.weight": embedding})
+        draft.load(None, {"embed_tokens.weight": embedding})

@@ -8,7 +8,8 @@ from datasets import Dataset
 from transformers import AutoConfig
 
 from slipstream.models.config import ModelConfig
-from slipstream.models.eagle import load_eagle
+from slipstream.models.draft import load_draft
+from slipstream.models.eagle import Eagle
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE, SaveData
@@ -24,7 +25,7 @@ def test_a_run_leaves_servable_checkpoints(
 ) -> None:
     main(run_flags(tmp_path, draft__bias="false", optim__name="muon"))
     target = ModelConfig.from_hf(AutoConfig.from_pretrained(target_path))
-    config = load_eagle(tmp_path / "best", target, torch.float32, torch.device("cpu")).config
+    config = load_draft(Eagle, tmp_path / "best", target, torch.float32, torch.device("cpu")).config
     assert (config.fc_bias, config.draft_vocab_size, config.target) == (False, DRAFT_VOCAB_SIZE, str(target_path))
     lines = records(tmp_path)
     assert [line["step"] for line in lines if "eval_accept_length" in line] == [3, 6]

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from slipstream.models.config import ModelConfig
-from slipstream.models.eagle3 import load_eagle3
+from slipstream.models.draft import load_draft
+from slipstream.models.eagle3 import Eagle3
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.tests.train.runs import (
@@ -39,7 +40,7 @@ def test_a_run_leaves_servable_checkpoints_and_a_log(finished: Path, target_path
     assert sorted(path.name for path in finished.iterdir()) == ["best", "metrics.jsonl", "step-4", "step-6"]
     target = ModelConfig.from_hf(AutoConfig.from_pretrained(target_path))
     for name in ("best", "step-6"):
-        draft = load_eagle3(finished / name, target, torch.float32, torch.device("cpu"))
+        draft = load_draft(Eagle3, finished / name, target, torch.float32, torch.device("cpu"))
         assert draft.config.draft_vocab_size == DRAFT_VOCAB_SIZE
         assert draft.config.feature_layers == (2, 0, 4)
         assert draft.config.target == str(target_path)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.models.dflash import load_dflash
-from slipstream.models.eagle import load_eagle
+from slipstream.models.dflash import DFlash
+from slipstream.models.draft import load_draft
+from slipstream.models.eagle import Eagle
 from slipstream.models.frozen_target import load_frozen_target
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config
@@ -33,9 +34,9 @@ def answers_alone(target: Path) -> list[tuple[int, list[int]]]:
     return [(len(prompt), prompt + answer.tokens) for prompt, answer in zip(PROMPTS, alone, strict=True)]
 
 
-def load_training(kind: Any, load: Callable[..., Any], options: Any, target: Path, draft: Path, depth: int) -> Any:
+def load_training(kind: Any, network: Any, options: Any, target: Path, draft: Path, depth: int) -> Any:
     config = load_config(target)
-    module = load(draft, config, torch.float32, CPU)
+    module = load_draft(network, draft, config, torch.float32, CPU)
     frozen = load_frozen_target(target, module.config.feature_layers, CPU)
     return kind(module, frozen, RotaryEmbedding(config.rope, config.head_dim, 256), options, depth, seed=0).eval()
 
@@ -82,7 +83,7 @@ def test_eagle(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> Non
     llm = LLM(str(target_path), str(tmp_path / "draft"), max_running=1)
     drafter: Any = llm.engine.drafter
     files = target_path, tmp_path / "draft"
-    training = load_training(eagle.EagleTraining, load_eagle, eagle.DraftOptions(), *files, DEPTH)
+    training = load_training(eagle.EagleTraining, Eagle, eagle.DraftOptions(), *files, DEPTH)
 
     def check(tokens: list[int], served: Served) -> None:
         """The state at the row before each root, and the first drafted token."""
@@ -120,7 +121,7 @@ def test_dflash(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> No
     drafter: Any = llm.engine.drafter
     drafter.module.register_forward_hook(lambda _module, _inputs, states: seen.append(states))
     files = target_path, tmp_path / "draft"
-    training = load_training(dflash.DFlashTraining, load_dflash, dflash.DraftOptions(), *files, BLOCK_SIZE - 1)
+    training = load_training(dflash.DFlashTraining, DFlash, dflash.DraftOptions(), *files, BLOCK_SIZE - 1)
 
     def check(tokens: list[int], served: Served) -> None:
         """The final states of every block, and all drafted tokens."""
