@@ -94,8 +94,19 @@ class EngineClient:
     def spawn(self) -> None:
         """Starts the process, which imports its modules while the caller reads its options. Needs no event loop."""
         self._end_of_pipe, engine_end = socket.socketpair()
-        with engine_end:  # closed here, so that it closes with the engine's process
-            self._process = self._start_process(engine_end)
+        arguments = (self._make_engine, engine_end)
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=run_engine, args=arguments, name="slipstream-engine", daemon=True)
+        # Ctrl-C and service managers signal every process of the server. The engine inherits this mask, so that only
+        # this process acts on signals.
+        resource_tracker.ensure_running()  # or process.start() would start it, and that unblocks the signals
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            engine_end.close()  # here, so that it closes with the engine's process
+        self._process = process
 
     def kill(self) -> None:
         """Ends a process that was spawned and not stopped, without an event loop."""
@@ -116,20 +127,6 @@ class EngineClient:
         info = await self._info
         self._tasks.append(asyncio.create_task(self._ping()))
         return info
-
-    def _start_process(self, engine_end: socket.socket) -> BaseProcess:
-        arguments = (self._make_engine, engine_end)
-        context = multiprocessing.get_context("spawn")
-        process = context.Process(target=run_engine, args=arguments, name="slipstream-engine", daemon=True)
-        # Ctrl-C and service managers signal every process of the server. The engine inherits this mask, so that only
-        # this process acts on signals.
-        resource_tracker.ensure_running()  # or process.start() would start it, and that unblocks the signals
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return process
 
     def submit(self, request: Request, receiver: Receiver) -> None:
         """Raises EngineError if the engine has ended. Check `is_congested` first: this sends in any case."""

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from slipstream.serve.client import EngineClient, EngineError
 from slipstream.serve.detokenize import Decoder, TextStream
+from slipstream.serve.frontend import Frontend
 from slipstream.serve.metrics import Metrics, add_stats
-from slipstream.serve.protocol import Body, ChatBody
+from slipstream.serve.protocol import ChatBody, CompletionBody
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats
 
 DONE = "data: [DONE]\n\n"
@@ -153,33 +154,38 @@ def usage(prompts: RequestStats, total: RequestStats) -> dict[str, Any]:
     }
 
 
-class Shape(NamedTuple):
-    """OpenAI's objects and events for the answers of one call."""
+class Call(NamedTuple):
+    """The parts of a body that are kept while it is answered; and OpenAI's objects and events for the answers."""
 
     id: str
     created: int  # seconds since 1970
     model: str
     is_chat: bool
+    stream: bool
     include_usage: bool  # in the last event of a stream; it is null in the others
-    seed: int = 0  # of the call, asked for or drawn
+    stop: Sequence[str]
+    num_choices: int  # per prompt
+    requests: Sequence[Request]  # the first one's seed is that of the call, asked for or drawn
 
     @classmethod
-    def of(cls, body: Body, model: str) -> "Shape":
+    def of(cls, body: ChatBody | CompletionBody, frontend: Frontend) -> "Call":
         is_chat = isinstance(body, ChatBody)
-        response_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        return cls(response_id, int(time.time()), model, is_chat, body.include_usage)
+        call_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        requests = frontend.requests(body, call_id)
+        head = call_id, int(time.time()), frontend.model_name, is_chat
+        return cls(*head, body.stream, body.include_usage, body.stop, body.n, requests)
 
     def whole(self, texts: list[str], reasons: list[str], usage: Mapping[str, Any]) -> dict[str, Any]:
         choices = [self._choice(index, *ended) for index, ended in enumerate(zip(texts, reasons, strict=True))]
         kind = "chat.completion" if self.is_chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": usage}
 
-    def opening(self, num_choices: int) -> list[dict[str, Any]]:
+    def opening(self) -> list[dict[str, Any]]:
         """Events before any text: chat answers begin with the role."""
         if not self.is_chat:
             return []
         first = {"role": "assistant", "content": ""}
-        return [self._event([self._part(index, first, None)]) for index in range(num_choices)]
+        return [self._event([self._part(index, first, None)]) for index in range(len(self.requests))]
 
     def piece(self, delta: Delta) -> dict[str, Any]:
         if self.is_chat:
@@ -191,7 +197,8 @@ class Shape(NamedTuple):
         return {**self._event([]), "usage": usage}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "seed": self.seed}
+        seed = self.requests[0].seed
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "seed": seed}
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")

@@ -95,7 +95,7 @@ class TextStream:
         if found is not None:
             self.stopped = True
             self._pending = ""
-            return text[: found[0]]
+            return text[:found]
         held = 0 if final else longest_beginning(text, self._stop)
         self._pending = text[len(text) - held :]
         return text[: len(text) - held]
@@ -128,13 +128,10 @@ class TextStream:
         )
 
 
-def find_stop(text: str, stop: Sequence[str]) -> tuple[int, int] | None:
-    """(start, end) of the stop string that ends first in `text`; of several, the longest."""
+def find_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Where the stop string that ends first in `text` begins; of several, the longest."""
     found = [(text.find(string) + len(string), text.find(string)) for string in stop if string in text]
-    if not found:
-        return None
-    end, start = min(found)
-    return start, end
+    return min(found)[1] if found else None
 
 
 def longest_beginning(text: str, stop: Sequence[str]) -> int:

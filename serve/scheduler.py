@@ -46,10 +46,6 @@ class Sequence:
         )
 
     @property
-    def pages(self) -> list[int]:
-        return self.table.pages
-
-    @property
     def kv_bound(self) -> int:
         """Most tokens whose KV is committed once every launched pass is done."""
         return self.num_computed + sum(self.in_flight)
@@ -251,9 +247,9 @@ class Scheduler:
             assert num_rest == 1 or (sequence.in_flight and num_rest == 0 if sequence.decoding else num_rest > 1), (
                 "num_computed is wrong"
             )
-            assert len(sequence.pages) >= self.cache.pages_for(len(sequence.tokens) - 1), "tokens without a page"
+            assert len(sequence.table.pages) >= self.cache.pages_for(len(sequence.tokens) - 1), "tokens without a page"
         for sequence in self._waiting:
-            assert not sequence.pages, "a waiting sequence holds pages"
+            assert not sequence.table.pages, "a waiting sequence holds pages"
             assert (sequence.row, sequence.num_computed, sequence.decoding) == (-1, 0, False)
 
     def validate(self, request: Request) -> None:

@@ -5,9 +5,9 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,13 +16,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from slipstream.serve.client import EngineClient, EngineError, EngineStopped
-from slipstream.serve.completion import DONE, Completion, RequestFailed, Shape, sse
+from slipstream.serve.completion import DONE, Call, Completion, RequestFailed, sse
 from slipstream.serve.frontend import Frontend
 from slipstream.serve.limits import MAX_LONG_WAITING, SHORT_BODY_BYTES, ApiError, BodyReader, BoundedPool, parse_json
 from slipstream.serve.metrics import CONTENT_TYPE, Metrics
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.protocol import ChatBody, CompletionBody, read_body
-from slipstream.serve.request import Request as EngineRequest
 
 CLIENT_LEFT = 499  # nginx's status for "client closed request"
 
@@ -30,16 +29,6 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 Kind = type[ChatBody] | type[CompletionBody]
 
 logger = logging.getLogger(__name__)
-
-
-class Call(NamedTuple):
-    """The parts of a body that are kept while it is answered."""
-
-    shape: Shape
-    requests: Sequence[EngineRequest]
-    stop: Sequence[str]
-    stream: bool
-    num_choices: int  # per prompt
 
 
 class Api:
@@ -127,9 +116,7 @@ class Api:
         """Runs on a thread of a pool."""
         body = read_body(kind, parse_json(raw, self.frontend.limits.values))
         self.frontend.check_model(body.model)
-        shape = Shape.of(body, self.frontend.model_name)
-        requests = self.frontend.requests(body, shape.id)
-        return Call(shape._replace(seed=requests[0].seed), requests, body.stop, body.stream, body.n)
+        return Call.of(body, self.frontend)
 
     async def _whole(self, call: Call, completion: Completion) -> dict[str, Any]:
         texts, reasons = [""] * len(completion.choices), [""] * len(completion.choices)
@@ -139,17 +126,16 @@ class Api:
                 reasons[delta.index] = delta.finish_reason or ""
         finally:
             completion.abort()
-        return call.shape.whole(texts, reasons, completion.usage(call.num_choices))
+        return call.whole(texts, reasons, completion.usage(call.num_choices))
 
     async def _events(self, call: Call, completion: Completion) -> AsyncIterator[str]:
-        shape = call.shape
         try:
-            for opening in shape.opening(len(completion.choices)):
+            for opening in call.opening():
                 yield sse(opening)
             async for delta in completion.deltas():
-                yield sse(shape.piece(delta))
-            if shape.include_usage:
-                yield sse(shape.closing(completion.usage(call.num_choices)))
+                yield sse(call.piece(delta))
+            if call.include_usage:
+                yield sse(call.closing(completion.usage(call.num_choices)))
             yield DONE
         except Exception as error:  # the status line is sent; report the error as an event
             failed = api_error(error)

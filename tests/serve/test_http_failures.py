@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from slipstream.serve import launch
-from slipstream.serve.completion import Shape
+from slipstream.serve.completion import Call
 from slipstream.serve.connections import raise_file_limit
 from slipstream.serve.launch import Server
 from slipstream.serve.limits import MAX_BODIES_BYTES, SHORT_BODY_BYTES, BodyReader, BoundedPool
@@ -162,7 +162,7 @@ def test_a_fault_is_told_by_an_id_and_logged_once(
     def break_down(*_: object) -> None:
         raise RuntimeError("secret of /home/someone")
 
-    monkeypatch.setattr(Shape, "piece" if stream else "whole", break_down)
+    monkeypatch.setattr(Call, "piece" if stream else "whole", break_down)
     response = client.post(COMPLETIONS, json={"prompt": "x", "stream": stream})
     error = (json.loads(response.text.removeprefix("data: ")) if stream else response.json())["error"]
     assert response.status_code == (200 if stream else 500)

@@ -40,7 +40,7 @@ class Recorder:
         )
 
     def _record(self, name: str, sequence: Sequence) -> None:
-        assert sequence.pages, "pages are held at both calls"
+        assert sequence.table.pages, "pages are held at both calls"
         self.calls.append((name, sequence.request.id, sequence.row))
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 50, **params: Any) -> None:

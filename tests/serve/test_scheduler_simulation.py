@@ -93,13 +93,13 @@ class Simulation:
 
     def _admit(self, sequence: Sequence) -> None:
         assert sequence.row not in self.rows, "the row was given before it was released"
-        assert len(sequence.pages) * self.page_size >= len(sequence.tokens) + RESERVE
+        assert len(sequence.table.pages) * self.page_size >= len(sequence.tokens) + RESERVE
         self.rows[sequence.row] = sequence
         self.num_shared[sequence] = len(sequence.table.nodes) * self.page_size
 
     def _release(self, sequence: Sequence) -> None:
         assert self.rows.pop(sequence.row) is sequence
-        assert sequence.pages, "pages are still held when the row is released"
+        assert sequence.table.pages, "pages are still held when the row is released"
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -170,7 +170,7 @@ class Simulation:
     def _read(self, sequence: Sequence, known: list[int], num_computed: int) -> None:
         text = digests(sequence.request.namespace, known)
         for index in range(num_computed):
-            page, slot = sequence.pages[index // self.page_size], index % self.page_size
+            page, slot = sequence.table.pages[index // self.page_size], index % self.page_size
             assert self.target_kv[page][slot] == text[index + 1]
             if index + 1 + self.lookahead <= len(known):
                 assert self.draft_kv[page][slot] == text[index + 1 + self.lookahead]
@@ -182,7 +182,7 @@ class Simulation:
         self.num_shared[sequence] = len(sequence.table.nodes) * self.page_size
         assert start >= first_own, "a shared page is written"
         for index in range(max(start - self.lookahead, first_own), end):
-            page, slot = sequence.pages[index // self.page_size], index % self.page_size
+            page, slot = sequence.table.pages[index // self.page_size], index % self.page_size
             self.target_kv[page][slot] = text[index + 1]
             if index + 1 + self.lookahead < len(text):
                 self.draft_kv[page][slot] = text[index + 1 + self.lookahead]
@@ -190,7 +190,7 @@ class Simulation:
     def _spoil(self, sequence: Sequence, start: int, num_rows: int = RESERVE) -> None:
         """What drafting and rejected nodes leave behind."""
         for index in range(start, start + num_rows):
-            page, slot = sequence.pages[index // self.page_size], index % self.page_size
+            page, slot = sequence.table.pages[index // self.page_size], index % self.page_size
             self.target_kv[page][slot] = self.draft_kv[page][slot] = GARBAGE
 
     def _take(self, outputs: list[Output]) -> None:
