@@ -29,6 +29,7 @@ class Pass:
     num_kv_heads: int = 2
     page_size: int = 16
     window: int | None = None
+    reach: int = 4  # a node's parent is at most so many nodes before it, trees only
 
 
 PASSES = {
@@ -71,15 +72,18 @@ class Scene:
         fused = torch.randn(sum(case.query_lens), case.num_heads + 2 * case.num_kv_heads, head_dim, generator=generator)
         self.qkv = fused.to(self.device, dtype).split([case.num_heads, case.num_kv_heads, case.num_kv_heads], dim=1)
         cache = torch.full(shape, STALE)
-        committed = torch.cat([self._slots(request, 0, length) for request, length in enumerate(case.lengths)])
+        committed = torch.cat([self.slots(request, 0, length) for request, length in enumerate(case.lengths)])
         kv = torch.randn(NUM_LAYERS, 2, len(committed), *shape[4:], generator=generator)
         cache.flatten(2, 3)[:, :, committed.cpu()] = kv
         self.cache = cache.to(self.device, dtype)
         self.rope = RotaryEmbedding(RopeConfig(10000.0), head_dim, max(self.ends)).to(self.device)
         weights = 1 + 0.3 * torch.randn(2, head_dim, generator=generator)
+        rng, nodes, reach = random.Random(5), range(1, case.query_lens[0]), case.reach
+        self.parents = [[-1, *(rng.randrange(max(0, node - reach), node) for node in nodes)] for _ in self.ends]
         self.norms = HeadNorms(*weights.to(self.device, dtype), 1e-6)
 
-    def batch(self) -> Batch:
+    def batch(self, spare: int = 9) -> Batch:
+        """`spare`: how far the host's bounds lie above the true lengths; a prompt's are exact."""
         case, ancestors = self.case, self._ancestors()
         lengths = torch.tensor(case.lengths, device=self.device)
         positions = torch.cat([torch.arange(length, end) for length, end in zip(case.lengths, self.ends, strict=True)])
@@ -87,14 +91,14 @@ class Scene:
         if ancestors is not None:
             bits = ancestors[..., None] >> torch.arange(64, device=self.device) & 1
             positions = (lengths[:, None] + bits.sum(-1) - 1).flatten()
-        spare = 0 if case.prompt else 9  # a prompt's bounds are exact
+        spare = 0 if case.prompt else spare
         spans = zip(range(len(self.ends)), case.lengths, self.ends, strict=True)
         return Batch(
             state=self.state,
             rows=self.rows,
             lengths=lengths,
             positions=positions,
-            slots=torch.cat([self._slots(*span) for span in spans]),
+            slots=torch.cat([self.slots(*span) for span in spans]),
             query_lens=case.query_lens,
             kv_bounds=tuple(end + spare for end in self.ends),
             next_tokens=torch.zeros_like(positions) if case.prompt else None,
@@ -109,12 +113,10 @@ class Scene:
         out = attention.attend(*self.qkv, LAYER, self.case.mask, self.case.window, norms)
         return out, self.cache[LAYER].flatten(1, 2)[:, batch.slots]
 
-    def _slots(self, request: int, start: int, end: int) -> Tensor:
+    def slots(self, request: int, start: int, end: int) -> Tensor:
         return self.state.slots(self.rows[request], torch.arange(start, end, device=self.device))
 
     def _ancestors(self) -> Tensor | None:
         if self.case.mask != "tree":
             return None
-        rng, count = random.Random(5), self.case.query_lens[0]
-        parents = [[-1, *(rng.randrange(max(0, node - 4), node) for node in range(1, count))] for _ in self.ends]
-        return ancestor_masks(torch.tensor(parents, dtype=torch.int32, device=self.device))
+        return ancestor_masks(torch.tensor(self.parents, dtype=torch.int32, device=self.device))
