@@ -15,6 +15,11 @@ from slipstream.serve.request import FinishReason, Output, Request, RequestStats
 
 VOCAB = 120  # of the tiny targets
 Nodes = tuple[list[int], list[int], list[float]]  # tokens, parents and scores of a proposal
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {"temperature": 1.0},
+    "full": {"temperature": 0.6, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
+}
 
 
 def build_engine(target: Path, draft: Path | str = "none", **options: Any) -> Engine:
@@ -111,6 +116,53 @@ def texts_of(target: Path, requests: list[Request]) -> list[tuple[int, list[int]
     """The target's own answers, for a draft to know: length of the prompt, and all tokens."""
     answers = run(build_engine(target), requests)
     return [(len(request.prompt), request.prompt + answers[request.id].tokens) for request in requests]
+
+
+def kinds_of_requests(rng: random.Random, count: int, longest: int) -> dict[str, Request]:
+    """Requests by id, of every kind of sampling; some prompts begin alike. Answers have fewer than `longest` tokens."""
+    return {
+        str(index): make_request(
+            str(index),
+            random_prompt(40, index % 5)[: rng.randrange(1, 40)] + random_prompt(rng.randrange(1, 60), index),
+            max_tokens=rng.randrange(1, longest),
+            seed=index,
+            ignore_eos=rng.random() < 0.7,
+            **list(SAMPLINGS.values())[index % 3],
+        )
+        for index in range(count)
+    }
+
+
+def serve_traffic(
+    engine: Engine,
+    kinds: dict[str, Request],
+    expected: dict[str, list[int]],
+    rng: random.Random,
+    more: Callable[[int], bool],
+    most_open: int,
+    check: Callable[[], None] = lambda: None,
+) -> int:
+    """Keeps up to `most_open` requests open, drawn from `kinds`, as long as `more` of their number; aborts some. Each
+    must get the beginning of what is expected, and all of it if it was not aborted. Calls `check` after every step."""
+    open_kinds, answers, number = dict[str, str](), dict[str, Answer](), 0
+    while more(number) or engine.has_work:
+        while len(open_kinds) < most_open and more(number):
+            kind, number = rng.choice(sorted(kinds)), number + 1
+            engine.add(Request(id=f"r{number}", prompt=kinds[kind].prompt, params=kinds[kind].params))
+            open_kinds[f"r{number}"] = kind
+        outputs = engine.step()
+        if rng.random() < 0.05 and open_kinds:
+            aborted = engine.abort(rng.choice(sorted(open_kinds)))
+            outputs += [aborted] if aborted else []
+        collect(outputs, answers)
+        for name in [output.request_id for output in outputs if output.finish_reason]:
+            answer, kind = answers.pop(name), open_kinds.pop(name)
+            tokens = expected[kind] if answer.finish_reason != "abort" else expected[kind][: len(answer.tokens)]
+            assert answer.tokens == tokens, (name, kinds[kind].params)
+        check()
+    assert not open_kinds
+    assert engine.scheduler.num_preemptions > 0
+    return number
 
 
 def inside_drafts(answer: Answer) -> list[int]:

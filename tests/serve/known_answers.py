@@ -5,13 +5,7 @@ from typing import Any
 
 from slipstream.serve.request import Request
 from slipstream.tests.random_drafts import save_random_dflash, save_random_eagle
-from slipstream.tests.serve.engine_runs import make_request, random_prompt, texts_of
-
-SAMPLINGS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "plain": {"temperature": 1.0},
-    "full": {"temperature": 0.6, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
-}
+from slipstream.tests.serve.engine_runs import SAMPLINGS, make_request, random_prompt, texts_of
 
 
 def uneven_requests(sampling: dict[str, Any]) -> list[Request]:

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -131,9 +132,14 @@ class Fuzz:
         counts = self.core.advance(rows, emitted, tokens, parents, scores, matches)
         self.core.flush()
         assert counts == (tokens >= 0).sum(axis=1).tolist(), self.place()
-        trees = zip(tokens.tolist(), parents.tolist(), matches.tolist(), strict=True)
-        assert list(trees) == self.model.advance(gained, width), self.place()
+        trees = list(zip(tokens.tolist(), parents.tolist(), matches.tolist(), strict=True))
+        assert trees == self.model.advance(gained, width), self.place()
         np.testing.assert_allclose(scores, self.model.scores, rtol=1e-5, atol=1e-6, err_msg=self.place())
+        for (own, above, _), count in zip(trees, counts, strict=True):
+            assert all(0 <= above[node] < node for node in range(1, count)), self.place()
+            children = Counter(above[1:count])
+            assert len(set(zip(above[:count], own, strict=False))) == count, "siblings are distinct"
+            assert max(children.values(), default=0) <= self.options["breadth"], self.place()
         self.drafts = {row: own[1:count] for row, own, count in zip(rows, tokens.tolist(), counts, strict=True)}
         self.num_operations += 2 * len(rows)
 

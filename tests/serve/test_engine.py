@@ -37,18 +37,6 @@ def change_config(folder: Path, **values: Any) -> None:
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
-@pytest.fixture
-def changed_target(target: Path, tmp_path: Path) -> Callable[..., Path]:
-    """The target with other fields in its config.json."""
-
-    def change(**values: Any) -> Path:
-        shutil.copytree(target, tmp_path / "changed")
-        change_config(tmp_path / "changed", **values)
-        return tmp_path / "changed"
-
-    return change
-
-
 def test_info_tells_what_front_ends_need(target: Path, draft: Path) -> None:
     info = build_engine(target, draft, drafter={"depth": 5}, max_model_len=100, kv_cache_tokens=500).info
     assert (info.target, info.draft, info.width) == (str(target), str(draft), 6)
@@ -59,12 +47,6 @@ def test_info_tells_what_front_ends_need(target: Path, draft: Path) -> None:
 
 def test_a_draft_names_its_target(draft: Path, target: Path) -> None:
     assert build_engine("", draft).info.target == str(target)  # type: ignore[arg-type]
-    change_config(draft, target=None)
-    with pytest.raises(ValueError, match="names no target; add --target"):
-        build_engine("", draft)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="target is empty and draft 'none' is not a checkpoint that names one"):
-        build_engine("")  # type: ignore[arg-type]
-    assert build_engine(target, draft).info.target == str(target)
 
 
 def test_a_draft_for_other_weights_is_a_warning(draft: Path, target: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -84,7 +66,6 @@ def test_a_draft_for_other_weights_is_a_warning(draft: Path, target: Path, caplo
         ({"max_model_len": 257}, "max_model_len is 257; this target allows at most 256"),
         ({"attention": "nope"}, "attention backend 'nope' does not exist"),
         ({"drafter": {"width": 3}}, "drafter option 'width' does not exist; valid: depth"),
-        ({"drafter": {"depth": 0}}, "drafter.depth is 0"),
         ({"target": "/no/such/target"}, "checkpoint /no/such/target does not exist"),
         ({"draft": "/no/such/draft"}, "checkpoint /no/such/draft does not exist"),
         ({"draft": "medusa"}, "drafter 'medusa' does not exist"),
@@ -105,11 +86,6 @@ def test_a_draft_for_another_target_is_refused(target: Path, draft: Path) -> Non
     change_config(draft, vocab_size=119, draft_vocab_size=119)
     with pytest.raises(ValueError, match="vocab_size is 119 in the draft and 120 in the target"):
         build_engine(target, draft)
-
-
-def test_an_architecture_that_cannot_be_served_is_refused(changed_target: Callable[..., Path]) -> None:
-    with pytest.raises(ValueError, match="architecture GemmaForCausalLM cannot be served; supported: LlamaForCausalLM"):
-        build_engine(changed_target(architectures=["GemmaForCausalLM"]))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from slipstream.tests.pairwise import gate_of, pairwise, rotating
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import FAMILIES
 from slipstream.tests.serve.engine_runs import (
+    SAMPLINGS,
     Answer,
     acceptance,
     build_engine,
@@ -29,7 +30,7 @@ from slipstream.tests.serve.engine_runs import (
     run,
     tokens_of,
 )
-from slipstream.tests.serve.known_answers import SAMPLINGS, ending_requests, save_dflash, save_eagle, uneven_requests
+from slipstream.tests.serve.known_answers import ending_requests, save_dflash, save_eagle, uneven_requests
 
 
 # Drafter -> what makes its checkpoint for a target; none where it needs no checkpoint.

@@ -160,17 +160,6 @@ def test_unused_namespaces_are_forgotten() -> None:
     core.check()
 
 
-@pytest.mark.parametrize("order", ["probability", "breadth"])
-def test_breadth_1_drafts_chains(order: str) -> None:
-    core = NgramCore(order=order, breadth=1)
-    for text in random_texts(1, 20, 50, vocab=5):
-        core.insert(text)
-    core.admit(0, [1, 2, 3, 1, 2])
-    tokens, parents, _ = advance(core, 0, 16)
-    assert parents == list(range(-1, 15))
-    assert min(tokens) >= 0
-
-
 def test_likeliest_first_and_last_used_first() -> None:
     texts = [[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 5]]
     trees = {}
@@ -183,25 +172,6 @@ def test_likeliest_first_and_last_used_first() -> None:
     # 2: 4 / (5 + 2), 3: 2's times 3 / (4 + 2 / 2), 5: 1 / 7, 4: 2's times 1 / 5
     assert trees["probability"] == ([1, 2, 3, 5, 4, -1, -1, -1], [-1, 0, 1, 0, 1, -1, -1, -1], 1)
     assert trees["breadth"] == ([1, 5, 2, 4, -1, -1, -1, -1], [-1, 0, 0, 2, -1, -1, -1, -1], 1)
-
-
-@pytest.mark.parametrize("width", [1, 2, 16, 64])
-def test_trees_are_well_formed(width: int) -> None:
-    rows = list(range(20))
-    core = NgramCore(rows=20)
-    texts = random_texts(2, 20, 300, vocab=6)
-    for row in rows:
-        core.admit(row, texts[row])
-    tokens, parents = np.full((2, 20, width), -7, np.int32)
-    core.advance(rows, [[0]] * 20, tokens, parents, np.zeros((20, width), np.float32), np.zeros(20, np.int32))
-    for row in rows:
-        used = int((tokens[row] >= 0).sum())
-        assert used == width  # six tokens repeat all the time
-        assert tokens[row, 0] == texts[row][-1]
-        assert parents[row, 0] == -1
-        assert all(0 <= parents[row, node] < node for node in range(1, used))
-        children = list(zip(parents[row].tolist(), tokens[row].tolist(), strict=True))
-        assert len(set(children)) == used
 
 
 def test_dropped_tokens_are_counted_and_the_next_ones_are_a_new_text() -> None:

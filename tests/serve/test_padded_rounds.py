@@ -10,9 +10,15 @@ import pytest
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.serve.widths import WidthPolicy
-from slipstream.tests.serve.engine_runs import Answer, build_engine, collect, make_request, random_prompt, tokens_of
+from slipstream.tests.serve.engine_runs import (
+    build_engine,
+    kinds_of_requests,
+    make_request,
+    random_prompt,
+    serve_traffic,
+    tokens_of,
+)
 from slipstream.tests.serve.engine_runs import run as run_all
-from slipstream.tests.serve.known_answers import SAMPLINGS
 from slipstream.tests.serve.played_graphs import PlayedGraphs, PlayedPrompts, PlayingEngine
 
 
@@ -35,18 +41,7 @@ def test_a_round_with_one_filtered_request_is_chosen_by_filtered_times(target: P
 @pytest.fixture(scope="module")
 def traffic(target: Path) -> tuple[dict[str, Request], dict[str, list[int]]]:
     """Requests of all kinds, and their answers without a draft."""
-    rng = random.Random(1)
-    kinds = {
-        str(index): make_request(
-            str(index),
-            random_prompt(40, index % 5)[: rng.randrange(1, 40)] + random_prompt(rng.randrange(1, 60), index),
-            max_tokens=rng.randrange(1, 60),
-            seed=index,
-            ignore_eos=rng.random() < 0.7,
-            **list(SAMPLINGS.values())[index % 3],
-        )
-        for index in range(24)
-    }
+    kinds = kinds_of_requests(random.Random(1), count=24, longest=60)
     return kinds, tokens_of(run_all(build_engine(target, kv_cache_tokens=4096), list(kinds.values())))
 
 
@@ -81,23 +76,7 @@ def test_mixed_traffic_with_aborts_and_preemption(
     for key in [key for key in captured if key[0] == 24 or key[0] == 2 and key[2] == "full"]:
         del captured[key]  # as if memory had not held them
     kept = set(captured)
-    open_kinds, answers, number = dict[str, str](), dict[str, Answer](), 0
-    while number < num_requests or engine.has_work:
-        while len(open_kinds) < 30 and number < num_requests:
-            kind, number = rng.choice(sorted(kinds)), number + 1
-            engine.add(Request(id=f"r{number}", prompt=kinds[kind].prompt, params=kinds[kind].params))
-            open_kinds[f"r{number}"] = kind
-        outputs = engine.step()
-        if rng.random() < 0.05 and open_kinds:
-            aborted = engine.abort(rng.choice(sorted(open_kinds)))
-            outputs += [aborted] if aborted else []
-        collect(outputs, answers)
-        for name in [output.request_id for output in outputs if output.finish_reason]:
-            answer, kind = answers.pop(name), open_kinds.pop(name)
-            tokens = expected[kind] if answer.finish_reason != "abort" else expected[kind][: len(answer.tokens)]
-            assert answer.tokens == tokens, (name, kinds[kind].params)
-        engine.scheduler.check()
-    assert engine.scheduler.num_preemptions > 0
+    serve_traffic(engine, kinds, expected, rng, lambda number: number < num_requests, 30, engine.scheduler.check)
     greedy = make_request("greedy", random_prompt(9, 0), ignore_eos=True)
     assert tokens_of(run_all(engine, [greedy])) == tokens_of(run_all(build_engine(target), [greedy]))
     used = engine.executor.graphs.num_rounds

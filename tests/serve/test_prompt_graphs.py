@@ -15,8 +15,7 @@ from slipstream.serve.request import Request
 from slipstream.serve.scheduler import Chunk, Sequence
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
-from slipstream.tests.serve.engine_runs import cut_alike, make_request, random_prompt, run, tokens_of
-from slipstream.tests.serve.known_answers import SAMPLINGS
+from slipstream.tests.serve.engine_runs import SAMPLINGS, cut_alike, make_request, random_prompt, run, tokens_of
 from slipstream.tests.serve.played_graphs import PlayedPrompts, PlayingEngine
 
 LENGTHS = (1, 5, 31, 32, 33, 64, 70, 95, 130)  # around whole blocks, and beyond the largest pass

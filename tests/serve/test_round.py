@@ -22,6 +22,7 @@ from slipstream.serve.round import Runner, simulate
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import (
+    SAMPLINGS,
     VOCAB,
     acceptance,
     build_engine,
@@ -30,7 +31,6 @@ from slipstream.tests.serve.engine_runs import (
     run,
     tokens_of,
 )
-from slipstream.tests.serve.known_answers import SAMPLINGS
 
 Tree = tuple[list[int], list[int]]
 
