@@ -55,7 +55,7 @@ def dflash_flops(training: DFlashTraining, batch: Batch) -> dict[str, int]:
         "context": 4 * weights_of(draft.fc) * tokens + 6 * keys_values * tokens,
         "blocks": 6 * weights_of(draft.layers) * slots,
         "block attention": 12 * config.num_heads * config.head_dim * pairs * config.num_layers,
-        "head": 4 * training.head.numel() * int(known.sum()),
+        "head": 4 * training.head.weight.numel() * int(known.sum()),
     }
 
 

@@ -8,16 +8,14 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from slipstream.models.checkpoint import fuse
-from slipstream.models.dflash import DFlash, DFlashConfig, default_block_feature_layers, default_mask_token
+from slipstream.models.dflash import DFlash, default_block_feature_layers, default_mask_token
 from slipstream.models.frozen_target import FrozenTarget
-from slipstream.models.layers import RotaryEmbedding
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch
 from slipstream.train.blocks import (
@@ -33,7 +31,7 @@ from slipstream.train.blocks import (
 )
 from slipstream.train.draft_setup import BaseDraftOptions, DraftRunOptions, TargetFiles, run_program
 from slipstream.train.feature_source import target_states
-from slipstream.train.losses import best_rows, head_losses
+from slipstream.train.losses import TargetHead, head_losses
 from slipstream.train.options import EvaluationOptions
 from slipstream.train.training import DraftTraining, Metrics
 
@@ -63,6 +61,10 @@ class DraftOptions(BaseDraftOptions):
     gamma: float | None = None
     """slots over which `decay` falls to 1/e; default by block size: 4, 5 and 7 for 8, 10 and 16"""
 
+    @property
+    def reach(self) -> int:
+        return self.block_size
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.anchors < 1 or self.num_layers < 1:
@@ -79,28 +81,56 @@ class DFlashOptions(DraftRunOptions):
     evaluation: EvaluationOptions = field(default_factory=lambda: EvaluationOptions(depth=63))
 
 
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The slots of a batch's blocks, M of them with a loss: they count, and the draft's vocabulary has their token."""
+
+    states: Tensor  # (M, H) the draft's
+    labels: Tensor  # (M,) rows of the head
+    places: Tensor  # (M,) int64 among all N * (S - 1)
+    known: Tensor  # (N, S - 1) bool: which these are
+    counts: Tensor  # (N, S - 1) bool
+    stands_for: Tensor  # (N,) fp32 how many possible anchors a block represents
+
+    def spread(self, values: Tensor) -> Tensor:
+        """values (M,) -> (N, S - 1), 0 at all other slots."""
+        return values.new_zeros(self.known.numel()).index_copy(0, self.places, values).view(self.known.shape)
+
+
 class DFlashTraining(DraftTraining):
     """The draft with its loss and its held-out walk. C rows of a batch, N blocks of S slots, Vd draft vocabulary."""
 
     reads_final_state = False
 
-    def __init__(
-        self, draft: DFlash, target: FrozenTarget, rope: RotaryEmbedding, options: DraftOptions, depth: int, seed: int
-    ) -> None:
-        super().__init__()
-        self.draft = draft
-        self.target = target
-        self.rope = rope
-        self.options = options
-        self.depth = min(depth, draft.config.block_size - 1)
-        self.seed = seed
-        ids = draft.target_ids
-        head = target.model.get_output_embeddings().weight.detach()
-        self.head = head if ids is None else head[ids.to(head.device)]  # (Vd, H)
-        with torch.device("cpu"):  # where a batch's labels are
-            self.target_ids = torch.arange(len(head)) if ids is None else ids.cpu()  # (Vd,)
-            rows = torch.arange(len(self.target_ids))
-            self.head_rows = torch.full((len(head),), -1).index_copy(0, self.target_ids, rows)  # (V,)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.depth = min(self.depth, self.draft.config.block_size - 1)
+        self.head = TargetHead(self.target, self.target_ids)
+        rows = torch.arange(len(self.target_ids), device="cpu")
+        self.head_rows = torch.full((self.vocab_size,), -1, device="cpu").index_copy(0, self.target_ids, rows)  # (V,)
+
+    @classmethod
+    def new_draft(cls, options: DraftOptions, files: TargetFiles) -> DFlash:
+        mask_token, source = options.mask_token_id, "draft.mask_token_id"
+        if mask_token is None:
+            mask_token, source = default_mask_token(files.tokenizer, files.config.vocab_size)
+        files.accelerator.print(f"mask token {mask_token}, {source}")
+        windowed = tuple(range(options.num_layers)) if options.sliding_window is not None else ()
+        layers = options.feature_layers or default_block_feature_layers(files.config.num_layers, options.num_layers)
+        return files.new_draft(
+            DFlash,
+            options,
+            num_layers=options.num_layers,
+            block_size=options.block_size,
+            feature_layers=layers,
+            sliding_window=options.sliding_window,
+            windowed_layers=windowed if options.windowed_layers is None else options.windowed_layers,
+            mask_token_id=mask_token,
+        )
+
+    def start(self) -> None:
+        if self.options.init_from_target:
+            start_from_target(self.draft, self.target)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Weighted cross-entropy of every counting slot against the text, as if every possible anchor had its block.
@@ -108,21 +138,25 @@ class DFlashTraining(DraftTraining):
         A slot whose token is outside the draft vocabulary has no loss; it counts as missed in the metrics
         `accept_rate_i`, the agreement of slot i + 1 with the text.
         """
-        config, device = self.draft.config, self.head.device
+        slots = self.backbone(batch)
+        losses, best = head_losses(slots.states, self.head.weight, slots.labels)
+        losses, agrees = slots.spread(losses), slots.spread(best == slots.labels)
+        weights = self.weights(losses, slots.known, slots.counts) * slots.stands_for.unsqueeze(1)
+        rates = torch.stack((agrees.sum(0), slots.counts.sum(0)), dim=1)  # (S - 1, 2)
+        return (weights * losses).sum(), {f"accept_rate_{i}": rate for i, rate in enumerate(rates)}
+
+    def backbone(self, batch: Batch) -> Slots:
+        """The draft's states at blocks that are drawn from the batch, and what they are to predict."""
         anchors, stands_for = draw_anchors(batch, self.options.anchors, self.seed)
-        blocks = find_blocks(batch, anchors, config.block_size)
+        blocks = find_blocks(batch, anchors, self.draft.config.block_size)
         labels = self.head_rows[blocks.labels]  # (N, S - 1)
         known = blocks.counts & (labels >= 0)
-        asked = known.flatten().nonzero().squeeze(1)  # (M,)
-        labels = labels.flatten()[asked].to(device)
-        asked, known, blocks = asked.to(device), known.to(device), blocks.to(device)
-        states = self.states(blocks, *self.read(batch))[:, 1:].flatten(0, 1)[asked]  # (M, H)
-        losses, best = head_losses(states, self.head, labels)
-        losses = losses.new_zeros(known.numel()).index_copy(0, asked, losses).view(known.shape)
-        weights = self.weights(losses, known, blocks.counts) * stands_for.to(device).unsqueeze(1)
-        agrees = torch.zeros_like(known).flatten().index_copy(0, asked, best == labels).view(known.shape)
-        rates = torch.stack((agrees.sum(0), blocks.counts.sum(0)), dim=1)  # (S - 1, 2)
-        return (weights * losses).sum(), {f"accept_rate_{i}": rate for i, rate in enumerate(rates)}
+        places = known.flatten().nonzero().squeeze(1)  # (M,)
+        columns = labels.flatten()[places], places, known, stands_for
+        labels, places, known, stands_for = (x.to(self.device) for x in columns)
+        blocks = blocks.to(self.device)
+        states = self.states(blocks, *self.read(batch))[:, 1:].flatten(0, 1)[places]
+        return Slots(states, labels, places, known, blocks.counts, stands_for)
 
     def weights(self, losses: Tensor, known: Tensor, counts: Tensor) -> Tensor:
         """(N, S - 1) fp32; a block's weights sum to at most 1, so that the loss stays near that of one token."""
@@ -137,7 +171,7 @@ class DFlashTraining(DraftTraining):
         tokens, attention = self.read(batch)
         accepted = []
         for blocks in find_blocks(batch, anchors, self.depth + 1).parts(EVALUATED_AT_ONCE):
-            blocks = blocks.to(self.head.device)
+            blocks = blocks.to(self.device)
             states = self.states(blocks, tokens, attention)[:, 1:].flatten(0, 1)
             predicted = self.predictions(states).view(blocks.labels.shape)
             accepted.append(count_accepted(predicted.t(), blocks.labels.t(), blocks.counts.t()))
@@ -145,12 +179,10 @@ class DFlashTraining(DraftTraining):
 
     def read(self, batch: Batch) -> tuple[Tensor, BlockAttention]:
         """Tokens (C,) of the flattened batch, and an attention that holds the context of every row."""
-        device = self.head.device
-        tokens, positions = batch.tokens.to(device), batch.positions.to(device)
-        features, _ = target_states(self.target, batch, device)
-        attention = block_attention(positions.flatten(), self.rope)
+        features, _ = target_states(self.target, batch, self.device)
+        attention = block_attention(batch.positions.to(self.device).flatten(), self.rope)
         self.draft.write_context(self.draft.fuse(features.flatten(0, 1)), attention)
-        return tokens.flatten(), attention
+        return batch.tokens.to(self.device).flatten(), attention
 
     def states(self, blocks: Blocks, tokens: Tensor, attention: BlockAttention) -> Tensor:
         """The draft's final states (N, S, H)."""
@@ -160,44 +192,7 @@ class DFlashTraining(DraftTraining):
 
     def predictions(self, states: Tensor) -> Tensor:
         """Target id of the best draft token: (M, H) -> (M,)."""
-        return self.target_ids.to(states.device)[best_rows(states, self.head)]
-
-
-def build(options: DFlashOptions, files: TargetFiles, accelerator: Accelerator) -> tuple[DFlashTraining, DFlash]:
-    mask_token, source = options.draft.mask_token_id, "draft.mask_token_id"
-    if mask_token is None:
-        mask_token, source = default_mask_token(files.tokenizer, files.config.vocab_size)
-    accelerator.print(f"mask token {mask_token}, {source}")
-    draft = build_draft(options.draft, files, mask_token)
-    target = files.freeze(draft.config.feature_layers, accelerator.device)
-    if options.draft.init_from_target:
-        start_from_target(draft, target)
-    num_positions = options.data.max_length + draft.config.block_size
-    rope = RotaryEmbedding(files.config.rope, draft.config.head_dim, num_positions).to(accelerator.device)
-    return DFlashTraining(draft, target, rope, options.draft, options.evaluation.depth, options.seed), draft
-
-
-def build_draft(options: DraftOptions, files: TargetFiles, mask_token: int) -> DFlash:
-    config, layers, ids = files.config, options.feature_layers, files.read_vocabulary(options.vocabulary)
-    if layers is None:
-        layers = default_block_feature_layers(config.num_layers, options.num_layers)
-    windowed = tuple(range(options.num_layers)) if options.sliding_window is not None else ()
-    module = DFlash(
-        DFlashConfig.from_target(
-            config,
-            num_layers=options.num_layers,
-            block_size=options.block_size,
-            feature_layers=layers,
-            sliding_window=options.sliding_window,
-            windowed_layers=windowed if options.windowed_layers is None else options.windowed_layers,
-            mask_token_id=mask_token,
-            draft_vocab_size=None if ids is None else len(ids),
-            **files.draft_fields(options),
-        )
-    )
-    if ids is not None:
-        module.set_vocabulary(ids)
-    return module
+        return self.head.predictions(states)
 
 
 @torch.no_grad()
@@ -225,7 +220,7 @@ def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     description = "Trains a DFLASH block draft for a target."
-    run_program(DFlashOptions, build, argv, prog="train/dflash.py", description=description)
+    run_program(DFlashOptions, DFlashTraining, argv, prog="train/dflash.py", description=description)
 
 
 if __name__ == "__main__":

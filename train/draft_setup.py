@@ -2,10 +2,10 @@
 
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator, init_empty_weights
@@ -15,7 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from slipstream.config import parse
 from slipstream.models.checkpoint import resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.config import ModelConfig
+from slipstream.models.draft import HEAD, Network
 from slipstream.models.frozen_target import FrozenTarget, empty_target, load_frozen_target
+from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.outputs import check_working_folder
 from slipstream.models.pretrained import load_tokenizer
 from slipstream.models.sharded_target import sharding_mesh
@@ -59,7 +61,7 @@ class DraftRunOptions(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BaseDraftOptions:
-    """Options of every draft."""
+    """Options of every draft. A program's also have `reach`: how many positions beyond a row training asks for."""
 
     vocabulary: str | None = None
     """token map (slipstream frequency-map) of the tokens that the draft can propose; default: all of the target's"""
@@ -83,6 +85,10 @@ class ChainDraftOptions(BaseDraftOptions):
     ttt_decay: float = 0.8
     """weight of a step's loss relative to the step before"""
 
+    @property
+    def reach(self) -> int:
+        return self.ttt_steps
+
     def __post_init__(self) -> None:
         super().__post_init__()
         steps, decay = self.ttt_steps, self.ttt_decay
@@ -94,24 +100,31 @@ class ChainDraftOptions(BaseDraftOptions):
 class TargetFiles:
     """The target before its weights are read."""
 
-    options: DraftRunOptions
+    options: Any  # a program's DraftRunOptions, with its `draft`
+    accelerator: Accelerator
     path: Path
     config: ModelConfig
     tokenizer: PreTrainedTokenizerBase
     tokenizer_hash: str
 
     @classmethod
-    def find(cls, options: DraftRunOptions) -> "TargetFiles":
+    def find(cls, options: DraftRunOptions, accelerator: Accelerator) -> "TargetFiles":
         trust = options.trust_remote_code
         path = resolve(options.target, options.revision, trust_remote_code=trust)
         config = load_config(path, trust, is_served=False)
         tokenizer = load_tokenizer(path, trust)
-        return cls(options, path, config, tokenizer, tokenizer_hash(tokenizer))
+        return cls(options, accelerator, path, config, tokenizer, tokenizer_hash(tokenizer))
 
-    def draft_fields(self, options: BaseDraftOptions) -> dict[str, Any]:
-        """What a draft's config takes from its options and says of the target that it was trained for."""
-        width = self.config.intermediate_size if options.intermediate_size is None else options.intermediate_size
-        return {"intermediate_size": width, **self.origin()}
+    def new_draft(self, network: type[Network], options: BaseDraftOptions, **fields: Any) -> Network:
+        """A random draft for this target; `fields` of its config."""
+        ids = self.read_vocabulary(options.vocabulary)
+        has_map = len(ids) < self.config.vocab_size or HEAD not in network.shared  # a head of its own always has one
+        fields |= {"draft_vocab_size": len(ids) if has_map else None, **self.origin()}
+        width = options.intermediate_size or self.config.intermediate_size
+        module = network(network.Config.from_target(self.config, intermediate_size=width, **fields))
+        if has_map:
+            module.set_vocabulary(ids)
+        return module
 
     def origin(self) -> dict[str, Any]:
         return {
@@ -125,10 +138,10 @@ class TargetFiles:
         """For run.json: the absolute path of a local target, for readers in other folders."""
         return {"target_path": str(self.path.resolve())} if Path(self.options.target).is_dir() else {}
 
-    def freeze(self, feature_layers: tuple[int, ...], device: torch.device) -> FrozenTarget:
+    def freeze(self, feature_layers: tuple[int, ...]) -> FrozenTarget:
         if self.options.dry_run:
             return empty_target(self.path, feature_layers, self.options.trust_remote_code)
-        data, sharding = self.options.data, self.options.target_sharding
+        data, sharding, device = self.options.data, self.options.target_sharding, self.accelerator.device
         heads_only = data.features is not None and data.features_missing == "error"
         mesh = None if sharding == "none" else sharding_mesh(device, within_machine=sharding == "machine")
         target = load_frozen_target(self.path, feature_layers, device, self.options.trust_remote_code, heads_only, mesh)
@@ -136,26 +149,28 @@ class TargetFiles:
             target.compile_layers()
         return target
 
-    def read_vocabulary(self, path: str | None) -> Tensor | None:
-        """(Vd,) int64 ids of the token map at `path`, in any public format. Raises ValueError for another target's."""
+    def read_vocabulary(self, path: str | None) -> Tensor:
+        """(Vd,) int64 ids of the token map at `path`, in any public format; without a map, all of the target's. Raises
+        ValueError for another target's."""
         if path is None:
-            return None
+            return torch.arange(self.config.vocab_size)
         token_map = read_token_map(Path(path), self.config.vocab_size)
         check_tokenizer(token_map, self.tokenizer_hash, f"draft.vocabulary {path}")
         return token_map.ids
 
 
-OptionsT = TypeVar("OptionsT", bound=DraftRunOptions)
-Build = Callable[[OptionsT, TargetFiles, Accelerator], tuple[DraftTraining, Any]]
-
-
 def run_program(
-    options_class: type[OptionsT], build: Build[OptionsT], argv: Sequence[str] | None, *, prog: str, description: str
+    options_class: type[DraftRunOptions],
+    kind: type[DraftTraining],
+    argv: Sequence[str] | None,
+    *,
+    prog: str,
+    description: str,
 ) -> None:
     """Runs a training program: parses its options and trains. A user's error ends it with one sentence."""
     options = parse(options_class, argv, prog=prog, description=description)
     try:
-        train(options, build)
+        train(options, kind)
     except (ValueError, OSError) as error:
         raise SystemExit(f"{prog}: error: {error}") from error
     except KeyboardInterrupt:  # before the loop, or the second one in it: the loop handles the first
@@ -163,26 +178,26 @@ def run_program(
         raise SystemExit(130) from None
 
 
-def train(options: OptionsT, build: Build[OptionsT]) -> None:
-    """`build` returns the training and its draft, on any device; the draft has a `config`."""
+def train(options: DraftRunOptions, kind: type[DraftTraining]) -> None:
     if not options.dry_run:
         check_output(options)
     accelerator = start(options)
-    target = TargetFiles.find(options)
+    target = TargetFiles.find(options, accelerator)
     splits, report = load_prepared(Path(options.data.path), target.tokenizer_hash)
     train_rows = PackedRows(splits["train"], options.data.max_length)
     heldout_rows = PackedRows(splits["heldout"], options.data.max_length, limit=options.evaluation.documents)
     Schedule.of(options, len(train_rows), accelerator.num_processes)  # fails early where there are too few rows
     if options.dry_run:
         with init_empty_weights():
-            training, draft = build(options, target, accelerator)
+            training = build(kind, target)
         on_gpu = accelerator.device.type != "cpu"  # else the run is planned for a machine that has one
         bf16 = accelerator.mixed_precision == "bf16" if on_gpu else options.precision != "fp32"
-        accelerator.print(plan(training, draft, train_rows, options, accelerator.num_processes, bf16))
+        accelerator.print(plan(training, train_rows, options, accelerator.num_processes, bf16))
         return
     data_hash = report["data_hash"]
     store = open_features(options.data, {**target.origin(), "data_hash": data_hash})
-    training, draft = build(options, target, accelerator)
+    training = build(kind, target)
+    draft = training.draft
     training.target.read_as = dtype_of_weights(accelerator)
     if store is not None:
         rows = {"train": train_rows, "heldout": heldout_rows}
@@ -200,6 +215,18 @@ def train(options: OptionsT, build: Build[OptionsT]) -> None:
     accelerator.print(
         f"best accept length {progress.best_accept_length:.3f} at step {progress.best_step}: {options.output}/best"
     )
+
+
+def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
+    """The draft, started as the options say, and its target."""
+    options = files.options
+    draft: Any = kind.new_draft(options.draft, files)
+    target = files.freeze(draft.config.feature_layers)
+    num_positions = options.data.max_length + max(options.draft.reach, options.evaluation.depth)
+    rope = RotaryEmbedding(files.config.rope, draft.config.head_dim, num_positions).to(files.accelerator.device)
+    training = kind(draft, target, rope, options.draft, options.evaluation.depth, options.seed)
+    training.start()
+    return training
 
 
 def check_output(options: DraftRunOptions) -> None:

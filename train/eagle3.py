@@ -9,19 +9,14 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 
 from dataclasses import dataclass, field
 
-import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from slipstream.kernels.cross_entropy import Kind, soft_cross_entropy
 from slipstream.models.config import default_feature_layers
-from slipstream.models.eagle3 import Eagle3, Eagle3Config
-from slipstream.models.frozen_target import FrozenTarget
-from slipstream.models.layers import RotaryEmbedding
-from slipstream.train.batches import Batch
+from slipstream.models.eagle3 import Eagle3
 from slipstream.train.draft_setup import ChainDraftOptions, DraftRunOptions, TargetFiles, run_program
 from slipstream.train.training import Metrics
-from slipstream.train.ttt import ChainTraining
+from slipstream.train.ttt import ChainStep, ChainTraining
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,76 +50,34 @@ class Eagle3Options(DraftRunOptions):
 
 
 class Eagle3Training(ChainTraining):
-    """The draft with its loss and its held-out walk. N asking rows of a batch (see ttt.py), Vd draft vocabulary."""
+    """Distance from the target's distribution over the draft vocabulary."""
 
-    def __init__(
-        self, draft: Eagle3, target: FrozenTarget, rope: RotaryEmbedding, options: DraftOptions, depth: int
-    ) -> None:
-        super().__init__(draft, target, rope, depth)
-        self.options = options
-        self.target_ids = draft.target_ids.cpu()
+    @classmethod
+    def new_draft(cls, options: DraftOptions, files: TargetFiles) -> Eagle3:
+        layers = options.feature_layers or default_feature_layers(files.config.num_layers)
+        return files.new_draft(Eagle3, options, feature_layers=layers)
 
-    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Distance of every counting (row, step) from the target's distribution over the draft vocabulary.
+    def start(self) -> None:
+        if self.options.init_from_target:
+            self.draft.init_from_target(*self.target.initial_weights())
 
-        A row whose best target token is outside that vocabulary has no loss; it counts as missed in the metrics
-        `accept_rate_i`, the agreement with the target's best token at step i.
-        """
-        options = self.options
-        rows, tokens, features, final = self.read(batch, options.ttt_steps)
-        # (N, Vd) logits and (N,) best tokens; step s of row n is taught by entry n + s
-        teacher, best = self.target.logits(final[rows.asking + 1], self.target_ids)
-        is_known = self.draft.t2d[best]  # (N,)
-        loss, metrics = teacher.new_zeros((), dtype=torch.float32), Metrics()
-        for step, state in enumerate(self.chain(rows, tokens, features, options.ttt_steps)):
-            length = max(len(state) - step, 0)
-            counts = rows.counts[step, :length]
-            weights = options.weight(step) * (counts & is_known[step:]).float()
-            losses, drafted = soft_cross_entropy(
-                self.draft.logits(state[:length]), teacher[step:], weights, options.loss, in_place=True
-            )
-            loss = loss + losses.sum()
-            agrees = (drafted + self.draft.d2t[drafted] == best[step:]) & counts
-            metrics[f"accept_rate_{step}"] = torch.stack((agrees.sum(), counts.sum()))
-        return loss, metrics
+    def teach(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        return self.target.logits(states, self.target_ids)
 
-    def enter(self, features: Tensor) -> Tensor:
-        return self.draft.fuse(features)
+    def objective(self, index: int, step: ChainStep) -> tuple[Tensor, Tensor, Metrics]:
+        options, logits = self.options, self.draft.logits(step.states)
+        weights = options.weight(index) * step.weights
+        losses, drafted = soft_cross_entropy(logits, step.teacher, weights, options.loss, in_place=True)
+        return losses.sum(), drafted + self.draft.d2t[drafted], {}
 
     def predictions(self, states: Tensor) -> Tensor:
         best = self.draft.logits(states).argmax(dim=-1)
         return best + self.draft.d2t[best]
 
 
-def build(options: Eagle3Options, files: TargetFiles, accelerator: Accelerator) -> tuple[Eagle3Training, Eagle3]:
-    draft = build_draft(options.draft, files)
-    target = files.freeze(draft.config.feature_layers, accelerator.device)
-    if options.draft.init_from_target:
-        draft.init_from_target(*target.initial_weights())
-    num_positions = options.data.max_length + max(options.draft.ttt_steps, options.evaluation.depth)
-    rope = RotaryEmbedding(files.config.rope, draft.config.head_dim, num_positions).to(accelerator.device)
-    return Eagle3Training(draft, target, rope, options.draft, options.evaluation.depth), draft
-
-
-def build_draft(options: DraftOptions, files: TargetFiles) -> Eagle3:
-    config, layers, ids = files.config, options.feature_layers, files.read_vocabulary(options.vocabulary)
-    if ids is None:
-        ids = torch.arange(config.vocab_size)
-    module = Eagle3(
-        Eagle3Config.from_target(
-            config,
-            draft_vocab_size=len(ids),
-            feature_layers=default_feature_layers(config.num_layers) if layers is None else layers,
-            **files.draft_fields(options),
-        )
-    )
-    module.set_vocabulary(ids)
-    return module
-
-
 def main(argv: list[str] | None = None) -> None:
     description = "Trains an EAGLE3 draft for a target."
-    run_program(Eagle3Options, build, argv, prog="train/eagle3.py", description=description)
+    run_program(Eagle3Options, Eagle3Training, argv, prog="train/eagle3.py", description=description)
 
 
 if __name__ == "__main__":

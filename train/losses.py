@@ -11,11 +11,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.cross_entropy import label_cross_entropy, soft_cross_entropy
+from slipstream.models.frozen_target import FrozenTarget
 
 LOGITS_AT_ONCE = 2**28  # 512 MiB in bf16
 Teach = Callable[[slice], Tensor]  # rows -> the target's logits (n, Vd) there
 # Rows, and their states (n, H) in the head's dtype -> losses (n,) fp32, best rows of the head (n,), gradient (n, H).
 Part = Callable[[slice, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+
+
+class TargetHead:
+    """The rows of the target's frozen head that a draft without a head of its own is read with."""
+
+    def __init__(self, target: FrozenTarget, ids: Tensor) -> None:
+        """ids (Vd,) int64 ascending: the draft's vocabulary."""
+        weight = target.model.get_output_embeddings().weight.detach()
+        self.ids = ids.to(weight.device)  # kept there: a copy in every step would synchronise
+        self.weight = weight if len(ids) == len(weight) else weight[self.ids]  # (Vd, H)
+
+    def predictions(self, states: Tensor) -> Tensor:
+        """Target id of the best token at each state: (N, H) -> (N,)."""
+        return self.ids[best_rows(states, self.weight)]
 
 
 class _FrozenHeadLoss(torch.autograd.Function):

@@ -50,9 +50,10 @@ class Memory:
         return self.target + layers + self.activations + draft
 
 
-def plan(training: DraftTraining, draft: Any, train: PackedRows, options: Any, num_processes: int, bf16: bool) -> str:
+def plan(training: DraftTraining, train: PackedRows, options: Any, num_processes: int, bf16: bool) -> str:
     """A page of text. Parameters of `training`, of its target and of its draft lie on the meta device."""
-    config, target = draft.config, training.target.model
+    draft, target = training.draft, training.target.model
+    config = draft.config
     is_run = options.data.features is None or options.data.features_missing == "online"
     layers = [bytes_of(layer) for layer in training.target.layers] if options.target_sharding != "none" else [0]
     memory = Memory(
@@ -70,7 +71,7 @@ def plan(training: DraftTraining, draft: Any, train: PackedRows, options: Any, n
         f"{config.draft_vocab_size or config.vocab_size:,}, target states {list(config.feature_layers)}",
         f"target    {size_of(target) / 1e6:,.1f}M parameters in {str(target.dtype).removeprefix('torch.')}, frozen",
         *memory_lines(memory),
-        *feature_lines(training, draft, train),
+        *feature_lines(training, train),
         *step_lines(train, options, num_processes),
     ]
     return "\n".join(lines)
@@ -90,9 +91,9 @@ def memory_lines(memory: Memory) -> Iterator[str]:
         yield f"            {name:<12}{sizes}"
 
 
-def feature_lines(training: DraftTraining, draft: Any, train: PackedRows) -> Iterator[str]:
+def feature_lines(training: DraftTraining, train: PackedRows) -> Iterator[str]:
     """Disk space of slipstream capture-features for the train split; an upper bound: it leaves out some tokens."""
-    num_layers, layers = len(training.target.layers), tuple(draft.config.feature_layers)
+    num_layers, layers = len(training.target.layers), tuple(training.draft.config.feature_layers)
     for dtype in ("bf16", "fp8"):
         form = FeatureFormat(
             layers=layers,

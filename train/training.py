@@ -3,17 +3,21 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from slipstream.models.draft import write_draft
+from slipstream.models.draft import DraftNetwork, write_draft
 from slipstream.models.frozen_target import FrozenTarget
+from slipstream.models.layers import RotaryEmbedding
 from slipstream.train.acceptance import walk_answers, walk_metrics
 from slipstream.train.batches import Batch
 from slipstream.train.samples import Sample, SampleAnswers
+
+if TYPE_CHECKING:
+    from slipstream.train.draft_setup import TargetFiles
 
 Metrics = dict[str, Tensor]  # name -> (2,): a sum, and the count that divides it in the end
 
@@ -24,10 +28,35 @@ class DraftTraining(nn.Module, ABC):
     Everything goes through `forward`: there DDP, FSDP and ZeRO gather weights and reduce gradients.
     """
 
-    draft: Any
-    target: FrozenTarget
     reads_final_state = True  # whether the loss reads the target's state after its final norm
     samples: SampleAnswers | None = None  # collects some of the answers that an evaluation walks
+
+    def __init__(
+        self, draft: Any, target: FrozenTarget, rope: RotaryEmbedding, options: Any, depth: int, seed: int = 0
+    ) -> None:
+        """`options` of the draft, `depth` of the held-out walk; `seed` of what the loss draws."""
+        super().__init__()
+        self.draft = draft
+        self.target = target
+        self.rope = rope
+        self.options = options
+        self.depth = depth
+        self.seed = seed
+        ids, self.vocab_size = draft.target_ids, len(target.model.get_output_embeddings().weight)
+        # (Vd,) int64 on the host, where the labels of a batch are
+        self.target_ids = torch.arange(self.vocab_size, device="cpu") if ids is None else ids.cpu()
+
+    @classmethod
+    @abstractmethod
+    def new_draft(cls, options: Any, files: "TargetFiles") -> DraftNetwork:
+        """A draft for the target, not trained yet; `options` of the draft."""
+
+    def start(self) -> None:
+        """Called once before a run's first step: may take weights over from the target."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.rope.cos.device
 
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """The loss is zero in evaluation mode."""

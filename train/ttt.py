@@ -16,12 +16,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.kernels.norm import HeadNorms, norm_heads
 from slipstream.kernels.packed_attention import KeyValue, Runs, packed_attention, takes
 from slipstream.kernels.rope import rotate
-from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import Mask, RotaryEmbedding
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch
@@ -202,27 +201,69 @@ def attend_document(q: Tensor, own_scores: Tensor, k: Tensor, v: Tensor, bias: T
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ChainStep:
+    """Step s of the chain at its first n = N - s asking rows; entry i is taught by the target's state at row i + s."""
+
+    states: Tensor  # (n, H) the draft's
+    teacher: Tensor  # (n, ...) what `ChainTraining.teach` makes of the target's states
+    best: Tensor  # (n,) the target's best tokens
+    counts: Tensor  # (n,) bool
+    weights: Tensor  # (n,) fp32: 1 where the row counts and the draft's vocabulary has the best token, else 0
+
+
 class ChainTraining(DraftTraining):
-    """Training of a draft that continues from its own states (EAGLE, EAGLE3): its chain and the held-out walk."""
+    """Training of a draft that continues from its own states (EAGLE, EAGLE3): its chain, the sum of its losses and the
+    held-out walk."""
 
-    def __init__(self, draft: nn.Module, target: FrozenTarget, rope: RotaryEmbedding, depth: int) -> None:
-        super().__init__()
-        self.draft = draft
-        self.target = target
-        self.rope = rope
-        self.depth = depth
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.is_known = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
+        self.is_known[self.target_ids.to(self.device)] = True
 
-    @property
-    def device(self) -> torch.device:
-        return self.rope.cos.device
+    @abstractmethod
+    def teach(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's states (N, Ht) after its final norm -> the teacher (N, ...), best tokens (N,)."""
 
-    def enter(self, features: Tensor) -> Tensor:
-        """The draft's first states (N, H), from the target's features (N, K * Ht)."""
-        return features
+    @abstractmethod
+    def objective(self, index: int, step: ChainStep) -> tuple[Tensor, Tensor, Metrics]:
+        """Loss of step number `index`, summed over its rows, target ids of the drafted tokens (n,), and sums over
+        counting rows to log."""
 
     @abstractmethod
     def predictions(self, states: Tensor) -> Tensor:
         """Target id of the best draft token at the draft's states: (N, H) -> (N,)."""
+
+    def augment(self, batch: Batch, features: Tensor, final: Tensor) -> Tensor:
+        """The features (B * S, K * Ht) that the draft reads in training, from the target's and its final states."""
+        return features
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """The objective of every counting (row, step).
+
+        A row whose best target token is outside the draft vocabulary has no part in the loss of distributions; it
+        counts as missed in the metrics `accept_rate_i`, the agreement with the target's best token at step i.
+        """
+        loss, metrics = torch.zeros((), device=self.device), Metrics()
+        for index, step in enumerate(self.backbone(batch)):
+            own, drafted, sums = self.objective(index, step)
+            loss = loss + own
+            sums["accept_rate"] = ((drafted == step.best) & step.counts).sum()
+            for name, total in sums.items():
+                metrics[f"{name}_{index}"] = torch.stack((total.detach(), step.counts.sum()))
+        return loss, metrics
+
+    def backbone(self, batch: Batch) -> Iterator[ChainStep]:
+        """The draft's chain over the batch, with what it is taught."""
+        num_steps = self.options.ttt_steps
+        rows, tokens, features, final = self.read(batch, num_steps)
+        teacher, best = self.teach(final[rows.asking + 1])
+        is_known = self.is_known[best]
+        for index, states in enumerate(self.chain(rows, tokens, self.augment(batch, features, final), num_steps)):
+            length = max(len(states) - index, 0)
+            counts = rows.counts[index, :length]
+            weights = (counts & is_known[index:]).float()
+            yield ChainStep(states[:length], teacher[index:], best[index:], counts, weights)
 
     def read(self, batch: Batch, num_steps: int) -> tuple[Rows, Tensor, Tensor, Tensor]:
         """Rows, and flattened over the batch: tokens (B * S,), features (B * S, K * Ht), final states (B * S, Ht)."""
@@ -234,8 +275,8 @@ class ChainTraining(DraftTraining):
         """The draft's states (N, H) of each step; from step 1 on it reads its own."""
         attention = TTTAttention(rows, self.rope)
         context = self.target.embed(token_at(tokens, rows.context + 1))
-        self.draft.write_context(context, self.enter(features[rows.context]), attention)
-        state = self.enter(features[rows.asking])
+        self.draft.write_context(context, self.draft.fuse(features[rows.context]), attention)
+        state = self.draft.fuse(features[rows.asking])
         for step in range(num_steps):
             state = self.draft(self.target.embed(token_at(tokens, rows.asking + 1 + step)), state, attention)
             yield state

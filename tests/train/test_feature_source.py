@@ -20,7 +20,7 @@ from slipstream.tests.train.conftest import MAX_LENGTH, CaptureTo, random_datase
 from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_run, refusal, run_interrupted
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import PackedRows
-from slipstream.train.draft_setup import TargetFiles
+from slipstream.train.draft_setup import TargetFiles, build
 from slipstream.train.feature_source import (
     BATCHES_AHEAD,
     FeatureSource,
@@ -36,30 +36,31 @@ from slipstream.train.training import DraftTraining
 CPU = torch.device("cpu")
 BLOCKS = dflash.DraftOptions(num_layers=2, block_size=5, mask_token_id=7, anchors=6, feature_layers=(2, 0, 3))
 DRAFTERS: dict[str, tuple[Any, type[Any], Any]] = {  # program, its options, those of its draft
-    "eagle": (eagle, eagle.EagleOptions, eagle.DraftOptions(ttt_steps=2)),
-    "eagle3": (eagle3, eagle3.Eagle3Options, eagle3.DraftOptions(feature_layers=(2, 0, 3), ttt_steps=3)),
+    "eagle": (eagle.EagleTraining, eagle.EagleOptions, eagle.DraftOptions(ttt_steps=2)),
+    "eagle3": (eagle3.Eagle3Training, eagle3.Eagle3Options, eagle3.DraftOptions(feature_layers=(2, 0, 3), ttt_steps=3)),
     "eagle3 that reads the normed state": (
-        eagle3,
+        eagle3.Eagle3Training,
         eagle3.Eagle3Options,
         eagle3.DraftOptions(feature_layers=(4, 0, 2), ttt_steps=2),
     ),
-    "dflash": (dflash, dflash.DFlashOptions, BLOCKS),
+    "dflash": (dflash.DFlashTraining, dflash.DFlashOptions, BLOCKS),
 }
 
 
 def start(name: str, target: Path, data: DataOptions) -> tuple[DraftTraining, dict[str, PackedRows]]:
     """Training and rows as the program makes them, always with the same weights."""
-    program, options_class, draft = DRAFTERS[name]
+    kind, options_class, draft = DRAFTERS[name]
     options = options_class(output="", target=str(target), data=data, draft=draft)
-    files, splits = TargetFiles.find(options), load_from_disk(data.path)
+    accelerator: Any = SimpleNamespace(device=CPU, print=print)
+    files, splits = TargetFiles.find(options, accelerator), load_from_disk(data.path)
     rows = {split: PackedRows(splits[split], data.max_length) for split in ("train", "heldout")}
     store = open_features(data, {**files.origin(), "data_hash": "0123"})
     torch.manual_seed(3)
-    training, module = program.build(options, files, SimpleNamespace(device=CPU, print=print))
-    for parameter in module.parameters():
+    training = build(kind, files)
+    for parameter in training.draft.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     if store is not None:
-        read_features(store, data, training, rows, module.config.feature_layers, CPU)
+        read_features(store, data, training, rows, training.draft.config.feature_layers, CPU)
     return training, rows
 
 
