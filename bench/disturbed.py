@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -33,7 +33,7 @@ import psutil
 
 from slipstream.bench.lines import Lines, milliseconds, origin
 from slipstream.bench.server import Server, flags, running_server
-from slipstream.config import parse
+from slipstream.data_tools.options import check_at_least, run
 from slipstream.serve.bench import read_prompts
 from slipstream.serve.load import run_load
 
@@ -49,7 +49,7 @@ COLUMNS = "| disturbance | answers to it | tok/s | of idle | /health p50 / p99 /
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DisturbedConfig:
-    """Options of the benchmark."""
+    """A server under disturbance."""
 
     kinds: list[str] = field(default_factory=lambda: ["busy", "hostile"])
     """busy, hostile, or words from the names of hostile requests."""
@@ -67,9 +67,7 @@ class DisturbedConfig:
     """File to append the JSON lines to."""
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        check_at_least(self, 1, "concurrency", "repeats")
         for kind in self.kinds:
             if kind not in ("busy", "hostile") and not any(kind in name for name in ATTACKS):
                 raise ValueError(f"kinds holds {kind!r}; give busy, hostile, or words of {', '.join(ATTACKS)}")
@@ -259,23 +257,19 @@ def row(line: dict[str, Any]) -> str:
     return f"| {line['kind']} | {statuses} | {speed} | {times[0]} | {times[1]} | {line['rss_mb']} |"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(DisturbedConfig, argv, prog="bench/disturbed.py", description="A server under disturbance.")
+def disturb(config: DisturbedConfig) -> None:
     lines = Lines(config.output, {**origin("disturbed", "cpu"), "concurrency": config.concurrency})
     options = {"target": config.target, "draft": config.draft, **config.serve}
     print(f"{COLUMNS}\n{'|---' * (COLUMNS.count('|') - 1)}|")
-    try:
-        with running_server([sys.executable, "-m", "slipstream.serve.cli", *flags(options)]) as server:
-            measure(config, "idle", server)  # fills the prefix cache
-            for _ in range(config.repeats):
-                idle = 0.0
-                for kind in config.names:
-                    result = measure(config, kind, server)
-                    idle = idle or result["tok_s"]
-                    print(row(lines.add({**result, "share": round(result["tok_s"] / idle, 3)})), flush=True)
-                    time.sleep(SETTLE_SECONDS)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"bench/disturbed.py: error: {error}") from error
+    with running_server([sys.executable, "-m", "slipstream.serve.cli", *flags(options)]) as server:
+        measure(config, "idle", server)  # fills the prefix cache
+        for _ in range(config.repeats):
+            idle = 0.0
+            for kind in config.names:
+                result = measure(config, kind, server)
+                idle = idle or result["tok_s"]
+                print(row(lines.add({**result, "share": round(result["tok_s"] / idle, 3)})), flush=True)
+                time.sleep(SETTLE_SECONDS)
     for kind in config.names if config.repeats > 1 else ():
         speeds, shares = ([line[key] for line in lines.all if line["kind"] == kind] for key in ("tok_s", "share"))
         print(f"{kind}: median {median(speeds):.0f} tok/s, {median(shares):.2f} of idle")
@@ -283,4 +277,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(disturb, DisturbedConfig, None, "bench/disturbed.py")

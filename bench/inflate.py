@@ -22,7 +22,6 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 
 import json
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,7 +45,7 @@ from slipstream.bench.inflate_weights import (
     places,
     target_json,
 )
-from slipstream.config import parse
+from slipstream.data_tools.options import run
 from slipstream.models.atomic import atomic_folder
 from slipstream.models.checkpoint import (
     INDEX,
@@ -79,7 +78,7 @@ COPIED = ("tokenizer*", "*.jinja", "generation_config.json", "special_tokens_map
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InflateConfig:
-    """Options."""
+    """Enlarge a small target and its draft."""
 
     draft: str
     """Draft checkpoint of the small target."""
@@ -226,6 +225,8 @@ def inflate(config: InflateConfig) -> None:
     with atomic_folder(output, PAIR.check) as folder:
         write_target(config, model, source, folder / "target")
         write_draft(config, draft, folder / "draft", folder / "target", output / "target")
+    num_bytes = sum(file.stat().st_size for file in output.rglob("*.safetensors"))
+    print(f"{num_bytes / 1e9:.1f} GB; try: serve --draft {output}/draft")
 
 
 def load_small_draft(name: str, model: ModelConfig) -> Draft:
@@ -282,9 +283,9 @@ def write_draft(config: InflateConfig, draft: Draft, folder: Path, target: Path,
     )
     folder.mkdir()
     values = big_config.to_json() | {"torch_dtype": "bfloat16"}
-    run = {"inflated": asdict(config), "target_path": str(target_name.resolve())}
+    provenance = {"inflated": asdict(config), "target_path": str(target_name.resolve())}
     tensors = {name: make().cpu() for name, make in tqdm(makers.items(), desc="draft", unit="tensor")}
-    write_checkpoint(folder, values, tensors, run)
+    write_checkpoint(folder, values, tensors, provenance)
 
 
 def inflation(config: InflateConfig, hidden_size: int) -> Inflation:
@@ -293,14 +294,7 @@ def inflation(config: InflateConfig, hidden_size: int) -> Inflation:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(InflateConfig, argv, prog="inflate", description="Enlarges a small target and its draft.")
-    began = time.perf_counter()
-    try:
-        inflate(config)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"inflate: error: {error}") from error
-    num_bytes = sum(file.stat().st_size for file in Path(config.output).rglob("*.safetensors"))
-    print(f"{num_bytes / 1e9:.1f} GB in {time.perf_counter() - began:.0f} s; try: serve --draft {config.output}/draft")
+    run(inflate, InflateConfig, argv, "bench/inflate.py")
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def table(columns: Sequence[tuple[str, str, str]], lines: Iterable[Mapping[str, Any]]) -> str:
-    """A Markdown table. `columns`: heading, key of a line, format. None is shown as "-"."""
-    rows = ["| " + " | ".join(heading for heading, _, _ in columns) + " |", "|---" * len(columns) + "|"]
+def table(columns: Sequence[tuple[str, str, str]], lines: Iterable[Mapping[str, Any]], *, heading: bool = True) -> str:
+    """A Markdown table, or more rows of one. `columns`: heading, key of a line, format. None is shown as "-"."""
+    rows = ["| " + " | ".join(name for name, _, _ in columns) + " |", "|---" * len(columns) + "|"] if heading else []
     for line in lines:
         cells = ["-" if line[key] is None else format(line[key], form) for _, key, form in columns]
         rows.append("| " + " | ".join(cells) + " |")

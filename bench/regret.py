@@ -23,13 +23,13 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from slipstream.bench.lines import Lines, origin
-from slipstream.config import parse
+from slipstream.data_tools.options import run
 from slipstream.models.checkpoint import resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegretConfig:
-    """Options of this benchmark."""
+    """How far answers lie below the best."""
 
     answers: str
     """File that bench/serving.py wrote with --answers."""
@@ -115,18 +115,18 @@ def figures(answers: Iterable[Answer]) -> Iterator[dict[str, Any]]:
         }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(RegretConfig, argv, prog="bench/regret.py", description="How far answers lie below the best.")
-    try:
-        answers = read_answers(config.answers)
-        measure(answers, config)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"bench/regret.py: error: {error}") from error
+def regret(config: RegretConfig) -> None:
+    answers = read_answers(config.answers)
+    measure(answers, config)
     where = origin("regret", torch.device(config.device).type)
     lines = Lines(config.output, {**where, "target": config.target})
     for line in figures(answers):
         lines.add(line)
     lines.print()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run(regret, RegretConfig, argv, "bench/regret.py")
 
 
 if __name__ == "__main__":

@@ -20,17 +20,31 @@ import torch
 from torch import Tensor
 
 from slipstream.bench.gpu import copy_bandwidth, gaps_between_replays, milliseconds, print_kernels, profile_kernels
-from slipstream.bench.lines import Lines, origin
-from slipstream.config import parse
+from slipstream.bench.lines import Lines, origin, table
+from slipstream.data_tools.options import run
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.serve.sizing import bytes_per_token
 
+COLUMNS = (  # heading, key of a line, format
+    ("draft", "draft", "s"),
+    ("batch", "batch", "d"),
+    ("width", "width", "d"),
+    ("ms", "ms", ".3f"),
+    ("graph", "graph_ms", ".3f"),
+    ("floor", "floor_ms", ".3f"),
+    ("share", "share_of_floor", ".2f"),
+    ("tok/s", "tok_s", ".1f"),
+    ("accept length", "accept_length", ".2f"),
+    ("gap, us", "gap_us", ".1f"),
+    ("parts, ms", "parts_ms", ""),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundConfig:
-    """Options of this benchmark."""
+    """Time of a round by batch size."""
 
     target: str
     """Target checkpoint."""
@@ -52,24 +66,15 @@ class RoundConfig:
     """Nucleus sampling; below 1 it measures the filters."""
     simulate_accept_length: float | None = None
     """Simulated tokens per round, for drafts with random weights."""
-    attention: str = "auto"
-    """Attention backends."""
-    page_size: int = 16
-    """Tokens per page of the KV cache."""
-    dtype: str = "auto"
-    """Data type of the weights."""
-    cuda_graph: bool = True
-    """Replay captured rounds."""
-    overlap: bool = True
-    """Read a round's tokens while the next one runs."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Options of the engine by name, such as attention or cuda_graph."""
     profile: bool = False
     """List the kernels of each round by time."""
     output: str | None = None
     """File to append the JSON lines to."""
 
 
-def main() -> None:
-    config = parse(RoundConfig, prog="bench/round.py", description="Time of a round by batch size.")
+def rounds(config: RoundConfig) -> None:
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     lines = Lines(config.output)
@@ -77,8 +82,8 @@ def main() -> None:
     for draft, width in [("none", 1), *drafted]:
         engine = build(config, draft, width)
         for batch in config.batch:
-            line = lines.add(measure(engine, config, batch, bandwidth))
-            print_row(line, first=len(lines.all) == 1)
+            lines.add(measure(engine, config, batch, bandwidth))
+            print(table(COLUMNS, lines.all[-1:], heading=len(lines.all) == 1), flush=True)
         del engine
         gc.collect()
         torch.cuda.empty_cache()
@@ -87,8 +92,7 @@ def main() -> None:
 
 def build(config: RoundConfig, draft: str, width: int) -> Engine:
     """An engine whose rounds all verify `width` nodes."""
-    shared = ("target", "attention", "page_size", "dtype", "cuda_graph", "overlap")
-    options: dict[str, Any] = {name: getattr(config, name) for name in shared}
+    options: dict[str, Any] = {"target": config.target, **config.engine}
     if draft != "none":
         options |= {"drafter": config.drafter, "width": width}
         options |= {"simulate_accept_length": config.simulate_accept_length}
@@ -173,12 +177,12 @@ def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | Non
     def restore() -> None:
         state.lengths.copy_(lengths)
 
-    def run() -> None:
+    def one_round() -> None:
         graphs.round(rows, "greedy", engine.width)
 
-    whole = milliseconds(run, restore)
+    whole = milliseconds(one_round, restore)
     if config.profile:
-        print_kernels(profile_kernels(run))
+        print_kernels(profile_kernels(one_round))
     restore()
     target = milliseconds(capture_target(engine, state.upload(rows)).replay, restore)
     for sequence in sequences:
@@ -232,19 +236,5 @@ def passes(engine: Engine) -> Iterator[tuple[int, int]]:
         yield bytes_per_token(specs[1:], item), read + is_block * target.head.nbytes
 
 
-def print_row(line: dict[str, Any], first: bool) -> None:
-    if first:
-        print(
-            f"{'draft':8}{'batch':>6}{'width':>6}{'ms':>9}{'graph':>9}{'floor':>9}{'share':>7}{'tok/s':>10}{'accept':>8}"
-        )
-    graph = "-" if line["graph_ms"] is None else f"{line['graph_ms']:.3f}"
-    print(
-        f"{line['draft'][-8:]:8}{line['batch']:6}{line['width']:6}{line['ms']:9.3f}{graph:>9}{line['floor_ms']:9.3f}"
-        f"{line['share_of_floor']:7.2f}{line['tok_s']:10.1f}{line['accept_length']:8.2f}  gap {line['gap_us']} us "
-        f"{line['parts_ms']}",
-        flush=True,
-    )
-
-
 if __name__ == "__main__":
-    main()
+    run(rounds, RoundConfig, None, "bench/round.py")

@@ -20,23 +20,26 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def running_server(command: Sequence[str], start_seconds: float = START_SECONDS) -> Iterator[Server]:
-    """Starts `command` on a free port, yields the server once it is healthy and stops it afterwards."""
+def running_server(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """Starts `command` on a free port, yields the server once it is healthy and stops it afterwards.
+
+    `environment`: of the server; None: this process's.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     base_url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen([*command, "--port", str(port)], stdout=sys.stderr)
+    process = subprocess.Popen([*command, "--port", str(port)], env=environment, stdout=sys.stderr)
     try:
-        wait_until_healthy(process, base_url, start_seconds)
+        wait_until_healthy(process, base_url)
         yield Server(base_url, process.pid)
     finally:
         process.terminate()
         process.wait(timeout=60)
 
 
-def wait_until_healthy(process: "subprocess.Popen[bytes]", base_url: str, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until_healthy(process: "subprocess.Popen[bytes]", base_url: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise ValueError(f"the server ended with status {process.returncode} before it was ready")
@@ -45,8 +48,8 @@ def wait_until_healthy(process: "subprocess.Popen[bytes]", base_url: str, second
                 return
         except OSError:
             pass  # it is not listening or not ready yet
-        time.sleep(0.2)
-    raise ValueError(f"the server was not ready after {seconds:.0f} s")
+        time.sleep(0.05)
+    raise ValueError(f"the server was not ready after {START_SECONDS:.0f} s")
 
 
 def flags(options: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -44,8 +44,7 @@ from slipstream.bench.lines import Lines, origin, read_lines, table
 from slipstream.bench.server import flags, running_server
 from slipstream.bench.serving_run import Run, pool, run_http, run_offline
 from slipstream.bench.workload import KINDS, Task, Workload, read_levels
-from slipstream.config import parse
-from slipstream.data_tools.options import check_at_least
+from slipstream.data_tools.options import check_at_least, run
 from slipstream.models.checkpoint import is_checkpoint, resolve
 from slipstream.models.pretrained import load_tokenizer
 from slipstream.serve.engine import Engine
@@ -77,7 +76,7 @@ HOST_COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """Options of this benchmark."""
+    """Serving without a draft and with drafts."""
 
     draft: list[str] = field(default_factory=list)
     """Drafts, each NAME[,option=value...]: checkpoints, or drafters that need none."""
@@ -237,8 +236,8 @@ def measure_level(
     count, runs = config.count(level), {draft: list[Run]() for draft in measures}
     tasks = work.tasks(count * config.turns, f"{config.seed}/{level}")
     warmup = work.tasks(min(level, WARMUP_TASKS), f"{config.seed}/{level}/warmup")
-    for draft, run in measures.items():
-        run(warmup, level, namespace(config, draft, f"warm-up at {level}"), config.seed)
+    for draft, answer in measures.items():
+        answer(warmup, level, namespace(config, draft, f"warm-up at {level}"), config.seed)
     for turn in range(config.turns):
         asked = tasks[turn * count : (turn + 1) * count]
         for draft in list(measures)[:: -1 if turn % 2 else 1]:
@@ -343,19 +342,20 @@ def label(draft: str) -> str:
     return ", ".join(("/".join(Path(name).parts[-2:]), *options))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(ServingConfig, argv, prog="bench/serving.py", description="Serving without a draft and with drafts.")
+def serving(config: ServingConfig) -> None:
     lines = Lines(config.output)
     try:
         measure(config, lines)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"bench/serving.py: error: {error}") from error
-    except KeyboardInterrupt as error:
-        raise SystemExit("bench/serving.py: interrupted; with --output, add --resume to continue") from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("with --output, add --resume to continue") from None
     lines.all.sort(key=lambda line: (config.drafts.index(line["draft"]), config.levels.index(line["concurrency"])))
     columns = COLUMNS + (HOST_COLUMNS if any(line["host_us"] for line in lines.all) else ())
     print(table(columns, [{**line, "draft": label(line["draft"])} for line in lines.all]))
     lines.print(hidden=["answers"])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run(serving, ServingConfig, argv, "bench/serving.py")
 
 
 if __name__ == "__main__":

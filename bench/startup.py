@@ -9,38 +9,34 @@ own log, on stderr, says what the seconds went into. Ends in one JSON line.
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
-import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
 import torch
 
 from slipstream.bench.lines import Lines, origin
-from slipstream.config import parse
+from slipstream.bench.server import START_SECONDS, running_server
+from slipstream.data_tools.options import run
+from slipstream.serve.load import run_load
 
 CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
-TIMEOUT = 600.0  # seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartupConfig:
-    """Options of this benchmark."""
+    """Seconds from a command to its first result."""
 
     command: str
     """The program with its options, without --port or --output."""
@@ -50,27 +46,14 @@ class StartupConfig:
     """File to append the JSON line to."""
 
 
-def main(argv: list[str] | None = None) -> None:
-    config = parse(
-        StartupConfig, argv, prog="bench/startup.py", description="Seconds from a command to its first result."
-    )
+def startup(config: StartupConfig) -> None:
     words = shlex.split(config.command)
     scripts = Path(sys.executable).parent
     words[0] = str(scripts / words[0]) if (scripts / words[0]).exists() else words[0]
+    is_server = "serve" in Path(words[0]).name or "slipstream.serve.cli" in words
     with tempfile.TemporaryDirectory() as folder:
-        caches = {name: f"{folder}/{cache}" for name, cache in CACHES.items()} if config.cold else {}
-        if "serve" in Path(words[0]).name or "slipstream.serve.cli" in words:
-            with socket.socket() as listener:
-                listener.bind(("127.0.0.1", 0))
-                port = listener.getsockname()[1]
-            seconds = measure([*words, "--port", str(port)], caches, lambda: has_answered(port))
-        else:
-            metrics = Path(folder, "run", "metrics.jsonl")
-            seconds = measure(
-                [*words, "--output", str(metrics.parent)],
-                caches,
-                lambda: metrics.exists() and metrics.stat().st_size > 0,
-            )
+        environment = {name: f"{folder}/{cache}" for name, cache in CACHES.items()} if config.cold else {}
+        seconds = (first_answer if is_server else first_step)(words, os.environ | environment, Path(folder, "run"))
     print(f"{seconds:.1f} s")
     lines = Lines(config.output, origin("startup", "cuda" if torch.cuda.is_available() else "cpu"))
     caches_were = "empty" if config.cold else "filled"
@@ -78,13 +61,24 @@ def main(argv: list[str] | None = None) -> None:
     lines.print()
 
 
-def measure(command: list[str], environment: dict[str, str], has_result: Callable[[], bool]) -> float:
-    """Ends the program once it has a result. Raises ValueError if it ends without one."""
+def first_answer(command: list[str], environment: dict[str, str], _output: Path) -> float:
     began = time.monotonic()
-    process = subprocess.Popen(command, env=os.environ | environment, stdout=sys.stderr, start_new_session=True)
+    with running_server(command, environment) as server:
+        answered = run_load(server.url, [[5, 6, 7, 8]], max_tokens=8, temperature=0.0)
+        seconds = time.monotonic() - began
+    if answered.errors:
+        raise ValueError(f"the first request failed: {answered.errors[0]}")
+    return seconds
+
+
+def first_step(command: list[str], environment: dict[str, str], output: Path) -> float:
+    """Ends the program once it has a result. Raises ValueError if it ends without one."""
+    began, metrics = time.monotonic(), output / "metrics.jsonl"
+    command = [*command, "--output", str(output)]
+    process = subprocess.Popen(command, env=environment, stdout=sys.stderr, start_new_session=True)
     try:
-        while not has_result():
-            if process.poll() is not None or time.monotonic() - began > TIMEOUT:
+        while not metrics.exists() or metrics.stat().st_size == 0:
+            if process.poll() is not None or time.monotonic() - began > START_SECONDS:
                 raise ValueError(f"no result after {time.monotonic() - began:.0f} s; exit status {process.poll()}")
             time.sleep(0.05)
         return time.monotonic() - began
@@ -94,15 +88,5 @@ def measure(command: list[str], environment: dict[str, str], has_result: Callabl
         process.wait(timeout=60)
 
 
-def has_answered(port: int) -> bool:
-    body = {"prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0}
-    headers = {"Content-Type": "application/json"}
-    request = Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), headers)
-    try:
-        return urlopen(request, timeout=60).status == 200
-    except URLError:
-        return False  # it is not listening yet
-
-
 if __name__ == "__main__":
-    main()
+    run(startup, StartupConfig, None, "bench/startup.py")

@@ -16,14 +16,13 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from statistics import median
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slipstream.bench.gpu import print_kernels, profile_kernels
 from slipstream.bench.inflate_weights import SHAPES
@@ -150,46 +149,33 @@ def build(config: StepConfig, device: torch.device) -> DraftTraining:
         architectures=["Qwen3ForCausalLM"],
     )
     model = ModelConfig.from_hf(hf)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with device:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         target = AutoModelForCausalLM.from_config(hf, dtype=dtype, attn_implementation="sdpa")
-        frozen = partial(freeze, config, target)
-        make = make_dflash if config.drafter == "dflash" else make_eagle3
-        rope = RotaryEmbedding(model.rope, model.head_dim, config.sequence + max(config.block, config.ttt_steps))
-        return make(config, model, frozen, rope.to(device))
-
-
-def freeze(config: StepConfig, target: PreTrainedModel, layers: tuple[int, ...]) -> FrozenTarget:
-    frozen = FrozenTarget(target, layers)
+        draft = make_draft(config, model)
+        frozen = FrozenTarget(target, draft.config.feature_layers)
+        length = config.sequence + max(config.block, config.ttt_steps)
+        rope = RotaryEmbedding(model.rope, model.head_dim, length).to(device)
+    if config.compile in ("draft", "all"):
+        draft.compile()
     if config.compile in ("target", "all"):
         frozen.compile_layers()
-    return frozen
+    if isinstance(draft, Eagle3):
+        options = eagle3.DraftOptions(ttt_steps=config.ttt_steps)
+        return eagle3.Eagle3Training(draft, frozen, rope, options, depth=config.ttt_steps)
+    block_options = dflash.DraftOptions(anchors=config.anchors, loss=config.loss)
+    return dflash.DFlashTraining(draft, frozen, rope, block_options, depth=config.block - 1, seed=0)
 
 
-def make_dflash(
-    config: StepConfig, model: ModelConfig, frozen: Callable[..., FrozenTarget], rope: RotaryEmbedding
-) -> DraftTraining:
+def make_draft(config: StepConfig, model: ModelConfig) -> Eagle3 | DFlash:
+    size = SHAPES[config.shape].draft_vocab_size
+    if config.drafter == "eagle3":
+        layers = default_feature_layers(model.num_layers)
+        return Eagle3(Eagle3Config.from_target(model, draft_vocab_size=size, feature_layers=layers))
     layers = default_block_feature_layers(model.num_layers, config.layers)
     sizes = {"num_layers": config.layers, "block_size": config.block, "feature_layers": layers, "mask_token_id": 3}
-    size = SHAPES[config.shape].draft_vocab_size if config.reduced else None
-    draft = DFlash(DFlashConfig.from_target(model, draft_vocab_size=size, **sizes))
-    if config.compile in ("draft", "all"):
-        draft.compile()
-    options = dflash.DraftOptions(anchors=config.anchors, loss=config.loss)
-    return dflash.DFlashTraining(draft, frozen(layers), rope, options, depth=config.block - 1, seed=0)
-
-
-def make_eagle3(
-    config: StepConfig, model: ModelConfig, frozen: Callable[..., FrozenTarget], rope: RotaryEmbedding
-) -> DraftTraining:
-    layers = default_feature_layers(model.num_layers)
-    size = SHAPES[config.shape].draft_vocab_size
-    draft = Eagle3(Eagle3Config.from_target(model, draft_vocab_size=size, feature_layers=layers))
-    if config.compile in ("draft", "all"):
-        draft.compile()
-    options = eagle3.DraftOptions(ttt_steps=config.ttt_steps)
-    return eagle3.Eagle3Training(draft, frozen(layers), rope, options, depth=config.ttt_steps)
+    return DFlash(DFlashConfig.from_target(model, draft_vocab_size=size if config.reduced else None, **sizes))
 
 
 def make_batch(config: StepConfig) -> Batch:

@@ -1,4 +1,4 @@
-"""The command line of the data programs: shared options and their checks, errors, tables."""
+"""The command line of the data programs and benchmarks: shared options and their checks, errors, tables."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +22,8 @@ def run(program: Callable[[ConfigT], None], config_class: type[ConfigT], argv: S
     except (ValueError, OSError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         raise SystemExit(1) from error
-    except KeyboardInterrupt:
-        print(f"{prog}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("; ".join((f"{prog}: interrupted", *interrupt.args)), file=sys.stderr)
         raise SystemExit(130) from None
 
 

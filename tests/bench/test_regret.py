@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slipstream.bench.regret import main
+from slipstream.bench.regret import main, read_answers
 from slipstream.bench.serving import main as serve_answers
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
@@ -70,5 +70,7 @@ def test_the_scale_is_what_transformers_takes_in_bf16(served: list[dict[str, Any
 
 
 def test_sampled_answers_have_no_best(served: list[dict[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"answers.jsonl:1: temperature is 0.7; only greedy answers can be measured"):
-        regrets([served[0] | {"temperature": 0.7}], tmp_path)
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps(served[0] | {"temperature": 0.7}))
+    with pytest.raises(ValueError, match=r"answers.jsonl:1: temperature is 0.7; only greedy answers can be measured"):
+        read_answers(str(path))
