@@ -21,8 +21,6 @@ from torch import Tensor
 from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
 from slipstream.kernels.sampling import MAX_K, NO_SCORE, rank_column, score_order, score_rank
 
-MAX_NODES = 64  # bits of an ancestor mask: limits frontier nodes (all levels but the last) and nodes of a proposal
-
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
+from slipstream.kernels.verify import MAX_NODES
 
 TILE = 8192  # numbers that a program reads before it writes
 
@@ -28,7 +29,7 @@ def move_rows(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
 @move_rows.kernel()
 def move_rows_triton(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     B, N = sources.shape
-    assert N <= 64
+    assert N <= MAX_NODES
     assert cache.is_contiguous()
     L, parts, slots, G, D = cache.shape
     nodes, size = triton.next_power_of_2(N), G * D

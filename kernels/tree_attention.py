@@ -18,11 +18,10 @@ from torch import Tensor
 
 from slipstream.kernels.grid_sync import MAX_ROWS, all_resident, barrier_wait, barriers, done_counters, is_last_done
 from slipstream.kernels.launch import Op, pdl_options, shared_memory
-from slipstream.kernels.verify import unpack
+from slipstream.kernels.verify import MAX_NODES, unpack
 
 Mask = Literal["causal", "tree", "block"]
 
-MAX_NODES = 64  # bits of an ancestor mask
 MAX_HEAD_DIM = 256  # wider tiles do not fit in registers and shared memory
 PROGRAMS = 264  # two at a time on each of the 132 multiprocessors of an H100 or H200
 SMALL_PROGRAMS = 396  # three each with 16 rows and heads of up to 128; more programs queue

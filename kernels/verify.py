@@ -1,7 +1,7 @@
 """Acceptance: from the root of each proposal, follow the child that the target itself sampled.
 
 On the GPU one program per request holds its nodes in registers; masks and acceptance are one launch each.
-Letters: B requests, N nodes per request (root included), at most 64.
+Letters: B requests, N nodes per request (root included), at most MAX_NODES.
 """
 
 import torch
@@ -10,6 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
+
+MAX_NODES = (
+    64  # bits of an ancestor mask: of a proposal, and of the frontiers (all levels but the last) of a draft tree
+)
 
 
 @Op
@@ -27,7 +31,7 @@ def ancestor_masks(parents: Tensor) -> Tensor:
 @ancestor_masks.kernel()
 def ancestor_masks_triton(parents: Tensor) -> Tensor:
     B, N = parents.shape
-    assert N <= 64
+    assert N <= MAX_NODES
     masks = torch.empty(B, N, dtype=torch.int64, device=parents.device)
     if B:
         _ancestor_masks[(B,)](parents, masks, *parents.stride(), N, BLOCK=triton.next_power_of_2(N), num_warps=1)
@@ -71,7 +75,7 @@ def verify_triton(
     tokens: Tensor, parents: Tensor, sampled: Tensor, ancestors: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     B, N = tokens.shape
-    assert N <= 64
+    assert N <= MAX_NODES
     assert sampled.is_contiguous()
     assert ancestors is None or ancestors.is_contiguous()
     nodes, emitted = torch.empty(2, B, N, dtype=torch.int32, device=tokens.device).unbind()

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.draft_tree import MAX_NODES, Candidates, Frontier, Place, TreeShape, choose, grow
+from slipstream.kernels.draft_tree import Candidates, Frontier, Place, TreeShape, choose, grow
 from slipstream.kernels.gathered_head import head_topk
 from slipstream.kernels.sampling import MAX_K
+from slipstream.kernels.verify import MAX_NODES
 from slipstream.models.eagle import Eagle
 from slipstream.models.eagle3 import Eagle3
 from slipstream.models.target import Target

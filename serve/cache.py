@@ -61,14 +61,6 @@ class PageCache:
         self._root = Node((), 0, None)
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_cached(self) -> int:
-        return len(self._cached)
-
-    @property
     def num_available(self) -> int:
         return len(self._free) + len(self._cached)
 

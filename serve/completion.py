@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from slipstream.serve.client import EngineClient, EngineError
 from slipstream.serve.detokenize import Decoder, TextStream
 from slipstream.serve.frontend import Frontend
-from slipstream.serve.metrics import Metrics, add_stats
+from slipstream.serve.metrics import Metrics
 from slipstream.serve.protocol import ChatBody, CompletionBody
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats
 
@@ -124,34 +124,32 @@ class Completion:
                 self.engine.abort(choice.request.id)
 
     def usage(self, num_choices: int) -> dict[str, Any]:
-        """Token counts of the call. Each prompt has `num_choices` choices and is counted once."""
+        """OpenAI's usage, and `speculation`: rounds, tokens per round, and how often each draft position was accepted.
+
+        Each prompt has `num_choices` choices and is counted once.
+        """
         total, prompts = RequestStats(), RequestStats()
         for index, choice in enumerate(self.choices):
             assert choice.stats is not None
-            add_stats(total, choice.stats)
+            total.add(choice.stats)
             if index % num_choices == 0:
-                add_stats(prompts, choice.stats)
-        return usage(prompts, total)
-
-
-def usage(prompts: RequestStats, total: RequestStats) -> dict[str, Any]:
-    """OpenAI's usage, and `speculation`: rounds, tokens per round, and how often each draft position was accepted."""
-    decoded = total.completion_tokens - total.prefills
-    return {
-        "prompt_tokens": prompts.prompt_tokens,
-        "completion_tokens": total.completion_tokens,
-        "total_tokens": prompts.prompt_tokens + total.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": prompts.cached_tokens},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": total.accepted_tokens,
-            "rejected_prediction_tokens": total.drafted_tokens - total.accepted_tokens,
-        },
-        "speculation": {
-            "rounds": total.rounds,
-            "accept_length": decoded / total.rounds if total.rounds else None,
-            "accepted_by_position": total.accepted_by_position,
-        },
-    }
+                prompts.add(choice.stats)
+        decoded = total.completion_tokens - total.prefills
+        return {
+            "prompt_tokens": prompts.prompt_tokens,
+            "completion_tokens": total.completion_tokens,
+            "total_tokens": prompts.prompt_tokens + total.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": prompts.cached_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": total.accepted_tokens,
+                "rejected_prediction_tokens": total.drafted_tokens - total.accepted_tokens,
+            },
+            "speculation": {
+                "rounds": total.rounds,
+                "accept_length": decoded / total.rounds if total.rounds else None,
+                "accepted_by_position": total.accepted_by_position,
+            },
+        }
 
 
 class Call(NamedTuple):

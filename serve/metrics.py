@@ -3,7 +3,6 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 from slipstream.serve.request import RequestStats
@@ -50,7 +49,7 @@ class Metrics:
 
     def count_finished(self, reason: str, stats: RequestStats) -> None:
         self.finished[reason] += 1
-        add_stats(self.totals, stats)
+        self.totals.add(stats)
         if stats.rounds:
             self.accept_length.observe((stats.completion_tokens - stats.prefills) / stats.rounds)
 
@@ -81,18 +80,6 @@ class Metrics:
         for name, value in gauges.items():
             lines += family(f"engine_{name}", "gauge", f"What the engine reports as {name}.", {"": value})
         return "\n".join(lines) + "\n"
-
-
-def add_stats(total: RequestStats, stats: RequestStats) -> None:
-    """Adds every count of `stats` to `total`."""
-    total.prompt_tokens += stats.prompt_tokens
-    total.cached_tokens += stats.cached_tokens
-    total.completion_tokens += stats.completion_tokens
-    total.prefills += stats.prefills
-    total.rounds += stats.rounds
-    total.drafted_tokens += stats.drafted_tokens
-    pairs = zip_longest(total.accepted_by_position, stats.accepted_by_position, fillvalue=0)
-    total.accepted_by_position = [sum(pair) for pair in pairs]
 
 
 def family(name: str, kind: str, text: str, counts: Mapping[Any, int], label: str = "") -> Iterator[str]:

@@ -3,6 +3,7 @@
 import hashlib
 import secrets
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from numbers import Integral, Real
 from typing import Literal
 
@@ -101,6 +102,13 @@ class RequestStats:
     @property
     def accepted_tokens(self) -> int:
         return sum(self.accepted_by_position)
+
+    def add(self, other: "RequestStats") -> None:
+        """Adds every count of `other`."""
+        pairs = zip_longest(self.accepted_by_position, other.accepted_by_position, fillvalue=0)
+        self.accepted_by_position = [sum(pair) for pair in pairs]
+        for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "prefills", "rounds", "drafted_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,13 +109,12 @@ def options_of(draft: str) -> type:
 
 def load_drafter(draft: str, values: dict[str, Any], target: Target) -> Drafter:
     """Builds the drafter. Raises ValueError for a wrong option name or value, and if draft and target do not fit."""
-    drafter = find_drafter(draft)
-    if not is_checkpoint(draft):
-        return drafter.load(draft, build_options(drafter, values), target)
+    options = build_options(options_of(draft), values)
+    drafter = find_drafter(draft).load(draft, options, target)
+    if not is_checkpoint(draft) or not options.ngram_first:
+        return drafter
     mixed = importlib.import_module("slipstream.serve.drafters.mixed")
-    own, options = mixed.split_options(values)
-    network = drafter.load(draft, build_options(drafter, own), target)
-    return mixed.Drafter.around(network, options, target) if options.ngram_first else network
+    return mixed.Drafter(drafter, options, target.config.vocab_size)
 
 
 def drafter_name(draft: str) -> str:
@@ -124,13 +123,13 @@ def drafter_name(draft: str) -> str:
     return drafter_of(read_json(resolve(draft) / "config.json"), draft)
 
 
-def build_options(drafter: type[Drafter], values: dict[str, Any]) -> Any:
-    """Builds the drafter's Options. Raises ValueError for an unknown name, with the valid ones."""
-    names = [field.name for field in fields(drafter.Options)]
+def build_options(options: type, values: dict[str, Any]) -> Any:
+    """Raises ValueError for an unknown name, with the valid ones."""
+    names = [field.name for field in fields(options)]
     unknown = sorted(values.keys() - set(names))
     if unknown:
         raise ValueError(f"drafter option {unknown[0]!r} does not exist; valid: {', '.join(names) or '(none)'}")
-    return drafter.Options(**values)
+    return options(**values)
 
 
 def chain_parents(batch_size: int, width: int, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from slipstream.kernels.gathered_head import head_topk
 from slipstream.kernels.linear import linear
 from slipstream.kernels.rope import store_context
+from slipstream.kernels.verify import MAX_NODES
 from slipstream.models.checkpoint import resolve
 from slipstream.models.dflash import DFlash
 from slipstream.models.draft import load_draft
@@ -22,8 +23,6 @@ from slipstream.serve.batch import Batch, KVSpec, PassRows, Proposal, RequestSta
 from slipstream.serve.draft_vocabulary import DraftVocabulary, TokenMapOptions, target_vocabulary
 from slipstream.serve.drafters import base
 from slipstream.serve.request import Request
-
-MAX_BLOCK = 64  # most nodes of the attention kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +34,8 @@ class DFlashOptions(TokenMapOptions):
 
     def __post_init__(self) -> None:
         TokenMapOptions.__post_init__(self)
-        if self.block is not None and not 2 <= self.block <= MAX_BLOCK:
-            raise ValueError(f"drafter.block is {self.block}; it must be between 2 and {MAX_BLOCK}")
+        if self.block is not None and not 2 <= self.block <= MAX_NODES:
+            raise ValueError(f"drafter.block is {self.block}; it must be between 2 and {MAX_NODES}")
 
 
 class Drafter(base.Drafter):
@@ -52,7 +51,7 @@ class Drafter(base.Drafter):
                 f"drafter.block is {options.block}; this draft was trained on blocks of {config.block_size} and offers "
                 f"at most {trained} nodes"
             )
-        nodes = options.block or min(trained, MAX_BLOCK)
+        nodes = options.block or min(trained, MAX_NODES)
         self.full_slots = nodes - 1 + self.first_slot if options.full_block else 0
         self.feature_layers = config.feature_layers
         self.kv = KVSpec(config.num_layers, config.num_kv_heads, config.head_dim, config.rope)

@@ -5,7 +5,7 @@ what followed them; elsewhere it verifies the network's proposal, which is alway
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,9 +49,6 @@ class MixedOptions:
             raise ValueError(str(error).replace("drafter.", "drafter.ngram_", 1)) from error
 
 
-NAMES = tuple(field.name for field in fields(MixedOptions))
-
-
 def options_class(own: type) -> type:
     """The options of a network's drafter together with MixedOptions."""
 
@@ -67,10 +64,11 @@ class Drafter(base.Drafter):
     branches = True
     on_host = True
 
-    def __init__(self, network: base.Drafter, lookahead: ngram.Drafter, first: int) -> None:
-        self.network, self.ngram, self.first = network, lookahead, first
+    def __init__(self, network: base.Drafter, options: MixedOptions, vocab_size: int) -> None:
+        self.network, self.ngram = network, ngram.Drafter(options.ngram_options(), vocab_size)
+        self.first = options.ngram_first
         self.feature_layers, self.kv, self.lookahead = network.feature_layers, network.kv, network.lookahead
-        self.widths = tuple(sorted({*network.widths, *lookahead.widths}))
+        self.widths = tuple(sorted({*network.widths, *self.ngram.widths}))
 
     @property
     def device_width(self) -> int:
@@ -79,10 +77,6 @@ class Drafter(base.Drafter):
     @classmethod
     def load(cls, draft: str, options: Any, target: Target) -> "Drafter":
         raise ValueError("draft is 'mixed'; name a draft checkpoint and add --drafter.ngram-first 5")
-
-    @classmethod
-    def around(cls, network: base.Drafter, options: MixedOptions, target: Target) -> "Drafter":
-        return cls(network, ngram.Drafter(options.ngram_options(), target.config.vocab_size), options.ngram_first)
 
     def scratch(self, width: int) -> int:
         return self.network.scratch(min(width, self.device_width))
@@ -126,9 +120,3 @@ class Drafter(base.Drafter):
     def close(self) -> None:
         self.network.close()
         self.ngram.close()
-
-
-def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], MixedOptions]:
-    """The network's options by name, and those of this module. Raises ValueError for a value out of range."""
-    mine = {name: value for name, value in values.items() if name in NAMES}
-    return {name: value for name, value in values.items() if name not in NAMES}, MixedOptions(**mine)

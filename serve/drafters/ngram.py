@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.kernels.verify import MAX_NODES
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import HostProposal, RequestState
 from slipstream.serve.drafters import base
 from slipstream.serve.drafters.ngram_core import NgramCore
 
-MAX_NODES = 64  # bits of an ancestor mask
 Ints = NDArray[np.int32]
 CORE_OPTIONS = ("capacity", "branch_length", "min_match", "max_match", "order", "breadth", "queue_tokens")
 

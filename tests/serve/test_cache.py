@@ -43,30 +43,6 @@ def test_a_prompt_known_to_the_end_keeps_a_token_to_compute(lookahead: int) -> N
     assert num_matched_pages(cache, [0], lookahead=lookahead) == 0
 
 
-def test_texts_that_part_behind_a_page_do_not_share_it_when_the_drafter_looks_ahead() -> None:
-    cache = PageCache(20, 4)
-    store(cache, [1, 2, 3, 4, 5, 6, 7, 8, 0], lookahead=1)
-    store(cache, [1, 2, 3, 4, 9, 9, 9, 9, 0], lookahead=1)
-    assert cache.num_cached == 4
-    first, second = (cache.match([1, 2, 3, 4, *tail, 0], "", 1) for tail in ([5, 6, 7, 8], [9, 9, 9, 9]))
-    assert len(first) == len(second) == 2
-    assert {node.page for node in first}.isdisjoint(node.page for node in second)
-
-
-def test_texts_that_part_behind_a_page_share_it_without_lookahead() -> None:
-    cache = PageCache(20, 4)
-    store(cache, [1, 2, 3, 4, 5, 6, 7, 8, 0])
-    store(cache, [1, 2, 3, 4, 9, 9, 9, 9, 0])
-    assert cache.num_cached == 3
-
-
-def test_pages_are_shared_only_within_a_namespace() -> None:
-    cache = PageCache(20, 4)
-    store(cache, list(range(9)), namespace="a")
-    assert num_matched_pages(cache, list(range(9)), namespace="a") == 2
-    assert num_matched_pages(cache, list(range(9)), namespace="b") == 0
-
-
 def test_eviction_takes_the_longest_unused_leaf_first() -> None:
     cache = PageCache(7, 1)  # 6 pages
     old, new = [1, 2, 3, 0], [4, 5, 6, 0]
@@ -74,7 +50,7 @@ def test_eviction_takes_the_longest_unused_leaf_first() -> None:
         table = PageTable("", 0)
         assert cache.admit(table, tokens, 3, headroom=0)
         cache.release(table, tokens, 3)
-    assert (cache.num_free, cache.num_cached) == (0, 6)
+    assert (len(cache._free), len(cache._cached)) == (0, 6)
     table = PageTable("", 0)
     assert cache.admit(table, old[:2], 2, headroom=0)  # uses page [1], needs one more: [3] is the oldest leaf
     cache.release(table, old[:2], 1)
@@ -90,11 +66,11 @@ def test_eviction_takes_the_longest_unused_leaf_first() -> None:
 def test_a_refused_admission_takes_nothing() -> None:
     cache = PageCache(6, 4)
     store(cache, list(range(9)))
-    before = cache.num_free, cache.num_cached
+    before = len(cache._free), len(cache._cached)
     table = PageTable("", 0)
     assert not cache.admit(table, list(range(9)), 21, headroom=0)  # 6 pages of 5
     assert not cache.admit(table, list(range(9)), 20, headroom=1)
-    assert (cache.num_free, cache.num_cached, table.pages, table.nodes) == (*before, [], [])
+    assert (len(cache._free), len(cache._cached), table.pages, table.nodes) == (*before, [], [])
     cache.check([])
     assert cache.admit(table, list(range(9)), 20, headroom=0)
     cache.check([table])
@@ -116,7 +92,7 @@ def test_a_text_computed_twice_at_once_is_kept_once(first_out: int) -> None:
     cache.check(tables)
     cache.release(tables.pop(), tokens, 10)
     cache.check([])
-    assert (cache.num_free, cache.num_cached) == (17, 2)
+    assert (len(cache._free), len(cache._cached)) == (17, 2)
 
 
 def test_page_zero_is_never_handed_out() -> None:

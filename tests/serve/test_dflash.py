@@ -282,7 +282,7 @@ class Stage:
 def stage(request: pytest.FixtureRequest, make_target: Callable[[str], Path], make_draft: MakeDraft) -> Stage:
     config = load_config(make_target("qwen3"))
     target = load_target(make_target("qwen3"), config, torch.float32, torch.device("cpu"))
-    drafter = Drafter.load(str(make_draft("qwen3", request.param)), build_options(Drafter, {}), target)
+    drafter = Drafter.load(str(make_draft("qwen3", request.param)), build_options(Drafter.Options, {}), target)
     state, row, lengths = RequestState(2, 4, 16, 4, torch.device("cpu")), torch.tensor([0]), torch.tensor([14])
     state.pages[0] = torch.tensor([3, 1, 4, 2])
     positions, slots = state.chain(row, lengths, 11)
@@ -322,7 +322,7 @@ def test_options_are_checked(make_target: Callable[[str], Path], make_draft: Mak
     assert build_engine(make_target("qwen3"), make_draft("qwen3", "from the anchor")).widths == (1, 2, 4, 5)
     for block in (0, 1, 65):
         with pytest.raises(ValueError, match=f"drafter.block is {block}; it must be between 2 and 64"):
-            build_options(Drafter, {"block": block})
+            build_options(Drafter.Options, {"block": block})
     with pytest.raises(ValueError, match="drafter.block is 5; .* blocks of 4 and offers at most 4 nodes"):
         build_engine(make_target("qwen3"), make_draft("qwen3", "plain"), drafter={"block": 5})
     with pytest.raises(ValueError, match="width is 3; this drafter offers 1, 2, 4"):

@@ -258,6 +258,6 @@ def test_drafts_with_a_vocabulary_of_their_own_take_no_map(
 def test_options_are_checked(drafter: str) -> None:
     for options in ({"token_map_size": 9}, {"token_map_dynamic": 9}):
         with pytest.raises(ValueError, match=r"need drafter\.token_map, a file"):
-            build_options(find_drafter(drafter), options)
+            build_options(find_drafter(drafter).Options, options)
     with pytest.raises(ValueError, match="token_map_dynamic is -1"):
-        build_options(find_drafter(drafter), {"token_map": "map", "token_map_dynamic": -1})
+        build_options(find_drafter(drafter).Options, {"token_map": "map", "token_map_dynamic": -1})

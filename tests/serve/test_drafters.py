@@ -91,13 +91,13 @@ def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:
 def test_options_are_checked(options: dict[str, int], message: str) -> None:
     for drafter in ("eagle", "eagle3"):
         with pytest.raises(ValueError, match=message):
-            build_options(find_drafter(drafter), options)
+            build_options(find_drafter(drafter).Options, options)
 
 
 def test_options_of_other_drafters_are_refused() -> None:
-    assert build_options(Eagle3Drafter, {"depth": 5}).depth == 5
+    assert build_options(Eagle3Drafter.Options, {"depth": 5}).depth == 5
     with pytest.raises(ValueError, match=r"drafter option 'depth' does not exist; valid: \(none\)"):
-        build_options(NoneDrafter, {"depth": 2})
+        build_options(NoneDrafter.Options, {"depth": 2})
 
 
 def test_a_checkpoint_drafter_without_a_checkpoint_is_refused(make_target: Callable[[str], Path]) -> None:

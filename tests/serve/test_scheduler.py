@@ -248,7 +248,7 @@ def test_admission_leaves_a_page_for_each_running_sequence() -> None:
     recorder.prefill()
     recorder.add("b", count(100, 12), 20)
     recorder.prefill()
-    assert recorder.cache.num_free == 12
+    assert recorder.cache.num_available == 12
     recorder.add("c", count(200, 40), 20)  # needs 11 of 12 pages, and then one round could take 2
     assert recorder.prefill() == []
     recorder.scheduler.abort("b")
