@@ -20,22 +20,14 @@ R = TypeVar("R")
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
 
-def use_triton(x: Tensor) -> bool:
-    """On a GPU and outside autograd; otherwise the reference runs."""
-    return x.is_cuda and not torch.is_grad_enabled()
-
-
-def outside_autograd(*args: Any, **_: Any) -> bool:
-    return use_triton(_first_tensor(args))
-
-
 def on_gpu(*args: Any, **_: Any) -> bool:
-    """Under autograd, too."""
-    return _first_tensor(args).is_cuda
+    """Whether the first tensor of `args` is on a GPU."""
+    return next(x for x in args if isinstance(x, Tensor)).is_cuda
 
 
-def _first_tensor(args: tuple[Any, ...]) -> Tensor:
-    return next(x for x in args if isinstance(x, Tensor))
+def use_triton(*args: Any, **_: Any) -> bool:
+    """On a GPU and outside autograd; otherwise the reference runs."""
+    return on_gpu(*args) and not torch.is_grad_enabled()
 
 
 class Op(Generic[P, R]):
@@ -49,7 +41,7 @@ class Op(Generic[P, R]):
         functools.update_wrapper(self, reference)
         self.reference = reference
 
-    def kernel(self, when: Callable[..., bool] = outside_autograd) -> Callable[[Launcher], Launcher]:
+    def kernel(self, when: Callable[..., bool] = use_triton) -> Callable[[Launcher], Launcher]:
         """`when`, of the arguments: whether the kernel runs."""
 
         def register(launcher: Launcher) -> Launcher:
@@ -64,12 +56,6 @@ class Op(Generic[P, R]):
 
 
 @functools.cache
-def has_pdl(device: torch.device) -> bool:
-    """Whether the device has programmatic dependent launch."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@functools.cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may use; unlimited in the interpreter."""
     if device.type != "cuda":
@@ -77,9 +63,11 @@ def shared_memory(device: torch.device) -> int:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 
+@functools.cache
 def pdl_options(device: torch.device) -> dict[str, Any]:
     """Launch keywords for a kernel that has the constexpr PDL and waits as described above."""
-    return {"PDL": True, "launch_pdl": True} if has_pdl(device) else {"PDL": False}
+    has_pdl = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if has_pdl else {"PDL": False}
 
 
 @triton.jit

@@ -106,11 +106,8 @@ def as_rows(x: Tensor) -> Tensor:
 def _launch(weight: Tensor) -> dict[str, Any]:
     size = weight.shape[0]
     block = triton.next_power_of_2(size)
-    return {"SIZE": size, "BLOCK": block, "num_warps": _num_warps(block), **pdl_options(weight.device)}
-
-
-def _num_warps(elements: int) -> int:
-    return min(max(elements // (32 * LANE_ELEMENTS), 1), 16)
+    num_warps = min(max(block // (32 * LANE_ELEMENTS), 1), 16)
+    return {"SIZE": size, "BLOCK": block, "num_warps": num_warps, **pdl_options(weight.device)}
 
 
 @triton.jit

@@ -58,11 +58,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.
     return rotate_halves(x, cos[positions, None], sin[positions, None]).to(dtype)
 
 
-@rotate.kernel(when=on_gpu)
-def rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    return _Rotation.apply(x, cos, sin, positions, dtype)
-
-
 class _Rotation(torch.autograd.Function):
     """Backward rotates by the negative angle."""
 
@@ -76,6 +71,9 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin, positions = ctx.saved_tensors
         return _rotated(upstream, cos, sin, positions, ctx.dtype, -1.0), None, None, None, None
+
+
+rotate.kernel(when=on_gpu)(_Rotation.apply)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype, sign: float) -> Tensor:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.activation import silu_mul, silu_mul_triton
+from slipstream.kernels.activation import silu_mul
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
 
-KERNELS = [silu_mul.reference, silu_mul_triton]
+KERNELS = [silu_mul.reference, silu_mul.triton]
 REAL = [(1, 14336), (32, 14336), (8192, 14336), (5, 12288), (3, 11008)]
 SHAPES = [(1, 16), (3, 1000), (2, 2100), *(pytest.param(shape, marks=pytest.mark.gpu) for shape in REAL)]
 
@@ -36,12 +36,12 @@ def test_silu_mul(kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], dt
 def test_extremes_leading_dims_and_no_rows(device: str) -> None:
     gate = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4], device=device)
     torch.testing.assert_close(
-        silu_mul_triton(torch.cat((gate, torch.full_like(gate, 2.0)))[None])[0],
+        silu_mul.triton(torch.cat((gate, torch.full_like(gate, 2.0)))[None])[0],
         torch.tensor([0.0, 0.0, 0.0, 200.0, 2e4], device=device),
     )
     gate_up = random(6, 40, torch.float32, device).reshape(2, 3, 80)
-    torch.testing.assert_close(silu_mul_triton(gate_up), silu_mul.reference(gate_up))
-    assert silu_mul_triton(gate_up[:0]).shape == (0, 3, 40)
+    torch.testing.assert_close(silu_mul.triton(gate_up), silu_mul.reference(gate_up))
+    assert silu_mul.triton(gate_up[:0]).shape == (0, 3, 40)
 
 
 def gradient(run: Callable[[Tensor], Tensor], gate_up: Tensor, upstream: Tensor) -> Tensor:
@@ -68,13 +68,13 @@ def test_gradients(kernel: Callable[[Tensor], Tensor], shape: tuple[int, int], d
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_of_extremes_leading_dims_and_no_rows(device: str) -> None:
     gate = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4], device=device)
-    found = gradient(silu_mul_triton, torch.cat((gate, torch.full_like(gate, 2.0))), torch.ones_like(gate))
+    found = gradient(silu_mul.triton, torch.cat((gate, torch.full_like(gate, 2.0))), torch.ones_like(gate))
     torch.testing.assert_close(found[:5], torch.tensor([0.0, 0.0, 1.0, 2.0, 2.0], device=device))
     torch.testing.assert_close(found[5:], torch.tensor([0.0, 0.0, 0.0, 100.0, 1e4], device=device))
     gate_up = random(6, 40, torch.float32, device).reshape(2, 3, 80)
     upstream = random(6, 20, torch.float32, device).view(2, 3, 40)
     for part in (slice(None), slice(0, 0)):
-        found = gradient(silu_mul_triton, gate_up[part], upstream[part])
+        found = gradient(silu_mul.triton, gate_up[part], upstream[part])
         torch.testing.assert_close(found, gradient(silu_mul.reference, gate_up[part], upstream[part]))
 
 
@@ -82,13 +82,13 @@ def test_gradients_of_extremes_leading_dims_and_no_rows(device: str) -> None:
 def test_only_what_needs_gradients_keeps_anything(device: str) -> None:
     gate_up, kept = random(3, 40, torch.bfloat16, device), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        frozen = silu_mul_triton(gate_up)
+        frozen = silu_mul.triton(gate_up)
         assert not frozen.requires_grad
         assert kept == []
-        learning = silu_mul_triton(gate_up.detach().requires_grad_())
+        learning = silu_mul.triton(gate_up.detach().requires_grad_())
     assert [x.data_ptr() for x in kept] == [gate_up.data_ptr()]
     with torch.no_grad():
-        assert torch.equal(silu_mul_triton(gate_up), frozen)
+        assert torch.equal(silu_mul.triton(gate_up), frozen)
     assert torch.equal(learning, frozen)
 
 
@@ -105,4 +105,4 @@ def test_training_and_serving_compute_the_same(device: str) -> None:
 @pytest.mark.parametrize("rows", [1, 32, 2048])
 def test_a_graph_replays_it(rows: int) -> None:
     gate_up = random(rows, 14336, torch.bfloat16, "cuda")
-    assert torch.equal(replayed(lambda: silu_mul_triton(gate_up)), silu_mul_triton(gate_up))
+    assert torch.equal(replayed(lambda: silu_mul.triton(gate_up)), silu_mul.triton(gate_up))

@@ -9,20 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels import cross_entropy as module
-from slipstream.kernels.cross_entropy import (
-    Kind,
-    label_cross_entropy,
-    label_cross_entropy_triton,
-    soft_cross_entropy,
-    soft_cross_entropy_triton,
-)
+from slipstream.kernels.cross_entropy import Kind, label_cross_entropy, soft_cross_entropy
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned
 
 KINDS = get_args(Kind)
-RUNS = [soft_cross_entropy.reference, soft_cross_entropy_triton]
+RUNS = [soft_cross_entropy.reference, soft_cross_entropy.triton]
 SHAPES = [(1, 1), (2, 128), (3, 300), pytest.param((4096, 32768), marks=pytest.mark.gpu)]
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
-LABEL_RUNS = [label_cross_entropy.reference, label_cross_entropy_triton]
+LABEL_RUNS = [label_cross_entropy.reference, label_cross_entropy.triton]
 LABEL_SHAPES = [(1, 1), (3, 300), (2, 1025), pytest.param((4096, 151936), marks=pytest.mark.gpu)]
 PRECISIONS = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}  # the interpreter cuts bf16 off
 Run = Callable[..., tuple[Tensor, Tensor]]
@@ -195,7 +189,7 @@ def test_the_gradient_can_take_the_place_of_the_logits(device: str) -> None:
     def gradients(in_place: bool) -> tuple[Tensor, Tensor, Any]:
         x = leaf.detach().clone().requires_grad_()
         logits = x + 0.0
-        losses = soft_cross_entropy_triton(logits, teacher, weights, in_place=in_place)[0].sum()
+        losses = soft_cross_entropy.triton(logits, teacher, weights, in_place=in_place)[0].sum()
         (losses * scale).backward(retain_graph=True)
         assert x.grad is not None
         return x.grad, logits.detach(), losses
@@ -208,7 +202,7 @@ def test_the_gradient_can_take_the_place_of_the_logits(device: str) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses.backward()
     with pytest.raises(AssertionError, match="would write over a parameter"):
-        soft_cross_entropy_triton(leaf.requires_grad_(), teacher, weights, in_place=True)
+        soft_cross_entropy.triton(leaf.requires_grad_(), teacher, weights, in_place=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,10 +10,8 @@ from slipstream.kernels.gathered_head import (
     DraftHead,
     choose_tiling,
     gathered_linear,
-    gathered_linear_triton,
     head_logits,
     head_topk,
-    head_topk_triton,
 )
 from slipstream.kernels.sampling import Sampling
 from slipstream.kernels.small_m_gemm import Tiling
@@ -73,7 +71,7 @@ def test_gathered_linear(tiling: Tiling | None, rows: int, dtype: torch.dtype, d
     hidden, weight, ids = random(rows, dtype, device)
     expected = exact_logits(DraftHead(weight, ids, gathered=True), hidden)
     with poisoned():
-        out = gathered_linear_triton(hidden, weight, ids, tiling)
+        out = gathered_linear.triton(hidden, weight, ids, tiling)
     for found in (out, gathered_linear.reference(hidden, weight, ids)):
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
@@ -89,7 +87,7 @@ def test_fused_equals_the_formula(tiling: Tiling | None, rows: int, device: str)
         expected = exact_scores(exact_logits(head, hidden), positions, sampling, head.ids).log_softmax(dim=-1)
         best = expected.sort(dim=-1, descending=True).values
         with poisoned():
-            found = [head_topk_triton(head, hidden, k, positions, sampling, tiling) for k in (1, 5)]
+            found = [head_topk.triton(head, hidden, k, positions, sampling, tiling) for k in (1, 5)]
         close = {"atol": 2e-5, "rtol": 1e-5}
         for k, (values, columns) in zip((1, 5), found, strict=True):
             assert columns.dtype == torch.int64
@@ -108,7 +106,7 @@ def test_fused_ties_go_to_the_lowest_place(tiling: Tiling | None, k: int, device
         expected = logits.sort(dim=-1, descending=True, stable=True)
         assert (expected.values[:, :16].diff() == 0).any()  # there are ties
         with poisoned():
-            values, places = head_topk_triton(head, hidden, k, positions, sampling, tiling)
+            values, places = head_topk.triton(head, hidden, k, positions, sampling, tiling)
         assert torch.equal(places, expected.indices[:, :k])
         torch.testing.assert_close(values.double(), logits.log_softmax(dim=-1).gather(1, places), atol=2e-5, rtol=1e-5)
 
@@ -123,8 +121,8 @@ def test_unused_places_are_last(device: str) -> None:
     positions, sampling = torch.arange(3, device=device), sampling_of(3, device)
     expected = exact_scores(exact_logits(head, hidden), positions, sampling, head.ids)
     with poisoned():
-        places = head_topk_triton(head, hidden, 1, positions, sampling, TILINGS[0])[1]
-        values, columns = head_topk_triton(head, hidden, 5, positions, sampling, TILINGS[0])
+        places = head_topk.triton(head, hidden, 1, positions, sampling, TILINGS[0])[1]
+        values, columns = head_topk.triton(head, hidden, 5, positions, sampling, TILINGS[0])
     assert torch.equal(places, expected.argmax(dim=-1, keepdim=True))
     assert torch.equal(columns, expected.sort(dim=-1, descending=True, stable=True).indices[:, :5])
     torch.testing.assert_close(values.exp().sum(dim=-1), torch.ones(3, device=device))
@@ -140,7 +138,7 @@ def test_scores_below_zero_after_larger_ones(device: str) -> None:
     for sign in (1.0, -1.0, 1.0):
         expected = exact_logits(head, sign * hidden).argmax(dim=-1)
         for k in (1, 2):
-            assert torch.equal(head_topk_triton(head, sign * hidden, k, positions, sampling)[1][:, 0], expected)
+            assert torch.equal(head_topk.triton(head, sign * hidden, k, positions, sampling)[1][:, 0], expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -151,7 +149,7 @@ def test_parameters_by_entry(device: str) -> None:
     sampling = Sampling(entries.keys, entries.temperature, None, rows).repeat(2)
     expected = exact_scores(exact_logits(head, hidden), positions, sampling.by_row(), head.ids)
     for k in (1, 4):
-        values, places = head_topk_triton(head, hidden, k, positions, sampling)
+        values, places = head_topk.triton(head, hidden, k, positions, sampling)
         assert torch.equal(places, expected.sort(dim=-1, descending=True).indices[:, :k])
 
 
@@ -160,12 +158,12 @@ def test_rows_do_not_depend_on_their_batch(device: str) -> None:
     rows = 16 if device == "cpu" else MOST_ROWS  # the interpreter's product of more rows adds in another order
     hidden, weight, ids = random(rows, torch.float16, device)
     head, positions = DraftHead(weight, ids, gathered=True), torch.arange(rows, device=device)
-    sampling, logits = sampling_of(rows, device), gathered_linear_triton(hidden, weight, ids, TILINGS[0])
-    values, places = head_topk_triton(head, hidden, 4, positions, sampling, TILINGS[0])
+    sampling, logits = sampling_of(rows, device), gathered_linear.triton(hidden, weight, ids, TILINGS[0])
+    values, places = head_topk.triton(head, hidden, 4, positions, sampling, TILINGS[0])
     for count in (1, 3, rows - 1):
         few = hidden[:count], positions[:count], sampling_of(count, device)
-        assert torch.equal(gathered_linear_triton(few[0], weight, ids, TILINGS[0]), logits[:count])
-        some_values, some_places = head_topk_triton(head, few[0], 4, *few[1:], TILINGS[0])
+        assert torch.equal(gathered_linear.triton(few[0], weight, ids, TILINGS[0]), logits[:count])
+        some_values, some_places = head_topk.triton(head, few[0], 4, *few[1:], TILINGS[0])
         assert torch.equal(some_places, places[:count])
         assert torch.equal(some_values, values[:count])
 
@@ -173,10 +171,10 @@ def test_rows_do_not_depend_on_their_batch(device: str) -> None:
 def test_no_rows_and_the_cpu() -> None:
     hidden, weight, ids = random(4, torch.float32, "cpu")
     positions, sampling = torch.arange(4), sampling_of(4, "cpu")
-    assert gathered_linear_triton(hidden[:0], weight, ids).shape == (0, VD)
+    assert gathered_linear.triton(hidden[:0], weight, ids).shape == (0, VD)
     filters = Filters(*(torch.full((4,), value) for value in (1, 1.0, 0.0)))
     for head in heads(weight, ids):
-        assert head_topk_triton(head, hidden[:0], 3, positions[:0], sampling)[0].shape == (0, 3)
+        assert head_topk.triton(head, hidden[:0], 3, positions[:0], sampling)[0].shape == (0, 3)
         logits = exact_logits(head, hidden)
         torch.testing.assert_close(head_logits(head, hidden).double(), logits, atol=1e-5, rtol=1e-5)
         expected = exact_scores(logits, positions, sampling, head.ids)
@@ -194,10 +192,10 @@ def test_real_shapes(rows: int) -> None:
     expected = hidden.float() @ weight.float().t()[:, ids.clamp(min=0)]
     expected = expected.masked_fill(ids < 0, -torch.inf)
     with poisoned():
-        first = gathered_linear_triton(hidden, weight, ids)
+        first = gathered_linear.triton(hidden, weight, ids)
     torch.testing.assert_close(first.float(), expected, atol=1.6e-2, rtol=1.6e-2)
     for _ in range(5):
-        assert torch.equal(gathered_linear_triton(hidden, weight, ids), first)
+        assert torch.equal(gathered_linear.triton(hidden, weight, ids), first)
 
 
 @pytest.mark.gpu
@@ -212,8 +210,8 @@ def test_real_shapes_fused(rows: int, greedy: bool) -> None:
         best = scores.sort(dim=-1, descending=True, stable=True)
         for _ in range(3):
             with poisoned():
-                places = head_topk_triton(head, hidden, 1, positions, sampling)[1]
-                values, columns = head_topk_triton(head, hidden, 10, positions, sampling)
+                places = head_topk.triton(head, hidden, 1, positions, sampling)[1]
+                values, columns = head_topk.triton(head, hidden, 10, positions, sampling)
             assert (best.values[:, :1] - scores.gather(1, places) < 1e-4).all()
             expected = scores.log_softmax(dim=-1)
             torch.testing.assert_close(values.double(), expected.gather(1, columns), atol=1e-4, rtol=1e-5)
@@ -252,7 +250,7 @@ def test_the_dispatch() -> None:
         sampling_of(2, "cuda"),
     )
     with torch.inference_mode():
-        assert torch.equal(head_logits(head, hidden), gathered_linear_triton(hidden, weight, ids))
+        assert torch.equal(head_logits(head, hidden), gathered_linear.triton(hidden, weight, ids))
         values, columns = head_topk.reference(head, hidden, 4, positions, sampling)
         assert torch.equal(head_topk(head, hidden, 4, positions, sampling)[1], columns)
         wide = DraftHead(weight.float(), ids, gathered=True)  # no kernel for 32-bit weights

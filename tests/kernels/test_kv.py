@@ -6,12 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.kv import (
-    chain_slots,
-    chain_slots_triton,
-    move_rows,
-    move_rows_triton,
-)
+from slipstream.kernels.kv import chain_slots, move_rows
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, replayed
 
 HEADS = [(1, 8), (3, 20), pytest.param((8, 128), marks=pytest.mark.gpu)]
@@ -61,7 +56,7 @@ def test_the_kernel_equals_the_reference(width: int, heads: tuple[int, int], dty
     cache = torch.randn(layers, 2, 2 * batch * width + 1, *heads, device=device).to(dtype)
     expected = cache.clone()
     move_rows.reference(expected, sources, destinations)
-    move_rows_triton(cache, sources, destinations)
+    move_rows.triton(cache, sources, destinations)
     assert torch.equal(cache, expected)
 
 
@@ -70,7 +65,7 @@ def test_the_kernel_equals_the_reference(width: int, heads: tuple[int, int], dty
 def test_the_kernel_reads_a_request_before_it_writes_it(step: int, device: str) -> None:
     cache = torch.arange(64.0, device=device).view(1, 1, 64, 1, 1).repeat(2, 2, 1, 2, 32)
     slots = torch.arange(64, device=device)[None]
-    move_rows_triton(cache, (slots + step) % 64, slots)
+    move_rows.triton(cache, (slots + step) % 64, slots)
     assert cache[1, 1, :, 1, 31].tolist() == [(slot + step) % 64 for slot in range(64)]
 
 
@@ -79,7 +74,7 @@ def test_a_slot_beyond_two_to_the_31_elements() -> None:
     cache = torch.zeros(1, 2, 2**21, 8, 128, dtype=torch.bfloat16, device="cuda")
     cache[:, :, -1] = 1.0
     slots = torch.tensor([[2**21 - 1, 5]], device="cuda")
-    move_rows_triton(cache, slots, slots.flip(1))
+    move_rows.triton(cache, slots, slots.flip(1))
     assert (cache[:, :, 5] == 1).all()
     assert (cache[:, :, -1] == 0).all()
 
@@ -92,7 +87,7 @@ def test_a_graph_replays_it() -> None:
 
     def run() -> Tensor:
         cache.copy_(before)
-        move_rows_triton(cache, sources, destinations)
+        move_rows.triton(cache, sources, destinations)
         return cache
 
     move_rows.reference(expected, sources, destinations)
@@ -106,7 +101,7 @@ def test_slots_of_a_chain_equal_indexing(device: str, page_size: int, count: int
     pages = torch.randint(1, 2**40, (7, 130), generator=generator).to(device)
     rows = torch.tensor([3, 0, 6, 6, 2], device=device)
     starts = torch.tensor([0, 1, 17, 64 - count, 5], device=device)
-    positions, slots = chain_slots_triton(pages, page_size, rows, starts, count)
+    positions, slots = chain_slots.triton(pages, page_size, rows, starts, count)
     expected = [
         (row, start + step) for row, start in zip(rows.tolist(), starts.tolist(), strict=True) for step in range(count)
     ]

@@ -7,16 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.norm import (
-    HeadNorms,
-    add_rms_norm,
-    add_rms_norm_triton,
-    norm_heads,
-    rms_norm,
-    rms_norm_pair,
-    rms_norm_pair_triton,
-    rms_norm_triton,
-)
+from slipstream.kernels.norm import HeadNorms, add_rms_norm, norm_heads, rms_norm, rms_norm_pair
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
 
 EPS = 1e-5
@@ -44,7 +35,7 @@ def check(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kernel", [rms_norm.reference, rms_norm_triton])
+@pytest.mark.parametrize("kernel", [rms_norm.reference, rms_norm.triton])
 @pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
 def test_rms_norm(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     x, weight = random_rows(shape, dtype, device, 0), random(shape[1:], dtype, device, 1)
@@ -53,7 +44,7 @@ def test_rms_norm(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kernel", [add_rms_norm.reference, add_rms_norm_triton])
+@pytest.mark.parametrize("kernel", [add_rms_norm.reference, add_rms_norm.triton])
 @pytest.mark.parametrize(("with_out", "shape", "dtype"), cover([True, False], SHAPES, TOLERANCES))
 def test_add_rms_norm(
     kernel: Callable[..., Any], with_out: bool, shape: tuple[int, int], dtype: torch.dtype, device: str
@@ -74,7 +65,7 @@ def test_add_rms_norm(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kernel", [rms_norm_pair.reference, rms_norm_pair_triton])
+@pytest.mark.parametrize("kernel", [rms_norm_pair.reference, rms_norm_pair.triton])
 @pytest.mark.parametrize(("shape", "dtype"), cover(SHAPES, TOLERANCES))
 def test_rms_norm_pair(kernel: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     first, second = random(shape, dtype, device, 0), random_rows(shape, dtype, device, 1)
@@ -88,20 +79,20 @@ def test_rms_norm_pair(kernel: Callable[..., Tensor], shape: tuple[int, int], dt
 def test_leading_dims_no_rows_and_mixed_dtypes(device: str) -> None:
     x, weight = random((2, 3, 64), torch.bfloat16, device, 0), random((64,), torch.float32, device, 1)
     delta = random((2, 3, 64), torch.float32, device, 2)
-    check(rms_norm_triton(x, weight, EPS), normed(x, weight), torch.bfloat16)
-    result, summed = add_rms_norm_triton(x, delta, weight, EPS)
+    check(rms_norm.triton(x, weight, EPS), normed(x, weight), torch.bfloat16)
+    result, summed = add_rms_norm.triton(x, delta, weight, EPS)
     assert torch.equal(summed, x + delta)
     check(result, normed(summed, weight), torch.float32)
-    check(rms_norm_triton(delta.transpose(0, 1), weight, EPS), normed(delta.transpose(0, 1), weight), torch.float32)
-    assert rms_norm_triton(x[:0], weight, EPS).shape == (0, 3, 64)
-    assert rms_norm_pair_triton(x[:0], x[:0], (weight, weight), EPS).shape == (0, 3, 128)
+    check(rms_norm.triton(delta.transpose(0, 1), weight, EPS), normed(delta.transpose(0, 1), weight), torch.float32)
+    assert rms_norm.triton(x[:0], weight, EPS).shape == (0, 3, 64)
+    assert rms_norm_pair.triton(x[:0], x[:0], (weight, weight), EPS).shape == (0, 3, 128)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_does_not_depend_on_the_others(device: str) -> None:
     x, weight = random((40, 256), torch.float32, device, 0), random((256,), torch.float32, device, 1)
-    together = rms_norm_triton(x, weight, EPS)
-    assert torch.equal(torch.cat([rms_norm_triton(row, weight, EPS) for row in x.split(1)]), together)
+    together = rms_norm.triton(x, weight, EPS)
+    assert torch.equal(torch.cat([rms_norm.triton(row, weight, EPS) for row in x.split(1)]), together)
 
 
 @pytest.fixture
@@ -149,8 +140,8 @@ def test_a_graph_replays_the_norms(rows: int) -> None:
     x, delta, weight = (random(shape, torch.bfloat16, "cuda", 0) for shape in ((rows, 4096), (rows, 4096), (4096,)))
 
     def run() -> list[Tensor]:
-        normed, summed = add_rms_norm_triton(x, delta, weight, EPS)
-        return [rms_norm_triton(summed, weight, EPS), rms_norm_pair_triton(normed, summed, (weight, weight), EPS)]
+        normed, summed = add_rms_norm.triton(x, delta, weight, EPS)
+        return [rms_norm.triton(summed, weight, EPS), rms_norm_pair.triton(normed, summed, (weight, weight), EPS)]
 
     for actual, expected in zip(replayed(run), run(), strict=True):
         assert torch.equal(actual, expected)

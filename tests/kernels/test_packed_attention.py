@@ -6,12 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.packed_attention import (
-    extend_attention,
-    extend_attention_triton,
-    own_keys_gradients,
-    own_keys_gradients_triton,
-)
+from slipstream.kernels.packed_attention import extend_attention, own_keys_gradients
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned
 
 NUM_OTHERS = 6
@@ -27,7 +22,7 @@ Extend = Callable[..., tuple[Tensor, Tensor]]
 Gradients = Callable[..., tuple[Tensor, Tensor, Tensor]]
 RUNS = [
     (extend_attention.reference, own_keys_gradients.reference),
-    (extend_attention_triton, own_keys_gradients_triton),
+    (extend_attention.triton, own_keys_gradients.triton),
 ]
 
 

@@ -7,15 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.norm import HeadNorms, rms_norm_triton
-from slipstream.kernels.rope import (
-    rotate,
-    rotate_and_store,
-    rotate_and_store_triton,
-    rotate_triton,
-    store_context,
-    store_context_triton,
-)
+from slipstream.kernels.norm import HeadNorms, rms_norm
+from slipstream.kernels.rope import rotate, rotate_and_store, store_context
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
 
 MAX_LEN, THETA, EPS = 300, 100.0, 1e-6
@@ -28,7 +21,7 @@ CASES = [  # T, Q, G, D
     (7, 1, 1, 96),
     (2, 8, 8, 256),
 ]
-KERNELS = [rotate_and_store.reference, rotate_and_store_triton]
+KERNELS = [rotate_and_store.reference, rotate_and_store.triton]
 REAL = pytest.param((8192, 32, 8, 128), marks=pytest.mark.gpu)
 
 
@@ -124,7 +117,7 @@ def test_without_queries_keys_and_values_are_written(kernel: Callable[..., Tenso
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kernel", [rotate.reference, rotate_triton])
+@pytest.mark.parametrize("kernel", [rotate.reference, rotate.triton])
 @pytest.mark.parametrize(("case", "dtype"), cover(CASES, TOLERANCES))
 def test_alone_it_turns_forth_and_its_gradient_back(
     kernel: Callable[..., Tensor], case: tuple[int, ...], dtype: torch.dtype, device: str
@@ -212,7 +205,7 @@ def check_context(scene: ContextScene, cache: Tensor) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("case", "dtype"), cover(CONTEXTS, TOLERANCES))
-@pytest.mark.parametrize("kernel", [store_context.reference, store_context_triton])
+@pytest.mark.parametrize("kernel", [store_context.reference, store_context.triton])
 def test_context_rows_equal_a_loop(kernel: Callable[..., None], case: Case, dtype: torch.dtype, device: str) -> None:
     scene = ContextScene(case, dtype, device)
     check_context(scene, scene.run(kernel))
@@ -226,7 +219,7 @@ def test_the_kernel_stores_what_one_kernel_a_layer_stores(case: Case) -> None:
     scene = ContextScene(case, torch.bfloat16, "cuda")
     expected, rows = scene.cache.clone(), scene.kv.view(case.T, case.L, 2, case.G, case.D)
     for layer, (keys, values) in enumerate(expected):
-        k = rms_norm_triton(rows[:, layer, 0], scene.k_norm[layer], EPS)
+        k = rms_norm.triton(rows[:, layer, 0], scene.k_norm[layer], EPS)
         where = (scene.cos, scene.sin, scene.positions, scene.slots)
-        rotate_and_store_triton(k[:, :0], k, rows[:, layer, 1], *where, keys, values)
+        rotate_and_store.triton(k[:, :0], k, rows[:, layer, 1], *where, keys, values)
     torch.testing.assert_close(scene.run(store_context), expected, atol=2**-5, rtol=2**-7, equal_nan=True)

@@ -4,14 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.round_state import (
-    end_round,
-    end_round_triton,
-    start_round,
-    start_round_triton,
-    store_proposal,
-    store_proposal_triton,
-)
+from slipstream.kernels.round_state import end_round, start_round, store_proposal
 from slipstream.tests.kernels.triton_runs import DEVICES
 
 NULL = 9
@@ -30,7 +23,7 @@ def state(device: str, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("width", [1, 4, 64])
 def test_a_round_starts_with_what_its_rows_hold(device: str, width: int) -> None:
     tokens, parents, lengths, rows = state(device, width)
-    for start in (start_round_triton, start_round.reference):
+    for start in (start_round.triton, start_round.reference):
         found = start(tokens, parents, lengths, rows, width)
         assert found.tokens.tolist() == [tokens[row, :width].tolist() for row in rows.tolist()]
         assert found.parents.tolist() == [parents[row, :width].tolist() for row in rows.tolist()]
@@ -48,7 +41,7 @@ def test_a_round_ends_with_its_tokens_committed(device: str, width: int) -> None
     emitted = torch.randint(0, 50, (len(rows), width), dtype=torch.int32, generator=generator).to(device)
     emitted.masked_fill_(torch.arange(width, device=device) >= counts[:, None], -1)
     before = lengths[rows].long()
-    for end in (end_round_triton, end_round.reference):
+    for end in (end_round.triton, end_round.reference):
         after = lengths.clone()
         found = end(after, rows, NULL, before, emitted, counts)
         expected = lengths.tolist()
@@ -68,7 +61,7 @@ def test_a_proposal_replaces_all_that_its_row_held(width: int, dtype: torch.dtyp
     rows = rows[:4]  # where row NULL is there twice, either may stay
     nodes = torch.arange(4 * width, dtype=dtype, device=device).view(width, 4).t()
     chain = torch.arange(-1, width - 1, dtype=dtype, device=device).expand(4, width)
-    for store in (store_proposal_triton, store_proposal.reference):
+    for store in (store_proposal.triton, store_proposal.reference):
         found = tokens.clone(), parents.clone()
         store(*found, rows, nodes, chain)
         for stored, before, new in zip(found, (tokens, parents), (nodes, chain), strict=True):

@@ -7,15 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.filters import Filters
-from slipstream.kernels.sampling import (
-    Sampling,
-    bits_to_gumbel,
-    gumbel,
-    noise_bits,
-    row_noise_bits,
-    sample,
-    sample_triton,
-)
+from slipstream.kernels.sampling import Sampling, bits_to_gumbel, gumbel, noise_bits, row_noise_bits, sample
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, keys_of, poisoned, replayed
 
 
@@ -62,7 +54,7 @@ def test_the_kernels_logarithms_hold_in_the_tails(device: str) -> None:
 def assert_same_tokens(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> None:
     """Equal to the reference's, or as good by the reference's own scores up to the noise's rounding."""
     with poisoned():
-        tokens = sample_triton(logits, positions, sampling, ids)
+        tokens = sample.triton(logits, positions, sampling, ids)
     expected = sample.reference(logits, positions, sampling, ids)
     assert tokens.dtype == torch.int64
     differ = (tokens != expected).nonzero().flatten()
@@ -130,11 +122,11 @@ def test_the_kernels_ties_and_infinities(device: str) -> None:
     for temperature in (None, torch.zeros(4, device=device)):
         sampling = Sampling(keys_of(range(4)).to(device), temperature, None)
         for dtype in (torch.float32, torch.bfloat16):
-            assert sample_triton(logits.to(dtype), positions, sampling).tolist() == [1, 0, 0, 1]
+            assert sample.triton(logits.to(dtype), positions, sampling).tolist() == [1, 0, 0, 1]
     late = torch.zeros(1, 5000, device=device)
     late[0, [2047, 2048, 4999]] = 1.0  # ties across tiles
-    assert sample_triton(late, positions[:1], sampling).tolist() == [2047]
-    assert sample_triton(late[:0], positions[:0], sampling).shape == (0,)
+    assert sample.triton(late, positions[:1], sampling).tolist() == [2047]
+    assert sample.triton(late[:0], positions[:0], sampling).shape == (0,)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -144,10 +136,10 @@ def test_the_kernels_rows_do_not_depend_on_their_batch(device: str) -> None:
     filters = Filters(*(x.to(device) for x in (filters.top_k, filters.top_p, filters.min_p)))
     keys, temperature = keys_of(range(5)).to(device), torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0], device=device)
     positions = torch.arange(5, device=device) * 31
-    together = sample_triton(logits, positions, Sampling(keys, temperature, filters))
+    together = sample.triton(logits, positions, Sampling(keys, temperature, filters))
     for row in range(5):
         one = torch.tensor([row], device=device)
-        alone = sample_triton(logits[one], positions[one], Sampling(keys, temperature, filters, rows=one))
+        alone = sample.triton(logits[one], positions[one], Sampling(keys, temperature, filters, rows=one))
         assert alone == together[row]
 
 
@@ -160,5 +152,5 @@ def test_a_graph_replays_the_sampler(rows: int, mode: str) -> None:
     temperature = None if mode == "greedy" else torch.ones(rows, device="cuda")
     sampling = Sampling(keys_of(range(rows)).cuda(), temperature, filters if mode == "full" else None)
     positions = torch.arange(rows, device="cuda")
-    expected = sample_triton(logits, positions, sampling)
-    assert torch.equal(replayed(lambda: sample_triton(logits, positions, sampling)), expected)
+    expected = sample.triton(logits, positions, sampling)
+    assert torch.equal(replayed(lambda: sample.triton(logits, positions, sampling)), expected)

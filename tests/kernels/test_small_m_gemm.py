@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels import small_m_gemm
-from slipstream.kernels.activation import silu_mul, silu_mul_triton
+from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.linear import gated_linear, linear
 from slipstream.kernels.small_m_gemm import Tiling
 from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, TOLERANCES, cover, poisoned, replayed
@@ -71,7 +71,7 @@ def test_small_gated(tiling: Tiling | None, shape: tuple[int, int, int], dtype: 
 def test_gated_rounds_as_the_two_kernels(device: str) -> None:
     x, weight, _ = random(5, 64, 48, torch.float16, device)
     tiling = Tiling(16, 16, 1)
-    apart = silu_mul_triton(small_m_gemm.linear_few_rows_triton(x, weight, None, tiling))
+    apart = silu_mul.triton(small_m_gemm.linear_few_rows_triton(x, weight, None, tiling))
     assert torch.equal(small_m_gemm.gated_linear_few_rows_triton(x, weight, tiling), apart)
 
 
@@ -109,7 +109,7 @@ def test_real_shapes(shape: tuple[int, int], rows: int) -> None:
     for _ in range(5):
         assert torch.equal(small_m_gemm.linear_few_rows_triton(x, weight, bias), first)
     gated = small_m_gemm.gated_linear_few_rows_triton(x, weight)
-    apart = silu_mul_triton(F.linear(x.float(), weight.float()).to(torch.bfloat16))
+    apart = silu_mul.triton(F.linear(x.float(), weight.float()).to(torch.bfloat16))
     torch.testing.assert_close(gated, apart, atol=3e-2, rtol=3e-2)
 
 
@@ -120,7 +120,7 @@ def test_gated_products_of_more_rows(shape: tuple[int, int], rows: int) -> None:
     """They round as few rows do, whatever their tiling."""
     x, weight, _ = random(rows, *shape, torch.bfloat16, "cuda")
     gated = small_m_gemm.gated_linear_few_rows_triton(x, weight)
-    apart = silu_mul_triton(F.linear(x.float(), weight.float()).to(torch.bfloat16))
+    apart = silu_mul.triton(F.linear(x.float(), weight.float()).to(torch.bfloat16))
     torch.testing.assert_close(gated, apart, atol=3e-2, rtol=3e-2)
     for few in (1, 32, 50):
         few = min(few, rows)

@@ -5,17 +5,10 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.filters import Filters
-from slipstream.kernels.sampling import (
-    MAX_K,
-    TILE,
-    Sampling,
-    perturbed_topk,
-    perturbed_topk_triton,
-    sample,
-)
+from slipstream.kernels.sampling import MAX_K, TILE, Sampling, perturbed_topk, sample
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, exact_scores, keys_of, poisoned, replayed
 
-RUNS = [perturbed_topk.reference, perturbed_topk_triton]
+RUNS = [perturbed_topk.reference, perturbed_topk.triton]
 
 
 def sampling_of(rows: int, device: str, temperature: list[float] | None = None) -> Sampling:
@@ -123,17 +116,17 @@ def test_parameters_by_entry(run, device: str) -> None:
 def test_rows_do_not_depend_on_their_batch(device: str) -> None:
     logits = torch.randn(5, TILE + 50, generator=torch.Generator().manual_seed(4)).to(device)
     sampling, positions = sampling_of(5, device), torch.arange(5, device=device) * 31
-    together = perturbed_topk_triton(logits, 6, positions, sampling)
+    together = perturbed_topk.triton(logits, 6, positions, sampling)
     for row in range(5):
         one = torch.tensor([row], device=device)
         alone = Sampling(sampling.keys, sampling.temperature, None, rows=one)
-        for found, wanted in zip(perturbed_topk_triton(logits[one], 6, positions[one], alone), together, strict=True):
+        for found, wanted in zip(perturbed_topk.triton(logits[one], 6, positions[one], alone), together, strict=True):
             assert torch.equal(found[0], wanted[row])
 
 
 def test_no_rows_and_the_cpu() -> None:
     logits, positions, sampling = torch.randn(3, 50), torch.arange(3), sampling_of(3, "cpu")
-    values, columns = perturbed_topk_triton(logits[:0], 4, positions[:0], sampling)
+    values, columns = perturbed_topk.triton(logits[:0], 4, positions[:0], sampling)
     assert values.shape == columns.shape == (0, 4)
     check(*perturbed_topk(logits, 4, positions, sampling), exact_scores(logits, positions, sampling), 4)
 
@@ -143,6 +136,6 @@ def test_no_rows_and_the_cpu() -> None:
 def test_a_graph_replays_it(rows: int) -> None:
     logits = torch.randn(rows, 32_768, device="cuda", dtype=torch.bfloat16) * 3
     sampling, positions = sampling_of(rows, "cuda"), torch.arange(rows, device="cuda")
-    expected = perturbed_topk_triton(logits, 8, positions, sampling)
-    found = replayed(lambda: perturbed_topk_triton(logits, 8, positions, sampling))
+    expected = perturbed_topk.triton(logits, 8, positions, sampling)
+    found = replayed(lambda: perturbed_topk.triton(logits, 8, positions, sampling))
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

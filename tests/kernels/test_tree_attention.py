@@ -22,7 +22,6 @@ from slipstream.kernels.tree_attention import (
     choose_shares,
     fit_blocks,
     tree_attention,
-    tree_attention_triton,
 )
 from slipstream.tests.kernels.attention_scenes import CASES, GPU_CASES, LONG, Case, Scene
 from slipstream.tests.kernels.triton_runs import DEVICES, NO_INTERPRETER, SLOW, cover, poisoned
@@ -84,14 +83,14 @@ def test_reference_equals_softmax_over_what_each_node_sees(name: str) -> None:
 @pytest.mark.parametrize("name", gate(CASES, *IN_GATE))
 def test_kernel_equals_softmax_over_what_each_node_sees(name: str, dtype: torch.dtype, device: str) -> None:
     scene = Scene(CASES[name], dtype, device)
-    check(scene.run(tree_attention_triton), scene.expected())
+    check(scene.run(tree_attention.triton), scene.expected())
 
 
 @NO_INTERPRETER
 @pytest.mark.parametrize("name", gate(["D 8", "decode", "33 nodes", "D 256"], "D 8"))
 def test_fp32_under_the_interpreter(name: str) -> None:
     scene = Scene(CASES[name], torch.float32, "cpu")
-    check(scene.run(tree_attention_triton), scene.expected())
+    check(scene.run(tree_attention.triton), scene.expected())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -100,7 +99,7 @@ def test_fp32_under_the_interpreter(name: str) -> None:
 )
 def test_any_cut_gives_the_same(blocks: Blocks, splits: int, device: str) -> None:
     scene = Scene(replace(CASES["parts of a long context"], lengths=(530, 0), mask="tree"), torch.float16, device)
-    check(scene.run(tree_attention_triton, blocks=blocks, parts=Parts(splits)), scene.expected())
+    check(scene.run(tree_attention.triton, blocks=blocks, parts=Parts(splits)), scene.expected())
     assert not done_counters(torch.device(device)).any(), "counters are left as they were found"
 
 
@@ -247,11 +246,11 @@ def test_last_nodes_of_the_reference(name: str) -> None:
 @pytest.mark.parametrize("name", gate(LAST, "tree", "window", "pages of one token", "new nodes only"))
 def test_last_nodes_of_the_kernel(name: str, device: str) -> None:
     for first_node in LAST[name]:
-        last_of(CASES[name], first_node, tree_attention_triton, torch.float16, device)
+        last_of(CASES[name], first_node, tree_attention.triton, torch.float16, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("nodes", "first_node"), [(8, 4), (16, 12), (64, 54)])
 @pytest.mark.parametrize("name", ["batch 1, 16 nodes", "batch 32", "batch 32, pages of one token"])
 def test_levels_of_real_trees(name: str, nodes: int, first_node: int) -> None:
-    last_of(replace(GPU_CASES[name], N=nodes), first_node, tree_attention_triton, torch.bfloat16, "cuda")
+    last_of(replace(GPU_CASES[name], N=nodes), first_node, tree_attention.triton, torch.bfloat16, "cuda")

@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.verify import (
-    ancestor_masks,
-    ancestor_masks_triton,
-    unpack,
-    verify,
-    verify_triton,
-)
+from slipstream.kernels.verify import ancestor_masks, unpack, verify
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
 
 VOCAB = 4  # small, so that drafts are right now and then
@@ -101,11 +95,11 @@ def test_the_kernels_equal_the_references(chain: bool, width: int, device: str) 
     tokens, parents, sampled = random_proposals(num, width, chain, device)
     expected_masks = ancestor_masks.reference(parents)
     with poisoned():
-        masks = ancestor_masks_triton(parents)
+        masks = ancestor_masks.triton(parents)
     assert torch.equal(masks, expected_masks)
     for ancestors in (None, masks) if chain else (masks,):
         with poisoned():
-            found = verify_triton(tokens, parents, sampled, ancestors)
+            found = verify.triton(tokens, parents, sampled, ancestors)
         for actual, wanted in zip(found, verify.reference(tokens, parents, sampled, ancestors), strict=True):
             assert actual.dtype == torch.int32
             assert torch.equal(actual, wanted)
@@ -117,8 +111,8 @@ def test_a_graph_replays_them(chain: bool) -> None:
     tokens, parents, sampled = random_proposals(64, 16, chain, "cuda")
 
     def run() -> tuple[Tensor, ...]:
-        masks = ancestor_masks_triton(parents)
-        return masks, *verify_triton(tokens, parents, sampled, None if chain else masks)
+        masks = ancestor_masks.triton(parents)
+        return masks, *verify.triton(tokens, parents, sampled, None if chain else masks)
 
     for actual, expected in zip(replayed(run), run(), strict=True):
         assert torch.equal(actual, expected)
