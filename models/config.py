@@ -1,7 +1,7 @@
 """Shapes and rotary embedding of a model, read from a transformers config."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -63,20 +63,43 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """A decoder of the Llama family; for a mixture of experts, all but the experts."""
+class DecoderShape:
+    """What a target and a draft have alike."""
 
-    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
     rope: RopeConfig
+
+    @staticmethod
+    def read(values: Mapping[str, Any]) -> dict[str, Any]:
+        """These fields, from those of a config.json."""
+        heads = values["num_attention_heads"]
+        same = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps", "max_position_embeddings")
+        return {
+            **{name: values[name] for name in same},
+            "num_heads": heads,
+            "num_kv_heads": values.get("num_key_value_heads") or heads,
+            "head_dim": values.get("head_dim") or values["hidden_size"] // heads,
+            "rope": RopeConfig.from_json(values),
+        }
+
+    def shape(self) -> dict[str, Any]:
+        """These fields alone."""
+        return {one.name: getattr(self, one.name) for one in fields(DecoderShape)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(DecoderShape):
+    """A decoder of the Llama family; for a mixture of experts, all but the experts."""
+
+    architecture: str
+    num_layers: int
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -108,17 +131,9 @@ class ModelConfig:
         windows = values.get("layer_types") or []
         uses_window = "sliding_attention" in windows or (not windows and values.get("use_sliding_window", True))
         return cls(
+            **DecoderShape.read(values),
             architecture=architecture,
-            vocab_size=values["vocab_size"],
-            hidden_size=values["hidden_size"],
-            intermediate_size=values["intermediate_size"],
             num_layers=values["num_hidden_layers"],
-            num_heads=values["num_attention_heads"],
-            num_kv_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
-            head_dim=values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"],
-            rms_norm_eps=values["rms_norm_eps"],
-            max_position_embeddings=values["max_position_embeddings"],
-            rope=RopeConfig.from_json(values),
             qkv_bias=is_qwen2 or bias,
             output_bias=bias,
             mlp_bias=bool(values.get("mlp_bias", False)),

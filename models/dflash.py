@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.config import ModelConfig, check_feature_layers, default_feature_layers
-from slipstream.models.draft import DraftConfig, DraftNetwork, check_target, decoder_from_json, decoder_to_json
+from slipstream.models.draft import DraftConfig, DraftNetwork, Tensors, check_target, decoder_from_json, decoder_to_json
 from slipstream.models.layers import Attention, GatedMLP, Linear, Mask, RMSNorm, SelfAttention
 from slipstream.models.speculators_layout import without_last_layer
 
@@ -92,9 +92,7 @@ class DFlashConfig(DraftConfig):
         }
 
     @classmethod
-    def from_json(
-        cls, values: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor] | None = None
-    ) -> Self:
+    def from_json(cls, values: Mapping[str, Any], target: ModelConfig, tensors: Tensors | None = None) -> Self:
         decoder = decoder_from_json(values, target, "num_hidden_layers")
         own = {**values, **(values.get("dflash_config") or {})}  # trainers put fields in either place
         _refuse_unsupported(own)

@@ -9,7 +9,7 @@ true for target ids that the draft has.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -24,14 +24,10 @@ from slipstream.models.checkpoint import (
     read_json,
     write_checkpoint,
 )
-from slipstream.models.config import ModelConfig, RopeConfig
+from slipstream.models.config import DecoderShape, ModelConfig
 from slipstream.models.layers import Embedding
 from slipstream.models.speculators_layout import from_speculators
 
-DECODER_FIELDS = (
-    *("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
-    *("rms_norm_eps", "max_position_embeddings", "rope"),
-)
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's, which some files copy
 ROWS = 4096  # compared at once: bounds the memory of dtype conversions
 REQUIRED_FIELDS = (
@@ -52,24 +48,16 @@ FOREIGN_ARCHITECTURES = {
 }
 
 Network = TypeVar("Network", bound="DraftNetwork")
+Tensors = Mapping[str, Tensor]  # by public name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftConfig(ABC):
+class DraftConfig(DecoderShape, ABC):
     """Shapes of a draft and the target it was trained for."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
-    max_position_embeddings: int
     target_hidden_size: int
     target_num_layers: int
     draft_vocab_size: int | None = None  # None: the target's
-    rope: RopeConfig = field(default_factory=RopeConfig)
     target: str = ""
     target_revision: str | None = None
     target_fingerprint: str = ""
@@ -82,13 +70,12 @@ class DraftConfig(ABC):
     @classmethod
     def from_target(cls, model: ModelConfig, /, **fields: Any) -> Self:
         """A draft as wide as the target `model`. `fields` override or add others (intermediate_size, target, ...)."""
-        values = {name: getattr(model, name) for name in DECODER_FIELDS}
-        values |= {"target_hidden_size": model.hidden_size, "target_num_layers": model.num_layers}
-        return cls(**values | fields)
+        own = {"target_hidden_size": model.hidden_size, "target_num_layers": model.num_layers}
+        return cls(**model.shape() | own | fields)
 
     def decoder_config(self, **fields: Any) -> ModelConfig:
         """The draft's layers seen as a model; `fields` are the others of a ModelConfig."""
-        return ModelConfig(**{name: getattr(self, name) for name in DECODER_FIELDS}, **fields)
+        return ModelConfig(**self.shape(), **fields)
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
@@ -96,9 +83,7 @@ class DraftConfig(ABC):
 
     @classmethod
     @abstractmethod
-    def from_json(
-        cls, values: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor] | None = None
-    ) -> Self:
+    def from_json(cls, values: Mapping[str, Any], target: ModelConfig, tensors: Tensors | None = None) -> Self:
         """Reads our config.json or another trainer's, whose `tensors`, by public name, say what it leaves out.
 
         Raises ValueError for what the network here cannot run and for a draft that does not fit `target`.
@@ -200,20 +185,12 @@ def decoder_from_json(values: Mapping[str, Any], target: ModelConfig, *required:
     Raises ValueError for a required field, these or `required`, that is missing, null or not a number.
     """
     _check_numbers(values, (*REQUIRED_FIELDS, *required))
-    heads, reduced = values["num_attention_heads"], values.get("draft_vocab_size") or values["vocab_size"]
+    reduced = values.get("draft_vocab_size") or values["vocab_size"]
     return {
-        "hidden_size": values["hidden_size"],
-        "intermediate_size": values["intermediate_size"],
-        "num_heads": heads,
-        "num_kv_heads": values.get("num_key_value_heads") or heads,
-        "head_dim": values.get("head_dim") or values["hidden_size"] // heads,
-        "vocab_size": values["vocab_size"],
+        **DecoderShape.read(values),
         "draft_vocab_size": None if reduced == values["vocab_size"] else reduced,
-        "rms_norm_eps": values["rms_norm_eps"],
-        "max_position_embeddings": values["max_position_embeddings"],
         "target_hidden_size": target.hidden_size,
         "target_num_layers": target.num_layers,
-        "rope": RopeConfig.from_json(values),
         **{name: values[name] for name in OWN_FIELDS if values.get(name) is not None},
     }
 

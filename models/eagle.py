@@ -22,6 +22,7 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.draft import (
     DraftConfig,
     DraftNetwork,
+    Tensors,
     check_llama_layer,
     check_target,
     decoder_from_json,
@@ -59,9 +60,7 @@ class EagleConfig(DraftConfig):
         }
 
     @classmethod
-    def from_json(
-        cls, values: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor] | None = None
-    ) -> Self:
+    def from_json(cls, values: Mapping[str, Any], target: ModelConfig, tensors: Tensors | None = None) -> Self:
         decoder = decoder_from_json(values, target)
         check_llama_layer(values)
         expected = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}

@@ -21,6 +21,7 @@ from slipstream.models.draft import (
     EMBEDDING,
     DraftConfig,
     DraftNetwork,
+    Tensors,
     check_llama_layer,
     check_target,
     decoder_from_json,
@@ -64,9 +65,7 @@ class Eagle3Config(DraftConfig):
         }
 
     @classmethod
-    def from_json(
-        cls, values: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor] | None = None
-    ) -> Self:
+    def from_json(cls, values: Mapping[str, Any], target: ModelConfig, tensors: Tensors | None = None) -> Self:
         decoder, eagle = decoder_from_json(values, target), values.get("eagle_config") or {}
         for flag in UNSUPPORTED_FLAGS:
             if values.get(flag) or eagle.get(flag):

@@ -98,6 +98,13 @@ def collate(rows: list[list[tuple[list[int], list[bool]]]], max_length: int, fir
     return Batch(*tensors)
 
 
+def possible_roots(batch: Batch) -> Tensor:
+    """(N,) int64 rows of the flattened batch, ascending: every supervised token that a supervised token of its document
+    follows. A round of drafting can begin there."""
+    supervised, documents = batch.supervised.flatten(), batch.documents.flatten()
+    return (supervised[:-1] & supervised[1:] & (documents[:-1] == documents[1:])).nonzero().squeeze(1)
+
+
 def measure(dataset: Dataset, max_length: int) -> tuple[np.ndarray, np.ndarray]:
     """Per document: its length cut at `max_length`, and its supervised tokens, 0 if no two of them are adjacent."""
     tables = dataset.with_format("arrow").iter(batch_size=SCAN_ROWS)

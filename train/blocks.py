@@ -29,7 +29,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from slipstream.kernels.norm import HeadNorms, norm_heads
 from slipstream.kernels.rope import rotate
 from slipstream.models.layers import Mask, RotaryEmbedding
-from slipstream.train.batches import Batch
+from slipstream.train.batches import Batch, possible_roots
 
 GAMMAS = {8: 4.0, 10: 5.0, 16: 7.0}  # DFLASH's own choice by block size (arXiv 2602.06036)
 DPACE_ALPHA = 0.5  # arXiv 2605.18810
@@ -64,19 +64,13 @@ class Blocks:
             yield Blocks(*column)
 
 
-def possible_anchors(batch: Batch) -> Tensor:
-    """(N,) int64 rows of every supervised token that a supervised token of its document follows, ascending."""
-    supervised, documents = batch.supervised.flatten(), batch.documents.flatten()
-    return (supervised[:-1] & supervised[1:] & (documents[:-1] == documents[1:])).nonzero().squeeze(1)
-
-
 def draw_anchors(batch: Batch, limit: int, seed: int) -> tuple[Tensor, Tensor]:
     """At most `limit` of each row's possible anchors, drawn by (seed, number of the row in the run) alone.
 
     Returns rows (N,) int64, ascending, and (N,) fp32 how many possible anchors each of them represents.
     """
     width = batch.tokens.shape[1]
-    possible = possible_anchors(batch).numpy()
+    possible = possible_roots(batch).numpy()
     bounds = np.searchsorted(possible, np.arange(len(batch.tokens) + 1) * width)
     chosen, weights = [], []
     for number, (first, last) in zip(batch.numbers.tolist(), pairwise(bounds.tolist()), strict=True):

@@ -17,7 +17,7 @@ from slipstream.models.checkpoint import fuse
 from slipstream.models.dflash import DFlash, default_block_feature_layers, default_mask_token
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.train.acceptance import count_accepted
-from slipstream.train.batches import Batch
+from slipstream.train.batches import Batch, possible_roots
 from slipstream.train.blocks import (
     BlockAttention,
     Blocks,
@@ -27,7 +27,6 @@ from slipstream.train.blocks import (
     dpace_weights,
     draw_anchors,
     find_blocks,
-    possible_anchors,
 )
 from slipstream.train.draft_setup import BaseDraftOptions, DraftRunOptions, TargetFiles, run_program
 from slipstream.train.feature_source import target_states
@@ -167,7 +166,7 @@ class DFlashTraining(DraftTraining):
         return weights / weights.sum() * known
 
     def evaluate(self, batch: Batch) -> Metrics:
-        anchors = possible_anchors(batch)
+        anchors = possible_roots(batch)
         tokens, attention = self.read(batch)
         accepted = []
         for blocks in find_blocks(batch, anchors, self.depth + 1).parts(EVALUATED_AT_ONCE):
@@ -219,8 +218,7 @@ def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    description = "Trains a DFLASH block draft for a target."
-    run_program(DFlashOptions, DFlashTraining, argv, prog="train/dflash.py", description=description)
+    run_program(DFlashOptions, DFlashTraining, argv, "train/dflash.py", "a DFLASH block draft")
 
 
 if __name__ == "__main__":

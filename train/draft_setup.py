@@ -160,15 +160,11 @@ class TargetFiles:
 
 
 def run_program(
-    options_class: type[DraftRunOptions],
-    kind: type[DraftTraining],
-    argv: Sequence[str] | None,
-    *,
-    prog: str,
-    description: str,
+    options_class: type[DraftRunOptions], kind: type[DraftTraining], argv: Sequence[str] | None, prog: str, draft: str
 ) -> None:
-    """Runs a training program: parses its options and trains. A user's error ends it with one sentence."""
-    options = parse(options_class, argv, prog=prog, description=description)
+    """Runs a training program: parses its options and trains `draft`, for example "an EAGLE draft". A user's error ends
+    it with one sentence."""
+    options = parse(options_class, argv, prog=prog, description=f"Trains {draft} for a target.")
     try:
         train(options, kind)
     except (ValueError, OSError) as error:

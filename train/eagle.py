@@ -101,8 +101,7 @@ def document_lengths(documents: Tensor) -> Tensor:
 
 
 def main(argv: list[str] | None = None) -> None:
-    description = "Trains an EAGLE draft for a target."
-    run_program(EagleOptions, EagleTraining, argv, prog="train/eagle.py", description=description)
+    run_program(EagleOptions, EagleTraining, argv, "train/eagle.py", "an EAGLE draft")
 
 
 if __name__ == "__main__":

@@ -76,8 +76,7 @@ class Eagle3Training(ChainTraining):
 
 
 def main(argv: list[str] | None = None) -> None:
-    description = "Trains an EAGLE3 draft for a target."
-    run_program(Eagle3Options, Eagle3Training, argv, prog="train/eagle3.py", description=description)
+    run_program(Eagle3Options, Eagle3Training, argv, "train/eagle3.py", "an EAGLE3 draft")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from slipstream.kernels.packed_attention import KeyValue, Runs, packed_attention
 from slipstream.kernels.rope import rotate
 from slipstream.models.layers import Mask, RotaryEmbedding
 from slipstream.train.acceptance import count_accepted
-from slipstream.train.batches import Batch
+from slipstream.train.batches import Batch, possible_roots
 from slipstream.train.feature_source import target_states
 from slipstream.train.training import DraftTraining, Metrics
 
@@ -50,9 +50,8 @@ class Rows:
 
 def find_rows(batch: Batch, num_steps: int) -> Rows:
     """`batch` on the host. It must hold at least one asking row, as every batch of PackedRows does."""
-    supervised, documents = batch.supervised.flatten(), batch.documents.flatten()  # (B * S,)
-    same = documents[2:] == documents[:-2]  # a document is contiguous: t and t+2 enclose t+1
-    asking = (supervised[1:-1] & supervised[2:] & same).nonzero().squeeze(1)
+    documents = batch.documents.flatten()  # (B * S,)
+    asking = possible_roots(batch) - 1  # a document's first token is never supervised
     names, num_asking = documents[asking].unique_consecutive(return_counts=True)
     last_asking = torch.full((int(documents.max()) + 2,), -1)  # by document; the extra entry is padding's, number -1
     last_asking[names] = asking[num_asking.cumsum(0) - 1]

@@ -150,18 +150,6 @@ def test_the_file_holds_the_public_keys(draft: SavedDraft) -> None:
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
-def test_a_reduced_vocabulary_is_written_as_offsets(reduced: SavedDraft) -> None:
-    tensors = load_file(reduced.folder / "model.safetensors")
-    assert (torch.arange(50) + tensors["d2t"]).tolist() == list(range(0, 100, 2))
-    assert tensors["t2d"].nonzero().flatten().tolist() == list(range(0, 100, 2))
-    assert "layers.1.self_attn.o_proj.bias" in tensors
-    reduced.change(tensors=lambda tensors: {key: tensor for key, tensor in tensors.items() if key != "t2d"})
-    reduced.assert_loads_equal()
-    reduced.change(tensors=lambda tensors: tensors | {"d2t": tensors["d2t"] + 30})
-    with pytest.raises(ValueError, match="d2t maps outside the target's 120 tokens or twice to one"):
-        reduced.load()
-
-
 def test_the_config_holds_the_public_fields(draft: SavedDraft) -> None:
     config = json.loads((draft.folder / "config.json").read_text())
     public = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2, "block_size": 8}
@@ -256,15 +244,12 @@ LAYERS = "layer_types"
         ({"vocab_size": 130}, "vocab_size is 130 in the draft and 120 in the target; serve the target it was trained"),
         ({"num_target_layers": 36}, "num_target_layers is 36 in the draft and 4 in the target"),
         ({"hidden_size": 64}, "hidden_size is 64 in the draft and 32 in the target"),
-        ({"hidden_size": None, "rms_norm_eps": None}, "draft config lacks hidden_size, rms_norm_eps"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
-        ({"draft_vocab_size": 121}, "draft_vocab_size is 121; the target has 120 tokens"),
         ({LAYERS: ["full_attention"]}, r"layer_types is \['full_attention'\]; .* each of the 2 layers"),
         ({LAYERS: ["linear_attention"] * 2}, "it must be full_attention or sliding_attention"),
         ({LAYERS: ["sliding_attention"] * 2}, r"layers \[0, 1\] are sliding_attention; sliding_window must be set"),
         ({LAYERS: ["sliding_attention"] * 2, "sliding_window": 9}, "use_sliding_window not be false"),
         ({"num_hidden_layers": 3, LAYERS: None}, "missing layers.2.input_layernorm.weight"),
-        ({"intermediate_size": 40}, r"mlp.down_proj.weight is \[32, 48\], the config says \[32, 40\]"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor other than 1.0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1.0"),
     ],
@@ -275,10 +260,7 @@ def test_what_does_not_fit_is_refused(values: Values, message: str, draft: Saved
         draft.load()
 
 
-def test_unknown_and_missing_tensors_are_named(draft: SavedDraft) -> None:
-    draft.change(tensors=lambda old: {"gru.w" if key == "norm.weight" else key: x for key, x in old.items()})
-    with pytest.raises(ValueError, match="missing norm.weight; unexpected gru.w"):
-        draft.load()
+def test_a_mask_embedding_of_its_own_is_refused(draft: SavedDraft) -> None:
     (draft.folder / "mask_embedding.pt").touch()
     with pytest.raises(ValueError, match=r"has a mask embedding of its own \(mask_embedding.pt\)"):
         draft.load()

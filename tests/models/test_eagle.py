@@ -94,17 +94,6 @@ def test_the_authors_files_load(bias: bool, named: bool, make_draft: Callable[..
     assert draft.load().config.feature_layers == (4,)
 
 
-def test_converted_files_load(make_draft: Callable[..., SavedDraft]) -> None:
-    """Keys below `model.`, copies of the target's embedding and head."""
-    draft = make_draft(fc_bias=False)
-    copies = {"model.embed_tokens.weight": torch.zeros(120, 32), "lm_head.weight": torch.zeros(120, 32)}
-    draft.change(
-        lambda tensors: {f"model.{key}": tensor for key, tensor in tensors.items()} | copies,
-        dict.fromkeys(OURS),
-    )
-    draft.assert_loads_equal()
-
-
 def test_biases_of_qwen_drafts_load(make_draft: Callable[..., SavedDraft]) -> None:
     draft = make_draft(qkv_bias=True)
     draft.change(values={"architectures": ["Qwen2ForCausalLMEagle"]} | dict.fromkeys(OURS))
@@ -123,7 +112,6 @@ def test_biases_of_qwen_drafts_load(make_draft: Callable[..., SavedDraft]) -> No
         ({"num_target_layers": 5}, "num_target_layers is 5 in the draft and 4 in the target"),
         ({"bias": False}, "unexpected fc.bias"),
         ({"qkv_bias": True}, "missing layers.0.self_attn.qkv_proj.bias"),
-        ({"intermediate_size": 40}, r"down_proj.weight is \[32, 48\], the config says \[32, 40\]"),
         ({"draft_vocab_size": 60}, "missing d2t; missing t2d"),
     ],
 )

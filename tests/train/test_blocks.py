@@ -22,7 +22,7 @@ from slipstream.train.blocks import (
     attend_tiles,
     draw_anchors,
     find_blocks,
-    possible_anchors,
+    possible_roots,
     sees,
     visible_tiles,
 )
@@ -44,8 +44,8 @@ def test_blocks_follow_the_rule(seed: int) -> None:
             positions.append(list(range(a, a + BLOCK_SIZE)))
             counts.append([fits and all(mask[a : a + k + 2]) for k, fits in enumerate(inside)])
             labels.append([tokens[a + k + 1] if fits else None for k, fits in enumerate(inside)])
-    assert possible_anchors(batch).tolist() == anchors
-    blocks = find_blocks(batch, possible_anchors(batch), BLOCK_SIZE)
+    assert possible_roots(batch).tolist() == anchors
+    blocks = find_blocks(batch, possible_roots(batch), BLOCK_SIZE)
     assert blocks.starts.tolist() == starts
     assert blocks.positions.tolist() == positions
     assert blocks.counts.tolist() == counts
@@ -75,7 +75,7 @@ def test_anchors_are_drawn_from_the_possible_ones(limit: int) -> None:
     batch, _ = packed(2)
     width = batch.tokens.shape[1]
     anchors, stands_for = draw_anchors(batch, limit, seed=0)
-    possible = possible_anchors(batch).tolist()
+    possible = possible_roots(batch).tolist()
     assert all(first < second for first, second in pairwise(anchors.tolist()))
     assert set(anchors.tolist()) <= set(possible)
     for row in range(len(batch.tokens)):
@@ -129,7 +129,7 @@ def make_attention(
     batch, rows = packed(seed=1)
     rope = RotaryEmbedding(RopeConfig(), HEAD_DIM, 128).to(torch.device(device))
     attention = kind(batch.positions.flatten().to(device), rope)
-    attention.ask(find_blocks(batch, possible_anchors(batch), BLOCK_SIZE).to(torch.device(device)))
+    attention.ask(find_blocks(batch, possible_roots(batch), BLOCK_SIZE).to(torch.device(device)))
     return attention, rows, batch.tokens.shape
 
 
@@ -202,7 +202,7 @@ def test_compiled_flex_takes_few_queries(num_queries: int) -> None:
 def test_a_block_does_not_depend_on_the_others() -> None:
     """Nor on their order, for Flex; SDPA takes neighbours together and wants them ascending."""
     batch, _ = packed(1)
-    anchors = possible_anchors(batch)
+    anchors = possible_roots(batch)
     order = torch.randperm(len(anchors), generator=torch.Generator().manual_seed(0))
     rope = RotaryEmbedding(RopeConfig(), HEAD_DIM, 128)
     q, k, v = (torch.randn(len(anchors), BLOCK_SIZE, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))

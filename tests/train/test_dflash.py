@@ -23,7 +23,7 @@ from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
 from slipstream.train import dflash
 from slipstream.train.batches import Batch, collate
-from slipstream.train.blocks import Blocks, draw_anchors, find_blocks, possible_anchors
+from slipstream.train.blocks import Blocks, draw_anchors, find_blocks, possible_roots
 from slipstream.train.dflash import DFlashTraining, DraftOptions
 
 EVERYTHING, DEPTH = 10**6, BLOCK_SIZE - 1
@@ -36,7 +36,7 @@ VARIANTS = {
 
 
 def all_states(training: DFlashTraining, batch: Batch) -> tuple[Blocks, Tensor]:
-    blocks = find_blocks(batch, possible_anchors(batch), training.draft.config.block_size)
+    blocks = find_blocks(batch, possible_roots(batch), training.draft.config.block_size)
     with torch.no_grad():
         return blocks, training.states(blocks, *training.read(batch))
 
@@ -67,7 +67,7 @@ def naive_loss(
     ids = training.target_ids.tolist()
     width = batch.tokens.shape[1]
     anchors, _ = draw_anchors(batch, options.anchors, training.seed)
-    possible = (possible_anchors(batch) // width).tolist()
+    possible = (possible_roots(batch) // width).tolist()
     drawn = (anchors // width).tolist()
     gamma = options.gamma or 2.5  # of blocks of 5
     total = sum(torch.exp(torch.tensor(-k / gamma)) for k in range(DEPTH))
@@ -109,7 +109,7 @@ def test_only_counting_slots_get_a_gradient(target_model: PreTrainedModel, token
     batch, _ = packed(0)
     total, _ = training.loss(batch)
     (gradient,) = torch.autograd.grad(total, states)
-    blocks = find_blocks(batch, possible_anchors(batch), BLOCK_SIZE)
+    blocks = find_blocks(batch, possible_roots(batch), BLOCK_SIZE)
     counting = blocks.counts & torch.isin(blocks.labels, token_map.ids)
     has_gradient = gradient.view(len(blocks), BLOCK_SIZE, -1).abs().sum(dim=-1) > 0
     assert not has_gradient[:, 0].any()

@@ -14,7 +14,7 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.dflash import DFlash, default_mask_token
 from slipstream.models.draft import load_draft
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
-from slipstream.tests.train.runs import assert_like_run, assert_same_run, records, refusal, weights
+from slipstream.tests.train.runs import assert_like_run, assert_same_run, records, refusal
 from slipstream.train.dflash import main
 
 
@@ -33,12 +33,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory, flags: Callable[..., list
 
 def test_a_run_leaves_servable_checkpoints(finished: Path, target_path: Path) -> None:
     target = ModelConfig.from_hf(AutoConfig.from_pretrained(target_path))
-    draft = load_draft(DFlash, finished / "best", target, torch.float32, torch.device("cpu"))
-    config = draft.config
+    config = load_draft(DFlash, finished / "best", target, torch.float32, torch.device("cpu")).config
     assert (config.block_size, config.num_layers, config.feature_layers) == (5, 2, (2, 0, 4))
     assert (config.draft_vocab_size, config.target) == (DRAFT_VOCAB_SIZE, str(target_path))
-    draft = load_draft(DFlash, finished / "step-6", target, torch.float32, torch.device("cpu"))
-    torch.testing.assert_close(draft.fc.weight, weights(finished)["draft.fc.weight"], rtol=1e-2, atol=1e-2)  # bf16
     lines = records(finished)
     assert [line["step"] for line in lines if "eval_accept_length" in line] == [3, 6]
     assert {f"eval_accept_rate_{i}" for i in range(4)} < lines[-1].keys()
