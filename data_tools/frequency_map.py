@@ -37,7 +37,7 @@ from slipstream.data_tools.token_coverage import (
     is_coverage_plot,
     plot_coverage,
 )
-from slipstream.data_tools.tokenization import Outcome, RowTokenizer, tokenize_answers, tokenize_rows
+from slipstream.data_tools.tokenization import AnswerTokenizer, Outcome, RowTokenizer, tokenize_rows
 from slipstream.models.outputs import check_output_file
 from slipstream.models.token_map import TokenMap, is_fr_spec_map, is_sglang_map, is_token_map
 
@@ -231,7 +231,7 @@ def count_responses(config: FrequencyMapConfig) -> Counted:
         raise ValueError(f"from_responses: {absent[0]} does not exist; name files or folders of served answers")
     target = load_target_tokenizer(config)
     rows = read_rows(replace(config, data=config.from_responses, from_responses=()))
-    return count_outcomes(tokenize_answers(rows, target, config), target)
+    return count_outcomes(tokenize_rows(rows, AnswerTokenizer(target, config)), target)
 
 
 def count_outcomes(outcomes: Iterable[Outcome], target: TargetTokenizer) -> Counted:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from multiprocessing import get_context
 from os import sched_getaffinity
 from typing import Any, Literal
@@ -34,7 +34,6 @@ from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped, Tar
 from slipstream.models.messages import MessageError, read_message
 
 CHUNK_ROWS = 64
-CHUNK_ANSWERS = 1024
 ROWS_WORTH_PROCESSES = 2000  # fewer are done before a worker has imported its libraries
 CHUNKS_IN_FLIGHT = 4  # per process; bounds memory and the work that an interrupt loses
 ID_COLUMNS = ("token_ids", "output_ids")  # of served answers
@@ -59,22 +58,39 @@ class RowTokenizer:
     def __init__(self, target: TargetTokenizer, options: TokenizeOptions) -> None:
         self.target = target
         self.options = options
-        self.chat: ChatTemplate | None = None
-        if target.tokenizer.chat_template:
-            self.chat = ChatTemplate(target.tokenizer, date=options.date, variables=options.template)
+
+    @cached_property
+    def chat(self) -> ChatTemplate | None:
+        tokenizer, options = self.target.tokenizer, self.options
+        if not tokenizer.chat_template:
+            return None
+        return ChatTemplate(tokenizer, date=options.date, variables=options.template)
 
     def __call__(self, row: Row) -> Outcome:
         try:
             columns = row.columns()
             if not matches(columns, self.options.conditions, row.place):
                 return Outcome(status="filtered")
-            example = to_example(row, columns, has_template=self.chat is not None)
-            ids, mask = self._tokens(example, row.place)
-            return self._outcome(ids, mask)
+            return self.outcome(row, columns)
         except RowError as error:
             return Outcome(status="bad", detail=str(error))
         except RowDropped as error:
             return Outcome(status="dropped", reason=error.reason, detail=f"{row.place}: {error}")
+
+    def outcome(self, row: Row, columns: Mapping[str, Any]) -> Outcome:
+        """Of a row that `where` lets through. Raises RowError and RowDropped."""
+        ids, mask = self._tokens(to_example(row, columns, has_template=self.chat is not None), row.place)
+        length = self.options.max_length
+        supervised = sum(mask[:length])
+        if supervised < self.options.min_supervised:
+            detail = f"{supervised} of {min(len(ids), length)}, min_supervised is {self.options.min_supervised}"
+            raise RowDropped("too_few_supervised_tokens", detail)
+        return Outcome(
+            status="kept",
+            truncated=len(ids) > length,
+            input_ids=np.array(ids[:length], np.int32),
+            loss_mask=np.array(mask[:length], np.bool_),
+        )
 
     def _tokens(self, example: Example, place: str) -> tuple[list[int], list[bool]]:
         if example.input_ids is not None:
@@ -107,19 +123,6 @@ class RowTokenizer:
         ids, ranges = token_ranges(joined, [span], lambda texts: tokenizer(texts, verbose=False)["input_ids"])
         return ids, to_mask(len(ids), ranges)
 
-    def _outcome(self, ids: list[int], mask: list[bool]) -> Outcome:
-        length = self.options.max_length
-        supervised = sum(mask[:length])
-        if supervised < self.options.min_supervised:
-            detail = f"{supervised} of {min(len(ids), length)}, min_supervised is {self.options.min_supervised}"
-            raise RowDropped("too_few_supervised_tokens", detail)
-        return Outcome(
-            status="kept",
-            truncated=len(ids) > length,
-            input_ids=np.array(ids[:length], np.int32),
-            loss_mask=np.array(mask[:length], np.bool_),
-        )
-
 
 def check_ids(ids: Any, target: TargetTokenizer, place: str, tokenizer_hash: str | None = None) -> None:
     """Raises RowError unless `ids` is a list of the target's token ids; `tokenizer_hash` is the row's own."""
@@ -151,11 +154,11 @@ def tokenize_rows(rows: Iterable[Row], tokenizer: RowTokenizer) -> Iterator[Outc
     first = list(itertools.islice(rows, ROWS_WORTH_PROCESSES))
     processes = options.num_proc or (1 if len(first) < ROWS_WORTH_PROCESSES else len(sched_getaffinity(0)))
     rows = itertools.chain(first, rows)
-    yield from limited(map(tokenizer, rows) if processes == 1 else _in_processes(rows, options, processes), options)
+    yield from limited(map(tokenizer, rows) if processes == 1 else _in_processes(rows, tokenizer, processes), options)
 
 
-def _in_processes(rows: Iterator[Row], options: TokenizeOptions, processes: int) -> Iterator[Outcome]:
-    settings = pickle.dumps(options)
+def _in_processes(rows: Iterator[Row], tokenizer: RowTokenizer, processes: int) -> Iterator[Outcome]:
+    settings = pickle.dumps((type(tokenizer), tokenizer.options))
     pending: deque[Future[list[Outcome]]] = deque()
     # Spawned: the parent has threads (tokenizers, progress bars), which do not survive a fork.
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
@@ -178,113 +181,75 @@ def _tokenize_chunk(settings: bytes, chunk: list[Row]) -> list[Outcome]:
 @lru_cache(maxsize=1)
 def _row_tokenizer(settings: bytes) -> RowTokenizer:
     """One per worker process; workers live for one call of `tokenize_rows`."""
-    options = pickle.loads(settings)
-    return RowTokenizer(load_target_tokenizer(options), options)
+    kind, options = pickle.loads(settings)
+    return kind(load_target_tokenizer(options), options)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedAnswer:
-    """`token_ids` as emitted; if unknown, `texts` to be tokenised one by one."""
+class AnswerTokenizer(RowTokenizer):
+    """Turns rows of served answers into outcomes with every token supervised, whole."""
 
-    texts: tuple[str, ...] = ()
-    token_ids: tuple[int, ...] | None = None
-    ended: bool = True  # with an end token, which texts do not show
+    def outcome(self, row: Row, columns: Mapping[str, Any]) -> Outcome:
+        ids = list(itertools.chain.from_iterable(self._answers(row, columns)))
+        if not ids:
+            raise RowDropped("no_answer", "no text, a tool call or an error")
+        return Outcome(status="kept", input_ids=np.array(ids, np.int32), loss_mask=np.ones(len(ids), np.bool_))
 
+    def _answers(self, row: Row, columns: Mapping[str, Any]) -> Iterable[Sequence[int]]:
+        """Token ids of each answer of one row; none if the request failed. Raises RowError for other rows."""
+        while "choices" not in columns and (inner := _wrapped(columns)):
+            columns = inner
+        if columns.get("choices") is not None:
+            if not isinstance(columns["choices"], list):
+                raise RowError(f"{row.place}: choices holds a {type(columns['choices']).__name__}, not a list")
+            return [self._choice(row, choice) for choice in columns["choices"]]
+        if (ids := self._served_ids(row, columns)) is not None:
+            return [ids]
+        if isinstance(columns.get("response"), str):
+            return [self._text((columns["response"],), columns.get("finish_reason") == "length")]
+        if columns.get("error") is not None:
+            return []
+        return self._example(row, columns)
 
-def tokenize_answers(rows: Iterable[Row], target: TargetTokenizer, options: ConversationOptions) -> Iterator[Outcome]:
-    """One outcome per row of served answers, with every token supervised, up to `limit`. Raises RowError as `limited`
-    does."""
-    rows = iter(rows)
-    chunks = iter(lambda: list(itertools.islice(rows, CHUNK_ANSWERS)), [])
-    yield from limited((one for chunk in chunks for one in _answer_outcomes(chunk, target, options)), options)
+    def _choice(self, row: Row, choice: Any) -> Sequence[int]:
+        if not isinstance(choice, dict) or "delta" in choice:
+            raise RowError(f"{row.place}: holds a chunk of a stream; log whole answers or their text")
+        if ids := self._served_ids(row, choice):
+            return ids
+        message = choice.get("message") or {"content": choice.get("text")}
+        return self._text(_message_texts(row, message), choice.get("finish_reason") == "length")
 
+    def _example(self, row: Row, columns: Mapping[str, Any]) -> Iterable[Sequence[int]]:
+        """Answers of a row in one of the formats that conversations come in."""
+        example = to_example(row, columns, has_template=False)
+        if example.input_ids is not None:
+            check_ids(example.input_ids, self.target, row.place, example.tokenizer_hash)
+            return [list(itertools.compress(example.input_ids, example.loss_mask))]
+        if example.messages is None:
+            return [self._text((example.text or "",), example.is_cut)]
+        texts = [_message_texts(row, message) for message in example.messages if message["role"] == "assistant"]
+        return [self._text(text, example.is_cut and number == len(texts)) for number, text in enumerate(texts, 1)]
 
-def read_answers(row: Row, columns: Mapping[str, Any], target: TargetTokenizer) -> list[ServedAnswer]:
-    """The answers of one row; empty if the request failed. Raises RowError for other rows."""
-    while "choices" not in columns and (inner := _wrapped(columns)):
-        columns = inner
-    if columns.get("choices") is not None:
-        if not isinstance(columns["choices"], list):
-            raise RowError(f"{row.place}: choices holds a {type(columns['choices']).__name__}, not a list")
-        return [_choice(row, choice, target) for choice in columns["choices"]]
-    for name in ID_COLUMNS:
-        if columns.get(name) is not None:
-            return [_served_ids(columns[name], target, row.place)]
-    if isinstance(columns.get("response"), str):
-        return [ServedAnswer(texts=(columns["response"],), ended=columns.get("finish_reason") != "length")]
-    if columns.get("error") is not None:
-        return []
-    return _example(row, columns, target)
+    def _served_ids(self, row: Row, columns: Mapping[str, Any]) -> Sequence[int] | None:
+        ids = next((columns[name] for name in ID_COLUMNS if columns.get(name) is not None), None)
+        if ids is not None:
+            check_ids(ids, self.target, row.place)
+        return ids
+
+    def _text(self, texts: Iterable[str], is_cut: bool) -> list[int]:
+        """Each text tokenised by itself, and unless the answer was cut the token that ends it: the tokenizer's, else
+        the lowest in the generation config."""
+        tokenizer, end_ids = self.target.tokenizer, self.target.end_ids
+        ids = [
+            token for text in texts for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ]
+        if is_cut or not ids or ids[-1] in end_ids:
+            return ids
+        return ids + ([tokenizer.eos_token_id] if tokenizer.eos_token_id in end_ids else sorted(end_ids)[:1])
 
 
 def _wrapped(columns: Mapping[str, Any]) -> dict[str, Any] | None:
     """The object inside the wrapper of a batch file or a log."""
     return next((columns[key] for key in WRAPPERS if isinstance(columns.get(key), dict)), None)
-
-
-def _answer_outcomes(chunk: Sequence[Row], target: TargetTokenizer, options: ConversationOptions) -> Iterator[Outcome]:
-    """Tokenises the texts of many rows in one call, multithreaded by the tokenizer."""
-    read: list[list[ServedAnswer] | Outcome] = [_read_row(row, target, options) for row in chunk]
-    answers = [answer for entry in read if isinstance(entry, list) for answer in entry]
-    texts = [text for answer in answers for text in answer.texts if text]
-    encoded = target.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-    pieces = iter(encoded)
-    for entry in read:
-        yield entry if isinstance(entry, Outcome) else _outcome(entry, pieces, target)
-
-
-def _read_row(row: Row, target: TargetTokenizer, options: ConversationOptions) -> list[ServedAnswer] | Outcome:
-    try:
-        columns = row.columns()
-        if not matches(columns, options.conditions, row.place):
-            return Outcome(status="filtered")
-        answers = read_answers(row, columns, target)
-    except RowError as error:
-        return Outcome(status="bad", detail=str(error))
-    if not any(answer.texts or answer.token_ids for answer in answers):
-        return Outcome(status="dropped", reason="no_answer", detail=f"{row.place}: no text, a tool call or an error")
-    return answers
-
-
-def _outcome(answers: Sequence[ServedAnswer], pieces: Iterator[list[int]], target: TargetTokenizer) -> Outcome:
-    ids: list[int] = []
-    for answer in answers:
-        ids += answer.token_ids or itertools.chain.from_iterable(next(pieces) for text in answer.texts if text)
-        if answer.texts and answer.ended and (not ids or ids[-1] not in target.end_ids):
-            ids += _end_id(target)
-    return Outcome(status="kept", input_ids=np.array(ids, np.int32), loss_mask=np.ones(len(ids), np.bool_))
-
-
-def _end_id(target: TargetTokenizer) -> list[int]:
-    """The token that ends an answer: the tokenizer's, else the lowest in the generation config."""
-    own = target.tokenizer.eos_token_id
-    return [own] if own in target.end_ids else sorted(target.end_ids)[:1]
-
-
-def _choice(row: Row, choice: Any, target: TargetTokenizer) -> ServedAnswer:
-    if not isinstance(choice, dict) or "delta" in choice:
-        raise RowError(f"{row.place}: holds a chunk of a stream; log whole answers or their text")
-    for name in ID_COLUMNS:
-        if choice.get(name):
-            return _served_ids(choice[name], target, row.place)
-    message = choice.get("message") or {"content": choice.get("text")}
-    return ServedAnswer(texts=_message_texts(row, message), ended=choice.get("finish_reason") != "length")
-
-
-def _example(row: Row, columns: Mapping[str, Any], target: TargetTokenizer) -> list[ServedAnswer]:
-    """Answers of a row in one of the formats that conversations come in."""
-    example = to_example(row, columns, has_template=False)
-    ended = not example.is_cut
-    if example.input_ids is not None:
-        check_ids(example.input_ids, target, row.place, example.tokenizer_hash)
-        return [_served_ids(list(itertools.compress(example.input_ids, example.loss_mask)), target, row.place)]
-    if example.messages is None:
-        return [ServedAnswer(texts=(example.text or "",), ended=ended)]
-    turns = [message for message in example.messages if message["role"] == "assistant"]
-    last = len(turns) - 1
-    return [
-        ServedAnswer(texts=_message_texts(row, turn), ended=ended or number < last) for number, turn in enumerate(turns)
-    ]
 
 
 def _message_texts(row: Row, message: Any) -> tuple[str, ...]:
@@ -300,8 +265,3 @@ def _message_texts(row: Row, message: Any) -> tuple[str, ...]:
     except MessageError as error:
         raise RowError(f"{row.place}: {error}") from error
     return tuple(text for text in (reasoning, content) if text)
-
-
-def _served_ids(ids: Any, target: TargetTokenizer, place: str) -> ServedAnswer:
-    check_ids(ids, target, place)
-    return ServedAnswer(token_ids=tuple(ids), ended=False)

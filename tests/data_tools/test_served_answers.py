@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from slipstream.data_tools import tokenization
-from slipstream.data_tools.options import ConversationOptions
+from slipstream.data_tools.options import ConversationOptions, TokenizeOptions
 from slipstream.data_tools.rows import Row, RowError
 from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer
-from slipstream.data_tools.tokenization import tokenize_answers
+from slipstream.data_tools.tokenization import AnswerTokenizer, tokenize_rows
 from slipstream.tests.data_tools.chats import chat
 
 END = "<|im_end|>"
@@ -57,7 +56,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_texts_and_their_ends_are_counted(case: str, target: Path, loaded: TargetTokenizer) -> None:
     columns, expected = CASES[case]
-    (outcome,) = tokenize_answers([row(columns)], loaded, ConversationOptions())
+    (outcome,) = tokenize_rows([row(columns)], AnswerTokenizer(loaded, TokenizeOptions()))
     assert outcome.status == "kept"
     assert outcome.input_ids.tolist() == tokens(target, *expected)
     assert outcome.loss_mask.all()
@@ -70,19 +69,8 @@ def test_token_ids_are_taken_as_they_are(loaded: TargetTokenizer) -> None:
         {"token_ids": [5]},
         {"input_ids": [9, 9, 4, 2], "loss_mask": [0, 0, 1, 1], "tokenizer_hash": loaded.hash},
     ]
-    outcomes = list(tokenize_answers([row(columns) for columns in rows], loaded, ConversationOptions()))
+    outcomes = list(tokenize_rows([row(columns) for columns in rows], AnswerTokenizer(loaded, TokenizeOptions())))
     assert [outcome.input_ids.tolist() for outcome in outcomes] == [[9, 8, 2], [7, 7], [5], [4, 2]]
-
-
-def test_rows_keep_their_order_over_chunks(
-    target: Path, loaded: TargetTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenization, "CHUNK_ANSWERS", 3)
-    rows = [row({"text": f"I am {n}", "kind": "ab"[n % 2]}, n) for n in range(10)]
-    outcomes = list(tokenize_answers(rows, loaded, ConversationOptions(where=("kind=a",), limit=4)))
-    kept = [outcome.input_ids.tolist() for outcome in outcomes if outcome.status == "kept"]
-    assert kept == [tokens(target, f"I am {n}", END) for n in (0, 2, 4, 6)]
-    assert sum(outcome.status == "filtered" for outcome in outcomes) == 3
 
 
 def test_failed_requests_and_tool_calls_are_dropped(loaded: TargetTokenizer) -> None:
@@ -93,7 +81,7 @@ def test_failed_requests_and_tool_calls_are_dropped(loaded: TargetTokenizer) -> 
         {"choices": []},
         {"choices": [choice("")]},
     ]
-    outcomes = list(tokenize_answers([row(columns) for columns in rows], loaded, ConversationOptions()))
+    outcomes = list(tokenize_rows([row(columns) for columns in rows], AnswerTokenizer(loaded, TokenizeOptions())))
     assert [(outcome.status, outcome.reason) for outcome in outcomes] == [("dropped", "no_answer")] * 5
 
 
@@ -114,6 +102,6 @@ def test_failed_requests_and_tool_calls_are_dropped(loaded: TargetTokenizer) -> 
 def test_other_rows_are_named_with_their_place(columns: dict[str, Any], message: str, loaded: TargetTokenizer) -> None:
     rows = [row(columns, 7), row({"text": "Hello"})]
     with pytest.raises(RowError, match=f"log, line 7: .*{message}.* \\(--skip-bad counts such rows instead\\)"):
-        list(tokenize_answers(rows, loaded, ConversationOptions()))
-    skipped = list(tokenize_answers(rows, loaded, ConversationOptions(skip_bad=True)))
+        list(tokenize_rows(rows, AnswerTokenizer(loaded, TokenizeOptions())))
+    skipped = list(tokenize_rows(rows, AnswerTokenizer(loaded, TokenizeOptions(skip_bad=True))))
     assert [outcome.status for outcome in skipped] == ["bad", "kept"]
