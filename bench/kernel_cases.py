@@ -114,50 +114,40 @@ def flashinfer(make: Callable[[Any], Callable[[Any], Any]]) -> dict[str, Callabl
     return {"flashinfer": make(flashinfer)}
 
 
+def over_rows(moved: int, *shape: int, **kernels: Any) -> Case:
+    """Of kernels over tensors (..., rows, channels) in bf16, of which they read and write `moved` values."""
+    return Case(bytes=2 * moved, sets=random(copies(2 * moved, shape[-2]), *shape), **kernels)
+
+
 def norm(rows: int) -> Case:
-    num_bytes = 2 * rows * H * 2
     weight = random(H)
-    return Case(
-        bytes=num_bytes,
-        sets=random(copies(num_bytes, rows), rows, H),
-        ours=lambda x: rms_norm_triton(x, weight, EPS),
-        others=flashinfer(lambda lib: lambda x: lib.norm.rmsnorm(x, weight, EPS))
-        | {"torch": lambda x: F.rms_norm(x, (H,), weight, EPS)},
-    )
+    library = flashinfer(lambda lib: lambda x: lib.norm.rmsnorm(x, weight, EPS))
+    others = library | {"torch": lambda x: F.rms_norm(x, (H,), weight, EPS)}
+    return over_rows(2 * rows * H, rows, H, ours=lambda x: rms_norm_triton(x, weight, EPS), others=others)
 
 
 def add_norm(rows: int) -> Case:
-    num_bytes = 4 * rows * H * 2
     weight = random(H)
-    return Case(
-        bytes=num_bytes,
-        sets=random(copies(num_bytes, rows), 2, rows, H),
-        ours=lambda pair: add_rms_norm_triton(*pair, weight, EPS),
-        others=flashinfer(lambda lib: lambda pair: lib.norm.fused_add_rmsnorm(*pair, weight, EPS))
-        | {"torch": lambda pair: F.rms_norm(pair[0] + pair[1], (H,), weight, EPS)},
-    )
+    library = flashinfer(lambda lib: lambda pair: lib.norm.fused_add_rmsnorm(*pair, weight, EPS))
+    others = library | {"torch": lambda pair: F.rms_norm(pair[0] + pair[1], (H,), weight, EPS)}
+    return over_rows(4 * rows * H, 2, rows, H, ours=lambda pair: add_rms_norm_triton(*pair, weight, EPS), others=others)
 
 
 def norm_pair(rows: int) -> Case:
-    num_bytes = 4 * rows * H * 2
     weights = (random(H), random(H))
 
     def in_torch(pair: Tensor) -> Tensor:
         return torch.cat([F.rms_norm(x, (H,), weight, EPS) for x, weight in zip(pair, weights, strict=True)], dim=-1)
 
-    return Case(
-        bytes=num_bytes,
-        sets=random(copies(num_bytes, rows), 2, rows, H),
-        ours=lambda pair: rms_norm_pair_triton(*pair, weights, EPS),
-        others={"torch": in_torch},
-    )
+    def ours(pair: Tensor) -> Tensor:
+        return rms_norm_pair_triton(*pair, weights, EPS)
+
+    return over_rows(4 * rows * H, 2, rows, H, ours=ours, others={"torch": in_torch})
 
 
 def activation(rows: int) -> Case:
-    num_bytes = 3 * rows * INTERMEDIATE * 2
     others = flashinfer(lambda lib: lib.activation.silu_and_mul) | {"torch": silu_mul.reference}
-    sets = random(copies(num_bytes, rows), rows, 2 * INTERMEDIATE)
-    return Case(bytes=num_bytes, sets=sets, ours=silu_mul_triton, others=others)
+    return over_rows(3 * rows * INTERMEDIATE, rows, 2 * INTERMEDIATE, ours=silu_mul_triton, others=others)
 
 
 def rope(rows: int, normed: bool) -> Case:

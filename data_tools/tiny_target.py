@@ -27,7 +27,13 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    get_cosine_schedule_with_warmup,
+)
 
 from slipstream.config import parse
 from slipstream.data_tools.options import check_at_least
@@ -227,12 +233,6 @@ def build_optimizer(model: Qwen3ForCausalLM, options: Options) -> torch.optim.Ad
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
-def learning_rate_factor(step: int, warmup_steps: int, num_steps: int) -> float:
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, num_steps - warmup_steps)))
-
-
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
     """Writes weights (bfloat16), configs and tokenizer into `output`, each file whole or not at all."""
     with tempfile.TemporaryDirectory(dir=output, prefix=".saving-") as folder:
@@ -253,10 +253,7 @@ def train(options: Options) -> None:
     model = build_model(tokenizer, options.seed)
     model.to(device)  # type: ignore[arg-type]  # transformers hides torch's own signature
     optimizer = build_optimizer(model, options)
-    warmup_steps = min(options.warmup_steps, num_steps // 2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: learning_rate_factor(step, warmup_steps, num_steps)
-    )
+    scheduler = get_cosine_schedule_with_warmup(optimizer, min(options.warmup_steps, num_steps // 2), num_steps)
     output = Path(options.output)
     output.mkdir(parents=True, exist_ok=True)
     log = output / "training_log.jsonl"

@@ -81,12 +81,8 @@ def test_a_block_draft_reads_five_states_of_which_some_are_its_own(small: tuple[
 def test_the_big_block_draft_has_five_layers_of_the_targets_sizes() -> None:
     draft = small_dflash(sliding_window=100, windowed_layers=(1,), block_size=16)
     config = draft.big_config(SHAPES["llama31-8b"], target="somewhere")
-    with torch.device("meta"):
-        shapes = {name: list(tensor.shape) for name, tensor in DFlash(config).state_dict().items()}
-    assert shapes["fc.weight"] == [4096, 5 * 4096]
-    assert [shapes[f"layers.{layer}.self_attn.qkv_proj.weight"] for layer in range(5)] == [[48 * 128, 4096]] * 5
-    assert shapes["layers.4.mlp.down_proj.weight"] == [4096, 14336]
-    assert not {"layers.5.mlp.down_proj.weight", "d2t", "t2d"} & shapes.keys()
+    assert (config.num_layers, config.hidden_size, config.intermediate_size) == (5, 4096, 14336)
+    assert (config.num_heads, config.num_kv_heads) == (32, 8)
     assert (config.vocab_size, config.draft_vocab_size, config.target_num_layers) == (128256, None, 32)
     assert (config.block_size, config.mask_token_id, config.target) == (16, 9, "somewhere")
     assert places(3, 5) == {0: 0, 1: 1, 3: 2}
@@ -96,12 +92,8 @@ def test_the_big_block_draft_has_five_layers_of_the_targets_sizes() -> None:
 
 def test_the_big_draft_is_an_eagle3_head_of_the_targets_sizes() -> None:
     config = small_eagle3().big_config(SHAPES["llama31-8b"], target="somewhere")
-    with torch.device("meta"):
-        shapes = {name: list(tensor.shape) for name, tensor in Eagle3(config).state_dict().items()}
-    assert shapes["fc.weight"] == [4096, 3 * 4096]
-    assert shapes["midlayer.self_attn.qkv_proj.weight"] == [(32 + 8 + 8) * 128, 8192]
-    assert shapes["midlayer.mlp.down_proj.weight"] == [4096, 14336]
-    assert shapes["lm_head.weight"] == [32000, 4096]
+    assert (config.hidden_size, config.target_hidden_size, config.intermediate_size) == (4096, 4096, 14336)
+    assert (config.num_heads, config.num_kv_heads, config.draft_vocab_size) == (32, 8, 32000)
     assert (config.rms_norm_eps, config.target, config.head_dim) == (1e-6 / 16, "somewhere", 128)
     assert config.rope == load_config(TINY).rope
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from datasets import load_from_disk
 
 from slipstream.data_tools import frequency_map, prepare
@@ -116,17 +115,6 @@ def test_merged_maps_add_their_counts_in_any_order(tmp_path: Path, data: Path) -
     again = run(tmp_path, "--merge", *reversed(parts), "--size", 40)
     assert again.metadata == merged.metadata
     assert merged.metadata["data_hash"] != TokenMap.read(parts[0]).metadata["data_hash"]
-
-
-def test_public_files(tmp_path: Path, data: Path) -> None:
-    files = ("--sglang-pt", tmp_path / "sglang.pt", "--fr-spec", tmp_path / "fr_spec.pt")
-    token_map = run(tmp_path, "--data", data / "prepared", "--size", 40, *files)
-    counts = counter(data / "prepared", "train")
-    sglang = torch.load(tmp_path / "sglang.pt", weights_only=True)
-    assert sglang.tolist() == token_map.ids.tolist() == chosen(counts, 40)
-    others = set(chosen(counts, 40)) - set(SPECIAL)
-    by_count = SPECIAL + sorted(others, key=lambda token: (-counts[token], token))
-    assert torch.load(tmp_path / "fr_spec.pt", weights_only=True) == by_count
 
 
 def write_tokens(path: Path, ids: list[int]) -> None:
