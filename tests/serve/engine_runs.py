@@ -15,6 +15,7 @@ from slipstream.serve.request import FinishReason, Output, Request, RequestStats
 
 VOCAB = 120  # of the tiny targets
 Nodes = tuple[list[int], list[int], list[float]]  # tokens, parents and scores of a proposal
+Oracle = Callable[[list[int], Request], Nodes]  # of a text
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "plain": {"temperature": 1.0},
@@ -82,9 +83,7 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, Answer]:
     return answers
 
 
-def run_checked(
-    engine: Engine, oracle: Callable[[list[int], Request], Nodes], requests: list[Request]
-) -> dict[str, Answer]:
+def run_checked(engine: Engine, oracle: Oracle, requests: list[Request]) -> dict[str, Answer]:
     """As `run`. After every step each decoding request's stored proposal and its scores must be the oracle's for its
     text."""
     answers: dict[str, Answer] = {}
@@ -110,6 +109,19 @@ def run_checked(
     engine.drafter.propose = propose
     engine.scheduler.check()
     return answers
+
+
+def check_prefix_hits(engine: Engine, oracle: Oracle, usable: tuple[int, int, int]) -> None:
+    """`run_checked` with a prompt of 40 tokens, then with prompts that have in common with it, or with its answer, all
+    of it, 32 and 50 tokens, of which pages may hold the first `usable`."""
+    prompt = random_prompt(40, 1)
+    first = run_checked(engine, oracle, [make_request("first", prompt)])
+    longer = prompt + first["first"].tokens[:10]
+    variants = prompt, prompt[:32] + random_prompt(9, 2), longer + random_prompt(3, 3)
+    for variant, count in zip(variants, usable, strict=True):
+        answers = run_checked(engine, oracle, [make_request("next", variant)])
+        page_size = engine.config.page_size
+        assert answers["next"].counts.cached_tokens == count // page_size * page_size
 
 
 def texts_of(target: Path, requests: list[Request]) -> list[tuple[int, list[int]]]:

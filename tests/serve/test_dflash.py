@@ -23,7 +23,6 @@ from slipstream.serve.batch import Batch, PassRows, Proposal, RequestState, Veri
 from slipstream.serve.drafters.base import build_options, find_drafter
 from slipstream.serve.drafters.dflash import Drafter
 from slipstream.serve.engine import Engine
-from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.serve.round import accepted_rows
 from slipstream.tests.naive_dflash import NaiveDFlash
@@ -34,6 +33,7 @@ from slipstream.tests.serve.engine_runs import (
     Nodes,
     acceptance,
     build_engine,
+    check_prefix_hits,
     collect,
     make_request,
     random_prompt,
@@ -42,7 +42,6 @@ from slipstream.tests.serve.engine_runs import (
     texts_of,
     tokens_of,
 )
-from slipstream.tests.serve.played_graphs import PlayingEngine
 
 OURS = "prefill=sdpa,verify=triton,draft=triton"  # on the CPU their kernels' references
 MakeDraft = Callable[[str, str], Path]
@@ -156,14 +155,7 @@ def test_proposals_after_a_prefix_hit_equal_the_oracle(
 ) -> None:
     """KV of a slot depends on nothing behind it, so a hit may end anywhere before the last token."""
     target, draft = make_target("qwen3"), make_draft("qwen3", "plain")
-    engine, oracle = build_engine(target, draft, page_size=page_size), Oracle(target, draft, 4)
-    prompt = random_prompt(40, 1)
-    first = run_checked(engine, oracle, [make_request("first", prompt)])
-    longer = prompt + first["first"].tokens[:10]
-    variants = ((prompt, 39), (prompt[:32] + random_prompt(9, 2), 32), (longer + random_prompt(3, 3), 50))
-    for variant, num_shared in variants:
-        answers = run_checked(engine, oracle, [make_request("next", variant)])
-        assert answers["next"].counts.cached_tokens == num_shared // page_size * page_size
+    check_prefix_hits(build_engine(target, draft, page_size=page_size), Oracle(target, draft, 4), (39, 32, 50))
 
 
 def test_proposals_after_preemption_equal_the_oracle(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
@@ -202,22 +194,6 @@ def test_behind_trees_of_ngrams_the_network_proposes_the_same(
                     assert proposed[sequence.row] == tokens
         assert tokens_of(answers) == expected
     assert max(len(answer.starts) for answer in answers.values()) < 8, "n-grams were accepted"
-
-
-@pytest.mark.parametrize("draft_options", [{}, {"full_block": True}])
-def test_widths_that_follow_the_load_change_no_token(
-    draft_options: dict[str, Any], make_target: Callable[[str], Path], make_draft: MakeDraft
-) -> None:
-    """Rounds as they are captured: padded batches, widths 1, 2 and 4 by load, passes in flight."""
-    target, draft = make_target("qwen3"), make_draft("qwen3", "windows")
-    requests = requests_of(lengths=tuple(range(3, 21)), max_tokens=30, ignore_eos=True)
-    expected = tokens_of(run(build_engine(target, kv_cache_tokens=4096), requests))
-    options: dict[str, Any] = {"max_running": 16, "kv_cache_tokens": 700, "page_size": 1, "drafter": draft_options}
-    engine = PlayingEngine(EngineConfig(target=str(target), draft=str(draft), **options))
-    answers = run(engine, requests)
-    assert tokens_of(answers) == expected
-    assert acceptance(answers) > 0
-    assert len({width for _, width, _ in engine.executor.graphs.num_rounds}) > 1  # type: ignore[union-attr]
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import pytest
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.serve.widths import WidthPolicy
+from slipstream.tests.random_drafts import save_random_dflash
 from slipstream.tests.serve.engine_runs import (
     build_engine,
     kinds_of_requests,
@@ -45,29 +46,39 @@ def traffic(target: Path) -> tuple[dict[str, Request], dict[str, list[int]]]:
     return kinds, tokens_of(run_all(build_engine(target, kv_cache_tokens=4096), list(kinds.values())))
 
 
+@pytest.fixture(scope="module")
+def drafts(target: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By drafter: what `--draft` is."""
+    folder = tmp_path_factory.mktemp("drafts") / "dflash"
+    save_random_dflash(target, folder, sliding_window=6, windowed_layers=(0, 1))
+    return {"none": "none", "ngram": "ngram", "eagle3": str(draft), "dflash": str(folder)}
+
+
 @pytest.mark.parametrize("num_requests", [64, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("drafter", "options"),
     [
         ("none", {}),
-        ("draft", {}),
-        ("draft", {"depth": 4, "topk": 2, "nodes": 8}),
-        ("draft", {"ngram_first": 2}),
-        ("draft", {"ngram_first": 2, "topk": 2, "nodes": 6}),
+        ("eagle3", {}),
+        ("eagle3", {"depth": 4, "topk": 2, "nodes": 8}),
+        ("eagle3", {"ngram_first": 2}),
+        ("eagle3", {"ngram_first": 2, "topk": 2, "nodes": 6}),
         ("ngram", {"nodes": 9}),
+        ("dflash", {}),
+        ("dflash", {"full_block": True}),
     ],
-    ids=["none", "eagle3", "eagle3 tree", "mixed", "mixed tree", "ngram"],
+    ids=["none", "eagle3", "eagle3 tree", "mixed", "mixed tree", "ngram", "dflash", "dflash, whole blocks"],
 )
 def test_mixed_traffic_with_aborts_and_preemption(
     drafter: str,
     options: dict[str, Any],
     num_requests: int,
     target: Path,
-    draft: Path,
+    drafts: dict[str, str],
     traffic: tuple[dict[str, Request], dict[str, list[int]]],
 ) -> None:
     rng, (kinds, expected) = random.Random(1), traffic
-    config = {"draft": str(draft) if drafter == "draft" else drafter, "drafter": options}
+    config = {"draft": drafts[drafter], "drafter": options}
     engine = PlayingEngine(
         EngineConfig(target=str(target), max_running=24, kv_cache_tokens=900, page_size=1, **config)  # type: ignore[arg-type]
     )
