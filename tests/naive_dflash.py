@@ -1,15 +1,14 @@
 """A DFLASH draft written out from its public files, in fp64, with nothing kept between blocks: the tests' oracle."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream.kernels.sampling import gumbel
+from slipstream.tests.naive_eagle3 import NaiveLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +20,13 @@ class Block:
     states: Tensor  # (n, H) normed: what the target's head reads
 
 
-class NaiveDFlash:
+class NaiveDFlash(NaiveLayers):
     """`embeddings` and `head` (V, H) are the target's. Plain rotary embedding only."""
 
     def __init__(self, folder: Path, embeddings: Tensor, head: Tensor) -> None:
-        self.config = json.loads((folder / "config.json").read_text())
-        tensors = load_file(folder / "model.safetensors")
-        self.weights = {key: tensor.double() for key, tensor in tensors.items() if tensor.is_floating_point()}
         self.target_ids = torch.arange(len(head))
-        if "d2t" in tensors:
-            self.target_ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
-        self.embeddings, self.head = embeddings.double(), head.double()
+        super().__init__(folder, embeddings)
+        self.head = head.double()
 
     def block(self, features: Tensor, anchor: int, slots: int) -> Block:
         """The block after features (a, K * H) of the a tokens before `anchor`, which has position a."""
@@ -70,7 +65,7 @@ class NaiveDFlash:
         q = self._norm(self._project(x, f"{name}.q_proj").view(n, -1, size), f"{name}.q_norm")
         k = self._norm(self._project(rows, f"{name}.k_proj").view(a + n, -1, size), f"{name}.k_norm")
         v = self._project(rows, f"{name}.v_proj").view(a + n, -1, size)
-        q, k = self._turn(q, a), self._turn(k, 0)
+        q, k = self._turn(q, a), self._turn(k)
         keys, queries = torch.arange(a + n)[None], torch.arange(a, a + n)[:, None]
         hidden = torch.zeros(n, a + n, dtype=torch.bool)
         if self.config["layer_types"][layer] == "sliding_attention":
@@ -79,18 +74,3 @@ class NaiveDFlash:
         scores = torch.einsum("nhd,shd->hns", q, k) / math.sqrt(size)
         outputs = torch.einsum("hns,shd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
         return self._project(outputs.flatten(1), f"{name}.o_proj")
-
-    def _turn(self, x: Tensor, start: int) -> Tensor:
-        """Rotates x (n, heads, D): row i by start + i times the angle of each pair of components (j, j + D / 2)."""
-        half = x.shape[-1] // 2
-        frequencies = self.config["rope_theta"] ** (-torch.arange(half).double() / half)
-        angles = torch.outer(torch.arange(start, start + len(x)).double(), frequencies)[:, None]
-        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat((turned.real, turned.imag), dim=-1)
-
-    def _project(self, x: Tensor, name: str) -> Tensor:
-        return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", torch.zeros(()))
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
-        return x * scale * self.weights[f"{name}.weight"]

@@ -11,10 +11,9 @@ from torch import Tensor
 from slipstream.kernels.sampling import gumbel
 
 
-class NaiveEagle3:
-    """`embeddings` (V, H) are the target's. Plain rotary embedding only."""
+class NaiveLayers:
+    """A draft's public files in fp64, and what all drafts compute from them alike."""
 
-    attention = "midlayer.self_attn"
     target_ids: Tensor
 
     def __init__(self, folder: Path, embeddings: Tensor) -> None:
@@ -24,6 +23,27 @@ class NaiveEagle3:
         if "d2t" in tensors:
             self.target_ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
         self.embeddings = embeddings.double()
+
+    def _turn(self, x: Tensor, start: int = 0) -> Tensor:
+        """Rotates x (n, heads, D): row i by start + i times the angle of each pair of components (j, j + D / 2)."""
+        half = x.shape[-1] // 2
+        frequencies = self.config["rope_theta"] ** (-torch.arange(half).double() / half)
+        angles = torch.outer(torch.arange(start, start + len(x)).double(), frequencies)[:, None]
+        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    def _project(self, x: Tensor, name: str) -> Tensor:
+        return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", torch.zeros(()))
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        return x * scale * self.weights[f"{name}.weight"]
+
+
+class NaiveEagle3(NaiveLayers):
+    """`embeddings` (V, H) are the target's. Plain rotary embedding only."""
+
+    attention = "midlayer.self_attn"
 
     def fuse(self, features: Tensor) -> Tensor:
         return features.double() @ self.weights["fc.weight"].T
@@ -104,18 +124,3 @@ class NaiveEagle3:
             scores = scores.masked_fill(torch.arange(n)[None] > torch.arange(n)[:, None], -torch.inf)
             outputs.append(scores.softmax(-1) @ v[:, shared])
         return self._project(torch.cat(outputs, dim=-1), f"{name}.o_proj")
-
-    def _turn(self, x: Tensor) -> Tensor:
-        """Rotates x (n, heads, D): row i by i times the angle of each pair of components (j, j + D / 2)."""
-        half = x.shape[-1] // 2
-        frequencies = self.config["rope_theta"] ** (-torch.arange(half).double() / half)
-        angles = torch.outer(torch.arange(len(x)).double(), frequencies)[:, None]
-        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat((turned.real, turned.imag), dim=-1)
-
-    def _project(self, x: Tensor, name: str) -> Tensor:
-        return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", torch.zeros(()))
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
-        return x * scale * self.weights[f"{name}.weight"]

@@ -55,7 +55,9 @@ def config(make_target: Callable[[str], Path]) -> Callable[..., DFlashConfig]:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"block_size": 1}, "block_size is 1; it must be between 2 and 64"),
         ({"block_size": 65}, "block_size is 65; it must be between 2 and 64"),
+        ({"mask_token_id": 120}, "mask_token_id is 120; the target has 120 tokens"),
         ({"mask_token_id": -1}, "mask_token_id is -1; the target has 120 tokens"),
         ({"draft_vocab_size": 0}, "draft_vocab_size is 0; the target has 120 tokens"),
         ({"feature_layers": ()}, r"feature_layers is \[\]; name distinct states"),
@@ -227,7 +229,6 @@ LAYERS = "layer_types"
     [
         ({"dflash_config": {"target_layer_ids": [0, 2]}}, r"lacks dflash_config.mask_token_id; .*<\|MASK\|>"),
         ({"dflash_config": {"mask_token": "<m>"}}, "lacks dflash_config.mask_token_id; enter the target's id of <m>"),
-        ({"dflash_config": {"mask_token_id": 120}}, "mask_token_id is 120; the target has 120 tokens"),
         ({"dflash_config": {"mask_token_id": 7}}, "fc.weight has 64 columns, for 2 target states of 32, .* means 3"),
         (
             {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1]}},
@@ -237,8 +238,6 @@ LAYERS = "layer_types"
             {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 5]}},
             r"feature_layers is \[1, 5\]; name distinct states 0..3 \(layer outputs\) or 4",
         ),
-        ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [2, 2]}}, "name distinct states"),
-        ({"block_size": 1}, "block_size is 1; it must be between 2 and 64"),
         ({"block_size": None}, "lacks block_size, the tokens of the blocks that the draft was trained on"),
         ({"dflash_config": {"mask_token_id": 7, "block_size": 4}}, "block_size is 8 and, in dflash_config, 4"),
         ({"vocab_size": 130}, "vocab_size is 130 in the draft and 120 in the target; serve the target it was trained"),
