@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
-from slipstream.models.config import ModelConfig
 from slipstream.models.dflash import DFlash, default_mask_token
 from slipstream.models.draft import load_draft
+from slipstream.models.target import load_config
+from slipstream.models.token_map import TokenMap
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.tests.train.runs import assert_like_run, assert_same_run, records
 from slipstream.train.dflash import main
@@ -31,8 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, flags: Callable[..., list
 
 
 def test_a_run_leaves_servable_checkpoints(finished: Path, target_path: Path) -> None:
-    target = ModelConfig.from_hf(AutoConfig.from_pretrained(target_path))
-    config = load_draft(DFlash, finished / "best", target, torch.float32, torch.device("cpu")).config
+    config = load_draft(DFlash, finished / "best", load_config(target_path), None, torch.device("cpu")).config
     assert (config.block_size, config.num_layers, config.feature_layers) == (5, 2, (2, 0, 4))
     assert (config.draft_vocab_size, config.target) == (DRAFT_VOCAB_SIZE, str(target_path))
     lines = records(finished)
@@ -61,6 +61,15 @@ def test_accumulation_equals_a_bigger_batch(tmp_path: Path, flags: Callable[...,
 def test_windowed_drafts_are_trained(tmp_path: Path, flags: Callable[..., list[str]]) -> None:
     main(flags(tmp_path, optim__steps=2, draft__sliding_window=4, draft__num_layers=3))
     assert records(tmp_path)[-1]["eval_accept_length"] >= 1
+
+
+def test_a_map_of_the_whole_vocabulary_is_left_out(
+    tmp_path: Path, target_path: Path, flags: Callable[..., list[str]]
+) -> None:
+    TokenMap.build(torch.ones(120, dtype=torch.int64), 120, [], {}).write(tmp_path / "map.safetensors")
+    main(flags(tmp_path / "run", optim__steps=1, draft__vocabulary=tmp_path / "map.safetensors"))
+    draft = load_draft(DFlash, tmp_path / "run" / "best", load_config(target_path), None, torch.device("cpu"))
+    assert draft.target_ids is None
 
 
 def test_a_mask_token_is_found(target_path: Path) -> None:
