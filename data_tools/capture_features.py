@@ -70,8 +70,8 @@ class CaptureConfig:
     """Tokens in a pass of the target, padding included."""
     shard_gb: float = 2.0
     """Size of a file; a killed process loses at most one. Memory holds two."""
-    shards: str = ""
-    """Capture only these shards, again: numbers such as 3,7."""
+    shards: tuple[int, ...] = ()
+    """Capture only these shards, again, by their numbers."""
     verify: bool = False
     """Read all shards, compare their checksums, and write nothing."""
     yes: bool = False
@@ -83,12 +83,6 @@ class CaptureConfig:
         check_at_least(self, 1, "batch_tokens", "train_documents", "heldout_documents")
         if self.shard_gb <= 0:
             raise ValueError(f"shard_gb is {self.shard_gb}; give a positive number such as 2")
-        if not all(number.strip().isdecimal() for number in self.shards.split(",") if self.shards):
-            raise ValueError(f"shards is {self.shards!r}; write numbers with commas, such as 3,7")
-
-    @property
-    def chosen_shards(self) -> list[int]:
-        return sorted({int(number) for number in self.shards.split(",")}) if self.shards else []
 
     def command(self) -> str:
         """The command line of this capture, without the options that may change when it is continued."""
@@ -138,9 +132,9 @@ def capture_features(config: CaptureConfig) -> None:
     if config.verify:
         verify_all(FeatureStore(output))
         return
-    if config.chosen_shards and config.chosen_shards[-1] >= len(index.shards):
-        raise ValueError(f"shards is {config.shards}; there are shards 0 to {len(index.shards) - 1}")
-    job = Job(config, splits, index, config.chosen_shards or index.missing(output))
+    if not set(config.shards) <= set(range(len(index.shards))):
+        raise ValueError(f"shards is {list(config.shards)}; there are shards 0 to {len(index.shards) - 1}")
+    job = Job(config, splits, index, sorted(set(config.shards)) or index.missing(output))
     if job.pending:
         check_working_folder(config.output, {"data": [config.data], "target": [config.target]})
     accelerator.wait_for_everyone()  # shards appear from here on

@@ -157,8 +157,7 @@ def test_a_disk_without_room_is_noticed_before_the_target_is_loaded(
     [
         ({"dtype": "bf16"}, "holds features with another format, shards; give the options they were captured with"),
         ({"max-length": 30}, "another max_length, shards"),
-        ({"shards": "99"}, "shards is 99; there are shards 0 to"),
-        ({"shards": "3;4"}, "shards is '3;4'; write numbers with commas"),
+        ({"shards": "[2, 99]"}, "shards is [2, 99]; there are shards 0 to"),
         ({"layers": "[5]"}, "feature_layers is [5]; name distinct states 0..3"),
         ({"max-length": 1}, "max_length is 1; give at least 2"),
         ({"target": ""}, "target is empty"),

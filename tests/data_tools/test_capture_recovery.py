@@ -137,7 +137,7 @@ def test_a_damaged_shard_is_named_and_made_anew_alone(
     words = shlex.split(command)[2:]
     assert words[-3:] == ["--shards", "2", "--yes"]
     words[words.index("--output") + 1] = str(tmp_path)  # the folder was copied
-    words[-2] = "2,4"
+    words[-2] = "[4, 2]"
     main(words)
     assert shards(tmp_path) == shards(captured)
     del others[shard_path(tmp_path, 2)]
