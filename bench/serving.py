@@ -43,11 +43,12 @@ from slipstream.bench.host_clock import HostClock
 from slipstream.bench.lines import Lines, origin, read_lines, table
 from slipstream.bench.server import flags, running_server
 from slipstream.bench.serving_run import Run, pool, run_http, run_offline
-from slipstream.bench.workload import KINDS, Task, Workload, read_levels
+from slipstream.bench.workload import KINDS, Task, Workload
 from slipstream.data_tools.options import check_at_least, run
 from slipstream.models.checkpoint import is_checkpoint, resolve
 from slipstream.models.pretrained import load_tokenizer
 from slipstream.serve.engine import Engine
+from slipstream.serve.load import read_levels
 from slipstream.serve.options import EngineConfig, find_target
 
 WARMUP_TASKS = 2

@@ -102,14 +102,6 @@ class Workload:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def read_levels(concurrency: str) -> list[int]:
-    """The option "1,8,32" of several programs. Raises ValueError for anything but positive numbers."""
-    levels = concurrency.split(",")
-    if not all(level.strip().isdigit() and int(level) > 0 for level in levels):
-        raise ValueError(f"concurrency is {concurrency!r}; give positive numbers separated by commas")
-    return [int(level) for level in levels]
-
-
 def final_number(text: str) -> Decimal | None:
     """The first number after the last "####", else the last number of the text, else None."""
     _, mark, rest = text.rpartition(MARK)

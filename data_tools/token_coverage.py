@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from slipstream.models.atomic import atomic_file
-from slipstream.models.token_map import TokenMap, ranking
+from slipstream.models.token_map import TokenMap, coverage_curve
 
 SOFTWARE = "slipstream frequency-map"  # in the file's metadata, by which is_coverage_plot knows it
 BAR_WIDTH = 30
@@ -45,13 +45,6 @@ def check_accept_rates(accept_rates: Sequence[float]) -> None:
         )
 
 
-def coverage_curve(token_map: TokenMap) -> np.ndarray:
-    """(V + 1,) float64: entry n is the share of the counted tokens that the map of n tokens holds."""
-    counts = token_map.counts.numpy()
-    covered = np.cumsum(counts[ranking(counts, token_map.kept_ids)])
-    return np.concatenate(([0.0], covered / covered[-1]))
-
-
 def coverage_table(token_map: TokenMap, accept_rates: Sequence[float] = ACCEPT_RATES) -> str:
     """The coverage curve with bars, what each size costs in accept length, and what the chosen size covers."""
     size, metadata = len(token_map.ids), token_map.metadata
@@ -76,7 +69,7 @@ def coverage_table(token_map: TokenMap, accept_rates: Sequence[float] = ACCEPT_R
 
 def plot_coverage(token_map: TokenMap, path: Path, accept_rates: Sequence[float] = ACCEPT_RATES) -> None:
     """Writes a PNG: share of the answer tokens covered and of the accept length kept, by size of the map."""
-    curve, size = coverage_curve(token_map), len(token_map.ids)
+    curve, size = coverage_curve(token_map.counts, token_map.kept_ids), len(token_map.ids)
     smallest = max(len(token_map.kept_ids), token_map.vocab_size // 256, 1)
     sizes = np.unique(np.geomspace(smallest, token_map.vocab_size, PLOTTED_SIZES).astype(np.int64))
     full = expected_accept_length(accept_rates, 1.0)

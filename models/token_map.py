@@ -72,10 +72,9 @@ class TokenMap:
                 f"size is {size}; it must hold the {len(kept)} special and added tokens and be at most the "
                 f"vocabulary of {vocab_size}"
             )
-        order = ranking(counts.numpy(), kept)
-        covered = np.cumsum(counts.numpy()[order]) / tokens_seen
+        order, covered = ranking(counts.numpy(), kept), coverage_curve(counts, kept)
         sizes = [n for n in reported_sizes(vocab_size, size) if n >= len(kept)]
-        coverage = {str(n): round(float(covered[n - 1]), 6) for n in sizes}
+        coverage = {str(n): round(float(covered[n]), 6) for n in sizes}
         described = {**metadata, "kept_ids": kept, "tokens_seen": tokens_seen, "coverage": coverage}
         return cls(torch.from_numpy(np.sort(order[:size])), counts, described)
 
@@ -277,6 +276,12 @@ def reported_sizes(vocab_size: int, size: int) -> list[int]:
         sizes.add(power)
         power *= 2
     return sorted(sizes)
+
+
+def coverage_curve(counts: Tensor, kept_ids: list[int]) -> np.ndarray:
+    """(V + 1,) float64: entry n is the share of the tokens counted (V,) that the map of n tokens holds."""
+    covered = np.cumsum(counts.numpy()[ranking(counts.numpy(), kept_ids)])
+    return np.concatenate(([0.0], covered / covered[-1]))
 
 
 def ranking(counts: np.ndarray, kept: list[int]) -> np.ndarray:

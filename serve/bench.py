@@ -17,7 +17,7 @@ from typing import Any
 
 from slipstream.config import parse
 from slipstream.models.messages import read_messages
-from slipstream.serve.load import LoadResult, Prompt, run_load
+from slipstream.serve.load import LoadResult, Prompt, read_levels, run_load
 
 COLUMNS = (  # heading, key of the summary, factor
     ("conc", "concurrency", 1),
@@ -62,8 +62,7 @@ class BenchConfig:
     """Request answers of exactly max_tokens; not every server supports this."""
 
     def __post_init__(self) -> None:
-        if not all(level.strip().isdigit() and int(level) > 0 for level in self.concurrency.split(",")):
-            raise ValueError(f"concurrency is {self.concurrency!r}; give positive numbers separated by commas")
+        read_levels(self.concurrency)
         if self.num_prompts < 1:
             raise ValueError(f"num_prompts is {self.num_prompts}; it must be at least 1")
 
@@ -136,13 +135,13 @@ def measure(config: BenchConfig) -> list[LoadResult]:
             config.base_url,
             prompts,
             model=config.model,
-            concurrency=int(level),
+            concurrency=level,
             num_warmup=config.num_warmup,
             stream=config.stream,
             each=seeds,
             **fields,
         )
-        for level in config.concurrency.split(",")
+        for level in read_levels(config.concurrency)
     ]
 
 

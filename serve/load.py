@@ -164,6 +164,14 @@ def run_load(
     return asyncio.run(run())
 
 
+def read_levels(concurrency: str) -> list[int]:
+    """The option "1,8,32" of load programs. Raises ValueError for anything but positive numbers."""
+    levels = concurrency.split(",")
+    if not all(level.strip().isdigit() and int(level) > 0 for level in levels):
+        raise ValueError(f"concurrency is {concurrency!r}; give positive numbers separated by commas")
+    return [int(level) for level in levels]
+
+
 async def first_model(client: aiohttp.ClientSession, root: str) -> str:
     try:
         async with client.get(f"{root}/v1/models", raise_for_status=True) as response:

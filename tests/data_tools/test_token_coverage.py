@@ -3,21 +3,8 @@
 import random
 
 import pytest
-import torch
 
-from slipstream.data_tools.token_coverage import check_accept_rates, coverage_curve, expected_accept_length
-from slipstream.models.token_map import TokenMap
-
-KEPT = [0, 63]
-
-
-def test_the_curve_is_that_of_maps_built_at_every_size() -> None:
-    counts = torch.tensor([random.Random(token).randrange(9) for token in range(64)])
-    curve = coverage_curve(TokenMap.build(counts, 20, KEPT, {}))
-    assert len(curve) == 65
-    assert curve[0] == 0.0
-    for size in range(len(KEPT), 65):
-        assert curve[size] == pytest.approx(TokenMap.build(counts, size, KEPT, {}).coverage)
+from slipstream.data_tools.token_coverage import check_accept_rates, expected_accept_length
 
 
 def test_the_expected_loss_is_that_of_a_draft_whose_tokens_fall_out_of_the_map_by_chance() -> None:

@@ -8,7 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.models.token_map import TokenMap, check_stop_ids, check_tokenizer, read_token_map, reported_sizes
+from slipstream.models.token_map import (
+    TokenMap,
+    check_stop_ids,
+    check_tokenizer,
+    coverage_curve,
+    read_token_map,
+    reported_sizes,
+)
 
 SPECIAL = [0, 1, 63]
 
@@ -46,6 +53,10 @@ def test_coverage_curve_is_that_of_the_maps_of_each_size() -> None:
     assert list(curve) == ["700", "1024", "2048", "3000"]
     for size, share in curve.items():
         assert share == pytest.approx(build(counts, int(size), SPECIAL).coverage, abs=1e-6)
+    shares = coverage_curve(torch.tensor(counts[:64]), SPECIAL)
+    assert (len(shares), shares[0]) == (65, 0.0)
+    for size in range(len(SPECIAL), 65):
+        assert shares[size] == pytest.approx(build(counts[:64], size, SPECIAL).coverage)
     assert reported_sizes(4096, 1024) == [1024, 2048, 4096]
 
 
