@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
+from slipstream.kernels.launch import Op, pdl_options, use_triton, wait_for_inputs
 from slipstream.kernels.sampling import MAX_K, NO_SCORE, rank_column, score_order, score_rank
 
 
@@ -124,7 +124,7 @@ def grow(
     )
 
 
-@grow.kernel()
+@grow.kernel(when=lambda candidates, *_: use_triton(candidates.scores))
 def grow_triton(
     candidates: Candidates,
     frontier: Frontier | None,
@@ -177,7 +177,7 @@ def choose(candidates: Candidates, roots: Tensor, count: int) -> tuple[Tensor, T
     )
 
 
-@choose.kernel()
+@choose.kernel(when=lambda candidates, *_: use_triton(candidates.scores))
 def choose_triton(candidates: Candidates, roots: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """One launch, a program per request."""
     B, P = candidates.scores.shape

@@ -20,14 +20,14 @@ R = TypeVar("R")
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
 
-def on_gpu(*args: Any, **_: Any) -> bool:
-    """Whether the first tensor of `args` is on a GPU."""
-    return next(x for x in args if isinstance(x, Tensor)).is_cuda
+def on_gpu(x: Tensor, *_: Any, **__: Any) -> bool:
+    """Under autograd, too."""
+    return x.is_cuda
 
 
-def use_triton(*args: Any, **_: Any) -> bool:
+def use_triton(x: Tensor, *_: Any, **__: Any) -> bool:
     """On a GPU and outside autograd; otherwise the reference runs."""
-    return on_gpu(*args) and not torch.is_grad_enabled()
+    return x.is_cuda and not torch.is_grad_enabled()
 
 
 class Op(Generic[P, R]):
@@ -42,7 +42,7 @@ class Op(Generic[P, R]):
         self.reference = reference
 
     def kernel(self, when: Callable[..., bool] = use_triton) -> Callable[[Launcher], Launcher]:
-        """`when`, of the arguments: whether the kernel runs."""
+        """`when`, of the arguments: whether the kernel runs. The default asks the first one, a tensor."""
 
         def register(launcher: Launcher) -> Launcher:
             self.when, self.triton = when, launcher

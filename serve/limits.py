@@ -17,6 +17,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from tokenizers.pre_tokenizers import ByteLevel
 
+from slipstream.serve.detokenize import overrides_none
 from slipstream.serve.options import ServeConfig
 
 # A body has room for a context of 256k tokens, or of max_model_len if that is more: 16 bytes per token (4 MiB), and one
@@ -41,9 +42,6 @@ MAX_CHOICES_PER_PROMPT = 128  # as OpenAI
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 64
-
-# Modules that define `__call__` and `_encode_plus` of a tokenizer that overrides neither.
-PLAIN_ENCODE = ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
 
 RETRY_AFTER_S = 1  # sent with 429 and 503: a place may be free after any round
 MAX_ERROR_CHARS = 1000  # error messages may quote what the client sent
@@ -213,8 +211,7 @@ class Limits:
 def longest_text(tokenizer: Any, num_tokens: int) -> int | None:
     """The most characters that `num_tokens` tokens can encode. None (no bound) if the tokenizer may drop text, may make
     one token of a word of any length, or overrides how transformers encodes."""
-    own = [getattr(type(tokenizer), name, None) for name in ("__call__", "_encode_plus")]
-    if [getattr(function, "__module__", None) for function in own] != PLAIN_ENCODE:
+    if not overrides_none(tokenizer, "__call__", "_encode_plus"):
         return None
     backend = tokenizer.backend_tokenizer
     parts = json.loads(backend.to_str())
