@@ -49,7 +49,6 @@ from slipstream.data_tools.options import run
 from slipstream.models.atomic import atomic_folder
 from slipstream.models.checkpoint import (
     INDEX,
-    public_tensors,
     read_json,
     resolve,
     tokenizer_hash,
@@ -62,6 +61,7 @@ from slipstream.models.draft import DraftNetwork, ids_of, load_draft
 from slipstream.models.eagle3 import Eagle3
 from slipstream.models.outputs import CHECKPOINT, FolderKind, check_output_folder
 from slipstream.models.target import Target, load_config, load_target
+from slipstream.models.weights import public_tensors
 from slipstream.serve.drafters.base import drafter_name
 from slipstream.serve.options import EngineConfig, find_target
 
@@ -110,7 +110,7 @@ class Draft:
     def load(cls, path: Path, model: ModelConfig) -> "Draft":
         """Reads the draft of the target `model` in bf16."""
         module: Any = load_draft(cls.network, path, model, torch.bfloat16, CPU)
-        return cls(module.config, public_tensors(module.config, module.state_dict()))
+        return cls(module.config, public_tensors(module))
 
     def check(self, model: ModelConfig, shape: Shape) -> None:
         """Raises ValueError naming what of the target or the draft does not fit."""
@@ -158,7 +158,7 @@ class Draft:
         """What makes each tensor of the big draft. The small one's tokens come first in its vocabulary."""
         config, big = self.config, self.big_config(shape)
         with torch.device("meta"):
-            like = public_tensors(big, self.network(big).state_dict())
+            like = public_tensors(self.network(big))
         small = None if inflation.random else self.weights
         layer_at = places(config.layer_config().num_layers, big.layer_config().num_layers)
         states = [(index, layer == shape.num_layers) for layer, index in self.states(shape).items()]
@@ -241,10 +241,10 @@ def write_target(config: InflateConfig, model: ModelConfig, source: Path, folder
     values = target_json(read_json(source / "config.json"), SHAPES[config.shape])
     big = ModelConfig.from_json(values)
     with torch.device("meta"):
-        like = public_tensors(big, Target(big).to(torch.bfloat16).state_dict())
+        like = public_tensors(Target(big).to(torch.bfloat16))
     small = None
     if not config.random_weights:
-        small = public_tensors(model, load_target(source, model, torch.bfloat16, CPU).state_dict())
+        small = public_tensors(load_target(source, model, torch.bfloat16, CPU))
         small.setdefault("lm_head.weight", small["embed_tokens.weight"])  # where they are tied
     make = inflation(config, model.hidden_size).network(like, small, places(model.num_layers, big.num_layers))
     names = {key: key if key.startswith("lm_head") else f"model.{key}" for key in like}

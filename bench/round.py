@@ -224,8 +224,8 @@ def passes(engine: Engine) -> Iterator[tuple[int, int]]:
     of which only the first fuses target states.
     """
     target, specs = engine.target, engine.specs
-    item = next(target.parameters()).dtype
-    yield bytes_per_token(specs[:1], item), sum(x.nbytes for x in target.layers.parameters()) + target.head.nbytes
+    item, head = target.dtype, sum(x.nbytes for x in target.lm_head.parameters())
+    yield bytes_per_token(specs[:1], item), sum(x.nbytes for x in target.layers.parameters()) + head
     module = getattr(engine.drafter, "module", None)
     if module is None or engine.width == 1:
         return
@@ -233,7 +233,7 @@ def passes(engine: Engine) -> Iterator[tuple[int, int]]:
     is_block = "lm_head.weight" not in weights
     for step in range(1 if is_block else engine.width - 1):
         read = sum(x.nbytes for name, x in weights.items() if step == 0 or not name.startswith("fc."))
-        yield bytes_per_token(specs[1:], item), read + is_block * target.head.nbytes
+        yield bytes_per_token(specs[1:], item), read + is_block * head
 
 
 if __name__ == "__main__":

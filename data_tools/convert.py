@@ -24,7 +24,6 @@ from slipstream.data_tools.options import check_named, run, show_table
 from slipstream.models.atomic import atomic_folder
 from slipstream.models.checkpoint import (
     named_target,
-    public_tensors,
     read_draft_tensors,
     read_json,
     resolve,
@@ -39,6 +38,7 @@ from slipstream.models.eagle3 import Eagle3
 from slipstream.models.outputs import CHECKPOINT, check_output_folder
 from slipstream.models.speculators_layout import layer_name, to_speculators
 from slipstream.models.target import load_config
+from slipstream.models.weights import public_tensors
 
 CPU = torch.device("cpu")
 
@@ -160,11 +160,11 @@ def names_in(file: Path) -> list[str]:
 def read_draft(form: Form, path: Path, target: TargetFiles) -> Draft:
     """In the public layout, with the file's dtypes; names its target."""
     module: Any = load_draft(form.network, path, target.config, None, CPU, target.shared)
-    values = module.config.to_json()
-    dtype = str(module.fc.weight.dtype).removeprefix("torch.")
+    values, tensors = module.config.to_json(), public_tensors(module)
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     values |= {"torch_dtype": dtype, "target": values["target"] or target.name}
     layers = module.config.feature_layers if module.layers_field else ()
-    return Draft(values, public_tensors(module.config, module.state_dict()), layers)
+    return Draft(values, tensors, layers)
 
 
 def as_it_is(draft: Draft, _target: TargetFiles) -> Draft:

@@ -1,7 +1,4 @@
-"""Reads and writes checkpoints: strictly, under the public key names (midlayer.*, d2t, t2d, fc, norm, lm_head).
-
-Modules fuse projections of the same input (qkv_proj, gate_up_proj); files store them apart, and may be read fused.
-"""
+"""Checkpoints on disk: which files of a folder or of the hub hold the weights; reading, writing and naming them."""
 
 import hashlib
 import json
@@ -16,9 +13,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")
@@ -158,7 +154,11 @@ def named_target(draft: Path) -> str:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder's weight files. Raises ValueError if there is no file or one is damaged."""
+    """Every tensor of a folder's weight files, by name, file after file. They are views of the mapped files: one takes
+    memory once its values are read, and a file is released with the last of its tensors (weights.load_weights).
+
+    Raises ValueError if there is no file or one is damaged.
+    """
     files = weight_files(path)
     if not files:
         raise ValueError(f"{path} holds no *.safetensors file; convert the checkpoint to safetensors")
@@ -184,55 +184,6 @@ def read_draft_tensors(path: Path) -> dict[str, Tensor]:
 
 def _without_ignored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: tensor for key, tensor in tensors.items() if not key.endswith(IGNORED_KEYS)}
-
-
-def fuse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Joins q/k/v and gate/up along their output rows; leaves incomplete groups for `load_strict` to name."""
-    fused = dict(tensors)
-    for joined, parts in FUSED.items():
-        for key in [key for key in tensors if f".{parts[0]}." in key]:
-            names = [key.replace(parts[0], part) for part in parts]
-            if all(name in fused for name in names):
-                fused[key.replace(parts[0], joined)] = torch.cat([fused.pop(name) for name in names])
-    return fused
-
-
-def unfuse(tensors: Mapping[str, Tensor], sizes: Mapping[str, list[int]]) -> dict[str, Tensor]:
-    """Inverse of `fuse`; `sizes`: output rows of each part, by fused name."""
-    parts: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        joined = next((name for name in FUSED if f"{name}." in key), None)
-        if joined is None:
-            parts[key] = tensor
-            continue
-        for name, part in zip(FUSED[joined], tensor.split(sizes[joined]), strict=True):
-            parts[key.replace(joined, name)] = part
-    return parts
-
-
-def public_tensors(config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A draft's state_dict by public names; `config` has num_heads, num_kv_heads, head_dim and intermediate_size."""
-    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    sizes = {
-        "qkv_proj": [count * config.head_dim for count in heads],
-        "gate_up_proj": [config.intermediate_size] * 2,
-    }
-    return unfuse(state, sizes)
-
-
-def load_strict(module: nn.Module, tensors: Mapping[str, Tensor], source: Path | str) -> None:
-    """Loads `tensors` into `module`. Raises ValueError that names every missing, unexpected or misshapen key."""
-    expected = module.state_dict()
-    faults = [f"missing {key}" for key in sorted(expected.keys() - tensors.keys())]
-    faults += [f"unexpected {key}" for key in sorted(tensors.keys() - expected.keys())]
-    faults += [
-        f"{key} is {list(tensors[key].shape)}, the config says {list(expected[key].shape)}"
-        for key in sorted(expected.keys() & tensors.keys())
-        if tensors[key].shape != expected[key].shape
-    ]
-    if faults:
-        raise ValueError(f"{source} does not fit its config: {'; '.join(faults)}")
-    module.load_state_dict(dict(tensors), assign=True)
 
 
 @contextmanager

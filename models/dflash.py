@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from slipstream.models.config import ModelConfig, check_feature_layers, default_feature_layers
 from slipstream.models.draft import DraftConfig, DraftNetwork, Tensors, check_target, decoder_from_json, decoder_to_json
-from slipstream.models.layers import Attention, GatedMLP, Linear, Mask, RMSNorm, SelfAttention
+from slipstream.models.layers import Attention, GatedMLP, Linear, Mask, RMSNorm, SelfAttention, derive
 from slipstream.models.speculators_layout import without_last_layer
 
 if TYPE_CHECKING:  # serving a draft needs no tokenizer's type
@@ -257,9 +257,10 @@ class DFlash(DraftNetwork):
     def stack_context(self) -> ContextProjection:
         """Copies of the weights that write_context uses, for callers that store all layers at once."""
         weights, biases = zip(*(layer.kv_projection for layer in self.attentions), strict=True)
-        norms: list[Tensor] = [layer.k_norm.weight for layer in self.attentions if layer.k_norm is not None]
-        bias = None if biases[0] is None else torch.cat(biases)
-        return ContextProjection(torch.cat(weights), bias, torch.stack(norms))
+        norms = [layer.norms.k for layer in self.attentions if layer.norms is not None]
+        bias = None if biases[0] is None else derive(self, lambda: torch.cat(biases))
+        k_norm = derive(self, lambda: torch.stack(norms))
+        return ContextProjection(derive(self, lambda: torch.cat(weights)), bias, k_norm)
 
     @property
     def attentions(self) -> list[SelfAttention]:

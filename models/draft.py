@@ -16,17 +16,11 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.checkpoint import (
-    fuse,
-    load_strict,
-    public_tensors,
-    read_draft_tensors,
-    read_json,
-    write_checkpoint,
-)
+from slipstream.models.checkpoint import read_draft_tensors, read_json, write_checkpoint
 from slipstream.models.config import DecoderShape, ModelConfig
 from slipstream.models.layers import Embedding
 from slipstream.models.speculators_layout import from_speculators
+from slipstream.models.weights import load_weights, public_tensors
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's, which some files copy
 ROWS = 4096  # compared at once: bounds the memory of dtype conversions
@@ -231,7 +225,7 @@ def write_draft(module: DraftNetwork, state: Mapping[str, Tensor], path: Path, r
     """
     tensors = {
         key: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-        for key, tensor in public_tensors(module.config, state).items()
+        for key, tensor in public_tensors(module, state).items()
     }
     write_checkpoint(path, {**module.config.to_json(), "torch_dtype": "bfloat16"}, tensors, run)
 
@@ -268,12 +262,9 @@ def load_draft(
             if key != EMBEDDING or not network.may_embed:
                 raise ValueError(f"{path}: {key} is not the target's; a draft with one of its own is not supported")
             module.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-    moved = {
-        key: tensor.to(device, dtype if tensor.is_floating_point() else None) for key, tensor in fuse(tensors).items()
-    }
-    load_strict(module, moved, path)
-    check_finite(moved, path)
-    return module.eval().requires_grad_(False)
+    load_weights(module, tensors, dtype, device, path)
+    check_finite(module.state_dict(), path)
+    return module
 
 
 def _public_name(network: type[DraftNetwork], key: str) -> str:

@@ -15,7 +15,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.norm import rms_norm_pair
 from slipstream.models.config import ModelConfig, check_feature_layers, default_feature_layers
 from slipstream.models.draft import (
     EMBEDDING,
@@ -28,8 +27,9 @@ from slipstream.models.draft import (
     decoder_to_json,
     ids_of,
 )
-from slipstream.models.layers import Attention, GatedMLP, Linear, Mask, RMSNorm, SelfAttention
+from slipstream.models.layers import Attention, GatedMLP, Head, Linear, Mask, RMSNorm, SelfAttention
 from slipstream.models.speculators_layout import AUX_LAYERS, without_last_layer
+from slipstream.models.weights import public_tensors
 
 # Flags of other trainers that change the network; checkpoints that set one are refused.
 UNSUPPORTED_FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "use_aux_norm", "mlp_bias")
@@ -125,8 +125,7 @@ class Midlayer(nn.Module):
         return x + self.mlp(normed)
 
     def attention_input(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        weights = self.input_layernorm.weight, self.hidden_norm.weight
-        return rms_norm_pair(embeds, hidden, weights, self.hidden_norm.eps)
+        return self.input_layernorm.pair(embeds, self.hidden_norm, hidden)
 
 
 class Eagle3(DraftNetwork):
@@ -145,7 +144,7 @@ class Eagle3(DraftNetwork):
         self.fc = Linear(config.target_hidden_size * len(config.feature_layers), size, bias=False)
         self.midlayer = Midlayer(config)
         self.norm = RMSNorm(size, config.rms_norm_eps)
-        self.lm_head = Linear(size, config.draft_vocab_size, bias=False)
+        self.lm_head = Head(size, config.draft_vocab_size)
 
     @property
     def target_ids(self) -> Tensor:
@@ -167,16 +166,13 @@ class Eagle3(DraftNetwork):
                 f"{config.hidden_size} and intermediate_size {config.intermediate_size} against {hidden_size} and "
                 f"{neurons}; change them or switch init_from_target off"
             )
-        self.lm_head.weight.copy_(head[self.target_ids.to(head.device)])
-        self.norm.weight.copy_(final_norm)
-        block = self.midlayer.mlp
-        gate, up = block.gate_up_proj.weight.chunk(2)
-        gate[:neurons].copy_(mlp["gate_proj"])
-        up[:neurons].copy_(mlp["up_proj"])
-        block.down_proj.weight.zero_()
-        block.down_proj.weight[:, :neurons].copy_(mlp["down_proj"])
-        self.fc.weight.zero_()
-        self.fc.weight[:, -config.hidden_size :].copy_(torch.eye(config.hidden_size))
+        own = public_tensors(self)
+        own["lm_head.weight"].copy_(head[self.target_ids.to(head.device)])
+        own["norm.weight"].copy_(final_norm)
+        own["midlayer.mlp.gate_proj.weight"][:neurons].copy_(mlp["gate_proj"])
+        own["midlayer.mlp.up_proj.weight"][:neurons].copy_(mlp["up_proj"])
+        own["midlayer.mlp.down_proj.weight"].zero_()[:, :neurons].copy_(mlp["down_proj"])
+        own["fc.weight"].zero_()[:, -config.hidden_size :].copy_(torch.eye(config.hidden_size))
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target states (..., K * Ht) -> (..., H)."""

@@ -3,17 +3,42 @@
 Letters: T packed tokens (any leading dims), H hidden, Q/G query and KV heads, D head dim, I intermediate.
 """
 
+from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.activation import silu_mul
-from slipstream.kernels.linear import few_on_gpu, gated_linear, linear
-from slipstream.kernels.norm import HeadNorms, add_rms_norm, rms_norm
+from slipstream.kernels.gathered_head import DraftHead
+from slipstream.kernels.linear import gated_linear, linear
+from slipstream.kernels.norm import HeadNorms, add_rms_norm, rms_norm, rms_norm_pair
 from slipstream.models.config import ModelConfig, RopeConfig
 
 Mask = Literal["causal", "tree", "block"]
+CHUNK = 64 << 20  # bytes converted at once: bounds what loading needs beside the weights
+
+
+def copy_converted(place: Tensor, tensor: Tensor) -> None:
+    """Copies `tensor`, which may be a view of a mapped file, to `place`; converts it on the device of `place`."""
+    rows = max(1, CHUNK // max(1, tensor[:1].nbytes))
+    for own, theirs in zip(place.split(rows), tensor.split(rows), strict=True):
+        own.copy_(theirs.to(own.device))
+
+
+def derive(owner: nn.Module, make: Callable[[], Tensor]) -> Tensor:
+    """make(), a copy of weights of `owner`, which follows them when they are loaded again."""
+    tensor = make()
+    owner.__dict__.setdefault("derived", []).append((tensor, make))
+    return tensor
+
+
+def remake_derived(module: nn.Module) -> None:
+    """Computes anew, in place, what modules within `module` have derived of their weights."""
+    for owner in module.modules():
+        for tensor, make in owner.__dict__.get("derived", []):
+            tensor.copy_(make())
 
 
 class Attention(Protocol):
@@ -61,10 +86,54 @@ class RMSNorm(nn.Module):
         """(norm(summed), summed) with summed = residual + delta (..., H), written to `out` if given."""
         return add_rms_norm(residual, delta, self.weight, self.eps, out)
 
+    def pair(self, x: Tensor, other: "RMSNorm", y: Tensor) -> Tensor:
+        """[self(x) ; other(y)] (..., 2 * H), in one kernel."""
+        return rms_norm_pair(x, y, (self.weight, other.weight), self.eps)
+
 
 class Linear(nn.Linear):
+    """x (..., I) -> x @ weight.T + bias (..., O). Projections of one input may be fused: `out_features` then gives the
+    output rows of each, by its name in files, such as q_proj.
+
+    It alone knows how weights are stored. A quantised one overrides `load` and what multiplies; one that tensor
+    parallelism splits would keep a slice of each part, or of the inputs, in `__init__` and `load`.
+    """
+
+    def __init__(self, in_features: int, out_features: int | Mapping[str, int], bias: bool = False) -> None:
+        sizes = {} if isinstance(out_features, int) else out_features
+        super().__init__(in_features, out_features if isinstance(out_features, int) else sum(sizes.values()), bias)
+        ends = zip(sizes.items(), accumulate(sizes.values()), strict=True)
+        self.parts: dict[str | None, slice] = {part: slice(end - size, end) for (part, size), end in ends}
+
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(first half of the outputs) * second half: (..., I) -> (..., O / 2)."""
+        return gated_linear(x, self.weight) if self.bias is None else silu_mul(self(x))
+
+    def load(self, part: str | None, name: str, tensor: Tensor) -> None:
+        """Stores a file's "weight" or "bias" of a part, or of all."""
+        copy_converted(self.get_parameter(name)[self.parts.get(part, slice(None))], tensor)
+
+
+class Head(Linear):
+    """Logits (..., V) of hidden states (..., H); and, for drafters, of rows that they choose."""
+
+    def tie(self, embedding: Embedding) -> None:
+        self.weight = embedding.weight
+
+    def whole(self, ids: Tensor | None = None) -> DraftHead:
+        """All rows; `ids` (V,) are the target's ids of a draft's own head."""
+        return DraftHead(self.weight, ids)
+
+    def cut(self, ids: Tensor) -> DraftHead:
+        """Copies of the rows `ids` (Vd,)."""
+        return DraftHead(derive(self, lambda: self.weight[ids]), ids)
+
+    def gathered(self, ids: Tensor) -> DraftHead:
+        """The rows `ids` (Vd,) in their place; ids may change between rounds, -1 marks an unused one."""
+        return DraftHead(self.weight, ids, gathered=True)
 
 
 class GatedMLP(nn.Module):
@@ -72,13 +141,12 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = Linear(hidden_size, parts, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate_up_proj.bias is None and few_on_gpu(x, self.gate_up_proj.weight, gated=True):
-            return self.down_proj(gated_linear(x, self.gate_up_proj.weight))
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj.gated(x))
 
 
 class SelfAttention(nn.Module):
@@ -92,8 +160,8 @@ class SelfAttention(nn.Module):
         self.window = window
         self.head_dim = config.head_dim
         self.sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        width = sum(self.sizes) * config.head_dim
-        self.qkv_proj = Linear(input_size or config.hidden_size, width, bias=config.qkv_bias)
+        parts = {f"{name}_proj": size * config.head_dim for name, size in zip("qkv", self.sizes, strict=True)}
+        self.qkv_proj = Linear(input_size or config.hidden_size, parts, bias=config.qkv_bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.compile_ahead import is_short
-from slipstream.kernels.linear import linear
-from slipstream.models.checkpoint import fuse, load_strict, read_json, read_tensors
+from slipstream.models.checkpoint import read_json, read_tensors
 from slipstream.models.config import ModelConfig, is_complete
 from slipstream.models.draft import EMBEDDING, HEAD
-from slipstream.models.layers import Attention, Embedding, GatedMLP, Linear, Mask, RMSNorm, SelfAttention
+from slipstream.models.layers import Attention, Embedding, GatedMLP, Head, Mask, RMSNorm, SelfAttention
 from slipstream.models.pretrained import end_of_text_ids, find_tokenizer, read_config
+from slipstream.models.weights import load_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ class DecoderLayer(nn.Module):
 
 
 class Target(nn.Module):
-    """Attributes: `config`; `path`, its folder; `embed_tokens.weight` and `head` (V, H), which drafters share."""
+    """Attributes: `config`; `path`, its folder; `embed_tokens` and `lm_head`, which drafters share."""
 
     path: Path | None = None
     trust_remote_code = False
@@ -55,17 +55,23 @@ class Target(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Head(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            self.lm_head.tie(self.embed_tokens)
 
     @property
-    def head(self) -> Tensor:
-        return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+    def dtype(self) -> torch.dtype:
+        """Of embeddings and hidden states."""
+        return next(self.embed_tokens.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.embed_tokens.parameters()).device
 
     @property
     def shared(self) -> dict[str, Tensor]:
         """Embedding and head (V, H), by the names of their copies in drafts' files."""
-        return {EMBEDDING: self.embed_tokens.weight, HEAD: self.head}
+        return {EMBEDDING: self.get_parameter(EMBEDDING), HEAD: self.get_parameter(HEAD)}
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
@@ -86,8 +92,8 @@ class Target(nn.Module):
 
         State i below num_layers is the output of layer i; num_layers itself is the hidden state after the final norm.
         """
-        features, states = self._allocate_features(tokens, feature_layers)
         residual, delta = self.embed_tokens(tokens), None
+        features, states = self._allocate_features(residual, feature_layers)
         layers = self.layers[:2] if is_short() else self.layers
         for index, layer in enumerate(layers):
             residual, delta = layer(residual, delta, attention, mask, states.get(index - 1))
@@ -98,19 +104,18 @@ class Target(nn.Module):
         return hidden, features
 
     def _allocate_features(
-        self, tokens: Tensor, feature_layers: Sequence[int]
+        self, embeds: Tensor, feature_layers: Sequence[int]
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
         """(T, K * H) and its part (T, H) for each state: layers write into them, which avoids a concatenation."""
         if not feature_layers:
             return None, {}
-        weight = self.embed_tokens.weight
-        features = weight.new_empty(len(tokens), len(feature_layers) * self.config.hidden_size)
+        features = embeds.new_empty(len(embeds), len(feature_layers) * self.config.hidden_size)
         parts = features.split(self.config.hidden_size, dim=1)
         return features, dict(zip(feature_layers, parts, strict=True))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (T, H) -> (T, V)."""
-        return linear(hidden, self.head)
+        return self.lm_head(hidden)
 
 
 def load_config(path: Path, trust_remote_code: bool = False, *, is_served: bool = True) -> ModelConfig:
@@ -131,9 +136,8 @@ def load_target(
     """Reads a transformers checkpoint folder, strictly."""
     with torch.device("meta"):
         target = Target(config)
-    tensors = {key.removeprefix("model."): tensor.to(device, dtype) for key, tensor in read_tensors(path).items()}
+    tensors = {key.removeprefix("model."): tensor for key, tensor in read_tensors(path).items()}
     if config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
-    load_strict(target, fuse(tensors), path)
+        tensors.pop(HEAD, None)
     target.path, target.trust_remote_code = path, trust_remote_code
-    return target.eval().requires_grad_(False)
+    return load_weights(target, tensors, dtype, device, path)

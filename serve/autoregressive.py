@@ -78,7 +78,7 @@ class AutoregressiveDrafter(base.Drafter):
                 f"drafter.topk is {options.topk}; the draft has {vocabulary.num_tokens} tokens to choose from"
             )
         if module.embed_tokens is not None:
-            size = module.embed_tokens.weight.nbytes / 1e6
+            size = sum(x.nbytes for x in module.embed_tokens.parameters()) / 1e6
             logger.info("the draft has its own embedding: %.0f MB in addition to the target's", size)
         self.module, self.vocabulary, self.head = module, vocabulary, vocabulary.head
         self.shape = options.shape
@@ -104,9 +104,8 @@ class AutoregressiveDrafter(base.Drafter):
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
         self.embed, self.attention = self.module.embed_tokens or target.embed_tokens, attention
-        weight = target.embed_tokens.weight
         size = self.module.config.hidden_size
-        self.hidden = torch.zeros(len(state.lengths), size, dtype=weight.dtype, device=weight.device)  # (R, H)
+        self.hidden = torch.zeros(len(state.lengths), size, dtype=target.dtype, device=target.device)  # (R, H)
 
     def extend(self, rows: PassRows, features: Tensor, result: VerifyResult | None) -> None:
         self.vocabulary.observe(rows.batch, result)

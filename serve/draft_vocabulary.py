@@ -100,15 +100,15 @@ def target_vocabulary(target: Target, ids: Tensor | None, options: TokenMapOptio
     Raises ValueError for a map of another tokenizer or vocabulary, and for one that lacks end-of-text tokens.
     """
     if options.token_map is None:
-        return DraftVocabulary(DraftHead(target.head) if ids is None else DraftHead(target.head[ids], ids))
+        return DraftVocabulary(target.lm_head.whole() if ids is None else target.lm_head.cut(ids))
     if ids is not None:
         raise ValueError(
             f"drafter.token_map is {options.token_map}, but this draft has a vocabulary of its own of {len(ids)} "
             "tokens (d2t); leave the option out"
         )
-    chosen = _read_ids(target, options.token_map, options.token_map_size).to(target.head.device)
+    chosen = _read_ids(target, options.token_map, options.token_map_size).to(target.device)
     if not options.token_map_dynamic:
-        return DraftVocabulary(DraftHead(target.head[chosen], chosen))
+        return DraftVocabulary(target.lm_head.cut(chosen))
     vocab_size = target.config.vocab_size
     if len(chosen) + options.token_map_dynamic > vocab_size:
         raise ValueError(
@@ -116,7 +116,7 @@ def target_vocabulary(target: Target, ids: Tensor | None, options: TokenMapOptio
             f"there are {vocab_size - len(chosen)}"
         )
     places = torch.cat((chosen, chosen.new_full((options.token_map_dynamic,), -1)))
-    return DraftVocabulary(DraftHead(target.head, places, gathered=True), RecentTokens(places, len(chosen), vocab_size))
+    return DraftVocabulary(target.lm_head.gathered(places), RecentTokens(places, len(chosen), vocab_size))
 
 
 def _read_ids(target: Target, path: str, size: int | None) -> Tensor:

@@ -10,10 +10,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.models.dflash import DFlash, DFlashConfig
-from slipstream.models.draft import write_draft
+from slipstream.models.draft import HEAD, write_draft
 from slipstream.models.eagle import Eagle, EagleConfig
 from slipstream.models.eagle3 import Eagle3, Eagle3Config
+from slipstream.models.frozen_target import GATED_MLP
 from slipstream.models.target import load_config, load_target
+from slipstream.models.weights import public_tensors
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.naive_eagle import NaiveEagle
 
@@ -34,10 +36,9 @@ def random_draft(target: Path, draft_vocab_size: int | None = None, seed: int = 
         )
     )
     module.set_vocabulary(torch.randperm(config.vocab_size)[: module.config.draft_vocab_size].sort().values)
-    mlp = model.layers[-1].mlp
-    gate, up = mlp.gate_up_proj.weight.chunk(2)
-    parts = {"gate_proj": gate, "up_proj": up, "down_proj": mlp.down_proj.weight}
-    module.init_from_target(model.head, model.norm.weight, parts)
+    weights = public_tensors(model)
+    mlp = {name: weights[f"layers.{config.num_layers - 1}.mlp.{name}.weight"] for name in GATED_MLP}
+    module.init_from_target(model.shared[HEAD], weights["norm.weight"], mlp)
     return module
 
 

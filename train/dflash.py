@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from slipstream.models.checkpoint import fuse
 from slipstream.models.dflash import DFlash, default_block_feature_layers, default_mask_token
 from slipstream.models.frozen_target import FrozenTarget
+from slipstream.models.weights import public_tensors
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch, possible_roots
 from slipstream.train.blocks import (
@@ -200,9 +200,9 @@ def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
 
     Raises ValueError if the target's layers do not have the draft's shapes.
     """
-    own, layers = draft.state_dict(), list(target.layers)[-len(draft.layers) :]
-    theirs = {f"layers.{i}.{name}": x for i, layer in enumerate(layers) for name, x in layer.state_dict().items()}
-    weights = fuse(theirs) | {"norm.weight": target.decoder.get_parameter("norm.weight")}
+    own, layers = public_tensors(draft), list(target.layers)[-len(draft.layers) :]
+    weights = {f"layers.{i}.{name}": x for i, layer in enumerate(layers) for name, x in layer.state_dict().items()}
+    weights["norm.weight"] = target.decoder.get_parameter("norm.weight")
     matrices = [name for name, tensor in own.items() if name.startswith("layers.") and tensor.ndim == 2]
     strange = [name for name in matrices if name not in weights or weights[name].shape != own[name].shape]
     if strange:
@@ -212,9 +212,8 @@ def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
         )
     for name in own.keys() & weights.keys():  # a target's biases and a draft's q/k norms may have no counterpart
         own[name].copy_(weights[name])
-    draft.fc.weight.zero_()
-    draft.fc.weight[:, -draft.config.hidden_size :].copy_(torch.eye(draft.config.hidden_size))
-    draft.hidden_norm.weight.copy_(own[f"layers.{len(layers) - 1}.input_layernorm.weight"])
+    own["fc.weight"].zero_()[:, -draft.config.hidden_size :].copy_(torch.eye(draft.config.hidden_size))
+    own["hidden_norm.weight"].copy_(own[f"layers.{len(layers) - 1}.input_layernorm.weight"])
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -59,8 +59,7 @@ class Drafter(base.Drafter):
 
     @classmethod
     def load(cls, draft: str, options: DFlashOptions, target: Target) -> "Drafter":
-        weight = target.embed_tokens.weight
-        module = load_draft(DFlash, resolve(draft), target.config, weight.dtype, weight.device, target.shared)
+        module = load_draft(DFlash, resolve(draft), target.config, target.dtype, target.device, target.shared)
         return cls(module, target_vocabulary(target, module.target_ids, options), options)
 
     def scratch(self, width: int) -> int:

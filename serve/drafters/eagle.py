@@ -25,8 +25,7 @@ class Drafter(AutoregressiveDrafter):
 
     @classmethod
     def load(cls, draft: str, options: EagleOptions, target: Target) -> "Drafter":
-        weight = target.embed_tokens.weight
-        module = load_draft(Eagle, resolve(draft), target.config, weight.dtype, weight.device, target.shared)
+        module = load_draft(Eagle, resolve(draft), target.config, target.dtype, target.device, target.shared)
         return cls(module, target_vocabulary(target, module.target_ids, options), options)
 
     def head_input(self, hidden: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.gathered_head import DraftHead
 from slipstream.models.checkpoint import resolve
 from slipstream.models.draft import load_draft
 from slipstream.models.eagle3 import Eagle3
@@ -32,12 +31,11 @@ class Drafter(AutoregressiveDrafter):
     module: Eagle3
 
     def __init__(self, module: Eagle3, options: Eagle3Options) -> None:
-        super().__init__(module, DraftVocabulary(DraftHead(module.lm_head.weight, module.target_ids)), options)
+        super().__init__(module, DraftVocabulary(module.lm_head.whole(module.target_ids)), options)
 
     @classmethod
     def load(cls, draft: str, options: Eagle3Options, target: Target) -> "Drafter":
-        weight = target.embed_tokens.weight
-        module = load_draft(Eagle3, resolve(draft), target.config, weight.dtype, weight.device, target.shared)
+        module = load_draft(Eagle3, resolve(draft), target.config, target.dtype, target.device, target.shared)
         return cls(module, options)
 
     def head_input(self, hidden: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from slipstream.data_tools.convert import main
-from slipstream.models.checkpoint import fuse
 from slipstream.models.dflash import DFlash
 from slipstream.models.draft import load_draft
 from slipstream.models.eagle3 import Eagle3
@@ -19,6 +18,7 @@ from slipstream.models.speculators_layout import AUX_LAYERS
 from slipstream.models.target import load_config
 from slipstream.serve.drafters.base import find_drafter
 from slipstream.tests.data_tools.conversion import Runs, assert_equal_checkpoints, change, save_eagle3_draft
+from slipstream.tests.models.saved_drafts import fused
 from slipstream.tests.random_drafts import save_random_dflash, save_random_eagle
 from slipstream.tests.random_targets import LLAMA3_ROPE, SHAPE, save_random_target
 
@@ -237,7 +237,7 @@ def test_a_checkpoint_as_safeailab_publishes_it(llama: Runs) -> None:
     """A pickle in fp32, fused here, and a config that names neither a target nor a draft's architecture."""
     draft = save_eagle3_draft(llama, (1, 2, 3))
     file = draft / "model.safetensors"
-    tensors = {key: x.float() if x.is_floating_point() else x for key, x in fuse(load_file(file)).items()}
+    tensors = {key: x.float() if x.is_floating_point() else x for key, x in fused(load_file(file)).items()}
     embedding = load_file(llama.target / "model.safetensors")["model.embed_tokens.weight"]
     torch.save(tensors | {"embed_tokens.weight": embedding}, draft / "pytorch_model.bin")
     file.unlink()
@@ -247,7 +247,7 @@ def test_a_checkpoint_as_safeailab_publishes_it(llama: Runs) -> None:
     folder, _ = llama.convert(draft, "sglang", "--target", str(llama.target))
     written = load_file(folder / "model.safetensors")
     assert torch.equal(
-        fuse(written)["midlayer.self_attn.qkv_proj.weight"], tensors["midlayer.self_attn.qkv_proj.weight"]
+        fused(written)["midlayer.self_attn.qkv_proj.weight"], tensors["midlayer.self_attn.qkv_proj.weight"]
     )
     assert {x.dtype for x in written.values() if x.is_floating_point()} == {torch.float32}, "as in the file"
     assert values_of(folder)["eagle_config"][AUX_LAYERS] == [1, 2, 3], "the default for 4 layers, which others lack"

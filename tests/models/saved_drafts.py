@@ -61,6 +61,16 @@ class SavedDraft:
         assert json.loads((self.folder / "run.json").read_text()) == {"argv": ["train"]}
 
 
+def fused(tensors: Tensors) -> Tensors:
+    """q, k and v, gate and up in one tensor each, as in some trainers' files."""
+    joined = dict(tensors)
+    for name, first, *others in (("qkv_proj", "q_proj", "k_proj", "v_proj"), ("gate_up_proj", "gate_proj", "up_proj")):
+        for key in [key for key in tensors if f".{first}." in key]:
+            parts = [joined.pop(key.replace(first, part)) for part in (first, *others)]
+            joined[key.replace(first, name)] = torch.cat(parts)
+    return joined
+
+
 class CausalAttention:
     """Every row of one sequence sees the rows before it and itself; keeps the last k and v."""
 

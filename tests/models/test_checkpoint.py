@@ -19,13 +19,11 @@ from transformers import PreTrainedTokenizerFast
 
 from slipstream.models import checkpoint
 from slipstream.models.checkpoint import (
-    fuse,
     is_checkpoint,
     read_json,
     read_tensors,
     resolve,
     tokenizer_hash,
-    unfuse,
     weights_fingerprint,
 )
 
@@ -56,21 +54,6 @@ def test_damaged_files_are_named(keep: float, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(data[: int(keep * len(data)) if 0 < keep < 1 else int(keep)])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged or cut short .*fetch or train it again"):
         read_tensors(tmp_path)
-
-
-def test_fuse_joins_rows_and_unfuse_parts_them_again() -> None:
-    rows = {"q_proj": 8, "k_proj": 4, "v_proj": 4, "gate_proj": 6, "up_proj": 6, "o_proj": 3, "down_proj": 5}
-    tensors = {f"layers.1.x.{name}.weight": torch.randn(count, 7) for name, count in rows.items()}
-    tensors |= {f"layers.1.x.{name}.bias": torch.randn(rows[name]) for name in ("q_proj", "k_proj", "v_proj")}
-    fused = fuse(tensors)
-    assert sorted(key.removeprefix("layers.1.x.") for key in fused) == sorted(
-        ["qkv_proj.weight", "qkv_proj.bias", "gate_up_proj.weight", "o_proj.weight", "down_proj.weight"]
-    )
-    parts = [tensors[f"layers.1.x.{name}.weight"] for name in ("q_proj", "k_proj", "v_proj")]
-    assert torch.equal(fused["layers.1.x.qkv_proj.weight"], torch.cat(parts))
-    again = unfuse(fused, {"qkv_proj": [8, 4, 4], "gate_up_proj": [6, 6]})
-    assert again.keys() == tensors.keys()
-    assert all(torch.equal(again[key], tensors[key]) for key in tensors)
 
 
 def test_the_fingerprint_notices_one_changed_tensor(make_target: Callable[[str], Path], tmp_path: Path) -> None:

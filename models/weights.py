@@ -1,0 +1,93 @@
+"""Weights between files, which name every projection, and modules, which fuse those of one input (layers.Linear).
+
+A module is built on the meta device. Its storage is allocated once and filled tensor by tensor, so loading takes the
+memory of the weights and little more. Loading again fills the same storage, which captured graphs hold on to.
+"""
+
+from collections.abc import Container, Mapping
+from functools import reduce
+from pathlib import Path
+from typing import NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.models.layers import Linear, copy_converted, remake_derived
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+class Place(NamedTuple):
+    """Where a tensor of a file goes."""
+
+    key: str  # in the module's state_dict
+    owner: nn.Module
+    part: str | None  # of a fused projection; None: the whole tensor
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        return tensor if self.part is None else tensor[cast(Linear, self.owner).parts[self.part]]
+
+    def load(self, tensor: Tensor) -> None:
+        name = self.key.rpartition(".")[2]
+        if isinstance(self.owner, Linear):
+            self.owner.load(self.part, name, tensor)
+        else:
+            copy_converted(getattr(self.owner, name), tensor)
+
+
+def public_tensors(module: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Views of a module's tensors by their names in files; tied ones appear once.
+
+    `state`: its state_dict, gathered by the caller where it is sharded. Default: the module's own tensors.
+    """
+    state = _own(module) if state is None else state
+    return {name: place.rows(state[place.key].detach()) for name, place in _places(module).items()}
+
+
+@torch.no_grad()
+def load_weights(
+    module: Network, tensors: dict[str, Tensor], dtype: torch.dtype | None, device: torch.device, source: Path
+) -> Network:
+    """Fills `module` with the `tensors` of `source`, by their names in files, and freezes it.
+
+    What is on the meta device is allocated on `device` in `dtype` (None: the file's). `tensors` is emptied, so that
+    mapped files (checkpoint.read_tensors) are released one after another. Fused projections may be whole or in parts.
+    Raises ValueError that names every missing, unexpected or misshapen key, before anything is filled.
+    """
+    own, places = _own(module), _places(module, whole=tensors)
+    expected = {name: list(place.rows(own[place.key]).shape) for name, place in places.items()}
+    faults = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
+    faults += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
+    faults += [
+        f"{name} is {list(tensors[name].shape)}, the config says {expected[name]}"
+        for name in sorted(expected.keys() & tensors.keys())
+        if list(tensors[name].shape) != expected[name]
+    ]
+    if faults:
+        raise ValueError(f"{source} does not fit its config: {'; '.join(faults)}")
+    for key, tensor in own.items():
+        if tensor.is_meta:
+            parts = (tensors[name].dtype for name, place in places.items() if place.key == key)
+            kept = (dtype or reduce(torch.promote_types, parts)) if tensor.is_floating_point() else tensor.dtype
+            empty = torch.empty(tensor.shape, dtype=kept, device=device)
+            torch.utils.swap_tensors(tensor, nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty)
+    for name in list(tensors):
+        places[name].load(tensors.pop(name))
+    remake_derived(module)
+    return module.eval().requires_grad_(False)
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _places(module: nn.Module, whole: Container[str] = ()) -> dict[str, Place]:
+    """By name in files. `whole`: keys of fused projections that are not taken apart."""
+    places: dict[str, Place] = {}
+    for key in _own(module):
+        path, _, name = key.rpartition(".")
+        owner, parent = module.get_submodule(path), path.rpartition(".")[0]
+        parts = owner.parts if isinstance(owner, Linear) and key not in whole else {}
+        for part in parts or [None]:
+            places[f"{parent}.{part}.{name}".removeprefix(".") if part else key] = Place(key, owner, part)
+    return places

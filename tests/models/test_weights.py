@@ -1,0 +1,195 @@
+"""Loading: parts of fused projections, tied heads, what does not fit, memory, loading again."""
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from slipstream.models import layers
+from slipstream.models.checkpoint import read_tensors
+from slipstream.models.dflash import DFlash
+from slipstream.models.layers import GatedMLP, Head, Linear
+from slipstream.models.target import load_config, load_target
+from slipstream.models.weights import load_weights, public_tensors
+from slipstream.tests.models.saved_drafts import CPU, fused
+from slipstream.tests.random_drafts import random_dflash
+
+HERE = Path("draft")
+
+
+class Block(nn.Module):
+    def __init__(self, size: int = 8) -> None:
+        super().__init__()
+        self.qkv_proj = Linear(size, {"q_proj": size, "k_proj": size // 2, "v_proj": size // 2}, bias=True)
+        self.mlp = GatedMLP(size, 12)
+        self.lm_head = Head(size, 5)
+        self.register_buffer("d2t", torch.zeros(5, dtype=torch.int64))
+
+
+def empty_block(size: int = 8) -> Block:
+    with torch.device("meta"):
+        return Block(size)
+
+
+def file_of(block: Block) -> dict[str, Tensor]:
+    """What a file of this block holds: random values."""
+    tensors = {name: torch.randn(tensor.shape) for name, tensor in public_tensors(block).items()}
+    return tensors | {"d2t": torch.arange(5)}
+
+
+def load(tensors: dict[str, Tensor], dtype: torch.dtype | None = torch.float32) -> Block:
+    return load_weights(empty_block(), dict(tensors), dtype, CPU, HERE)
+
+
+@pytest.mark.parametrize("change", [dict, lambda tensors: fused({f".{name}": x for name, x in tensors.items()})])
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
+def test_parts_of_a_projection_are_joined_and_taken_apart_again(
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the file has them apart or joined, and however few rows are converted at once."""
+    monkeypatch.setattr(layers, "CHUNK", chunk)
+    tensors = file_of(empty_block())
+    rows = {"q_proj": 8, "k_proj": 4, "v_proj": 4, "mlp.gate_proj": 12, "mlp.up_proj": 12}
+    assert {name: len(tensors[f"{name}.weight"]) for name in rows} == rows
+    assert {name for name in tensors if name.endswith("bias")} == {f"{part}_proj.bias" for part in "qkv"}
+    block = load({name.removeprefix("."): tensor for name, tensor in change(tensors).items()}, torch.bfloat16)
+    parts = [tensors[f"{part}_proj.weight"] for part in "qkv"]
+    assert torch.equal(block.qkv_proj.weight, torch.cat(parts).bfloat16())
+    again = public_tensors(block)
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], tensors[name].to(again[name].dtype)) for name in tensors)
+    assert not any(parameter.requires_grad for parameter in block.parameters())
+    states = {name: 2 * tensor for name, tensor in block.state_dict().items()}
+    assert all(torch.equal(x, 2 * again[name]) for name, x in public_tensors(block, states).items())
+
+
+def test_without_a_dtype_tensors_keep_theirs_and_integers_always_do() -> None:
+    tensors = file_of(empty_block())
+    halves = {name: x.half() for name, x in tensors.items() if name in ("lm_head.weight", "q_proj.bias")}
+    block = load(tensors | halves | {"d2t": torch.arange(5, dtype=torch.int32)}, None)
+    assert block.lm_head.weight.dtype == torch.float16
+    assert block.qkv_proj.bias.dtype == block.qkv_proj.weight.dtype == torch.float32, "the widest of its parts"
+    assert block.d2t.dtype == load(tensors, torch.bfloat16).d2t.dtype == torch.int64
+
+
+def test_every_fault_is_named_before_anything_is_filled() -> None:
+    tensors = file_of(empty_block())
+    del tensors["k_proj.weight"], tensors["mlp.down_proj.weight"]
+    tensors |= {"q_proj.bias": torch.ones(9), "gru.weight": torch.ones(1), "mlp.up_proj.weight": torch.ones(12, 9)}
+    block, count = empty_block(), len(tensors)
+    message = (
+        r"draft does not fit its config: missing k_proj.weight; missing mlp.down_proj.weight; unexpected gru.weight; "
+        r"mlp.up_proj.weight is \[12, 9\], the config says \[12, 8\]; q_proj.bias is \[9\], the config says \[8\]"
+    )
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        load_weights(block, tensors, torch.float32, CPU, HERE)
+    assert len(tensors) == count
+    assert all(tensor.is_meta for tensor in block.state_dict().values())
+
+
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_a_tied_head_is_the_embedding(has_copy: bool, make_target: Callable[[str], Path], tmp_path: Path) -> None:
+    """Also where a file has it once more."""
+    tensors, config = load_file(make_target("llama") / "model.safetensors"), load_config(make_target("llama"))
+    object.__setattr__(config, "tie_word_embeddings", True)
+    embedding = tensors["model.embed_tokens.weight"]
+    rest = {name: x for name, x in tensors.items() if has_copy or name != "lm_head.weight"}
+    save_file(rest, tmp_path / "model.safetensors")
+    target = load_target(tmp_path, config, torch.float32, CPU)
+    assert target.lm_head.weight is target.embed_tokens.weight
+    assert torch.equal(target.embed_tokens.weight, embedding)
+    assert "lm_head.weight" not in public_tensors(target)
+    assert (target.dtype, target.device) == (torch.float32, CPU)
+    hidden = torch.randn(3, config.hidden_size)
+    torch.testing.assert_close(target.logits(hidden), hidden @ embedding.T)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes alive at once in storages that operators made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[StorageWeakRef, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.note(args, is_new=False)
+        out = func(*args, **(kwargs or {}))
+        self.note(out, is_new=True)
+        self.most = max(self.most, sum(size for storage, size in self.sizes.items() if not storage.expired()))
+        return out
+
+    def note(self, values: Any, is_new: bool) -> None:
+        for storage in (x.untyped_storage() for x in tree_leaves(values) if isinstance(x, Tensor) and not x.is_meta):
+            self.sizes.setdefault(StorageWeakRef(storage), storage.nbytes() if is_new else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loading_needs_the_weights_and_one_tensor_more(dtype: torch.dtype, tmp_path: Path) -> None:
+    block = empty_block(64)
+    tensors = {name: x.bfloat16() if x.is_floating_point() else x for name, x in file_of(block).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    weights = sum(x.numel() * (dtype.itemsize if x.is_floating_point() else 8) for x in tensors.values())
+    read = read_tensors(tmp_path)
+    with LiveBytes() as memory:
+        load_weights(block, read, dtype, CPU, tmp_path)
+    largest = max(x.nbytes for x in tensors.values())
+    assert weights <= memory.most <= weights + largest
+
+
+def test_a_file_is_released_once_its_tensors_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the tensors still held, none is of an earlier file."""
+    tensors = file_of(empty_block())
+    names = sorted(tensors)
+    for index in range(3):
+        file = tmp_path / f"model-{index + 1:05}-of-00003.safetensors"
+        save_file({name: tensors[name] for name in names[index::3]}, file)
+    held = read_tensors(tmp_path)
+    assert list(held) == [name for index in range(3) for name in names[index::3]]
+    references = {name: weakref.ref(tensor) for name, tensor in held.items()}
+    seen, load_part = [], Linear.load
+
+    def load_and_look(*arguments: Any) -> None:
+        seen.append([name for name, reference in references.items() if reference() is not None])
+        load_part(*arguments)
+
+    monkeypatch.setattr(Linear, "load", load_and_look)
+    load_weights(empty_block(), held, torch.bfloat16, CPU, tmp_path)
+    order = list(references)
+    assert len(seen) > 5
+    assert all(alive == order[order.index(alive[0]) :] for alive in seen)
+    assert not held
+
+
+def test_loading_again_fills_the_same_storage_and_what_is_derived_of_it(make_target: Callable[[str], Path]) -> None:
+    """Captured graphs hold on to the pointers."""
+    draft = random_dflash(make_target("qwen3"), attention_bias=True)
+    with torch.device("meta"):
+        module = DFlash(draft.config)
+        module.lm_head = Head(32, 5)
+    pointers = []
+    for _ in range(2):
+        for parameter in draft.parameters():
+            parameter.data.normal_()
+        head = torch.randn(5, 32)
+        load_weights(module, public_tensors(draft) | {"lm_head.weight": head}, torch.bfloat16, CPU, HERE)
+        if not pointers:
+            stacked, ids = module.stack_context(), torch.tensor([3, 0])
+            cut, whole = module.lm_head.cut(ids).weight, module.lm_head.whole().weight
+        pointers.append([tensor.data_ptr() for tensor in (*module.state_dict().values(), *stacked, cut, whole)])
+    assert pointers[0] == pointers[1]
+    own = {name: tensor.bfloat16() for name, tensor in public_tensors(draft).items()}
+    for part, found in (("weight", stacked.weight), ("bias", stacked.bias)):
+        names = [f"layers.{layer}.self_attn.{kind}_proj.{part}" for layer in range(2) for kind in "kv"]
+        assert torch.equal(found, torch.cat([own[name] for name in names]))
+    assert torch.equal(stacked.k_norm, torch.stack([own[f"layers.{i}.self_attn.k_norm.weight"] for i in range(2)]))
+    assert torch.equal(cut, head.bfloat16()[ids])
+    assert torch.equal(whole, head.bfloat16())
