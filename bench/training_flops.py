@@ -55,7 +55,7 @@ def dflash_flops(training: DFlashTraining, batch: Batch) -> dict[str, int]:
         "context": 4 * weights_of(draft.fc) * tokens + 6 * keys_values * tokens,
         "blocks": 6 * weights_of(draft.layers) * slots,
         "block attention": 12 * config.num_heads * config.head_dim * pairs * config.num_layers,
-        "head": 4 * training.head.weight.numel() * int(known.sum()),
+        "head": 4 * training.head.rows.numel() * int(known.sum()),
     }
 
 
@@ -74,7 +74,7 @@ def eagle3_flops(training: Eagle3Training, batch: Batch) -> dict[str, int]:
     pairs = int((torch.searchsorted(seen, rows.asking, right=True) - first).sum())
     predicted = sum(asking - step for step in range(steps))
     return target_flops(training.target, batch) | {
-        "teacher": 2 * training.target.model.get_output_embeddings().weight.numel() * asking,
+        "teacher": 2 * training.target.head.numel() * asking,
         "context": 4 * weights_of(draft.fc) * (asking + context) + 6 * context_weights * context,
         "draft": 6 * weights_of(draft.midlayer) * asking * steps,
         "draft attention": 12 * config.num_heads * config.head_dim * pairs * steps,

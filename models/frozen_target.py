@@ -71,6 +71,11 @@ class FrozenTarget:
             position_ids=positions,
         )
 
+    @property
+    def head(self) -> Tensor:
+        """(V, Ht)."""
+        return self.model.get_output_embeddings().weight
+
     def compile_layers(self) -> None:
         """Compiles each kind of layer at the first call of `features`, and once more if sizes change."""
         for layer in self.layers:
@@ -114,7 +119,7 @@ class FrozenTarget:
 
         A mixture of experts has no such MLP, so I = 0.
         """
-        head = self.model.get_output_embeddings().weight
+        head = self.head
         try:
             norm = self.decoder.get_parameter("norm.weight")
         except AttributeError as error:

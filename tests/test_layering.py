@@ -28,6 +28,13 @@ NOT_LOADED = {
     ("engine", "llm"): (*HTTP, *TRACKERS),
 }
 
+# Who reads the weights of a module. Everyone else asks the module, which knows how it stores them.
+OWNERS = {
+    "models/layers.py",
+    "models/frozen_target.py",  # the modules are transformers' own
+    "kernels/gathered_head.py",  # a DraftHead holds tensors, and a module makes it
+}
+
 
 @cache
 def tree_of(file: Path) -> ast.Module:
@@ -85,6 +92,16 @@ def test_only_the_drafters_folder_names_a_drafter() -> None:
         for module in own_imports(file) & drafters
     }
     assert not wrong
+
+
+def test_weights_are_the_business_of_their_module() -> None:
+    users = set()
+    for file in FILES:
+        called = {id(node.func) for node in ast.walk(tree_of(file)) if isinstance(node, ast.Call)}
+        reads = [node for node in ast.walk(tree_of(file)) if isinstance(node, ast.Attribute) and node.attr == "weight"]
+        if file.parts[0] in ALLOWED and any(id(node) not in called for node in reads):
+            users.add(str(file))
+    assert users == OWNERS
 
 
 @pytest.mark.parametrize("modules", NOT_LOADED)

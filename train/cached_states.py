@@ -44,7 +44,7 @@ class CachedStates:
 
         Only supervised tokens have the state after the final norm, unless it is a captured layer.
         """
-        dtype, shape = target.model.get_input_embeddings().weight.dtype, tokens.shape
+        dtype, shape = target.head.dtype, tokens.shape
         layers, size = self.features.shape[1:]
         features = torch.zeros(tokens.numel(), layers * size, dtype=dtype, device=tokens.device)
         final = features.new_zeros(tokens.numel(), size)

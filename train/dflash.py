@@ -138,7 +138,7 @@ class DFlashTraining(DraftTraining):
         `accept_rate_i`, the agreement of slot i + 1 with the text.
         """
         slots = self.backbone(batch)
-        losses, best = head_losses(slots.states, self.head.weight, slots.labels)
+        losses, best = head_losses(slots.states, self.head.rows, slots.labels)
         losses, agrees = slots.spread(losses), slots.spread(best == slots.labels)
         weights = self.weights(losses, slots.known, slots.counts) * slots.stands_for.unsqueeze(1)
         rates = torch.stack((agrees.sum(0), slots.counts.sum(0)), dim=1)  # (S - 1, 2)

@@ -72,7 +72,7 @@ class EagleTraining(ChainTraining):
 
         options = self.options
         regression = (regression_losses(step.states, step.teacher) * step.counts).sum()
-        entropy, rows = distillation_loss(step.states, self.head.weight, teach, step.weights)
+        entropy, rows = distillation_loss(step.states, self.head.rows, teach, step.weights)
         own = options.feature_weight * regression + options.token_weight * entropy
         return options.ttt_decay**index * own, self.head.ids[rows], {"feature_loss": regression}
 

@@ -24,13 +24,13 @@ class TargetHead:
 
     def __init__(self, target: FrozenTarget, ids: Tensor) -> None:
         """ids (Vd,) int64 ascending: the draft's vocabulary."""
-        weight = target.model.get_output_embeddings().weight.detach()
-        self.ids = ids.to(weight.device)  # kept there: a copy in every step would synchronise
-        self.weight = weight if len(ids) == len(weight) else weight[self.ids]  # (Vd, H)
+        head = target.head.detach()
+        self.ids = ids.to(head.device)  # kept there: a copy in every step would synchronise
+        self.rows = head if len(ids) == len(head) else head[self.ids]  # (Vd, H)
 
     def predictions(self, states: Tensor) -> Tensor:
         """Target id of the best token at each state: (N, H) -> (N,)."""
-        return self.ids[best_rows(states, self.weight)]
+        return self.ids[best_rows(states, self.rows)]
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
