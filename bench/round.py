@@ -116,7 +116,7 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
     return {
         **origin("round", "cuda"),
         "target": config.target,
-        "draft": engine.info.draft,
+        "draft": engine.config.draft,
         "batch": batch,
         "width": engine.width,
         "ms": round(ms, 3),

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import Output, Request
+from slipstream.serve.request import EngineInfo, Output, Request
 from slipstream.serve.worker import (
     Abort,
     EngineFactory,
@@ -69,7 +69,7 @@ class EngineClient:
         self._asked_at: float | None = None  # when the oldest unanswered message was sent
         self._process: BaseProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._info: asyncio.Future[Any]  # done once the engine is ready or has failed
+        self._info: asyncio.Future[EngineInfo]  # done once the engine is ready or has failed
         self._is_ready = False
         self._tasks: list[asyncio.Task[None]] = []  # the event loop holds only weak references
 
@@ -113,11 +113,8 @@ class EngineClient:
         if self._process is not None:
             self._process.kill()
 
-    async def start(self, config: EngineConfig) -> Any:
-        """Has the process, spawned by now or not, build its engine. Returns the EngineInfo.
-
-        Raises EngineError with one sentence.
-        """
+    async def start(self, config: EngineConfig) -> EngineInfo:
+        """Has the process, spawned by now or not, build its engine. Raises EngineError with one sentence."""
         if self._process is None:
             self.spawn()
         self._info = asyncio.get_running_loop().create_future()

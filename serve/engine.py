@@ -52,7 +52,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        target_name, path = find_target(config)
+        _, path = find_target(config)
         model = load_config(path, config.trust_remote_code)
         self.device = torch.device(pick_device(config.device))
         dtype = pick_dtype(config.dtype, path, self.device)
@@ -83,15 +83,7 @@ class Engine:
         self.executor = Executor(runner, graphs, self.width, prompts)
         with runtime.stage("timing rounds"):
             self.policy = width_policy(runner, graphs, config.max_running, self.widths)
-        self.info = EngineInfo(
-            target=target_name,
-            draft=config.draft,
-            width=self.width,
-            max_model_len=max_model_len,
-            vocab_size=model.vocab_size,
-            stop_ids=self.target.end_ids,
-            kv_cache_tokens=(num_pages - 1) * config.page_size,
-        )
+        self.info = EngineInfo(max_model_len, model.vocab_size, kv_cache_tokens=(num_pages - 1) * config.page_size)
         self.scheduler = Scheduler(
             cache=PageCache(num_pages, config.page_size),
             max_running=config.max_running,
@@ -99,7 +91,7 @@ class Engine:
             prefill_budget=config.prefill_budget if prompts is None else config.captured_tokens,
             prefill_block=1 if prompts is None else PREFILL_BLOCK,
             max_chunks=None if prompts is None else prompts.num_requests,
-            stop_ids=self.info.stop_ids,
+            stop_ids=self.target.end_ids,
             lookahead=self.drafter.lookahead,
             max_reserve=max_reserve,
             on_admit=self._admit,

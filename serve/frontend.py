@@ -14,7 +14,7 @@ from slipstream.serve.detokenize import Decoder
 from slipstream.serve.limits import ApiError, Limits
 from slipstream.serve.options import ServeConfig, find_target
 from slipstream.serve.protocol import DEFAULT_COMPLETION_TOKENS, Body, ChatBody, CompletionBody
-from slipstream.serve.request import Request, SamplingParams, draw_seed, prompt_seed
+from slipstream.serve.request import EngineInfo, Request, SamplingParams, draw_seed, prompt_seed
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 # Names that transformers itself passes to a template, besides the parameters of apply_chat_template.
@@ -33,11 +33,8 @@ def read_tokenizer(config: ServeConfig) -> Any:
 class Frontend:
     """Tokenizer and rules of one target; stateless, so `requests` may run on several threads at once."""
 
-    def __init__(self, config: ServeConfig, info: Any, tokenizer: Any = None) -> None:
-        """`info`: the running engine's EngineInfo; `tokenizer`: the target's, if it has been read.
-
-        Raises ValueError for a target that cannot be read.
-        """
+    def __init__(self, config: ServeConfig, info: EngineInfo, tokenizer: Any = None) -> None:
+        """`tokenizer`: the target's, if it has been read. Raises ValueError for a target that cannot be read."""
         target, path = find_target(config)
         self.model_name = config.served_model_name or (path.resolve().name if Path(target).is_dir() else target)
         self.sampling_defaults = read_sampling_defaults(path)

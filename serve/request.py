@@ -125,10 +125,6 @@ class Output:
 class EngineInfo:
     """What a front end needs to know of a running engine."""
 
-    target: str
-    draft: str
-    width: int  # nodes verified per round, root included
     max_model_len: int
     vocab_size: int
-    stop_ids: frozenset[int]
     kv_cache_tokens: int

@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import Output, Request
+from slipstream.serve.request import EngineInfo, Output, Request
 
 METRICS_SECONDS = 0.1  # a busy engine sends its gauges at most this often
 HEADER = struct.Struct("!Q")
@@ -33,7 +33,7 @@ HEADER = struct.Struct("!Q")
 class EngineLike(Protocol):
     """What this process needs of an engine. The real one is in serve/engine.py."""
 
-    info: Any  # EngineInfo
+    info: EngineInfo
 
     @property
     def has_work(self) -> bool: ...

@@ -14,7 +14,7 @@ from slipstream.serve.frontend import Frontend
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.protocol import ChatBody
 from slipstream.tests.data_tools.chats import build_tokenizer, chat
-from slipstream.tests.serve.fake_engine import CONTEXT, VOCABULARY, FakeInfo
+from slipstream.tests.serve.fake_engine import CONTEXT, info
 
 # Whatever is in a message shows in the text; and both ways that templates ask for the date.
 TEMPLATE = (
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def served(folder: Path, messages: Any, **options: Any) -> str:
-    front = Frontend(ServeConfig(target=str(folder), **options), FakeInfo(10 * CONTEXT, VOCABULARY))
+    front = Frontend(ServeConfig(target=str(folder), **options), info(10 * CONTEXT))
     [request] = front.requests(ChatBody(messages=messages), "r")
     return front.tokenizer.decode(request.prompt)
 

@@ -5,11 +5,10 @@ accepted. A request's namespace makes it misbehave: see `FakeEngine`.
 """
 
 import time
-from dataclasses import dataclass
 from hashlib import blake2b
 
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import Output, Request, RequestStats
+from slipstream.serve.request import EngineInfo, Output, Request, RequestStats
 
 ROUND = 3
 CONTEXT = 256
@@ -18,10 +17,8 @@ MANNERS = ("refuse", "crash", "slow")
 SALTED = {blake2b(name.encode(), digest_size=16).hexdigest(): name for name in MANNERS}  # as the server sends salts
 
 
-@dataclass(frozen=True, slots=True)
-class FakeInfo:
-    max_model_len: int
-    vocab_size: int
+def info(max_model_len: int = CONTEXT, vocab_size: int = VOCABULARY) -> EngineInfo:
+    return EngineInfo(max_model_len, vocab_size, kv_cache_tokens=max_model_len)
 
 
 def manner(request: Request) -> str:
@@ -33,7 +30,7 @@ class FakeEngine:
     takes 10 ms per step, all others 1 ms: text that comes faster than it is sent would be joined."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.info = FakeInfo(config.max_model_len or CONTEXT, VOCABULARY)
+        self.info = info(config.max_model_len or CONTEXT)
         self.running: dict[str, Request] = {}
         self.stats: dict[str, RequestStats] = {}
         self.num_aborted = 0

@@ -15,7 +15,7 @@ from slipstream.serve.frontend import Frontend
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.protocol import ChatBody, CompletionBody
 from slipstream.tests.data_tools.chats import CHATML, LLAMA, build_tokenizer
-from slipstream.tests.serve.fake_engine import CONTEXT, VOCABULARY, FakeInfo
+from slipstream.tests.serve.fake_engine import info
 from slipstream.tests.test_packaging import ROOT
 
 TINY = ROOT / "assets" / "tiny-target"
@@ -136,7 +136,7 @@ def test_the_option_reaches_chats_and_completions() -> None:
     chat, completion = ChatBody(messages=conversation([attack])), CompletionBody(prompt=attack)
     counts = []
     for is_on in (False, True):
-        front = Frontend(ServeConfig(target=str(TINY), control_tokens_as_text=is_on), FakeInfo(CONTEXT, VOCABULARY))
+        front = Frontend(ServeConfig(target=str(TINY), control_tokens_as_text=is_on), info())
         start = front.tokenizer.convert_tokens_to_ids("<|im_start|>")
         counts.append([front.requests(body, "r")[0].prompt.count(start) for body in (chat, completion)])
     assert counts == [[3, 1], [2, 0]]

@@ -19,7 +19,7 @@ from slipstream.serve.launch import Server
 from slipstream.serve.limits import ApiError, longest_text
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.protocol import CompletionBody
-from slipstream.tests.serve.fake_engine import CONTEXT, FakeInfo
+from slipstream.tests.serve.fake_engine import CONTEXT, info
 from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO
 from slipstream.tests.serve.test_detokenize import byte_fallback, byte_level
 from slipstream.tests.test_packaging import ROOT
@@ -197,7 +197,7 @@ def test_where_text_may_vanish_there_is_no_bound(tokenizer: Any) -> None:
 
 def test_a_prompt_that_is_too_long_is_told_to_the_client_alone(caplog: pytest.LogCaptureFixture) -> None:
     """transformers would warn of it, in the log."""
-    front = Frontend(ServeConfig(target=str(ROOT / "assets/tiny-target")), FakeInfo(2048, 4096))
+    front = Frontend(ServeConfig(target=str(ROOT / "assets/tiny-target")), info(2048, 4096))
     logger = logging.getLogger("transformers")  # which hands nothing on to its parents
     logger.addHandler(caplog.handler)
     with pytest.raises(ApiError, match="has 3000 tokens"):

@@ -11,7 +11,7 @@ from slipstream.serve.frontend import Frontend
 from slipstream.serve.limits import ApiError
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.protocol import NEUTRAL, NEUTRAL_IN_STREAM_OPTIONS, ChatBody, CompletionBody
-from slipstream.tests.serve.fake_engine import CONTEXT, VOCABULARY, FakeInfo
+from slipstream.tests.serve.fake_engine import CONTEXT, VOCABULARY, info
 from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, events, write_target
 
 NEUTRAL_FIELDS: dict[str, Any] = {
@@ -175,7 +175,7 @@ def test_errors_of_a_stream_are_events(client: httpx.Client) -> None:
 
 
 def frontend(path: Path, generation: dict[str, object], chat: bool = True) -> Frontend:
-    return Frontend(ServeConfig(target=str(write_target(path, generation, chat))), FakeInfo(CONTEXT, VOCABULARY))
+    return Frontend(ServeConfig(target=str(write_target(path, generation, chat))), info())
 
 
 def test_sampling_defaults_come_from_the_target(tmp_path: Path) -> None:
