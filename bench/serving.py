@@ -249,7 +249,7 @@ def measure_level(
         if config.answers is not None:
             write_answers(config.answers, tasks, result, draft, level, config.temperature)
         where = origin("serving", "cpu" if config.engine.get("device") == "cpu" else default_device())
-        found = {**result.figures(), "accuracy": accuracy(config, tasks, result, work.tokenizer)}
+        found: dict[str, Any] = {**result.figures(), "accuracy": accuracy(config, tasks, result, work.tokenizer)}
         found |= {"tok_s_turns": [one.tok_s for one in runs[draft]], "cpu_s_turns": [one.cpu_s for one in runs[draft]]}
         found |= {"answers": checksums(result)}
         found |= compare(config, found, find(lines.all, "none", level), draft)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import reduce
 from itertools import pairwise
 from operator import add
@@ -15,9 +15,10 @@ from slipstream.bench.host_clock import HostClock, HostTimes, host_figures
 from slipstream.bench.lines import milliseconds
 from slipstream.bench.workload import Task
 from slipstream.serve.engine import Engine
-from slipstream.serve.load import run_load
-from slipstream.serve.request import Output, Request, RequestStats, SamplingParams
+from slipstream.serve.load import Answer, run_load
+from slipstream.serve.request import Output, Request, SamplingParams
 
+SUMMED = ("completion_tokens", "rounds", "decoded_tokens")
 DRAFTED = "slipstream_drafted_tokens_total"
 
 
@@ -73,25 +74,22 @@ def pool(runs: Sequence[Run]) -> Run:
     return Run(**{name: reduce(add, (getattr(run, name) for run in runs)) for name in names})
 
 
-@dataclass(slots=True)
-class Answer:
-    """Tokens of one request so far and when they arrived."""
+@dataclass(slots=True, kw_only=True)
+class EngineAnswer(Answer):
+    """An answer of an engine in this process."""
 
     start_s: float
     tokens: list[int] = field(default_factory=list)
-    arrivals_s: list[float] = field(default_factory=list)
-    stats: RequestStats | None = None
+    drafted_tokens: int = 0
 
-    def add(self, output: Output) -> None:
+    def take(self, output: Output) -> None:
         if output.tokens:
             self.arrivals_s.append(time.perf_counter() - self.start_s)
         self.tokens += output.tokens
-        self.stats = output.stats
-
-    @property
-    def counts(self) -> RequestStats:
-        assert self.stats is not None, "the request has not ended"
-        return self.stats
+        if output.stats is not None:
+            counts = output.stats
+            self.completion_tokens, self.rounds = counts.completion_tokens, counts.rounds
+            self.decoded_tokens, self.drafted_tokens = counts.completion_tokens - counts.prefills, counts.drafted_tokens
 
 
 def run_offline(
@@ -122,19 +120,26 @@ def run_offline(
         engine.check(request)
     if clock is not None:
         clock.begin(min(concurrency, len(tasks)))
-    answers: dict[str, Answer] = {}
+    answers: dict[str, EngineAnswer] = {}
     start, cpu_start = time.perf_counter(), time.process_time()
     with tqdm(total=len(tasks), desc=title, unit="req") as bar:
         for output in outputs(engine, requests, concurrency, answers):
-            answers[output.request_id].add(output)
+            answers[output.request_id].take(output)
             bar.update(output.finish_reason is not None)
     wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
-    run = summarise([answers[request.id] for request in requests], wall_s)
-    return replace(run, cpu_s=cpu_s, host=[] if clock is None else clock.rounds)
+    done = [answers[request.id] for request in requests]
+    return summarise(
+        done,
+        answers=[answer.tokens for answer in done],
+        drafted_tokens=sum(answer.drafted_tokens for answer in done),
+        wall_s=wall_s,
+        cpu_s=cpu_s,
+        host=[] if clock is None else clock.rounds,
+    )
 
 
 def outputs(
-    engine: Engine, requests: Sequence[Request], concurrency: int, answers: dict[str, Answer]
+    engine: Engine, requests: Sequence[Request], concurrency: int, answers: dict[str, EngineAnswer]
 ) -> Iterator[Output]:
     waiting = iter(requests)
     more = True
@@ -143,23 +148,19 @@ def outputs(
             request = next(waiting, None)
             more = request is not None
             if request is not None:
-                answers[request.id] = Answer(time.perf_counter())
+                answers[request.id] = EngineAnswer(start_s=time.perf_counter())
                 engine.add(request)
         yield from engine.step()
 
 
-def summarise(answers: Sequence[Answer], wall_s: float) -> Run:
-    counts = [answer.counts for answer in answers]
-    arrivals = [answer.arrivals_s for answer in answers]
+def summarise(received: Sequence[Answer], **others: Any) -> Run:
+    """`others`: what the answers do not say."""
+    arrivals = [answer.arrivals_s for answer in received if answer.arrivals_s]
     return Run(
-        wall_s=wall_s,
-        answers=[answer.tokens for answer in answers],
-        completion_tokens=sum(one.completion_tokens for one in counts),
-        rounds=sum(one.rounds for one in counts),
-        decoded_tokens=sum(one.completion_tokens - one.prefills for one in counts),
-        drafted_tokens=sum(one.drafted_tokens for one in counts),
+        **{name: sum(getattr(one, name) for one in received) for name in SUMMED},
         ttft_s=[times[0] for times in arrivals],
         itl_s=[later - earlier for times in arrivals for earlier, later in pairwise(times)],
+        **others,
     )
 
 
@@ -174,17 +175,9 @@ def run_http(base_url: str, tasks: Sequence[Task], concurrency: int, seed: int =
     load = run_load(base_url, prompts, concurrency=concurrency, stream=True, each=own, **params)
     if load.errors:
         raise ValueError(f"{len(load.errors)} of {len(tasks)} requests failed, the first with: {load.errors[0]}")
-    streams = [answer.arrivals_s for answer in load.answers if answer.arrivals_s]
-    return Run(
-        wall_s=load.wall_s,
-        answers=[answer.text for answer in load.answers],
-        completion_tokens=load.completion_tokens,
-        rounds=sum(answer.rounds for answer in load.answers),
-        decoded_tokens=sum(answer.decoded_tokens for answer in load.answers),
-        drafted_tokens=int(read_counters(base_url)[DRAFTED] - before[DRAFTED]),
-        ttft_s=[times[0] for times in streams],
-        itl_s=[later - earlier for times in streams for earlier, later in pairwise(times)],
-    )
+    drafted = int(read_counters(base_url)[DRAFTED] - before[DRAFTED])
+    texts = [answer.text for answer in load.answers]
+    return summarise(load.answers, answers=texts, drafted_tokens=drafted, wall_s=load.wall_s)
 
 
 def read_counters(base_url: str) -> dict[str, float]:
