@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from slipstream.data_tools.options import check_named, run, show_table
@@ -26,8 +25,8 @@ from slipstream.models.checkpoint import (
     named_target,
     read_draft_tensors,
     read_json,
+    read_tensors,
     resolve,
-    weight_files,
     write_checkpoint,
 )
 from slipstream.models.config import ModelConfig
@@ -110,7 +109,9 @@ def convert(config: ConvertConfig) -> None:
     with atomic_folder(Path(config.output), CHECKPOINT.check) as folder:
         write_checkpoint(folder, written.values, written.tensors, provenance)
     print(f"{config.output}: layout {config.layout}")
-    show_table({"tensors": changes(tensor_names(path), written.tensors), "fields": changes(values, written.values)})
+    show_table(
+        {"tensors": changes(read_draft_tensors(path), written.tensors), "fields": changes(values, written.values)}
+    )
     if max(written.layers, default=0) >= target.config.num_layers - 1:
         print("  note: it reads the last layer's output, which other servers take after the final norm or not at all")
 
@@ -132,29 +133,16 @@ def form_of(values: Mapping[str, Any], config: ConvertConfig) -> Form:
     return form
 
 
-def tensor_names(path: Path) -> Iterable[str]:
-    """Names of the tensors in the draft's files."""
-    return [name for file in weight_files(path) for name in names_in(file)] or read_draft_tensors(path)
-
-
 def read_target(name: str) -> TargetFiles:
     path = resolve(name)
     config = load_config(path, is_served=False)
-    files = {key: file for file in weight_files(path) for key in names_in(file)}
+    tensors = read_tensors(path)
     keys = {EMBEDDING: f"model.{EMBEDDING}", HEAD: f"model.{EMBEDDING}" if config.tie_word_embeddings else HEAD}
-    missing = sorted(set(keys.values()) - files.keys())
+    missing = sorted(set(keys.values()) - tensors.keys())
     if missing:
         raise ValueError(f"target {name} lacks {', '.join(missing)} in its *.safetensors files")
-    shared = {}
-    for own, key in keys.items():
-        with safe_open(files[key], "pt") as file:
-            shared[own] = file.get_tensor(key)
+    shared = {own: tensors[key] for own, key in keys.items()}
     return TargetFiles(name, config, read_json(path / "config.json").get("architectures") or [], shared)
-
-
-def names_in(file: Path) -> list[str]:
-    with safe_open(file, "pt") as tensors:
-        return list(tensors.keys())
 
 
 def read_draft(form: Form, path: Path, target: TargetFiles) -> Draft:
