@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from slipstream.models.config import ModelConfig, check_feature_layers, default_feature_layers
 from slipstream.models.draft import DraftConfig, DraftNetwork, Tensors, check_target, decoder_from_json, decoder_to_json
-from slipstream.models.layers import Attention, GatedMLP, Linear, Mask, RMSNorm, SelfAttention, derive
+from slipstream.models.layers import Attention, DecoderLayer, Linear, Mask, RMSNorm, SelfAttention, derive
 from slipstream.models.speculators_layout import without_last_layer
 
 if TYPE_CHECKING:  # serving a draft needs no tokenizer's type
@@ -194,32 +194,6 @@ def default_mask_token(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) ->
     raise ValueError("the tokenizer has no mask, unused, pad, eos or unk token; name one by draft.mask_token_id")
 
 
-class BlockLayer(nn.Module):
-    """A pre-norm decoder layer whose attention sees the context and the whole block, or causally a window of both."""
-
-    def __init__(self, config: DFlashConfig, layer: int) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        is_windowed = layer in config.windowed_layers
-        self.mask: Mask = "causal" if is_windowed else "block"
-        self.input_layernorm = RMSNorm(size, eps)
-        self.self_attn = SelfAttention(
-            config.layer_config(), layer, window=config.sliding_window if is_windowed else None
-        )
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = GatedMLP(size, config.intermediate_size)
-
-    def forward(self, x: Tensor, delta: Tensor | None, attention: Attention) -> tuple[Tensor, Tensor]:
-        """x (..., H) and what the layer before adds to it -> the same of this layer."""
-        if delta is None:
-            normed = self.input_layernorm(x)
-        else:
-            normed, x = self.input_layernorm.add(x, delta)
-        attended = self.self_attn(normed, attention, self.mask)
-        normed, x = self.post_attention_layernorm.add(x, attended)
-        return x, self.mlp(normed)
-
-
 class ContextProjection(NamedTuple):
     """Keys and values of context rows in all layers at once."""
 
@@ -229,7 +203,7 @@ class ContextProjection(NamedTuple):
 
 
 class DFlash(DraftNetwork):
-    """Any leading dims."""
+    """Any leading dims. A layer's attention sees the context and the whole block, or causally a window of both."""
 
     Config = DFlashConfig
     other_names = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
@@ -239,10 +213,12 @@ class DFlash(DraftNetwork):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
-        size = config.hidden_size
+        size, shape, count = config.hidden_size, config.layer_config(), config.num_layers
+        windows = [config.sliding_window if layer in config.windowed_layers else None for layer in range(count)]
+        self.masks: list[Mask] = ["block" if window is None else "causal" for window in windows]
         self.fc = Linear(size * len(config.feature_layers), size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(shape, layer, window) for layer, window in enumerate(windows))
         self.norm = RMSNorm(size, config.rms_norm_eps)
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -275,7 +251,7 @@ class DFlash(DraftNetwork):
     def forward(self, embeds: Tensor, attention: Attention) -> Tensor:
         """embeds (..., H) of whole blocks -> normed final states (..., H), input of the target's head."""
         x, delta = embeds, None
-        for layer in self.layers:
-            x, delta = layer(x, delta, attention)
+        for layer, mask in zip(self.layers, self.masks, strict=True):
+            x, delta = layer(x, delta, attention, mask)
         assert delta is not None
         return self.norm.add(x, delta)[0]

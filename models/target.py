@@ -12,35 +12,12 @@ from slipstream.kernels.compile_ahead import is_short
 from slipstream.models.checkpoint import read_json, read_tensors
 from slipstream.models.config import ModelConfig, is_complete
 from slipstream.models.draft import EMBEDDING, HEAD
-from slipstream.models.layers import Attention, Embedding, GatedMLP, Head, Mask, RMSNorm, SelfAttention
+from slipstream.models.layers import Attention, DecoderLayer, Embedding, Head, Mask, RMSNorm
 from slipstream.models.pretrained import end_of_text_ids, find_tokenizer, read_config
 from slipstream.models.weights import load_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
-
-    def forward(
-        self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The layer's input is residual + delta (T, H), written to `out` if given; so is its output.
-
-        The next norm computes the sum, both in one kernel.
-        """
-        if delta is None:
-            normed = self.input_layernorm(residual)
-        else:
-            normed, residual = self.input_layernorm.add(residual, delta, out)
-        normed, residual = self.post_attention_layernorm.add(residual, self.self_attn(normed, attention, mask))
-        return residual, self.mlp(normed)
 
 
 class Target(nn.Module):
