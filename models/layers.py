@@ -17,14 +17,14 @@ from slipstream.kernels.norm import HeadNorms, add_rms_norm, rms_norm, rms_norm_
 from slipstream.models.config import ModelConfig, RopeConfig
 
 Mask = Literal["causal", "tree", "block"]
-CHUNK = 64 << 20  # bytes converted at once: bounds what loading needs beside the weights
+CHUNK = 64 << 20  # bytes converted at once: the most that loading needs beside the weights
 
 
 def copy_converted(place: Tensor, tensor: Tensor) -> None:
     """Copies `tensor`, which may be a view of a mapped file, to `place`; converts it on the device of `place`."""
     rows = max(1, CHUNK // max(1, tensor[:1].nbytes))
     for own, theirs in zip(place.split(rows), tensor.split(rows), strict=True):
-        own.copy_(theirs.to(own.device))
+        own.copy_(theirs if own.dtype == theirs.dtype else theirs.to(own.device))
 
 
 def derive(owner: nn.Module, make: Callable[[], Tensor]) -> Tensor:
