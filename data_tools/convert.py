@@ -109,9 +109,8 @@ def convert(config: ConvertConfig) -> None:
     with atomic_folder(Path(config.output), CHECKPOINT.check) as folder:
         write_checkpoint(folder, written.values, written.tensors, provenance)
     print(f"{config.output}: layout {config.layout}")
-    show_table(
-        {"tensors": changes(read_draft_tensors(path), written.tensors), "fields": changes(values, written.values)}
-    )
+    tensors = changes(read_draft_tensors(path), written.tensors)
+    show_table({"tensors": tensors, "fields": changes(values, written.values)})
     if max(written.layers, default=0) >= target.config.num_layers - 1:
         print("  note: it reads the last layer's output, which other servers take after the final norm or not at all")
 
@@ -135,8 +134,7 @@ def form_of(values: Mapping[str, Any], config: ConvertConfig) -> Form:
 
 def read_target(name: str) -> TargetFiles:
     path = resolve(name)
-    config = load_config(path, is_served=False)
-    tensors = read_tensors(path)
+    config, tensors = load_config(path, is_served=False), read_tensors(path)
     keys = {EMBEDDING: f"model.{EMBEDDING}", HEAD: f"model.{EMBEDDING}" if config.tie_word_embeddings else HEAD}
     missing = sorted(set(keys.values()) - tensors.keys())
     if missing:
