@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from slipstream.models.config import ModelConfig, check_feature_layers, default_feature_layers
 from slipstream.models.draft import (
     EMBEDDING,
+    HEAD,
     DraftConfig,
     DraftNetwork,
     Tensors,
@@ -33,6 +34,7 @@ from slipstream.models.weights import public_tensors
 
 # Flags of other trainers that change the network; checkpoints that set one are refused.
 UNSUPPORTED_FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "use_aux_norm", "mlp_bias")
+MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,26 +154,27 @@ class Eagle3(DraftNetwork):
         return ids_of(self.d2t)
 
     @torch.no_grad()
-    def init_from_target(self, head: Tensor, final_norm: Tensor, mlp: Mapping[str, Tensor]) -> None:
-        """Initialises from the target's head rows, final norm and last MLP; fc passes the last feature through.
+    def init_from_target(self, weights: Mapping[str, Tensor]) -> None:
+        """Takes over the target's head rows, final norm and last MLP; fc passes the last feature through.
 
+        `weights` by their names in files, the last layer's as layers.0; a mixture of experts has no such MLP.
         Additional neurons stay random with zero output weights, so they contribute nothing at first.
-        head (V, Ht), final_norm (Ht,), mlp with gate_proj, up_proj (I, Ht) and down_proj (Ht, I).
         """
-        config = self.config
-        hidden_size, neurons = head.shape[1], len(mlp["gate_proj"])
+        config, own, head = self.config, public_tensors(self), weights[HEAD]
+        mlp = {name: weights[f"layers.0.{name}"] for name in MLP if f"layers.0.{name}" in weights}
+        hidden_size, neurons = head.shape[1], len(mlp[MLP[0]]) if mlp else 0
         if config.hidden_size != hidden_size or config.intermediate_size < neurons:
             raise ValueError(
                 f"init_from_target needs a draft as wide as its target or with a wider MLP: hidden_size "
                 f"{config.hidden_size} and intermediate_size {config.intermediate_size} against {hidden_size} and "
                 f"{neurons}; change them or switch init_from_target off"
             )
-        own = public_tensors(self)
-        own["lm_head.weight"].copy_(head[self.target_ids.to(head.device)])
-        own["norm.weight"].copy_(final_norm)
-        own["midlayer.mlp.gate_proj.weight"][:neurons].copy_(mlp["gate_proj"])
-        own["midlayer.mlp.up_proj.weight"][:neurons].copy_(mlp["up_proj"])
-        own["midlayer.mlp.down_proj.weight"].zero_()[:, :neurons].copy_(mlp["down_proj"])
+        own[HEAD].copy_(head[self.target_ids.to(head.device)])
+        own["norm.weight"].copy_(weights["norm.weight"])
+        own["midlayer.mlp.down_proj.weight"].zero_()
+        for name, weight in mlp.items():
+            rows, columns = weight.shape
+            own[f"midlayer.{name}"][:rows, :columns].copy_(weight)
         own["fc.weight"].zero_()[:, -config.hidden_size :].copy_(torch.eye(config.hidden_size))
 
     def fuse(self, features: Tensor) -> Tensor:

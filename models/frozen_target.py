@@ -3,7 +3,6 @@
 Feature ids are those of models/config.py: 0..n-1 is the output of that layer, n the hidden state after the final norm.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.quantization_config import Mxfp4Config
 
 from slipstream.models.config import check_feature_layers
+from slipstream.models.draft import HEAD
 from slipstream.models.sharded_target import share_out
 
-GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 VOCABULARY_CHUNK = 16384  # head rows per product: bounds full logits to (N, 16384)
 
 
@@ -114,12 +113,11 @@ class FrozenTarget:
             logits[:, first:last] = chunk[:, device_ids[first:last] - start]
         return logits, tokens
 
-    def initial_weights(self) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-        """Head (V, Ht), final norm (Ht,) and the last layer's MLP: gate_proj, up_proj (I, Ht) and down_proj (Ht, I).
-
-        A mixture of experts has no such MLP, so I = 0.
-        """
-        head = self.head
+    def initial_weights(self, num_layers: int) -> dict[str, Tensor]:
+        """Head, final norm and the last `num_layers` layers, numbered from 0, by their names in files. All processes
+        call it where the layers are sharded."""
+        layers = enumerate(list(self.layers)[-num_layers:])
+        weights = {f"layers.{i}.{name}": x for i, layer in layers for name, x in layer.state_dict().items()}
         try:
             norm = self.decoder.get_parameter("norm.weight")
         except AttributeError as error:
@@ -127,10 +125,7 @@ class FrozenTarget:
                 f"{type(self.model).__name__} has no final norm to start from ({error}); set draft.init_from_target "
                 "to false"
             ) from error
-        last, none = self.layers[-1].state_dict(keep_vars=True), head.new_empty(0, head.shape[1])
-        names = [f"mlp.{name}.weight" for name in GATED_MLP]
-        parts = [last[name] for name in names] if last.keys() >= set(names) else [none, none, none.t()]
-        return head, norm, dict(zip(GATED_MLP, parts, strict=True))
+        return weights | {"norm.weight": norm, HEAD: self.head}
 
     def drop_layers(self) -> None:
         """Frees the decoder's layers: afterwards only `embed` and `logits` work."""

@@ -10,10 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.models.dflash import DFlash, DFlashConfig
-from slipstream.models.draft import HEAD, write_draft
+from slipstream.models.draft import write_draft
 from slipstream.models.eagle import Eagle, EagleConfig
 from slipstream.models.eagle3 import Eagle3, Eagle3Config
-from slipstream.models.frozen_target import GATED_MLP
 from slipstream.models.target import load_config, load_target
 from slipstream.models.weights import public_tensors
 from slipstream.tests.naive_dflash import NaiveDFlash
@@ -36,9 +35,9 @@ def random_draft(target: Path, draft_vocab_size: int | None = None, seed: int = 
         )
     )
     module.set_vocabulary(torch.randperm(config.vocab_size)[: module.config.draft_vocab_size].sort().values)
-    weights = public_tensors(model)
-    mlp = {name: weights[f"layers.{config.num_layers - 1}.mlp.{name}.weight"] for name in GATED_MLP}
-    module.init_from_target(model.shared[HEAD], weights["norm.weight"], mlp)
+    last = f"layers.{config.num_layers - 1}."
+    weights = {name.replace(last, "layers.0."): tensor for name, tensor in public_tensors(model).items()}
+    module.init_from_target(weights | model.shared)
     return module
 
 

@@ -200,9 +200,7 @@ def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
 
     Raises ValueError if the target's layers do not have the draft's shapes.
     """
-    own, layers = public_tensors(draft), list(target.layers)[-len(draft.layers) :]
-    weights = {f"layers.{i}.{name}": x for i, layer in enumerate(layers) for name, x in layer.state_dict().items()}
-    weights["norm.weight"] = target.decoder.get_parameter("norm.weight")
+    own, weights = public_tensors(draft), target.initial_weights(len(draft.layers))
     matrices = [name for name, tensor in own.items() if name.startswith("layers.") and tensor.ndim == 2]
     strange = [name for name in matrices if name not in weights or weights[name].shape != own[name].shape]
     if strange:
@@ -213,7 +211,7 @@ def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
     for name in own.keys() & weights.keys():  # a target's biases and a draft's q/k norms may have no counterpart
         own[name].copy_(weights[name])
     own["fc.weight"].zero_()[:, -draft.config.hidden_size :].copy_(torch.eye(draft.config.hidden_size))
-    own["hidden_norm.weight"].copy_(own[f"layers.{len(layers) - 1}.input_layernorm.weight"])
+    own["hidden_norm.weight"].copy_(own[f"layers.{len(draft.layers) - 1}.input_layernorm.weight"])
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -59,7 +59,7 @@ class Eagle3Training(ChainTraining):
 
     def start(self) -> None:
         if self.options.init_from_target:
-            self.draft.init_from_target(*self.target.initial_weights())
+            self.draft.init_from_target(self.target.initial_weights(1))
 
     def teach(self, states: Tensor) -> tuple[Tensor, Tensor]:
         return self.target.logits(states, self.target_ids)

@@ -20,6 +20,7 @@ from slipstream.tests.models.saved_drafts import ORIGIN, CausalAttention, SavedD
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 
 LENGTH = 23
+LAST_MLP = [f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
 
 
 def attention_of(config: Eagle3Config) -> CausalAttention:
@@ -83,7 +84,7 @@ def test_it_starts_from_the_targets_weights(intermediate_size: int, make_target:
     head, norm = torch.randn(120, 32, generator=generator), torch.randn(32, generator=generator)
     gate, up = (torch.randn(48, 32, generator=generator) for _ in range(2))
     down = torch.randn(32, 48, generator=generator)
-    module.init_from_target(head, norm, {"gate_proj": gate, "up_proj": up, "down_proj": down})
+    module.init_from_target({HEAD: head, "norm.weight": norm, **dict(zip(LAST_MLP, (gate, up, down), strict=True))})
     x = torch.randn(7, 32, generator=generator)
     torch.testing.assert_close(module.lm_head(x), x @ head[1:100:2].T)
     torch.testing.assert_close(module.norm.weight, norm)
@@ -101,9 +102,9 @@ def test_a_draft_of_other_size_cannot_start_from_the_target(
     fields: dict[str, Any], numbers: str, make_target: Callable[[str], Path]
 ) -> None:
     module = random_module(make_target("llama"), **fields)
-    mlp = {"gate_proj": torch.ones(48, 32), "up_proj": torch.ones(48, 32), "down_proj": torch.ones(32, 48)}
+    shapes = {HEAD: (120, 32), "norm.weight": (32,), **dict(zip(LAST_MLP, [(48, 32), (48, 32), (32, 48)], strict=True))}
     with pytest.raises(ValueError, match=numbers) as caught:
-        module.init_from_target(torch.ones(120, 32), torch.ones(32), mlp)
+        module.init_from_target({name: torch.ones(shape) for name, shape in shapes.items()})
     assert "switch init_from_target off" in str(caught.value)
 
 
