@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from os import sched_getaffinity
 from pathlib import Path
 
@@ -39,7 +40,7 @@ from slipstream.data_tools.token_coverage import (
 )
 from slipstream.data_tools.tokenization import AnswerTokenizer, Outcome, RowTokenizer, tokenize_rows
 from slipstream.models.outputs import check_output_file
-from slipstream.models.token_map import TokenMap, is_fr_spec_map, is_sglang_map, is_token_map
+from slipstream.models.token_map import TokenMap, is_listed, is_token_map
 
 SHARD_ROWS = 1024
 
@@ -112,8 +113,8 @@ def check_files(config: FrequencyMapConfig) -> None:
     inputs = {**config.inputs(), "merge": config.merge, "from_responses": config.from_responses}
     kinds = {
         "output": (is_token_map, "a token map"),
-        "sglang_pt": (is_sglang_map, "a token map of SGLang"),
-        "fr_spec": (is_fr_spec_map, "a frequency list of FR-Spec"),
+        "sglang_pt": (partial(is_listed, kind=torch.Tensor), "a token map of SGLang"),
+        "fr_spec": (partial(is_listed, kind=list), "a frequency list of FR-Spec"),
         "plot": (is_coverage_plot, "a coverage curve that frequency-map drew"),
     }
     named = {option: getattr(config, option) for option in kinds if getattr(config, option) is not None}

@@ -236,16 +236,14 @@ def is_token_map(path: Path) -> bool:
     return True
 
 
-def is_sglang_map(path: Path) -> bool:
-    """Whether this is a file as `TokenMap.write_sglang` writes it."""
-    value = _loaded(path)
-    return isinstance(value, Tensor) and value.ndim == 1 and value.dtype == torch.int64
-
-
-def is_fr_spec_map(path: Path) -> bool:
-    """Whether this is a file as `TokenMap.write_fr_spec` writes it."""
-    value = _loaded(path)
-    return isinstance(value, list) and all(isinstance(token, int) for token in value)
+def is_listed(path: Path, kind: type) -> bool:
+    """Whether this is a file as `TokenMap.write_sglang` (a Tensor) or `TokenMap.write_fr_spec` (a list) writes it."""
+    try:
+        content = _load_pickle(path)
+        _listed_ids(path, content)
+    except ValueError:
+        return False
+    return isinstance(content, kind)
 
 
 def check_tokenizer(token_map: TokenMap, tokenizer_hash: str, source: str = "the token map") -> None:
@@ -298,14 +296,6 @@ def _load_pickle(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"{path} is missing, damaged or holds more than token ids ({error}); {REMEDY}") from error
-
-
-def _loaded(path: Path) -> Any:
-    """As `_load_pickle`; None for other files."""
-    try:
-        return _load_pickle(path)
-    except ValueError:
-        return None
 
 
 def _load_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
