@@ -131,9 +131,10 @@ class ShardRange:
 class ShardTensors:
     """The tensors of a shard, in memory during capture or mapped from its file."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        """`lengths` and `supervised` must hold their values already."""
+    def __init__(self, tensors: dict[str, Tensor], start: int = 0) -> None:
+        """`lengths` and `supervised` must hold their values already. `start`: address of the mapped file, if any."""
         self.tensors = tensors
+        self.start = start
         self.token_bounds = [0, *accumulate(tensors["lengths"].tolist())]
         before = torch.cat((torch.zeros(1, dtype=torch.int64), tensors["supervised"].cumsum(0)))
         self.supervised_bounds = before[self.token_bounds].tolist()
@@ -144,26 +145,6 @@ class ShardTensors:
         supervised = slice(*self.supervised_bounds[slot : slot + 2])
         parts = {name: self.tensors[name][tokens] for name in BY_TOKEN if name in self.tensors}
         return parts | {name: self.tensors[name][supervised] for name in BY_SUPERVISED if name in self.tensors}
-
-    def checksum(self, slot: int) -> int:
-        return checksum(self.document(slot))
-
-
-class MappedShard(ShardTensors):
-    """Tensors mapped from a file."""
-
-    def __init__(self, tensors: dict[str, Tensor], path: Path, start: int) -> None:
-        """`start`: the address of the file's first byte."""
-        super().__init__(tensors)
-        self.path = path
-        self.start = start
-
-    def ask_for(self, slot: int) -> None:
-        """Advises the kernel to read a document's bytes; does not wait."""
-        parts = self.document(slot).values()
-        ranges = [(part.data_ptr() - self.start, part.nbytes) for part in parts if part.nbytes]
-        with suppress(FileNotFoundError):  # the map stays readable without the file's name
-            will_need(self.path, ranges)
 
 
 def checksum(tensors: dict[str, Tensor]) -> int:
@@ -194,14 +175,12 @@ def write_shard(folder: Path, number: int, shard: ShardTensors, capture: str) ->
     """`capture` is the digest of the capture. Raises ValueError, and leaves no file, if it cannot be written."""
     tensors = shard.tensors
     for slot in range(len(tensors["documents"])):
-        tensors["checksums"][slot] = shard.checksum(slot)
-    metadata = {
-        "shard": json.dumps([capture, number, table_checksum(tensors)])
-    }  # one entry, since several have no fixed order
+        tensors["checksums"][slot] = checksum(shard.document(slot))
+    label = json.dumps([capture, number, table_checksum(tensors)])  # one entry, since several have no fixed order
     path = shard_path(folder, number)
     try:
         with atomic_file(path) as temporary:
-            save_file(tensors, temporary, metadata)
+            save_file(tensors, temporary, {"shard": label})
             temporary.chmod(0o644)  # safetensors creates files that only their owner may read
     except (SafetensorError, OSError) as error:
         size = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
@@ -211,7 +190,7 @@ def write_shard(folder: Path, number: int, shard: ShardTensors, capture: str) ->
         ) from error
 
 
-def open_shard(folder: Path, number: int, span: ShardRange, form: FeatureFormat, capture: str) -> MappedShard:
+def open_shard(folder: Path, number: int, span: ShardRange, form: FeatureFormat, capture: str) -> ShardTensors:
     """Raises ValueError for a missing, damaged or foreign file."""
     path = shard_path(folder, number)
     try:
@@ -234,7 +213,7 @@ def open_shard(folder: Path, number: int, span: ShardRange, form: FeatureFormat,
     will_need(path, [(bounds[name][0], tensors[name].nbytes) for name in (*TABLES, "supervised")])
     if label[2:] != [table_checksum(tensors)]:
         raise ValueError(f"{path} is damaged (its list of documents has another checksum)")
-    return MappedShard(tensors, path, content.data_ptr())
+    return ShardTensors(tensors, content.data_ptr())
 
 
 def will_need(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
@@ -315,7 +294,7 @@ class FeatureStore:
         self.folder = folder
         self.index = FeatureIndex.read(folder)
         self.capture = self.index.digest
-        self._opened: dict[int, MappedShard] = {}
+        self._opened: dict[int, ShardTensors] = {}
         self._verified = [np.zeros(shard.count, bool) for shard in self.index.shards]
         self._numbers: dict[str, list[int]] = {}  # split -> its shards, ascending by first document
         for number, shard in enumerate(self.index.shards):
@@ -363,14 +342,17 @@ class FeatureStore:
     def read(self, number: int, slot: int) -> dict[str, Any]:
         """A document's tensors as views of the map. Raises ValueError for damage, with the command to repair it."""
         shard = self.open(number)
-        shard.ask_for(slot)
+        document = shard.document(slot)
+        ranges = [(part.data_ptr() - shard.start, part.nbytes) for part in document.values() if part.nbytes]
+        with suppress(FileNotFoundError):  # the map stays readable without the file's name
+            will_need(shard_path(self.folder, number), ranges)
         if not self._verified[number][slot]:
-            if shard.checksum(slot) != int(shard.tensors["checksums"][slot]):
+            if checksum(document) != int(shard.tensors["checksums"][slot]):
                 self.fail(number, f"is damaged (document {slot} of it has another checksum)")
             self._verified[number][slot] = True
-        return shard.document(slot)
+        return document
 
-    def open(self, number: int) -> MappedShard:
+    def open(self, number: int) -> ShardTensors:
         if number not in self._opened:
             span = self.index.shards[number]
             try:
