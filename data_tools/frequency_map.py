@@ -13,7 +13,7 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -111,7 +111,7 @@ def frequency_map(config: FrequencyMapConfig) -> None:
 def check_files(config: FrequencyMapConfig) -> None:
     """Raises ValueError unless every file may be written."""
     inputs = {**config.inputs(), "merge": config.merge, "from_responses": config.from_responses}
-    kinds = {
+    kinds: dict[str, tuple[Callable[[Path], bool], str]] = {
         "output": (is_token_map, "a token map"),
         "sglang_pt": (partial(is_listed, kind=torch.Tensor), "a token map of SGLang"),
         "fr_spec": (partial(is_listed, kind=list), "a frequency list of FR-Spec"),
