@@ -1,6 +1,6 @@
 """Rotary embedding and the KV write against complex numbers in fp64, also of context rows in all layers at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +13,7 @@ from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, repla
 
 MAX_LEN, THETA, EPS = 300, 100.0, 1e-6
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # one rounding
+NORMED_TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # two
 CASES = [  # T, Q, G, D
     (1, 32, 8, 128),
     (3, 4, 1, 64),
@@ -55,8 +56,9 @@ class Scene:
         result = torch.complex(*x.double().cpu().chunk(2, dim=-1)) * turn
         return torch.cat((result.real, result.imag), dim=-1)
 
-    def check_cache(self) -> None:
-        check(self.keys[self.slots], self.turned(self.k))
+    def check_cache(self, k: Tensor, tolerances: Mapping[torch.dtype, float] = TOLERANCES) -> None:
+        """Of k, before it was turned."""
+        check(self.keys[self.slots], self.turned(k), tolerances)
         assert torch.equal(self.values[self.slots], self.v)
         untouched = torch.ones(len(self.keys), dtype=torch.bool, device=self.slots.device)
         untouched[self.slots] = False
@@ -64,48 +66,35 @@ class Scene:
         assert (self.values[untouched] == 7).all()
 
 
-def check(actual: Tensor, expected: Tensor) -> None:
-    tolerance = TOLERANCES[actual.dtype]
+def check(actual: Tensor, expected: Tensor, tolerances: Mapping[torch.dtype, float] = TOLERANCES) -> None:
+    tolerance = tolerances[actual.dtype]
     torch.testing.assert_close(actual.double().cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    """In fp64, rounded as a norm of its own would round."""
+    scale = (x.double().square().mean(dim=-1, keepdim=True) + EPS).rsqrt()
+    return (x.double() * scale * weight.double()).to(x.dtype)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize(("case", "dtype"), cover([*CASES, REAL], TOLERANCES))
 def test_equals_complex_numbers(
-    kernel: Callable[..., Tensor], case: tuple[int, ...], dtype: torch.dtype, device: str
+    kernel: Callable[..., Tensor], with_norms: bool, case: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
     scene = Scene(case, dtype, device)
-    out = kernel(*scene.arguments())
+    norms, before = scene.norms() if with_norms else None, scene.k.clone()
+    out = kernel(*scene.arguments(), norms)
+    assert torch.equal(scene.k, before), "the projection itself stays"
     assert out.dtype == dtype
     assert out.is_contiguous()
-    check(out, scene.turned(scene.q))
-    scene.check_cache()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("case", "dtype"), cover([*CASES, REAL], TOLERANCES))
-def test_heads_are_normed_before_they_turn(
-    kernel: Callable[..., Tensor], case: tuple[int, ...], dtype: torch.dtype, device: str
-) -> None:
-    """Against fp64, rounded once in between, as a norm of its own would round."""
-    scene = Scene(case, dtype, device)
-    norms = scene.norms()
-    before = scene.k.clone()
-
-    def normed(x: Tensor, weight: Tensor) -> Tensor:
-        scale = (x.double().square().mean(dim=-1, keepdim=True) + EPS).rsqrt()
-        return (x.double() * scale * weight.double()).to(dtype)
-
-    out = kernel(*scene.arguments(), norms)
-    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]  # two roundings
-    turned = scene.turned(normed(scene.q, norms.q)), scene.turned(normed(before, norms.k))
-    for actual, expected in zip((out, scene.keys[scene.slots]), turned, strict=True):
-        assert actual.dtype == dtype
-        torch.testing.assert_close(actual.double().cpu(), expected, atol=tolerance, rtol=tolerance)
-    assert torch.equal(scene.k, before), "the projection itself stays"
-    assert torch.equal(scene.values[scene.slots], scene.v)
+    q, k, tolerances = scene.q, scene.k, TOLERANCES
+    if norms is not None:
+        q, k, tolerances = normed(q, norms.q), normed(k, norms.k), NORMED_TOLERANCES
+    check(out, scene.turned(q), tolerances)
+    scene.check_cache(k, tolerances)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -113,7 +102,7 @@ def test_heads_are_normed_before_they_turn(
 def test_without_queries_keys_and_values_are_written(kernel: Callable[..., Tensor], device: str) -> None:
     scene = Scene((3, 4, 2, 64), torch.float32, device)
     kernel(scene.q[:, :0], *scene.arguments()[1:])
-    scene.check_cache()
+    scene.check_cache(scene.k)
 
 
 @pytest.mark.parametrize("device", DEVICES)
