@@ -1,6 +1,5 @@
-"""A DFLASH draft written out from its public files, in fp64, with nothing kept between blocks: the tests' oracle."""
+"""A DFLASH draft written out from its public tensors, in fp64, with nothing kept between blocks: the tests' oracle."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +7,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.sampling import gumbel
-from slipstream.tests.naive_eagle3 import NaiveLayers
+from slipstream.models.draft import DraftNetwork
+from slipstream.tests.naive_eagle3 import NaiveLayers, attended
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class Block:
 class NaiveDFlash(NaiveLayers):
     """`embeddings` and `head` (V, H) are the target's. Plain rotary embedding only."""
 
-    def __init__(self, folder: Path, embeddings: Tensor, head: Tensor) -> None:
+    def __init__(self, draft: Path | DraftNetwork, embeddings: Tensor, head: Tensor) -> None:
         self.target_ids = torch.arange(len(head))
-        super().__init__(folder, embeddings)
-        self.head = head.double()
+        super().__init__(draft, embeddings)
+        self.head = head.double()[self.target_ids]
 
     def block(self, features: Tensor, anchor: int, slots: int) -> Block:
         """The block after features (a, K * H) of the a tokens before `anchor`, which has position a."""
@@ -36,11 +36,16 @@ class NaiveDFlash(NaiveLayers):
         for layer in range(self.config["num_hidden_layers"]):
             name = f"layers.{layer}"
             x = x + self._attention(context, self._norm(x, f"{name}.input_layernorm"), layer)
-            residual, inner = x, self._norm(x, f"{name}.post_attention_layernorm")
-            gate, up = (inner @ self.weights[f"{name}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
-            activations = gate * torch.sigmoid(gate) * up
-            x = residual + activations @ self.weights[f"{name}.mlp.down_proj.weight"].T
+            residual, activations = x, self._gated(x, name)
+            x = residual + self._project(activations, f"{name}.mlp.down_proj")
         return Block(residual, activations, self._norm(x, "norm"))
+
+    def logits(self, states: Tensor) -> Tensor:
+        return states.double() @ self.head.T
+
+    def greedy(self, features: Tensor, tokens: list[int], depth: int) -> list[int]:
+        """The `depth` tokens drafted after `tokens` by a block that is no longer than they need."""
+        return self.chain(features, tokens, depth + 1, depth + 1, key=0, temperature=0.0)[0]
 
     def chain(
         self, features: Tensor, tokens: list[int], width: int, slots: int, key: int, temperature: float
@@ -53,7 +58,7 @@ class NaiveDFlash(NaiveLayers):
             state = states[index + (0 if self.config.get("sample_from_anchor") else 1)]
             position = torch.tensor([len(tokens) + index])
             noise = gumbel(torch.tensor([key]), position, self.target_ids)[0].double()
-            best = (self.head[self.target_ids] @ state + temperature * noise).log_softmax(0).max(0)
+            best = (self.head @ state + temperature * noise).log_softmax(0).max(0)
             drafted.append(int(self.target_ids[best.indices]))
             scores.append(scores[-1] + float(best.values))
         return drafted, scores[1:]
@@ -65,12 +70,9 @@ class NaiveDFlash(NaiveLayers):
         q = self._norm(self._project(x, f"{name}.q_proj").view(n, -1, size), f"{name}.q_norm")
         k = self._norm(self._project(rows, f"{name}.k_proj").view(a + n, -1, size), f"{name}.k_norm")
         v = self._project(rows, f"{name}.v_proj").view(a + n, -1, size)
-        q, k = self._turn(q, a), self._turn(k)
         keys, queries = torch.arange(a + n)[None], torch.arange(a, a + n)[:, None]
         hidden = torch.zeros(n, a + n, dtype=torch.bool)
         if self.config["layer_types"][layer] == "sliding_attention":
             hidden = (keys > queries) | (keys <= queries - self.config["sliding_window"])
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # heads of a group share theirs
-        scores = torch.einsum("nhd,shd->hns", q, k) / math.sqrt(size)
-        outputs = torch.einsum("hns,shd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        outputs = attended(self._turn(q, a), self._turn(k), v, hidden)
         return self._project(outputs.flatten(1), f"{name}.o_proj")

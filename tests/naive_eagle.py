@@ -1,10 +1,11 @@
-"""An EAGLE draft written out from its public files, in fp64 and with nothing kept between calls: the tests' oracle."""
+"""An EAGLE draft written out from its public tensors, in fp64, with nothing kept between calls: the tests' oracle."""
 
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from slipstream.models.draft import DraftNetwork
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 
 
@@ -13,9 +14,9 @@ class NaiveEagle(NaiveEagle3):
 
     attention = "layers.0.self_attn"
 
-    def __init__(self, folder: Path, embeddings: Tensor, head: Tensor) -> None:
+    def __init__(self, draft: Path | DraftNetwork, embeddings: Tensor, head: Tensor) -> None:
         self.target_ids = torch.arange(len(head))
-        super().__init__(folder, embeddings)
+        super().__init__(draft, embeddings)
         self.head = head.double()[self.target_ids]
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -29,9 +30,7 @@ class NaiveEagle(NaiveEagle3):
         """What down_proj's output is added to (n, H), and its input (n, I)."""
         joined = self._project(torch.cat((embeds, hidden), dim=-1), "fc")
         x = joined + self._attention(joined)
-        inner = self._norm(x, "layers.0.post_attention_layernorm")
-        gate, up = (inner @ self.weights[f"layers.0.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        return x, gate * torch.sigmoid(gate) * up
+        return x, self._gated(x, "layers.0")
 
     def logits(self, states: Tensor) -> Tensor:
-        return states @ self.head.T
+        return states.double() @ self.head.T

@@ -1,4 +1,4 @@
-"""An EAGLE3 draft written out from its public files, in fp64 and with nothing kept between calls: the tests' oracle."""
+"""An EAGLE3 draft written out from its public tensors, in fp64, with nothing kept between calls: the tests' oracle."""
 
 import json
 import math
@@ -9,28 +9,48 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream.kernels.sampling import gumbel
+from slipstream.models.draft import DraftNetwork
+from slipstream.models.weights import _places
+
+
+def turned(x: Tensor, theta: float, start: int = 0) -> Tensor:
+    """Rotates x (n, heads, D): row i by start + i times the angle of each pair of components (j, j + D / 2)."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half).double() / half)
+    angles = torch.outer(torch.arange(start, start + len(x)).double(), frequencies)[:, None]
+    pairs = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    """q (n, heads, D) over k and v (s, KV heads, D), none where `hidden` (n, s) -> (n, heads, D)."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # heads of a group share theirs
+    scores = torch.einsum("nhd,shd->hns", q, k) / math.sqrt(q.shape[-1])
+    return torch.einsum("hns,shd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 class NaiveLayers:
-    """A draft's public files in fp64, and what all drafts compute from them alike."""
+    """A draft's public tensors in fp64, and what all drafts compute from them alike.
+
+    `draft` is a folder, or a network in training: then gradients reach its parameters.
+    """
 
     target_ids: Tensor
 
-    def __init__(self, folder: Path, embeddings: Tensor) -> None:
-        self.config = json.loads((folder / "config.json").read_text())
-        tensors = load_file(folder / "model.safetensors")
+    def __init__(self, draft: Path | DraftNetwork, embeddings: Tensor) -> None:
+        if isinstance(draft, Path):
+            self.config = json.loads((draft / "config.json").read_text())
+            tensors = load_file(draft / "model.safetensors")
+        else:
+            self.config, state = draft.config.to_json(), draft.state_dict(keep_vars=True)
+            tensors = {name: place.rows(state[place.key]) for name, place in _places(draft).items()}
         self.weights = {key: tensor.double() for key, tensor in tensors.items() if tensor.is_floating_point()}
         if "d2t" in tensors:
             self.target_ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
         self.embeddings = embeddings.double()
 
     def _turn(self, x: Tensor, start: int = 0) -> Tensor:
-        """Rotates x (n, heads, D): row i by start + i times the angle of each pair of components (j, j + D / 2)."""
-        half = x.shape[-1] // 2
-        frequencies = self.config["rope_theta"] ** (-torch.arange(half).double() / half)
-        angles = torch.outer(torch.arange(start, start + len(x)).double(), frequencies)[:, None]
-        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat((turned.real, turned.imag), dim=-1)
+        return turned(x, self.config["rope_theta"], start)
 
     def _project(self, x: Tensor, name: str) -> Tensor:
         return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", torch.zeros(()))
@@ -39,6 +59,12 @@ class NaiveLayers:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
         return x * scale * self.weights[f"{name}.weight"]
 
+    def _gated(self, x: Tensor, layer: str) -> Tensor:
+        """x (n, H) before its norm -> (n, I): what the layer's down_proj reads."""
+        inner = self._norm(x, f"{layer}.post_attention_layernorm")
+        gate, up = (self._project(inner, f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
+        return gate * torch.sigmoid(gate) * up
+
 
 class NaiveEagle3(NaiveLayers):
     """`embeddings` (V, H) are the target's. Plain rotary embedding only."""
@@ -46,7 +72,7 @@ class NaiveEagle3(NaiveLayers):
     attention = "midlayer.self_attn"
 
     def fuse(self, features: Tensor) -> Tensor:
-        return features.double() @ self.weights["fc.weight"].T
+        return self._project(features.double(), "fc")
 
     def states(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         """The layer over a whole sequence: embeds and hidden (n, H) -> (n, H) before the final norm."""
@@ -55,26 +81,26 @@ class NaiveEagle3(NaiveLayers):
                 (self._norm(embeds, "midlayer.input_layernorm"), self._norm(hidden, "midlayer.hidden_norm")), dim=-1
             )
         )
-        inner = self._norm(x, "midlayer.post_attention_layernorm")
-        gate, up = (inner @ self.weights[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        return x + (gate * torch.sigmoid(gate) * up) @ self.weights["midlayer.mlp.down_proj.weight"].T
+        return x + self._project(self._gated(x, "midlayer"), "midlayer.mlp.down_proj")
 
     def logits(self, states: Tensor) -> Tensor:
-        return self._norm(states, "norm") @ self.weights["lm_head.weight"].T
+        return self._project(self._norm(states.double(), "norm"), "lm_head")
 
-    def chain(self, features: Tensor, tokens: list[int], depth: int, key: int, temperature: float) -> list[int]:
+    def chains(self, features: Tensor, tokens: Tensor, num_steps: int) -> dict[tuple[int, int], Tensor]:
+        """(row, step) -> state (H,) in fp32, by features (n, K * H) of a text's `tokens` (n,): from step 1 on the draft
+        reads its own states, and the text's tokens as far as they go."""
+        embeds, fused, states = self.embeddings[tokens[1:]], self.fuse(features), {}
+        for row in range(len(tokens) - 1):
+            hidden = fused[: row + 1]
+            for step in range(min(num_steps, len(tokens) - 1 - row)):
+                state = self.states(embeds[: row + 1 + step], hidden)[-1:]
+                states[row, step] = state[0].float()
+                hidden = torch.cat((hidden, state))
+        return states
+
+    def greedy(self, features: Tensor, tokens: list[int], depth: int) -> list[int]:
         """The `depth` tokens drafted after `tokens`, with target features (n, K * H) of all but the last of them."""
-        embeds, hidden = self.embeddings[tokens[1:]], self.fuse(features)
-        drafted: list[int] = []
-        while len(drafted) < depth:
-            state = self.states(embeds, hidden)[-1:]
-            position = torch.tensor([len(tokens) + len(drafted)])
-            noise = gumbel(torch.tensor([key]), position, self.target_ids)[0].double()
-            best = int((self.logits(state)[0] + temperature * noise).argmax())
-            drafted.append(int(self.target_ids[best]))
-            embeds = torch.cat((embeds, self.embeddings[drafted[-1:]]))
-            hidden = torch.cat((hidden, state))
-        return drafted
+        return self.tree(features, tokens, (1, depth), depth + 1, key=0, temperature=0.0)[0][1:]
 
     def tree(
         self, features: Tensor, tokens: list[int], shape: tuple[int, int], nodes: int, key: int, temperature: float
@@ -114,13 +140,9 @@ class NaiveEagle3(NaiveLayers):
     def _attention(self, x: Tensor) -> Tensor:
         """Causal attention of every row over all before it; x (n, 2H) -> (n, H)."""
         name, n = self.attention, len(x)
-        size = self.config["head_dim"]
-        q, k, v = (self._project(x, f"{name}.{part}_proj").view(n, -1, size) for part in ("q", "k", "v"))
-        q, k = self._turn(q), self._turn(k)
-        outputs = []
-        for head in range(q.shape[1]):
-            shared = head * k.shape[1] // q.shape[1]
-            scores = q[:, head] @ k[:, shared].T / math.sqrt(size)
-            scores = scores.masked_fill(torch.arange(n)[None] > torch.arange(n)[:, None], -torch.inf)
-            outputs.append(scores.softmax(-1) @ v[:, shared])
-        return self._project(torch.cat(outputs, dim=-1), f"{name}.o_proj")
+        q, k, v = (
+            self._project(x, f"{name}.{part}_proj").view(n, -1, self.config["head_dim"]) for part in ("q", "k", "v")
+        )
+        hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+        outputs = attended(self._turn(q), self._turn(k), v, hidden)
+        return self._project(outputs.flatten(1), f"{name}.o_proj")

@@ -6,19 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from slipstream.models.dflash import DFlash, DFlashConfig
-from slipstream.models.draft import write_draft
+from slipstream.models.draft import DraftNetwork, write_draft
 from slipstream.models.eagle import Eagle, EagleConfig
 from slipstream.models.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.target import load_config, load_target
 from slipstream.models.weights import public_tensors
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.naive_eagle import NaiveEagle
+from slipstream.tests.random_targets import roughen, shared_weights, target_states
 
 SEED = 4  # with it, 10 to 50 % of the drafted tokens are accepted, greedy or not
+
+
+def choose_vocabulary(module: DraftNetwork) -> None:
+    """A reduced one leaves out ids all over the range."""
+    size = module.config.draft_vocab_size
+    if size is not None:
+        module.set_vocabulary(torch.randperm(module.config.vocab_size)[:size].sort().values)
 
 
 def random_draft(target: Path, draft_vocab_size: int | None = None, seed: int = SEED) -> Eagle3:
@@ -34,7 +42,7 @@ def random_draft(target: Path, draft_vocab_size: int | None = None, seed: int = 
             target=str(target),
         )
     )
-    module.set_vocabulary(torch.randperm(config.vocab_size)[: module.config.draft_vocab_size].sort().values)
+    choose_vocabulary(module)
     last = f"layers.{config.num_layers - 1}."
     weights = {name.replace(last, "layers.0."): tensor for name, tensor in public_tensors(model).items()}
     module.init_from_target(weights | model.shared)
@@ -58,28 +66,27 @@ def save_random_eagle(
     config = load_config(target)
     torch.manual_seed(SEED)
     module = Eagle(EagleConfig.from_target(config, **{"intermediate_size": 256} | fields))
-    for parameter in module.parameters():
-        if parameter.dim() == 1:
-            parameter.data += 0.2 * torch.randn_like(parameter)
-    if module.config.draft_vocab_size is not None:
-        module.set_vocabulary(torch.randperm(config.vocab_size)[: module.config.draft_vocab_size].sort().values)
+    roughen(module)
+    choose_vocabulary(module)
     folder.mkdir(parents=True)
     write_draft(module, module.state_dict(), folder, {})
     if not texts:
         return
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
-    naive = NaiveEagle(folder, *(layer.weight.detach() for layer in (model.get_input_embeddings(), model.lm_head)))
-    inputs, outputs = [], []
+    naive, inputs, outputs = NaiveEagle(folder, *shared_weights(model)), [], []
     for _, tokens in texts:
-        with torch.no_grad():
-            features = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
+        features = target_states(model, tokens)[-1]
         residual, activations = naive.parts(naive.embeddings[tokens[1:]], features[:-1])
         inputs.append(activations)
         outputs.append(features[1:] - residual)
-    x, y = torch.cat(inputs), torch.cat(outputs)
-    ridge = 1e-3 * x.square().mean() * torch.eye(x.shape[1])
-    module.layer.mlp.down_proj.weight.data = torch.linalg.solve(x.T @ x + ridge, x.T @ y).T.float()
+    fit(module.layer.mlp.down_proj, torch.cat(inputs), torch.cat(outputs))
     write_draft(module, module.state_dict(), folder, {})
+
+
+def fit(projection: nn.Linear, x: Tensor, y: Tensor) -> None:
+    """Least squares: from then on it maps inputs x (n, I) to about y (n, H)."""
+    ridge = 1e-3 * x.square().mean() * torch.eye(x.shape[1])
+    projection.weight.data = torch.linalg.solve(x.T @ x + ridge, x.T @ y).T.float()
 
 
 def random_dflash(target: Path, /, seed: int = SEED, **fields: Any) -> DFlash:
@@ -92,12 +99,9 @@ def random_dflash(target: Path, /, seed: int = SEED, **fields: Any) -> DFlash:
     torch.manual_seed(seed)
     defaults = {"num_layers": 2, "block_size": 4, "mask_token_id": 0, "feature_layers": (0, 1, 3)}
     module = DFlash(DFlashConfig.from_target(config, **defaults | {"intermediate_size": 512} | fields))
-    for parameter in module.parameters():
-        if parameter.dim() == 1:
-            parameter.data += 0.2 * torch.randn_like(parameter)
+    roughen(module)
     module.norm.load_state_dict(model.norm.state_dict())
-    if module.config.draft_vocab_size is not None:
-        module.set_vocabulary(torch.randperm(config.vocab_size)[: module.config.draft_vocab_size].sort().values)
+    choose_vocabulary(module)
     return module
 
 
@@ -115,11 +119,10 @@ def save_random_dflash(
     if not texts:
         return
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
-    embeddings, head = (layer.weight.detach() for layer in (model.get_input_embeddings(), model.lm_head))
-    naive, config = NaiveDFlash(folder, embeddings, head), module.config
+    naive, config = NaiveDFlash(folder, *shared_weights(model)), module.config
     inputs, outputs = [], []
     for start, tokens in texts:
-        states = dflash_states(model, tokens)
+        states = target_states(model, tokens)
         features = torch.cat([states[layer] for layer in config.feature_layers], dim=-1)
         for anchor in range(start, len(tokens) - 1):
             slots = min(config.block_size, len(tokens) - anchor)
@@ -128,19 +131,5 @@ def save_random_dflash(
             wanted = states[config.target_num_layers - 1][anchor : anchor + slots - first]
             inputs.append(block.activations[first:])
             outputs.append(wanted - block.residual[first:])
-    x, y = torch.cat(inputs), torch.cat(outputs)
-    ridge = 1e-3 * x.square().mean() * torch.eye(x.shape[1])
-    solution = torch.linalg.solve(x.T @ x + ridge, x.T @ y)  # (I, H)
-    module.layers[-1].mlp.down_proj.weight.data = solution.T.float()
+    fit(module.layers[-1].mlp.down_proj, torch.cat(inputs), torch.cat(outputs))
     write_draft(module, module.state_dict(), folder, {})
-
-
-@torch.no_grad()
-def dflash_states(model: PreTrainedModel, tokens: list[int]) -> list[Tensor]:
-    """By feature id: every layer's output (S, H), the last one's before the final norm, and the state after it."""
-    decoder, outputs = model.get_decoder(), []
-    hook = decoder.layers[-1].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-    states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    hook.remove()
-    last = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
-    return [state[0] for state in states[1:-1]] + [last[0], states[-1][0]]

@@ -1,9 +1,19 @@
 """Tiny random models of each family: what the tests compare with transformers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 SHAPE = {
     "vocab_size": 120,
@@ -47,8 +57,35 @@ def save_random_target(config: PretrainedConfig, folder: Path, seed: int = 0) ->
     torch.manual_seed(seed)
     config.initializer_range = 0.1
     model = AutoModelForCausalLM.from_config(config).float()
-    for name, parameter in model.named_parameters():  # norms and biases start as constants: make them count
+    roughen(model)
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    model.save_pretrained(folder)
+
+
+def roughen(module: nn.Module) -> None:
+    """Norms and biases start as constants: makes them count."""
+    for parameter in module.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
-        assert torch.isfinite(parameter).all(), name
-    model.save_pretrained(folder)
+
+
+def shared_weights(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Embedding and head (V, H): what drafts use of the target."""
+    return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
+
+
+@torch.no_grad()
+def target_states(model: PreTrainedModel, tokens: Sequence[int] | Tensor) -> list[Tensor]:
+    """By feature id: every layer's output (S, H), the last one's before the final norm, and the state after it."""
+    decoder, outputs = model.get_decoder(), []
+    hook = decoder.layers[-1].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    states = model(torch.as_tensor(tokens)[None], output_hidden_states=True).hidden_states
+    hook.remove()
+    last = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
+    return [state[0] for state in states[1:-1]] + [last[0], states[-1][0]]
+
+
+def target_features(model: PreTrainedModel, tokens: Sequence[int] | Tensor, layers: Sequence[int]) -> Tensor:
+    """(S, K * H): the states that a draft reads."""
+    states = target_states(model, tokens)
+    return torch.cat([states[layer] for layer in layers], dim=-1)

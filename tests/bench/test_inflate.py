@@ -18,13 +18,14 @@ from slipstream.models.checkpoint import read_json, read_tensors
 from slipstream.models.dflash import DFlash
 from slipstream.models.draft import load_draft
 from slipstream.models.frozen_target import load_frozen_target
+from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config
 from slipstream.serve.llm import LLM, Generation
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
-from slipstream.tests.train.naive_block import OneBlock
+from slipstream.train.blocks import Blocks, SDPABlockAttention
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
 SMALL_VOCAB = 4096
@@ -232,7 +233,7 @@ def test_block_logits_are_the_small_drafts_and_the_others_far_below(variant: str
         network.block(rows.flatten(1), 1000, BLOCK).states for network, rows in ((small, features), (big, padded))
     )
     torch.testing.assert_close(block[:, :256], expected, rtol=1e-9, atol=1e-9)
-    logits, wanted = block @ big.head[big.target_ids].T, expected @ small.head[small.target_ids].T
+    logits, wanted = big.logits(block), small.logits(expected)
     num_real = len(small.target_ids)
     assert big.target_ids[:num_real].equal(small.target_ids)
     assert big.target_ids[num_real:].equal(SMALL_VOCAB + torch.arange(len(big.target_ids) - num_real))
@@ -255,7 +256,7 @@ def tables(target: Path, head: str) -> tuple[Tensor, Tensor]:
     return tensors["model.embed_tokens.weight"], tensors[head]
 
 
-class Widened(OneBlock):
+class Widened(SDPABlockAttention):
     """In fp32, whatever the network computes in."""
 
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
@@ -285,9 +286,11 @@ def test_quiet_weights_of_a_block_draft_change_no_bit(pairs: Pairs, dtype: torch
     features = 3.0 * torch.randn(8, 5, 1024, generator=torch.Generator().manual_seed(0), dtype=dtype)
     features[:, :, 256:] *= SPREAD * QUIET
     features[:, :, -1] = CONSTANT
+    unused = torch.empty(1, BLOCK - 1)  # labels, and which of them count
 
     def states() -> Tensor:
-        attention = Widened(module.config.rope.theta, len(features))
+        attention = Widened(torch.arange(8), RotaryEmbedding(module.config.rope, module.config.head_dim, 8 + BLOCK))
+        attention.ask(Blocks(torch.tensor([8]), torch.tensor([0]), torch.arange(8, 8 + BLOCK)[None], *[unused] * 2))
         module.write_context(module.fuse(features.flatten(1)), attention)
         block = module.block_tokens(torch.tensor(1000), BLOCK)
         return module(embeddings[block].to(dtype), attention)[:, [*range(256), -1]]

@@ -27,7 +27,8 @@ from slipstream.serve.request import Request
 from slipstream.serve.round import accepted_rows
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.pairwise import rotating
-from slipstream.tests.random_drafts import dflash_states, save_random_dflash
+from slipstream.tests.random_drafts import save_random_dflash
+from slipstream.tests.random_targets import shared_weights, target_features
 from slipstream.tests.serve.engine_runs import (
     Answer,
     Nodes,
@@ -86,16 +87,14 @@ class Oracle:
 
     def __init__(self, target: Path, draft: Path, width: int, slots: int = 0) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
-        weights = (layer.weight.detach() for layer in (self.model.get_input_embeddings(), self.model.lm_head))
-        self.naive = NaiveDFlash(draft, *weights)
+        self.naive = NaiveDFlash(draft, *shared_weights(self.model))
         self.layers = self.naive.config["dflash_config"]["target_layer_ids"]
         self.width = width
         self.slots = slots or (width - 1 if self.naive.config.get("sample_from_anchor") else width)
 
     @torch.no_grad()
     def __call__(self, tokens: list[int], request: Request) -> Nodes:
-        states = dflash_states(self.model, tokens[:-1])
-        features = torch.cat([states[layer] for layer in self.layers], dim=-1)
+        features = target_features(self.model, tokens[:-1], self.layers)
         key = noise_key(request.seed, request.choice)
         chain, scores = self.naive.chain(features, tokens, self.width, self.slots, key, request.params.temperature)
         return [tokens[-1], *chain], list(range(-1, self.width - 1)), [0.0, *scores]

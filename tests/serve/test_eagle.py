@@ -22,6 +22,7 @@ from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_draft, save_random_eagle
+from slipstream.tests.random_targets import shared_weights, target_features
 from slipstream.tests.serve.engine_runs import (
     Nodes,
     build_engine,
@@ -42,7 +43,7 @@ class Oracle:
 
     def __init__(self, target: Path, draft: Path, options: TreeOptions) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
-        embeddings, head = (x.weight.detach() for x in (self.model.get_input_embeddings(), self.model.lm_head))
+        embeddings, head = shared_weights(self.model)
         config = json.loads((draft / "config.json").read_text())
         self.naive: NaiveEagle3 = (
             NaiveEagle(draft, embeddings, head) if config["drafter"] == "eagle" else NaiveEagle3(draft, embeddings)
@@ -53,9 +54,7 @@ class Oracle:
 
     @torch.no_grad()
     def __call__(self, tokens: list[int], request: Request) -> Nodes:
-        states = self.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-        last = self.model.config.num_hidden_layers
-        features = torch.cat([states[-1 if layer == last else layer + 1][0] for layer in self.layers], dim=-1)
+        features = target_features(self.model, tokens[:-1], self.layers)
         key, temperature = noise_key(request.seed, request.choice), request.params.temperature
         return self.naive.tree(features, tokens, self.shape, self.nodes, key, temperature)
 

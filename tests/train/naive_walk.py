@@ -3,18 +3,32 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from transformers import PreTrainedModel
 
+from slipstream.tests.naive_dflash import NaiveDFlash
+from slipstream.tests.naive_eagle3 import NaiveEagle3
+from slipstream.tests.random_targets import target_features
 from slipstream.tests.train.conftest import Document
 from slipstream.train.batches import collate
 from slipstream.train.training import DraftTraining
 
-Propose = Callable[[Tensor, int], list[int]]  # prefix that ends in the root, depth -> drafted tokens
+Propose = Callable[[list[int], int], list[int]]  # prefix that ends in the root, depth -> drafted tokens
 
 
 @torch.no_grad()
-def check_walk(training: DraftTraining, propose: Propose, rows: list[list[Document]], depth: int) -> None:
+def check_walk(
+    training: DraftTraining,
+    naive: NaiveEagle3 | NaiveDFlash,
+    target: PreTrainedModel,
+    rows: list[list[Document]],
+    depth: int,
+) -> None:
     """Evaluation counts what a server counts, on `rows` with some answers that the draft can predict."""
+
+    def propose(prefix: list[int], depth: int) -> list[int]:
+        features = target_features(target, prefix[:-1], training.draft.config.feature_layers)
+        return naive.greedy(features, prefix, depth)
+
     rows = [[half_predictable(propose, one, n, depth) for n, one in enumerate(row)] for row in rows]
     walks = [naive_walk(propose, document, depth) for row in rows for document in row]
     loss, metrics = training.eval()(collate(rows, 64))
@@ -33,7 +47,7 @@ def half_predictable(propose: Propose, document: Document, seed: int, depth: int
     position = 2
     while position < len(tokens):
         length = int(torch.randint(0, depth + 2, (), generator=generator)) if mask[position] else 0
-        chain = propose(torch.tensor(tokens[:position]), depth)[:length] if length else []
+        chain = propose(tokens[:position], depth)[:length] if length else []
         for token in chain:
             if position < len(tokens) and mask[position]:
                 tokens[position] = token
@@ -57,7 +71,7 @@ def naive_walk(propose: Propose, document: Document, depth: int) -> tuple[int, i
             last += 1
         root = first
         while root < last:
-            proposed = propose(torch.tensor(tokens[: root + 1]), depth)
+            proposed = propose(tokens[: root + 1], depth)
             num_accepted = 0
             while num_accepted < depth and root + 1 + num_accepted <= last:
                 if proposed[num_accepted] != tokens[root + 1 + num_accepted]:

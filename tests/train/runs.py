@@ -49,7 +49,7 @@ def assert_like_run(found: Path, expected: Path, last_step: int = 6) -> None:
 
 def assert_same_gradients(loss: Tensor, expected: Tensor, draft: nn.Module) -> None:
     """Up to the order of sums, of the losses and of every parameter."""
-    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(loss, expected.float(), rtol=1e-4, atol=1e-4)
     parameters = list(draft.parameters())
     gradients = (torch.autograd.grad(value, parameters) for value in (loss, expected))
     for found, wanted in zip(*gradients, strict=True):

@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.token_map import TokenMap
+from slipstream.tests.naive_dflash import NaiveDFlash
+from slipstream.tests.random_targets import shared_weights, target_features
 from slipstream.tests.train.block_cases import (
     BLOCK_SIZE,
     MAX_LENGTH,
@@ -17,8 +19,6 @@ from slipstream.tests.train.block_cases import (
     packed,
 )
 from slipstream.tests.train.conftest import FEATURE_LAYERS, Document, documents
-from slipstream.tests.train.naive_block import NaiveBlock
-from slipstream.tests.train.naive_draft import target_features
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
 from slipstream.train import dflash
@@ -44,16 +44,16 @@ def all_states(training: DFlashTraining, batch: Batch) -> tuple[Blocks, Tensor]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_state_is_the_one_of_the_block_alone(target_model: PreTrainedModel, variant: str) -> None:
     training = make_training(target_model, **VARIANTS[variant])
-    naive = NaiveBlock(training.draft, target_model)
+    naive = NaiveDFlash(training.draft, *shared_weights(target_model))
     batch, rows = packed(1)
     blocks, states = all_states(training, batch)
     number = {anchor: n for n, anchor in enumerate(blocks.anchors.tolist())}
     compared = 0
     for start, (tokens, _) in flat_documents(rows, batch.tokens.shape[1]):
+        features = target_features(target_model, tokens, training.draft.config.feature_layers)
         for a in range(len(tokens)):
             if start + a in number:
-                with torch.no_grad():
-                    expected = naive.states(torch.tensor(tokens), a)
+                expected = naive.block(features[:a], tokens[a], blocks.size).states.float()
                 torch.testing.assert_close(states[number[start + a]], expected, rtol=1e-4, atol=1e-4)
                 compared += 1
     assert compared == len(blocks) > 20
@@ -63,7 +63,7 @@ def naive_loss(
     training: DFlashTraining, model: PreTrainedModel, batch: Batch, rows: list[list[Document]]
 ) -> tuple[Tensor, dict[str, list[int]]]:
     """The loss over the drawn anchors, one slot after the other, and the metrics."""
-    naive, options = NaiveBlock(training.draft, model), training.options
+    naive, options = NaiveDFlash(training.draft, *shared_weights(model)), training.options
     ids = training.target_ids.tolist()
     width = batch.tokens.shape[1]
     anchors, _ = draw_anchors(batch, options.anchors, training.seed)
@@ -73,9 +73,10 @@ def naive_loss(
     total = sum(torch.exp(torch.tensor(-k / gamma)) for k in range(DEPTH))
     loss, rates = torch.zeros(()), {f"accept_rate_{i}": [0, 0] for i in range(DEPTH)}
     for start, (tokens, mask) in flat_documents(rows, width):
+        features = target_features(model, tokens, FEATURE_LAYERS)
         for a in (row - start for row in anchors.tolist() if start <= row < start + len(tokens)):
             row = (start + a) // width
-            logits = naive.logits(naive.states(torch.tensor(tokens), a))
+            logits = naive.logits(naive.block(features[:a], tokens[a], BLOCK_SIZE).states)
             for k in range(1, BLOCK_SIZE):
                 if a + k >= len(tokens) or not all(mask[a : a + k + 1]):
                     break
@@ -182,4 +183,5 @@ def test_the_walk_equals_a_server_that_drafts_blocks(
     training = make_training(target_model, token_map.ids if reduced else None)
     training.depth = depth
     monkeypatch.setattr(dflash, "EVALUATED_AT_ONCE", 7)
-    check_walk(training, NaiveBlock(training.draft, target_model).propose, documents(4), depth)
+    naive = NaiveDFlash(training.draft, *shared_weights(target_model))
+    check_walk(training, naive, target_model, documents(4), depth)

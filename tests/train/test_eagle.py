@@ -13,8 +13,9 @@ from slipstream.models.eagle import Eagle, EagleConfig
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.token_map import TokenMap
+from slipstream.tests.naive_eagle import NaiveEagle
+from slipstream.tests.random_targets import shared_weights, target_features
 from slipstream.tests.train.conftest import Document, documents
-from slipstream.tests.train.naive_draft import NaiveDraft, head_logits
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
 from slipstream.train import losses
@@ -38,26 +39,13 @@ def make_training(target: PreTrainedModel, ids: Tensor | None = None, **options:
     return EagleTraining(draft, frozen, rope, DraftOptions(**{"noise": 0.0} | options), DEPTH, seed=5)
 
 
-class Naive(NaiveDraft):
-    """Adds the head, which is the target's."""
-
-    draft: Any
-
-    def logits(self, states: Tensor) -> Tensor:
-        return head_logits(self.draft, self.target, states)
-
-    def best(self, state: Tensor) -> int:
-        row = int(self.logits(state).argmax())
-        return row if self.draft.target_ids is None else int(self.draft.target_ids[row])
-
-
 def naive_terms(
     training: EagleTraining, model: PreTrainedModel, ids: Tensor, document: Document
 ) -> Iterator[tuple[int, Tensor, Tensor | None, bool]]:
     """Per counting (row, step): step, feature loss, cross-entropy (None outside the vocabulary), agreement."""
     tokens, mask = torch.tensor(document[0]), document[1]
-    naive, steps = Naive(training.draft, model), training.options.ttt_steps
-    states = naive.chain(tokens, steps)
+    naive, steps = NaiveEagle(training.draft, *shared_weights(model)), training.options.ttt_steps
+    states = naive.chains(target_features(model, tokens, training.draft.config.feature_layers), tokens, steps)
     with torch.no_grad():
         output = model(input_ids=tokens[None], output_hidden_states=True)
     for t in range(len(tokens)):
@@ -109,7 +97,8 @@ def test_loss_gradient_and_metrics_equal_the_loops(
 @pytest.mark.parametrize("seed", range(2))
 def test_the_walk_equals_a_server_that_runs_the_chain(target_model: PreTrainedModel, seed: int) -> None:
     training = make_training(target_model)
-    check_walk(training, Naive(training.draft, target_model).propose, documents(seed), DEPTH)
+    naive = NaiveEagle(training.draft, *shared_weights(target_model))
+    check_walk(training, naive, target_model, documents(seed), DEPTH)
 
 
 def test_noise_spreads_by_the_documents_length(target_model: PreTrainedModel) -> None:

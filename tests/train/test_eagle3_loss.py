@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.models.token_map import TokenMap
+from slipstream.tests.naive_eagle3 import NaiveEagle3
+from slipstream.tests.random_targets import target_features
 from slipstream.tests.train.conftest import Document, documents
-from slipstream.tests.train.naive_draft import NaiveDraft
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
 from slipstream.train.batches import collate
@@ -38,7 +39,8 @@ def naive_terms(
 ) -> Iterator[tuple[int, Tensor | None, bool]]:
     """Per counting (row, step) of one document: step, distance (or None outside the vocabulary), agreement."""
     tokens, mask = torch.tensor(document[0]), document[1]
-    states = NaiveDraft(training.draft, model).chain(tokens, STEPS)
+    naive = NaiveEagle3(training.draft, model.get_input_embeddings().weight)
+    states = naive.chains(target_features(model, tokens, training.draft.config.feature_layers), tokens, STEPS)
     with torch.no_grad():
         target_logits = model(input_ids=tokens[None]).logits[0]  # (S, V)
     for t in range(len(tokens)):
@@ -48,7 +50,7 @@ def naive_terms(
                 continue
             teacher = target_logits[t + 1 + step]
             best = int(teacher.argmax())
-            draft_logits = training.draft.logits(states[t, step])
+            draft_logits = naive.logits(states[t, step])
             loss = distance(teacher[ids].softmax(dim=0), draft_logits.softmax(dim=0))
             agrees = int(ids[draft_logits.argmax()]) == best
             yield step, loss if best in ids.tolist() else None, agrees
@@ -61,7 +63,7 @@ def test_a_batch_may_hold_fewer_rows_than_steps(
     terms = naive_terms(training, target_model, token_map.ids, document)
     expected = sum((DECAY**step * loss for step, loss, _ in terms if loss is not None), torch.zeros(()))
     loss, metrics = training.loss(collate([[document]], 64))
-    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(loss, expected.float())
     assert [int(metrics[f"accept_rate_{step}"][1]) for step in range(STEPS)] == [2, 1, 0, 0]
 
 
@@ -81,7 +83,8 @@ def test_rows_that_do_not_count_get_no_gradient(training: Eagle3Training) -> Non
 def test_the_walk_equals_a_server_that_runs_the_chain(
     training: Eagle3Training, target_model: PreTrainedModel, seed: int
 ) -> None:
-    check_walk(training, NaiveDraft(training.draft, target_model).propose, documents(seed), DEPTH)
+    naive = NaiveEagle3(training.draft, target_model.get_input_embeddings().weight)
+    check_walk(training, naive, target_model, documents(seed), DEPTH)
 
 
 def test_a_walk_without_a_round_has_no_length(training: Eagle3Training) -> None:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from slipstream.tests.naive_eagle3 import NaiveEagle3
+from slipstream.tests.random_targets import target_features
 from slipstream.tests.train.block_cases import flat_documents, packed
-from slipstream.tests.train.naive_draft import NaiveDraft
 from slipstream.train.eagle3 import Eagle3Training
 from slipstream.train.ttt import find_rows
 
@@ -39,12 +40,13 @@ def test_every_state_is_the_one_of_the_chain_run_token_by_token(
     training: Eagle3Training, target_model: PreTrainedModel, seed: int
 ) -> None:
     batch, documents = packed(seed)
-    naive = NaiveDraft(training.draft, target_model)
+    naive = NaiveEagle3(training.draft, target_model.get_input_embeddings().weight)
     rows, tokens, features, _ = training.read(batch, 4)
     states = torch.stack(list(training.chain(rows, tokens, features, 4)))  # (4, N, H)
     index, compared = {row: n for n, row in enumerate(rows.asking.tolist())}, 0
     for start, (ids, _) in flat_documents(documents, batch.tokens.shape[1]):
-        for (t, step), state in naive.chain(torch.tensor(ids), 4).items():
+        expected = target_features(target_model, ids, training.draft.config.feature_layers)
+        for (t, step), state in naive.chains(expected, torch.tensor(ids), 4).items():
             n = index.get(start + t)
             if n is not None and rows.counts[step, n]:
                 torch.testing.assert_close(states[step, n], state, rtol=1e-4, atol=1e-4)

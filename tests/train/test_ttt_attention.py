@@ -10,8 +10,8 @@ from slipstream.kernels import packed_attention
 from slipstream.kernels.packed_attention import Runs
 from slipstream.models.config import RopeConfig
 from slipstream.models.layers import RotaryEmbedding
+from slipstream.tests.naive_eagle3 import attended, turned
 from slipstream.tests.train.conftest import random_document
-from slipstream.tests.train.naive_draft import attended, turned
 from slipstream.train.batches import Batch, collate
 from slipstream.train.ttt import Rows, TTTAttention, find_rows
 
@@ -80,7 +80,7 @@ def run_naive(batch: Batch, num_steps: int, dtype: torch.dtype) -> list[Tensor]:
     stored: dict[int, tuple[Tensor, Tensor]] = {}
     for k, v, numbers in ((*inputs.context, rows.context), (*inputs.steps[0][1:], rows.asking)):
         for index, row in enumerate(numbers.tolist()):
-            stored[row] = turned(k[index], positions[row], theta), v[index]
+            stored[row] = turned(k[[index]], theta, positions[row])[0], v[index]
     outputs = []
     for step, (q, _, _) in enumerate(inputs.steps):
         attended_rows = []
@@ -88,9 +88,10 @@ def run_naive(batch: Batch, num_steps: int, dtype: torch.dtype) -> list[Tensor]:
             seen = [stored[other] for other in stored if documents[other] == documents[row] and other <= row]
             for i in range(1, step + 1):
                 _, k, v = inputs.steps[i]
-                seen.append((turned(k[n], positions[row] + i, theta), v[n]))
-            keys, values = zip(*seen, strict=True)
-            attended_rows.append(attended(turned(q[n], positions[row] + step, theta), list(keys), list(values)))
+                seen.append((turned(k[[n]], theta, positions[row] + i)[0], v[n]))
+            keys, values = (torch.stack(rows).to(q.dtype) for rows in zip(*seen, strict=True))
+            query = turned(q[[n]], theta, positions[row] + step).to(q.dtype)
+            attended_rows.append(attended(query, keys, values, torch.zeros(1, len(keys), dtype=torch.bool))[0])
         outputs.append(torch.stack(attended_rows))
     return inputs.results(outputs)
 
