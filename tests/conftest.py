@@ -4,6 +4,7 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,11 @@ from slipstream.tests.random_targets import FAMILIES, save_random_target
 @pytest.fixture(scope="session")
 def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """family -> folder of a random checkpoint of that family, made once per session."""
-    folders: dict[str, Path] = {}
 
+    @cache
     def make(family: str) -> Path:
-        if family not in folders:
-            folders[family] = tmp_path_factory.mktemp("targets") / family
-            save_random_target(FAMILIES[family], folders[family])
-        return folders[family]
+        folder = tmp_path_factory.mktemp("targets") / family
+        save_random_target(FAMILIES[family], folder)
+        return folder
 
     return make

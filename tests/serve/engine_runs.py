@@ -1,7 +1,8 @@
 """What the engine's tests share: engines over tiny targets, prompts, and running requests to their end."""
 
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 
 from slipstream.serve.batch import Batch, Proposal
+from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
+from slipstream.serve.scheduler import Sequence
 
 VOCAB = 120  # of the tiny targets
 Nodes = tuple[list[int], list[int], list[float]]  # tokens, parents and scores of a proposal
@@ -37,6 +40,11 @@ def random_prompt(length: int, seed: int) -> list[int]:
 def make_request(name: str, prompt: list[int], **params: Any) -> Request:
     defaults: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "seed": 0}
     return Request(id=name, prompt=prompt, params=SamplingParams(**defaults | params))
+
+
+def sized_requests(lengths: Iterable[int] = (1, 9, 33), **params: Any) -> list[Request]:
+    """One for each length of prompt, which is its id and its seed, too."""
+    return [make_request(str(length), random_prompt(length, length), **{"seed": length} | params) for length in lengths]
 
 
 def cut_alike(packed: Engine, captured: Engine) -> None:
@@ -67,14 +75,22 @@ def collect(outputs: list[Output], answers: dict[str, Answer]) -> None:
         answer.finish_reason, answer.stats = output.finish_reason, output.stats
 
 
-def run(engine: Engine, requests: list[Request]) -> dict[str, Answer]:
-    """Answers by request id, once all have ended and nothing is left behind."""
+def run(
+    engine: Engine,
+    requests: list[Request],
+    after_step: Callable[[int, dict[str, Answer]], None] = lambda *_: None,
+) -> dict[str, Answer]:
+    """Answers by request id, once all have ended and nothing is left behind. `after_step` is called with the number of
+    the step, from 0, and the answers so far."""
     answers: dict[str, Answer] = {}
     for request in requests:
         engine.add(request)
-    while engine.has_work:
+    for step in itertools.count():
+        if not engine.has_work:
+            break
         collect(engine.step(), answers)
-    engine.scheduler.check()
+        after_step(step, answers)
+        engine.scheduler.check()
     assert engine.num_open == 0
     assert answers.keys() == {request.id for request in requests}
     for answer in answers.values():
@@ -83,32 +99,53 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, Answer]:
     return answers
 
 
+def run_aborting(
+    engine: Engine, requests: list[Request], aborts: dict[int, str], expected: dict[str, list[int]]
+) -> None:
+    """`run` with aborts by number of the step; answers must be what is `expected`, aborted ones the beginning of it."""
+
+    def abort(step: int, answers: dict[str, Answer]) -> None:
+        if step in aborts:
+            output = engine.abort(aborts[step])
+            assert output is not None, "it has ended before"
+            collect([output], answers)
+
+    for name, answer in run(engine, requests, abort).items():
+        assert (answer.finish_reason == "abort") == (name in aborts.values())
+        assert answer.tokens == expected[name][: len(answer.tokens) if name in aborts.values() else None]
+
+
+def record_proposals(drafter: Drafter) -> dict[int, tuple[list[int], list[float]]]:
+    """From now on, by request slot: tokens and scores of the last proposal."""
+    propose, proposed = drafter.propose, dict[int, tuple[list[int], list[float]]]()
+
+    def recorded(batch: Batch, width: int) -> Proposal:
+        proposal = propose(batch, width)
+        nodes = zip(proposal.tokens.tolist(), proposal.scores.tolist(), strict=True)
+        proposed.update(zip(batch.rows.tolist(), nodes, strict=True))
+        return proposal
+
+    drafter.propose = recorded  # type: ignore[method-assign]
+    return proposed
+
+
 def run_checked(engine: Engine, oracle: Oracle, requests: list[Request]) -> dict[str, Answer]:
     """As `run`. After every step each decoding request's stored proposal and its scores must be the oracle's for its
     text."""
-    answers: dict[str, Answer] = {}
-    scores: dict[int, list[float]] = {}  # by request slot
-    propose = engine.drafter.propose
+    proposed = record_proposals(engine.drafter)
 
-    def record(batch: Batch, width: int) -> Proposal:
-        proposal = propose(batch, width)
-        scores.update(zip(batch.rows.tolist(), proposal.scores.tolist(), strict=True))
-        return proposal
+    def check(*_: object) -> None:
+        for sequence in decoding(engine):
+            stored = tuple(nodes[sequence.row].tolist() for nodes in (engine.state.tokens, engine.state.parents))
+            tokens, parents, expected = oracle(sequence.tokens, sequence.request)
+            assert stored == (tokens, parents), sequence.request.id
+            assert proposed[sequence.row][1] == pytest.approx(expected, abs=1e-3), sequence.request.id
 
-    engine.drafter.propose = record
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        collect(engine.step(), answers)
-        for sequence in engine.scheduler._running:
-            if sequence.decoding:
-                stored = tuple(nodes[sequence.row].tolist() for nodes in (engine.state.tokens, engine.state.parents))
-                tokens, parents, expected = oracle(sequence.tokens, sequence.request)
-                assert stored == (tokens, parents), sequence.request.id
-                assert scores[sequence.row] == pytest.approx(expected, abs=1e-3), sequence.request.id
-    engine.drafter.propose = propose
-    engine.scheduler.check()
-    return answers
+    return run(engine, requests, check)
+
+
+def decoding(engine: Engine) -> list[Sequence]:
+    return [sequence for sequence in engine.scheduler._running if sequence.decoding]
 
 
 def check_prefix_hits(engine: Engine, oracle: Oracle, usable: tuple[int, int, int]) -> None:

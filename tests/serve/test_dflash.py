@@ -6,6 +6,7 @@ transformers' hidden states put through tests/naive_dflash.py. Lossless output i
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from slipstream.kernels.sampling import noise_key
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import Target, load_config, load_target
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
-from slipstream.serve.batch import Batch, PassRows, Proposal, RequestState, VerifyResult
+from slipstream.serve.batch import Batch, PassRows, RequestState, VerifyResult
 from slipstream.serve.drafters.base import build_options, find_drafter
 from slipstream.serve.drafters.dflash import Drafter
 from slipstream.serve.engine import Engine
@@ -35,15 +36,16 @@ from slipstream.tests.serve.engine_runs import (
     acceptance,
     build_engine,
     check_prefix_hits,
-    collect,
-    make_request,
-    random_prompt,
+    decoding,
+    record_proposals,
     run,
     run_checked,
+    sized_requests,
     texts_of,
     tokens_of,
 )
 
+requests_of = partial(sized_requests, temperature=0.7)
 OURS = "prefill=sdpa,verify=triton,draft=triton"  # on the CPU their kernels' references
 MakeDraft = Callable[[str, str], Path]
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -60,24 +62,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def requests_of(temperature: float = 0.7, lengths: tuple[int, ...] = (1, 9, 33), **params: Any) -> list[Request]:
-    return [
-        make_request(str(length), random_prompt(length, length), temperature=temperature, seed=length, **params)
-        for length in lengths
-    ]
-
-
 @pytest.fixture(scope="module")
 def make_draft(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> MakeDraft:
     """(family, variant) -> folder of a draft that knows the first two answers to `requests_of`."""
-    folders: dict[tuple[str, str], Path] = {}
 
+    @cache
     def make(family: str, variant: str) -> Path:
-        if (family, variant) not in folders:
-            target, folder = make_target(family), tmp_path_factory.mktemp("drafts") / family
-            save_random_dflash(target, folder, texts_of(target, requests_of()[:2]), **VARIANTS[variant])
-            folders[family, variant] = folder
-        return folders[family, variant]
+        target, folder = make_target(family), tmp_path_factory.mktemp("drafts") / family
+        save_random_dflash(target, folder, texts_of(target, requests_of()[:2]), **VARIANTS[variant])
+        return folder
 
     return make
 
@@ -165,32 +158,20 @@ def test_proposals_after_preemption_equal_the_oracle(make_target: Callable[[str]
 
 
 def test_behind_trees_of_ngrams_the_network_proposes_the_same(
-    make_target: Callable[[str], Path], make_draft: MakeDraft, monkeypatch: pytest.MonkeyPatch
+    make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
     target, draft = make_target("qwen3"), make_draft("qwen3", "windows")
     requests, oracle = requests_of(), Oracle(target, draft, 4)
     expected = tokens_of(run(build_engine(target), requests))
     engine = build_engine(target, draft, drafter={"ngram_first": 2, "ngram_nodes": 7})
-    proposed: dict[int, list[int]] = {}
-    network: Drafter = engine.drafter.network  # type: ignore[attr-defined]
-    propose = network.propose
+    proposed = record_proposals(engine.drafter.network)  # type: ignore[attr-defined]
 
-    def recorded(batch: Batch, width: int) -> Proposal:
-        proposal = propose(batch, width)
-        proposed.update(zip(batch.rows.tolist(), proposal.tokens.tolist(), strict=True))
-        return proposal
+    def check(*_: object) -> None:
+        for sequence in decoding(engine):
+            assert proposed[sequence.row][0] == oracle(sequence.tokens, sequence.request)[0]
 
-    monkeypatch.setattr(network, "propose", recorded)
     for _ in range(2):  # the second time, n-grams know the answers
-        answers: dict[str, Answer] = {}
-        for request in requests:
-            engine.add(request)
-        while engine.has_work:
-            collect(engine.step(), answers)
-            for sequence in engine.scheduler._running:
-                if sequence.decoding:
-                    tokens, *_ = oracle(sequence.tokens, sequence.request)
-                    assert proposed[sequence.row] == tokens
+        answers = run(engine, requests, check)
         assert tokens_of(answers) == expected
     assert max(len(answer.starts) for answer in answers.values()) < 8, "n-grams were accepted"
 

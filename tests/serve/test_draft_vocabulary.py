@@ -16,7 +16,6 @@ from slipstream.serve.draft_vocabulary import HALF_LIFE, DraftVocabulary, Recent
 from slipstream.serve.drafters.base import build_options, find_drafter
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import Request
 from slipstream.tests.pairwise import pairwise, rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 from slipstream.tests.serve.engine_runs import (
@@ -26,6 +25,7 @@ from slipstream.tests.serve.engine_runs import (
     random_prompt,
     run,
     run_checked,
+    sized_requests,
     texts_of,
     tokens_of,
 )
@@ -40,13 +40,6 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def requests_at(temperature: float) -> list[Request]:
-    return [
-        make_request(str(length), random_prompt(length, length), temperature=temperature, seed=length)
-        for length in (1, 9, 33)
-    ]
-
-
 def save_map(path: Path, size: int = 60, kept: tuple[int, ...] = (EOS,), **metadata: Any) -> TokenMap:
     counts = torch.randint(1, 100, (VOCAB,), generator=torch.Generator().manual_seed(6))
     token_map = TokenMap.build(counts, size, list(kept), metadata)
@@ -57,7 +50,7 @@ def save_map(path: Path, size: int = 60, kept: tuple[int, ...] = (EOS,), **metad
 @pytest.fixture(scope="module")
 def drafts(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("drafts")
-    texts = [text for temperature in (0.0, 0.8) for text in texts_of(target, requests_at(temperature))]
+    texts = [text for temperature in (0.0, 0.8) for text in texts_of(target, sized_requests(temperature=temperature))]
     save_random_eagle(target, folder / "eagle", texts)
     save_random_eagle(target, folder / "reduced", draft_vocab_size=50)
     save_random_dflash(target, folder / "dflash", texts)
@@ -67,11 +60,9 @@ def drafts(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 def drafted_tokens(engine: Engine) -> set[int]:
     """Runs a request; every token that was ever proposed for it."""
-    engine.add(make_request("seen", random_prompt(9, 4), temperature=0.8, max_tokens=24))
     tokens: set[int] = set()
-    while engine.has_work:
-        engine.step()
-        tokens |= set(engine.state.tokens[:, 1:].flatten().tolist())
+    request = make_request("seen", random_prompt(9, 4), temperature=0.8, max_tokens=24)
+    run(engine, [request], lambda *_: tokens.update(engine.state.tokens[:, 1:].flatten().tolist()))
     return tokens - {-1}
 
 
@@ -81,8 +72,10 @@ def test_a_map_changes_no_token(
 ) -> None:
     save_map(tmp_path / "map.safetensors")
     options = {"token_map": str(tmp_path / "map.safetensors"), "token_map_dynamic": dynamic}
-    answers = run(build_engine(target, drafts[drafter], drafter=DRAFTERS[drafter] | options), requests_at(temperature))
-    assert tokens_of(answers) == tokens_of(run(build_engine(target), requests_at(temperature)))
+    engine = build_engine(target, drafts[drafter], drafter=DRAFTERS[drafter] | options)
+    requests = sized_requests(temperature=temperature)
+    answers = run(engine, requests)
+    assert tokens_of(answers) == tokens_of(run(build_engine(target), requests))
     assert sum(answer.counts.accepted_tokens for answer in answers.values()) > 0
 
 
@@ -111,7 +104,7 @@ def test_proposals_are_those_of_a_head_with_the_maps_rows(
     oracle.naive.head = oracle.naive.head[token_map.ids]  # type: ignore[attr-defined]
     with_map = options | {"token_map": str(tmp_path / "map.safetensors")}
     engine = build_engine(target, drafts["eagle"], drafter=with_map)
-    run_checked(engine, oracle, requests_at(0.8))
+    run_checked(engine, oracle, sized_requests(temperature=0.8))
 
 
 def test_recent_tokens_are_those_that_occurred_most_of_late() -> None:
@@ -200,7 +193,8 @@ def test_rounds_of_fixed_buffers(drafter: str, target: Path, drafts: dict[str, P
     options = DRAFTERS[drafter] | {"token_map": str(tmp_path / "map.safetensors"), "token_map_dynamic": 16}
     config: dict[str, Any] = {"draft": str(drafts[drafter]), "drafter": options, "kv_cache_tokens": 2048}
     engine = PlayingEngine(EngineConfig(target=str(target), max_running=5, **config))
-    assert tokens_of(run(engine, requests_at(0.8))) == tokens_of(run(build_engine(target), requests_at(0.8)))
+    requests = sized_requests(temperature=0.8)
+    assert tokens_of(run(engine, requests)) == tokens_of(run(build_engine(target), requests))
 
 
 @pytest.mark.parametrize(

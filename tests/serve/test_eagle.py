@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.kernels.draft_tree import TreeShape
 from slipstream.kernels.sampling import noise_key
 from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
-from slipstream.serve.batch import Batch, PassRows, Proposal, VerifyResult
+from slipstream.serve.batch import PassRows, VerifyResult
 from slipstream.serve.request import Request
 from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.naive_eagle3 import NaiveEagle3
@@ -29,8 +30,10 @@ from slipstream.tests.serve.engine_runs import (
     check_prefix_hits,
     make_request,
     random_prompt,
+    record_proposals,
     run,
     run_checked,
+    sized_requests,
     texts_of,
     tokens_of,
 )
@@ -62,29 +65,19 @@ class Oracle:
 @pytest.fixture(scope="module")
 def make_draft(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> MakeDraft:
     """(family, drafter) -> a checkpoint that knows the answers to some requests."""
-    folders: dict[tuple[str, str], Path] = {}
 
+    @cache
     def make(family: str, drafter: str) -> Path:
-        if (family, drafter) not in folders:
-            target, folder = make_target(family), tmp_path_factory.mktemp("drafts") / drafter
-            folders[family, drafter] = folder
-            if drafter == "eagle3":
-                save_random_draft(target, folder, draft_vocab_size=100)
-            else:
-                texts = [text for heat in (0.0, 0.8) for text in texts_of(target, requests_at(heat))[::2]]
-                fields = {"draft_vocab_size": 100} if drafter == "reduced eagle" else {"fc_bias": False}
-                fields |= {"intermediate_size": 48}
-                save_random_eagle(target, folder, texts, **fields)
-        return folders[family, drafter]
+        target, folder = make_target(family), tmp_path_factory.mktemp("drafts") / drafter
+        if drafter == "eagle3":
+            save_random_draft(target, folder, draft_vocab_size=100)
+        else:
+            texts = [text for heat in (0.0, 0.8) for text in texts_of(target, sized_requests(temperature=heat))[::2]]
+            fields = {"draft_vocab_size": 100} if drafter == "reduced eagle" else {"fc_bias": False}
+            save_random_eagle(target, folder, texts, intermediate_size=48, **fields)
+        return folder
 
     return make
-
-
-def requests_at(temperature: float) -> list[Request]:
-    return [
-        make_request(f"{length} tokens", random_prompt(length, length), temperature=temperature, seed=length)
-        for length in (1, 9, 33)
-    ]
 
 
 DRAFTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # drafter, its options, the engine's
@@ -109,10 +102,12 @@ def test_proposals_of_a_batch_equal_the_oracle(
     (drafter, options, engine_options), (family, temperature) = DRAFTS[name], case
     target, draft = make_target(family), make_draft(family, drafter)
     engine = build_engine(target, draft, drafter=options, **engine_options)
-    answers = run_checked(engine, Oracle(target, draft, TreeOptions(**options)), requests_at(temperature))
+    answers = run_checked(
+        engine, Oracle(target, draft, TreeOptions(**options)), sized_requests(temperature=temperature)
+    )
     counts = [answer.counts for answer in answers.values()]
     assert 0 < sum(one.accepted_tokens for one in counts) < sum(one.drafted_tokens for one in counts)
-    assert tokens_of(answers) == tokens_of(run(build_engine(target), requests_at(temperature)))
+    assert tokens_of(answers) == tokens_of(run(build_engine(target), sized_requests(temperature=temperature)))
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -141,7 +136,7 @@ def test_a_tree_accepts_at_least_what_its_chain_does(
     target, draft = make_target("qwen3"), make_draft("qwen3", drafter)
     rounds = []
     for options in ({"depth": 3}, {"depth": 3, "topk": 4, "nodes": 16}):
-        answers = run(build_engine(target, draft, drafter=options), requests_at(0.0))
+        answers = run(build_engine(target, draft, drafter=options), sized_requests(temperature=0.0))
         rounds.append(sum(answer.counts.rounds for answer in answers.values()))
     assert rounds[1] < rounds[0]
 
@@ -164,7 +159,7 @@ def test_trees_on_the_kernels_backend(make_target: Callable[[str], Path], make_d
     """On the CPU its references run."""
     target, draft, options = make_target("llama"), make_draft("llama", "eagle"), {"depth": 3, "topk": 3, "nodes": 9}
     engine = build_engine(target, draft, drafter=options, attention="prefill=sdpa,verify=triton,draft=triton")
-    run_checked(engine, Oracle(target, draft, TreeOptions(**options)), requests_at(0.8))
+    run_checked(engine, Oracle(target, draft, TreeOptions(**options)), sized_requests(temperature=0.8))
 
 
 def test_the_widths_and_scratch_of_a_tree() -> None:
@@ -181,8 +176,8 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str]
     target, draft = make_target("qwen3"), make_draft("qwen3", "eagle3")
     oracle = Oracle(target, draft, TreeOptions(depth=3))
     engine = build_engine(target, draft, drafter={"depth": 3, "ngram_first": 1, "ngram_nodes": 16})
-    network, branched, proposed = engine.drafter.network, set[int](), dict[int, list[int]]()
-    extend, propose = network.extend, network.propose
+    network, branched, num_checked = engine.drafter.network, set[int](), 0
+    extend, proposed = network.extend, record_proposals(network)
 
     def recorded(rows: PassRows, features: Tensor, result: VerifyResult | None) -> None:
         if result is not None:
@@ -190,23 +185,20 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str]
             branched.update(row for row, nodes, length in each if nodes[:length] != list(range(length)))
         extend(rows, features, result)
 
-    def noted(batch: Batch, width: int) -> Proposal:
-        proposal = propose(batch, width)
-        proposed.update(zip(batch.rows.tolist(), proposal.tokens.tolist(), strict=True))
-        return proposal
-
-    network.extend, network.propose = recorded, noted
-    for index in range(12):
-        engine.add(make_request(str(index), random_prompt(20, index), max_tokens=60, temperature=0.3 * (index % 2)))
-    num_checked = 0
-    while engine.has_work:
-        branched.clear()
-        engine.step()
+    def check(*_: object) -> None:
+        nonlocal num_checked
         for sequence in engine.scheduler._running:
             if sequence.row in branched:
-                tokens, *_ = oracle(sequence.tokens, sequence.request)
-                assert proposed[sequence.row] == tokens
+                assert proposed[sequence.row][0] == oracle(sequence.tokens, sequence.request)[0]
                 num_checked += 1
+        branched.clear()
+
+    network.extend = recorded
+    requests = [
+        make_request(str(index), random_prompt(20, index), max_tokens=60, temperature=0.3 * (index % 2))
+        for index in range(12)
+    ]
+    run(engine, requests, check)
     assert num_checked > 25
 
 
@@ -233,7 +225,7 @@ def test_an_embedding_of_its_own_is_drafted_with(
     oracle = Oracle(target, folder, TreeOptions())
     assert "its own embedding" not in caplog.text
     with pytest.raises(AssertionError):
-        run_checked(build_engine(target, folder), oracle, requests_at(0.8))
+        run_checked(build_engine(target, folder), oracle, sized_requests(temperature=0.8))
     oracle.naive.embeddings = own.double()
-    run_checked(build_engine(target, folder), oracle, requests_at(0.8))
+    run_checked(build_engine(target, folder), oracle, sized_requests(temperature=0.8))
     assert "the draft has its own embedding" in caplog.text

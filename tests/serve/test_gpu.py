@@ -14,15 +14,15 @@ from slipstream.serve.prompt_graphs import PromptGraphs
 from slipstream.serve.request import Request
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
-    Answer,
     build_engine,
-    collect,
     cut_alike,
     kinds_of_requests,
     make_request,
     random_prompt,
     run,
+    run_aborting,
     serve_traffic,
+    sized_requests,
     tokens_of,
 )
 
@@ -83,20 +83,7 @@ def test_prefix_hits_under_graphs(target: Path, draft: Path) -> None:
 def test_aborts_under_graphs(target: Path, draft: Path) -> None:
     requests = requests_of({"temperature": 0.0}, max_tokens=60, ignore_eos=True)
     expected = on_cpu(target, requests)
-    engine, answers = on_gpu(target, draft, max_running=5), dict[str, Answer]()
-    for request in requests:
-        engine.add(request)
-    for step in range(10_000):
-        if not engine.has_work:
-            break
-        collect(engine.step(), answers)
-        if step in (2, 5, 9):
-            output = engine.abort({2: "1", 5: "0", 9: "6"}[step])
-            collect([output] if output else [], answers)
-        engine.scheduler.check()
-    for name, tokens in expected.items():
-        assert answers[name].tokens == tokens[: len(answers[name].tokens)]
-        assert answers[name].finish_reason == "abort" or answers[name].tokens == tokens
+    run_aborting(on_gpu(target, draft, max_running=5), requests, {2: "1", 5: "0", 9: "6"}, expected)
 
 
 @pytest.mark.parametrize("captured", [0, 128])
@@ -104,7 +91,7 @@ def test_aborts_under_graphs(target: Path, draft: Path) -> None:
 def test_prompts_of_every_length(name: str, captured: int, target: Path, draft: Path) -> None:
     """Also those whose last block of queries has one: 65, 129 (serve/attention/sdpa.py), and longer than a capture."""
     lengths = [*range(1, 20), 33, *range(63, 67), *range(95, 99), *range(127, 131)]
-    requests = [make_request(str(length), random_prompt(length, length), max_tokens=2) for length in lengths]
+    requests = sized_requests(lengths, max_tokens=2)
     options = {"max_running": 1, "prefill_graph_tokens": captured}
     engine = on_gpu(target, draft if name == "draft" else name, **options)
     assert tokens_of(run(engine, requests)) == on_cpu(target, requests)

@@ -13,12 +13,11 @@ from slipstream.serve.request import Request
 from slipstream.serve.widths import PATIENCE
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.serve.engine_runs import (
-    Answer,
     build_engine,
-    collect,
     make_request,
     random_prompt,
     run,
+    run_aborting,
     tokens_of,
 )
 
@@ -76,25 +75,7 @@ def test_aborts_with_passes_in_flight_leave_the_others_alone(name: str, target: 
     requests = [make_request(str(seed), random_prompt(20, seed), max_tokens=30, ignore_eos=True) for seed in range(8)]
     expected = tokens_of(run(build_engine(target), requests))
     engine = build_overlapping(target, draft if name == "draft" else name, max_running=4)
-    answers: dict[str, Answer] = {}
-    for request in requests:
-        engine.add(request)
-    for step in range(10_000):
-        if not engine.has_work:
-            break
-        collect(engine.step(), answers)
-        if step in (1, 3, 4):
-            name = {1: "1", 3: "3", 4: "7"}[step]
-            aborted = engine.abort(name)
-            assert aborted is not None
-            collect([aborted], answers)
-        engine.scheduler.check()
-    for name, tokens in expected.items():
-        if name in ("1", "3", "7"):
-            assert answers[name].finish_reason == "abort"
-            assert answers[name].tokens == tokens[: len(answers[name].tokens)]
-        else:
-            assert answers[name].tokens == tokens
+    run_aborting(engine, requests, {1: "1", 3: "3", 4: "7"}, expected)
 
 
 def test_no_round_is_launched_for_a_request_whose_end_is_certain(target: Path) -> None:
@@ -152,19 +133,14 @@ def test_rounds_wait_for_n_grams_only_while_those_pay(temperature: float, target
     expected = tokens_of(run(build_engine(target), requests))
     engine = build_overlapping(target, "ngram", kv_cache_tokens=4096)
     engine.policy = policy = Switched()
-    answers: dict[str, Answer] = {}
     ahead: dict[int, list[bool]] = {1: [], 2: []}
-    for request in requests:
-        engine.add(request)
-    for step in range(10_000):
-        if not engine.has_work:
-            break
-        policy.width = 2 if step // 20 % 2 else 1
-        collect(engine.step(), answers)
+
+    def switch(step: int, _: object) -> None:
         if step % 20 >= PATIENCE + 4 and engine.num_open == len(requests):
             ahead[policy.width].append(bool(engine._in_flight) and not engine._waits_for_host)
-        engine.scheduler.check()
-    assert tokens_of(answers) == expected
+        policy.width = 2 if (step + 1) // 20 % 2 else 1
+
+    assert tokens_of(run(engine, requests, switch)) == expected
     assert all(ahead[1])
     assert len(ahead[1]) >= 8
     assert temperature or not any(ahead[2]), "greedy text repeats: there is always something to verify"

@@ -11,11 +11,18 @@ from slipstream.serve.batch import SamplingMode
 from slipstream.serve.executor import PendingResult
 from slipstream.serve.options import PREFILL_BLOCK, EngineConfig
 from slipstream.serve.prompt_graphs import MOST_REQUESTS, num_blocks, sizes
-from slipstream.serve.request import Request
 from slipstream.serve.scheduler import Chunk, Sequence
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
-from slipstream.tests.serve.engine_runs import SAMPLINGS, cut_alike, make_request, random_prompt, run, tokens_of
+from slipstream.tests.serve.engine_runs import (
+    SAMPLINGS,
+    cut_alike,
+    make_request,
+    random_prompt,
+    run,
+    sized_requests,
+    tokens_of,
+)
 from slipstream.tests.serve.played_graphs import PlayedPrompts, PlayingEngine
 
 LENGTHS = (1, 5, 31, 32, 33, 64, 70, 95, 130)  # around whole blocks, and beyond the largest pass
@@ -37,13 +44,6 @@ def playing(target: Path, draft: str, prefill_graph_tokens: int, **options: Any)
     )
 
 
-def requests_of(sampling: dict[str, Any]) -> list[Request]:
-    return [
-        make_request(str(length), random_prompt(length, length), seed=length, max_tokens=12, **sampling)
-        for length in LENGTHS
-    ]
-
-
 @pytest.mark.parametrize(
     ("drafter", "case"),
     rotating(["none", "eagle3", "eagle3 tree", "dflash"], list(product([16, 1], ["greedy", "full"]))),
@@ -52,7 +52,7 @@ def test_blocks_equal_packed_prompts(drafter: str, case: tuple[int, str], target
     """Answers, what of the drafts was accepted, and the KV of target and draft; again with a filled cache."""
     page_size, sampling = case
     options = {"depth": 3, "topk": 2, "nodes": 6} if drafter == "eagle3 tree" else {}
-    requests, found = requests_of(SAMPLINGS[sampling]), []
+    requests, found = sized_requests(LENGTHS, max_tokens=12, **SAMPLINGS[sampling]), []
     engines = [playing(target, drafts[drafter], tokens, page_size=page_size, drafter=options) for tokens in (0, 96)]
     cut_alike(packed=engines[0], captured=engines[1])
     for engine in engines:
@@ -148,7 +148,7 @@ def test_every_prompt_pass_fits_a_captured_one(target: Path) -> None:
 def test_a_budget_below_a_block_captures_nothing(target: Path) -> None:
     engine = playing(target, "none", 1024, prefill_budget=PREFILL_BLOCK - 1)
     assert engine.executor.prompts is None
-    assert run(engine, requests_of({"temperature": 0.0}))
+    assert run(engine, sized_requests(LENGTHS, max_tokens=12))
 
 
 def test_too_small_a_pass_is_refused() -> None:

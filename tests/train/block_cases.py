@@ -3,13 +3,10 @@
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from slipstream.models.config import ModelConfig
-from slipstream.models.dflash import DFlash, DFlashConfig
-from slipstream.models.frozen_target import FrozenTarget
-from slipstream.models.layers import RotaryEmbedding
-from slipstream.tests.train.conftest import FEATURE_LAYERS, Document, documents
+from slipstream.models.dflash import DFlash
+from slipstream.tests.train.conftest import FEATURE_LAYERS, Document, documents, random_parts
 from slipstream.train.batches import Batch, collate
 from slipstream.train.dflash import DFlashTraining, DraftOptions
 
@@ -20,18 +17,9 @@ def make_training(
     target: PreTrainedModel, ids: torch.Tensor | None = None, options: DraftOptions | None = None, **fields: Any
 ) -> DFlashTraining:
     """A random draft of two layers; `ids` are its vocabulary, `fields` override its config's."""
-    torch.manual_seed(3)
-    config = ModelConfig.from_hf(AutoConfig.for_model(**target.config.to_dict()))
     shape = {"num_layers": 2, "block_size": BLOCK_SIZE, "mask_token_id": MASK_TOKEN, "feature_layers": FEATURE_LAYERS}
-    size = None if ids is None else len(ids)
-    draft = DFlash(DFlashConfig.from_target(config, draft_vocab_size=size, **shape | fields))
-    if ids is not None:
-        draft.set_vocabulary(ids)
-    for parameter in draft.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    rope = RotaryEmbedding(config.rope, config.head_dim, 128)
-    options = DraftOptions(anchors=6) if options is None else options
-    return DFlashTraining(draft, FrozenTarget(target, FEATURE_LAYERS), rope, options, depth=63, seed=11)
+    parts = random_parts(DFlash, target, ids, **shape | fields)
+    return DFlashTraining(*parts, options or DraftOptions(anchors=6), depth=63, seed=11)
 
 
 def packed(seed: int) -> tuple[Batch, list[list[Document]]]:

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from slipstream.data_tools.capture_features import main as capture
 from slipstream.models.checkpoint import tokenizer_hash
 from slipstream.models.config import ModelConfig
-from slipstream.models.eagle3 import Eagle3, Eagle3Config
+from slipstream.models.draft import DraftNetwork
+from slipstream.models.eagle3 import Eagle3
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.token_map import TokenMap
@@ -59,16 +60,27 @@ def token_map(target_model: PreTrainedModel) -> TokenMap:
     return TokenMap.build(counts, DRAFT_VOCAB_SIZE, [], {})
 
 
-def make_eagle3(target: PreTrainedModel, ids: torch.Tensor) -> Eagle3Training:
-    """A random draft in training: 4 steps, depth 3."""
+def random_parts(
+    network: type[DraftNetwork], target: PreTrainedModel, ids: torch.Tensor | None, **fields: Any
+) -> tuple[Any, FrozenTarget, RotaryEmbedding]:
+    """What a DraftTraining is made of: a random draft, the target and positions. `ids` are the draft's vocabulary,
+    `fields` of its config."""
     torch.manual_seed(3)
     config = ModelConfig.from_hf(AutoConfig.for_model(**target.config.to_dict()))
-    draft = Eagle3(Eagle3Config.from_target(config, draft_vocab_size=len(ids), feature_layers=FEATURE_LAYERS))
-    draft.set_vocabulary(ids)
+    size = None if ids is None else len(ids)
+    draft: Any = network(network.Config.from_target(config, draft_vocab_size=size, **fields))
+    if ids is not None:
+        draft.set_vocabulary(ids)
     for parameter in draft.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
-    rope = RotaryEmbedding(config.rope, config.head_dim, 128)
-    return Eagle3Training(draft, FrozenTarget(target, FEATURE_LAYERS), rope, DraftOptions(ttt_steps=4), depth=3)
+    frozen = FrozenTarget(target, draft.config.feature_layers)
+    return draft, frozen, RotaryEmbedding(config.rope, config.head_dim, 128)
+
+
+def make_eagle3(target: PreTrainedModel, ids: torch.Tensor) -> Eagle3Training:
+    """A random draft in training: 4 steps, depth 3."""
+    parts = random_parts(Eagle3, target, ids, feature_layers=FEATURE_LAYERS)
+    return Eagle3Training(*parts, DraftOptions(ttt_steps=4), depth=3)
 
 
 @pytest.fixture

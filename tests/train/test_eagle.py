@@ -6,16 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from slipstream.models.config import ModelConfig
-from slipstream.models.eagle import Eagle, EagleConfig
-from slipstream.models.frozen_target import FrozenTarget
-from slipstream.models.layers import RotaryEmbedding
+from slipstream.models.eagle import Eagle
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.random_targets import shared_weights, target_features
-from slipstream.tests.train.conftest import Document, documents
+from slipstream.tests.train.conftest import Document, documents, random_parts
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
 from slipstream.train import losses
@@ -27,16 +24,7 @@ SEVERAL_STEPS = {"ttt_steps": 3, "feature_weight": 0.5, "token_weight": 2.0}
 
 
 def make_training(target: PreTrainedModel, ids: Tensor | None = None, **options: Any) -> EagleTraining:
-    torch.manual_seed(3)
-    config = ModelConfig.from_hf(AutoConfig.for_model(**target.config.to_dict()))
-    draft = Eagle(EagleConfig.from_target(config, draft_vocab_size=None if ids is None else len(ids)))
-    if ids is not None:
-        draft.set_vocabulary(ids)
-    for parameter in draft.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    rope = RotaryEmbedding(config.rope, config.head_dim, 128)
-    frozen = FrozenTarget(target, draft.config.feature_layers)
-    return EagleTraining(draft, frozen, rope, DraftOptions(**{"noise": 0.0} | options), DEPTH, seed=5)
+    return EagleTraining(*random_parts(Eagle, target, ids), DraftOptions(**{"noise": 0.0} | options), DEPTH, seed=5)
 
 
 def naive_terms(
