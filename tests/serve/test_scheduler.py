@@ -362,11 +362,3 @@ def test_an_answer_ends_at_the_first_stop_id_or_max_tokens(
 )
 def test_stop_ids_are_the_models_and_the_requests(params: dict[str, object], stop_ids: set[int]) -> None:
     assert make_sequence(max_tokens=3, **params).stop_ids == stop_ids
-
-
-def test_rounds_are_counted_by_position() -> None:
-    sequence = make_sequence(max_tokens=50)
-    for num_accepted in (2, 0, 3, 1):
-        sequence.count_round(4, num_accepted)
-    assert sequence.stats.accepted_by_position == [3, 2, 1]
-    assert (sequence.stats.rounds, sequence.stats.drafted_tokens, sequence.stats.accepted_tokens) == (4, 16, 6)

@@ -5,6 +5,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -47,12 +48,15 @@ DRAFTERS: dict[str, tuple[Any, type[Any], Any]] = {  # program, its options, tho
 }
 
 
-def start(name: str, target: Path, data: DataOptions) -> tuple[DraftTraining, dict[str, PackedRows]]:
-    """Training and rows as the program makes them, always with the same weights."""
+def start(
+    name: str, target: Path, path: Path, features: Path | None = None, max_length: int = MAX_LENGTH, **options: Any
+) -> tuple[DraftTraining, dict[str, PackedRows]]:
+    """Training and rows as the program makes them, always with the same weights. `options` of the data."""
     kind, options_class, draft = DRAFTERS[name]
-    options = options_class(output="", target=str(target), data=data, draft=draft)
+    data = DataOptions(path=str(path), max_length=max_length, features=features and str(features), **options)
+    run = options_class(output="", target=str(target), data=data, draft=draft)
     accelerator: Any = SimpleNamespace(device=CPU, print=print)
-    files, splits = TargetFiles.find(options, accelerator), load_from_disk(data.path)
+    files, splits = TargetFiles.find(run, accelerator), load_from_disk(data.path)
     rows = {split: PackedRows(splits[split], data.max_length) for split in ("train", "heldout")}
     store = open_features(data, {**files.origin(), "data_hash": "0123"})
     torch.manual_seed(3)
@@ -79,16 +83,7 @@ def numbers(training: DraftTraining, rows: dict[str, PackedRows]) -> dict[str, T
 @pytest.fixture(scope="module")
 def online(target_path: Path, data_path: Path) -> Callable[..., dict[str, Tensor]]:
     """Numbers of a drafter that reads the target itself."""
-    known: dict[Any, dict[str, Tensor]] = {}
-
-    def compute(name: str, max_length: int = MAX_LENGTH) -> dict[str, Tensor]:
-        if (name, max_length) not in known:
-            known[name, max_length] = numbers(
-                *start(name, target_path, DataOptions(path=str(data_path), max_length=max_length))
-            )
-        return known[name, max_length]
-
-    return compute
+    return cache(lambda name, max_length: numbers(*start(name, target_path, data_path, max_length=max_length)))
 
 
 @pytest.mark.parametrize(
@@ -112,8 +107,7 @@ def test_losses_are_those_of_the_target_itself(
     max_length: int,
 ) -> None:
     """Captured at one length and in one order of layers, read at others."""
-    options = DataOptions(path=str(data_path), max_length=max_length, features=str(stores[kept]))
-    training, rows = start(name, target_path, options)
+    training, rows = start(name, target_path, data_path, stores[kept], max_length)
     assert {parameter.device.type for parameter in training.target.layers.parameters()} == {"meta"}
     found, expected = numbers(training, rows), online(name, max_length)
     assert found.keys() == expected.keys()
@@ -131,12 +125,11 @@ def test_documents_without_states_are_computed(
     """Some were not captured, some are longer than they were captured, and of some the shard is gone."""
     folder = capture_to("--layers", "3", "2", "0", train_documents=45, heldout_documents=4, max_length=30)
     shard_path(folder, 1).unlink()
-    options = DataOptions(path=str(data_path), max_length=MAX_LENGTH, features=str(folder), features_missing="online")
-    training, rows = start(name, target_path, options)
+    training, rows = start(name, target_path, data_path, folder, features_missing="online")
     batches = [rows["train"].batch([row]) for row in range(len(rows["train"]))]
     counts = [(len(batch.cached.rows), len(batch.cached.online_rows)) for batch in batches if batch.cached is not None]
     assert any(cached and computed for cached, computed in counts)
-    found, expected = numbers(training, rows), online(name)
+    found, expected = numbers(training, rows), online(name, MAX_LENGTH)
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=2e-5, atol=1e-5)
 
@@ -146,9 +139,8 @@ def test_states_are_those_of_the_target_up_to_rounding(
     target_path: Path, data_path: Path, capture_to: CaptureTo, dtype: str, tolerance: float
 ) -> None:
     folder = capture_to("--layers", "3", "2", "0", dtype=dtype)
-    plain, plain_rows = start("eagle3", target_path, DataOptions(path=str(data_path), max_length=MAX_LENGTH))
-    options = DataOptions(path=str(data_path), max_length=MAX_LENGTH, features=str(folder))
-    training, rows = start("eagle3", target_path, options)
+    plain, plain_rows = start("eagle3", target_path, data_path)
+    training, rows = start("eagle3", target_path, data_path, folder)
     features, final = target_states(training.target, rows["train"].batch([0, 1]), CPU)
     cached = rows["train"].batch([0, 1]).cached
     expected = target_states(plain.target, plain_rows["train"].batch([0, 1]), CPU)
@@ -165,10 +157,8 @@ def test_states_are_those_of_the_target_up_to_rounding(
 
 
 def test_documents_without_states_stop_a_run(target_path: Path, data_path: Path, capture_to: CaptureTo) -> None:
-    words = "--layers", "3", "2", "0"
-    short = capture_to(*words, max_length=20)
-    options = DataOptions(path=str(data_path), max_length=MAX_LENGTH, features=str(short))
-    _, rows = start("dflash", target_path, options)
+    short = capture_to("--layers", "3", "2", "0", max_length=20)
+    _, rows = start("dflash", target_path, data_path, short)
     fault = "document .* of train was captured up to max_length 20 and is longer"
     with pytest.raises(ValueError, match=f"{fault}.*or set data.features_missing to online"):
         read_all(rows["train"])
@@ -182,8 +172,7 @@ def read_all(rows: PackedRows) -> None:
 def test_a_batch_is_made_while_the_last_one_is_copied(
     target_path: Path, data_path: Path, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = DataOptions(path=str(data_path), max_length=MAX_LENGTH, features=str(stores["all"]))
-    _, rows = start("dflash", target_path, options)
+    _, rows = start("dflash", target_path, data_path, stores["all"])
     expected = [rows["train"].batch([row]).cached.to(CPU) for row in (0, 1)]  # type: ignore[union-attr]
     copy, may_copy = FeatureSource.copy, Event()
 
@@ -205,8 +194,7 @@ def test_damage_stops_a_run_even_where_states_may_be_computed(
     content = bytearray(shard_path(tmp_path, 1).read_bytes())
     content[-(len(content) // 3)] ^= 1
     shard_path(tmp_path, 1).write_bytes(content)
-    options = DataOptions(path=str(data_path), max_length=MAX_LENGTH, features=str(tmp_path), features_missing="online")
-    _, rows = start("dflash", target_path, options)
+    _, rows = start("dflash", target_path, data_path, tmp_path, features_missing="online")
     with pytest.raises(ValueError, match=r"shard-00001.safetensors is damaged .*; rebuild it: .* --shards 1 --yes"):
         read_all(rows["train"])
 
@@ -216,8 +204,7 @@ def test_other_tokens_than_the_data_are_noticed(
 ) -> None:
     """The data's hash is the same in this test."""
     data = save_data(random_dataset(60, seed=5), random_dataset(9, seed=6))
-    options = DataOptions(path=str(data), max_length=MAX_LENGTH, features=str(stores["all"]), features_missing="online")
-    _, rows = start("dflash", target_path, options)
+    _, rows = start("dflash", target_path, data, stores["all"], features_missing="online")
     with pytest.raises(ValueError, match="holds other tokens than the data; rebuild it"):
         read_all(rows["train"])
 
