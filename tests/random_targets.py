@@ -1,7 +1,9 @@
 """Tiny random models of each family: what the tests compare with transformers."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,3 +91,9 @@ def target_features(model: PreTrainedModel, tokens: Sequence[int] | Tensor, laye
     """(S, K * H): the states that a draft reads."""
     states = target_states(model, tokens)
     return torch.cat([states[layer] for layer in layers], dim=-1)
+
+
+def change_json(path: Path, **values: Any) -> None:
+    """Replaces fields of the object in a file; None deletes."""
+    changed = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))

@@ -17,6 +17,7 @@ from slipstream.data_tools.frequency_map import main as make_token_map
 from slipstream.models.checkpoint import tokenizer_hash
 from slipstream.serve.llm import LLM, Generation
 from slipstream.serve.request import SamplingParams
+from slipstream.tests.random_targets import change_json
 from slipstream.train.dflash import main as train_dflash
 from slipstream.train.eagle3 import main as train
 from slipstream.train.trackers import read_metrics
@@ -97,8 +98,7 @@ def test_an_overfitted_draft_is_accepted_whole(
 
 def check_warning_for_another_tokenizer(draft: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.messages
-    config = json.loads((draft / "config.json").read_text())
-    (draft / "config.json").write_text(json.dumps(config | {"tokenizer_hash": "0" * 64}))
+    change_json(draft / "config.json", tokenizer_hash="0" * 64)
     LLM(draft=str(draft))
     assert "was trained for other tokenizer rules" in caplog.text
 

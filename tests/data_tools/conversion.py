@@ -67,10 +67,3 @@ def assert_equal_checkpoints(one: Path, other: Path) -> None:
     for key in before:
         assert before[key].dtype == after[key].dtype
         assert torch.equal(before[key], after[key]), key
-
-
-def change(folder: Path, **values: Any) -> None:
-    config = json.loads((folder / "config.json").read_text()) | values
-    (folder / "config.json").write_text(
-        json.dumps({name: value for name, value in config.items() if value is not None})
-    )

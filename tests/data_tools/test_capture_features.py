@@ -20,6 +20,7 @@ from slipstream.data_tools.dataset import write_dataset
 from slipstream.data_tools.feature_shards import measure, plan_shards
 from slipstream.models.feature_store import FeatureFormat, FeatureStore, needed_tokens
 from slipstream.tests.data_tools.conftest import MAX_LENGTH, Flags, random_row, shards
+from slipstream.tests.random_targets import change_json
 
 
 def check_states(folder: Path, data: Path, target: Path) -> int:
@@ -184,8 +185,7 @@ def test_another_tokenizer_or_target_is_refused(
 ) -> None:
     other = tmp_path / "data"
     shutil.copytree(capture_data, other)
-    report = json.loads((other / "report.json").read_text())
-    (other / "report.json").write_text(json.dumps(report | {"tokenizer_hash": "0" * 64}))
+    change_json(other / "report.json", tokenizer_hash="0" * 64)
     with pytest.raises(SystemExit):
         main(flags(tmp_path / "new", data=other))
     assert "was prepared with another tokenizer (hash 000000000000" in capsys.readouterr().err

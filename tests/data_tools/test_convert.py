@@ -17,10 +17,10 @@ from slipstream.models.eagle3 import Eagle3
 from slipstream.models.speculators_layout import AUX_LAYERS
 from slipstream.models.target import load_config
 from slipstream.serve.drafters.base import find_drafter
-from slipstream.tests.data_tools.conversion import Runs, assert_equal_checkpoints, change, save_eagle3_draft
+from slipstream.tests.data_tools.conversion import Runs, assert_equal_checkpoints, save_eagle3_draft
 from slipstream.tests.models.saved_drafts import fused
 from slipstream.tests.random_drafts import save_random_dflash, save_random_eagle
-from slipstream.tests.random_targets import LLAMA3_ROPE, SHAPE, save_random_target
+from slipstream.tests.random_targets import LLAMA3_ROPE, SHAPE, change_json, save_random_target
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "whole vocabulary": {},
@@ -73,8 +73,8 @@ def test_the_layout_of_speculators_holds_the_targets_embedding_and_head(runs: Ru
 
 def test_a_foreign_checkpoint_gets_its_target_and_public_names(runs: Runs) -> None:
     draft = save(runs)
-    change(draft, drafter=None, target=None, bos_token_id=1, block_size=None)
-    change(draft, dflash_config={"mask_token_id": 0, "target_layer_ids": [0, 1], "block_size": 4})
+    change_json(draft / "config.json", drafter=None, target=None, bos_token_id=1, block_size=None)
+    change_json(draft / "config.json", dflash_config={"mask_token_id": 0, "target_layer_ids": [0, 1], "block_size": 4})
     tensors = load_file(draft / "model.safetensors")
     names = {"fc.weight": "encoder.fc.weight", "norm.weight": "model.norm.weight"}
     save_file({names.get(key, key): x.float() for key, x in tensors.items()}, draft / "model.safetensors")
@@ -113,7 +113,7 @@ def test_what_cannot_be_converted_is_refused(runs: Runs, tmp_path: Path) -> None
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1}, folder / "model.safetensors")
     assert "lm_head.weight is not the target's" in runs.refused(folder, "speculators")
-    change(draft, drafter="medusa")
+    change_json(draft / "config.json", drafter="medusa")
     assert "is a draft of the kind medusa; convert knows dflash, eagle3, eagle" in runs.refused(draft, "sglang")
     with pytest.raises(SystemExit):
         main(["--input", str(draft), "--output", str(tmp_path / "x"), "--layout", "gguf"])
@@ -242,7 +242,11 @@ def test_a_checkpoint_as_safeailab_publishes_it(llama: Runs) -> None:
     torch.save(tensors | {"embed_tokens.weight": embedding}, draft / "pytorch_model.bin")
     file.unlink()
     absent = ("drafter", "target", "target_fingerprint", "target_num_layers", "torch_dtype", "tokenizer_hash")
-    change(draft, **dict.fromkeys((*absent, "eagle_config", AUX_LAYERS)), architectures=["LlamaForCausalLM"])
+    change_json(
+        draft / "config.json",
+        **dict.fromkeys((*absent, "eagle_config", AUX_LAYERS)),
+        architectures=["LlamaForCausalLM"],
+    )
     assert "the draft names no target; add --target" in llama.refused(draft, "sglang")
     folder, _ = llama.convert(draft, "sglang", "--target", str(llama.target))
     written = load_file(folder / "model.safetensors")
@@ -286,7 +290,7 @@ def test_what_the_layout_of_speculators_cannot_hold_is_refused(
 )
 def test_other_networks_of_speculators_are_refused_by_name(values: dict[str, Any], message: str, llama: Runs) -> None:
     folder, _ = llama.convert(save_eagle3_draft(llama, (0, 1, 2)), "speculators")
-    change(folder, **values)
+    change_json(folder / "config.json", **values)
     assert message in llama.refused(folder, "sglang")
 
 
@@ -295,7 +299,7 @@ def test_an_embedding_of_its_own_is_kept_in_every_layout(llama: Runs) -> None:
     tensors = load_file(folder / "model.safetensors")
     own = tensors["embed_tokens.weight"] + 1
     save_file(tensors | {"embed_tokens.weight": own}, folder / "model.safetensors")
-    change(folder, embed_requires_grad=True)
+    change_json(folder / "config.json", embed_requires_grad=True)
     for layout in ("sglang", "speculators"):
         folder, _ = llama.convert(folder, layout)
         assert torch.equal(load_file(folder / "model.safetensors")["embed_tokens.weight"], own)

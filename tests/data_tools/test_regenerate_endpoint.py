@@ -1,6 +1,5 @@
 """`slipstream regenerate` with OpenAI-compatible endpoints: bodies, retries, failures, and a kill in the middle."""
 
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from slipstream.data_tools import regenerate
 from slipstream.data_tools.dialogue import row_seed
 from slipstream.tests.data_tools.chats import CHATML, chat, write_jsonl
 from slipstream.tests.data_tools.fake_answers import EXPECTED, ROWS, FakeEndpoint, answered, error, lines, report, run
+from slipstream.tests.random_targets import change_json
 
 
 @pytest.fixture
@@ -110,8 +110,7 @@ def test_the_room_is_the_listed_context_or_the_targets(
     tmp_path: Path, make_folder: Callable[..., Path], listed: int | None, model: tuple[str, ...]
 ) -> None:
     target = make_folder(CHATML, 512)
-    values = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 70}))
+    change_json(target / "config.json", max_position_embeddings=70)
     with FakeEndpoint(context=listed) as endpoint:
         run(tmp_path, "--endpoint", endpoint.url, "--target", target, "--max-failures", 1, *model, rows=SHORT)
     assert report(tmp_path)["rows_dropped"] == {"prompt_too_long": 1}

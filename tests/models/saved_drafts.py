@@ -14,6 +14,7 @@ from slipstream.kernels.rope import rotate_halves
 from slipstream.models.config import ModelConfig
 from slipstream.models.draft import load_draft, write_draft
 from slipstream.models.layers import RotaryEmbedding
+from slipstream.tests.random_targets import change_json
 
 CPU = torch.device("cpu")
 Tensors = dict[str, Tensor]
@@ -33,11 +34,10 @@ class SavedDraft:
 
     def change(self, tensors: Callable[[Tensors], Tensors] | None = None, values: Values | None = None) -> None:
         """`tensors` maps the file's; `values` replace those of config.json, and None deletes."""
-        file, config = self.folder / "model.safetensors", self.folder / "config.json"
+        file = self.folder / "model.safetensors"
         if tensors:
             save_file(tensors(load_file(file)), file)
-        changed = json.loads(config.read_text()) | (values or {})
-        config.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))
+        change_json(self.folder / "config.json", **values or {})
 
     def load(self, dtype: torch.dtype | None = torch.bfloat16, shared: Tensors | None = None) -> Any:
         return load_draft(type(self.module), self.folder, self.target, dtype, CPU, shared)

@@ -1,7 +1,6 @@
 """The frozen target against transformers' own output_hidden_states and logits."""
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from slipstream.models import frozen_target
 from slipstream.models.config import ModelConfig
 from slipstream.models.frozen_target import FrozenTarget, load_frozen_target
 from slipstream.tests.expert_targets import EXPERT_FAMILIES, EXPERTS
-from slipstream.tests.random_targets import FAMILIES, SHAPE
+from slipstream.tests.random_targets import FAMILIES, SHAPE, change_json
 
 GEMMA = {"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2}
 CONFIGS = EXPERT_FAMILIES | {name: FAMILIES[name] for name in ("llama", "qwen2", "qwen3-tied")}
@@ -180,8 +179,7 @@ def test_mxfp4_experts_become_numbers(tmp_path: Path) -> None:
         codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2).long()  # (E, rows, 32)
         expected[name] = (values[codes] * 2.0 ** (scales.float() - 127)).transpose(1, 2)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    change_json(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4"})
     experts = load_frozen_target(tmp_path, (0,), torch.device("cpu")).layers[0].mlp.experts
     for name, tensor in expected.items():
         torch.testing.assert_close(getattr(experts, name).data, tensor, rtol=0, atol=0)

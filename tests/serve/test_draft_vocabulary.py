@@ -40,11 +40,11 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def save_map(path: Path, size: int = 60, kept: tuple[int, ...] = (EOS,), **metadata: Any) -> TokenMap:
+def save_map(folder: Path, size: int = 60, kept: tuple[int, ...] = (EOS,)) -> str:
+    """Its path, for drafter.token_map."""
     counts = torch.randint(1, 100, (VOCAB,), generator=torch.Generator().manual_seed(6))
-    token_map = TokenMap.build(counts, size, list(kept), metadata)
-    token_map.write(path)
-    return token_map
+    TokenMap.build(counts, size, list(kept), {}).write(folder / "map.safetensors")
+    return str(folder / "map.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,7 @@ def drafted_tokens(engine: Engine) -> set[int]:
 def test_a_map_changes_no_token(
     drafter: str, temperature: float, dynamic: int, target: Path, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
-    save_map(tmp_path / "map.safetensors")
-    options = {"token_map": str(tmp_path / "map.safetensors"), "token_map_dynamic": dynamic}
+    options = {"token_map": save_map(tmp_path), "token_map_dynamic": dynamic}
     engine = build_engine(target, drafts[drafter], drafter=DRAFTERS[drafter] | options)
     requests = sized_requests(temperature=temperature)
     answers = run(engine, requests)
@@ -83,10 +82,9 @@ def test_a_map_changes_no_token(
 def test_only_the_maps_tokens_are_drafted(
     drafter: str, size: int | None, target: Path, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
-    token_map = save_map(tmp_path / "map.safetensors")
-    options = {"token_map": str(tmp_path / "map.safetensors")} | ({"token_map_size": size} if size else {})
+    options: dict[str, Any] = {"token_map": save_map(tmp_path)} | ({"token_map_size": size} if size else {})
     engine = build_engine(target, drafts[drafter], drafter=DRAFTERS[drafter] | options)
-    ids = token_map.ids_by_frequency(size, [EOS])
+    ids = TokenMap.read(tmp_path / "map.safetensors").ids_by_frequency(size, [EOS])
     assert len(ids) == (size or 60)
     drafted = drafted_tokens(engine)
     assert drafted <= set(ids.tolist())
@@ -98,12 +96,11 @@ def test_only_the_maps_tokens_are_drafted(
 def test_proposals_are_those_of_a_head_with_the_maps_rows(
     target: Path, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
-    token_map, options = save_map(tmp_path / "map.safetensors"), {"depth": 3, "topk": 3, "nodes": 9}
+    path, options = save_map(tmp_path), {"depth": 3, "topk": 3, "nodes": 9}
     oracle = Oracle(target, drafts["eagle"], TreeOptions(**options))
-    oracle.naive.target_ids = token_map.ids
-    oracle.naive.head = oracle.naive.head[token_map.ids]  # type: ignore[attr-defined]
-    with_map = options | {"token_map": str(tmp_path / "map.safetensors")}
-    engine = build_engine(target, drafts["eagle"], drafter=with_map)
+    oracle.naive.target_ids = TokenMap.read(Path(path)).ids
+    oracle.naive.head = oracle.naive.head[oracle.naive.target_ids]  # type: ignore[attr-defined]
+    engine = build_engine(target, drafts["eagle"], drafter=options | {"token_map": path})
     run_checked(engine, oracle, sized_requests(temperature=0.8))
 
 
@@ -161,8 +158,7 @@ def test_prompts_and_answers_count_but_not_rows_that_fill_up(
 
 def test_recent_tokens_can_be_drafted(target: Path, drafts: dict[str, Path], tmp_path: Path) -> None:
     """With a map of nearly nothing, what is drafted right comes from the prompt and the answer so far."""
-    save_map(tmp_path / "map.safetensors", size=4)
-    options, accepted = {"token_map": str(tmp_path / "map.safetensors")}, []
+    options, accepted = {"token_map": save_map(tmp_path, size=4)}, []
     for dynamic in (0, 100):
         engine = build_engine(target, drafts["eagle"], drafter=options | {"token_map_dynamic": dynamic})
         answers = run(engine, [make_request("long", random_prompt(100, 33), max_tokens=60, ignore_eos=True)])
@@ -176,9 +172,8 @@ def test_recent_tokens_of_all_do_not_go_with_a_salt(
     drafter: str, mixed: dict[str, int], target: Path, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
     """Another tenant's words would show in the accept length. A static map shows nothing."""
-    save_map(tmp_path / "map.safetensors")
     salted = replace(make_request("salted", [5, 6], max_tokens=2), namespace="tenant")
-    options = mixed | {"token_map": str(tmp_path / "map.safetensors")}
+    options = mixed | {"token_map": save_map(tmp_path)}
     run(build_engine(target, drafts[drafter], drafter=options), [salted])
     engine = build_engine(target, drafts[drafter], drafter=options | {"token_map_dynamic": 16})
     with pytest.raises(ValueError, match="cache_salt is set, but .* without --drafter.token-map-dynamic"):
@@ -189,8 +184,7 @@ def test_recent_tokens_of_all_do_not_go_with_a_salt(
 @pytest.mark.parametrize("drafter", ["eagle tree", "dflash"])
 def test_rounds_of_fixed_buffers(drafter: str, target: Path, drafts: dict[str, Path], tmp_path: Path) -> None:
     """As captured ones: batches filled up with padding."""
-    save_map(tmp_path / "map.safetensors")
-    options = DRAFTERS[drafter] | {"token_map": str(tmp_path / "map.safetensors"), "token_map_dynamic": 16}
+    options = DRAFTERS[drafter] | {"token_map": save_map(tmp_path), "token_map_dynamic": 16}
     config: dict[str, Any] = {"draft": str(drafts[drafter]), "drafter": options, "kv_cache_tokens": 2048}
     engine = PlayingEngine(EngineConfig(target=str(target), max_running=5, **config))
     requests = sized_requests(temperature=0.8)
@@ -210,7 +204,7 @@ def test_maps_that_do_not_fit_are_refused(
     size: int | None, options: dict[str, Any], message: str, target: Path, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
     if size is not None:
-        save_map(tmp_path / "map.safetensors", size, kept=(0, 1, EOS))
+        save_map(tmp_path, size, kept=(0, 1, EOS))
     with pytest.raises(ValueError, match=message):
         build_engine(target, drafts["dflash"], drafter=options | {"token_map": str(tmp_path / "map.safetensors")})
 
@@ -219,8 +213,7 @@ def test_as_many_children_as_the_map_has_tokens_while_nothing_has_been_read(
     target: Path, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
     """Places for recent tokens are empty at first: they give no child."""
-    save_map(tmp_path / "map.safetensors", size=3)
-    options = {"token_map": str(tmp_path / "map.safetensors"), "token_map_dynamic": 20, "depth": 2}
+    options = {"token_map": save_map(tmp_path, size=3), "token_map_dynamic": 20, "depth": 2}
     with pytest.raises(ValueError, match=r"drafter\.topk is 4; the draft has 3 tokens to choose from"):
         build_engine(target, drafts["eagle"], drafter=options | {"topk": 4})
     request = make_request("short", [5], max_tokens=12)
@@ -240,8 +233,7 @@ def test_a_map_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_drafts_with_a_vocabulary_of_their_own_take_no_map(
     target: Path, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
-    save_map(tmp_path / "map.safetensors")
-    options = {"token_map": str(tmp_path / "map.safetensors")}
+    options = {"token_map": save_map(tmp_path)}
     with pytest.raises(ValueError, match=r"has a vocabulary of its own of 50 tokens \(d2t\)"):
         build_engine(target, drafts["reduced"], drafter=options)
     with pytest.raises(ValueError, match=r"an EAGLE3 draft has its own vocabulary \(d2t\) and head"):

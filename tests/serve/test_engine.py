@@ -1,6 +1,5 @@
 """The engine: what it loads and refuses, how it sizes memory, what it tells."""
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from slipstream.models.checkpoint import weights_fingerprint
 from slipstream.models.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve import sizing
 from slipstream.tests.random_drafts import save_random_draft
+from slipstream.tests.random_targets import change_json
 from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run, tokens_of
 
 ASSET = Path(__file__).resolve().parents[2] / "assets" / "tiny-target"
@@ -31,12 +31,6 @@ def draft(target: Path, tmp_path: Path) -> Path:
     return tmp_path / "draft"
 
 
-def change_config(folder: Path, **values: Any) -> None:
-    """None deletes a field."""
-    config = json.loads((folder / "config.json").read_text()) | values
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-
-
 def test_info_tells_what_front_ends_need(target: Path, draft: Path) -> None:
     info = build_engine(target, draft, drafter={"depth": 5}, max_model_len=100, kv_cache_tokens=500).info
     assert (info.max_model_len, info.vocab_size) == (100, 120)
@@ -46,10 +40,10 @@ def test_info_tells_what_front_ends_need(target: Path, draft: Path) -> None:
 def test_a_draft_for_other_weights_is_a_warning(draft: Path, target: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     tokenizer = load_tokenizer(ASSET)
-    change_config(draft, target_fingerprint=weights_fingerprint(target))
+    change_json(draft / "config.json", target_fingerprint=weights_fingerprint(target))
     warn_if_changed(str(draft), target, tokenizer)
     assert not caplog.messages
-    change_config(draft, target_fingerprint="0" * 64)
+    change_json(draft / "config.json", target_fingerprint="0" * 64)
     warn_if_changed(str(draft), target, tokenizer)
     assert "was trained for other weights" in caplog.text
 
@@ -77,7 +71,7 @@ def test_a_missing_gpu_is_a_sentence(target: Path) -> None:
 
 
 def test_a_draft_for_another_target_is_refused(target: Path, draft: Path) -> None:
-    change_config(draft, vocab_size=119, draft_vocab_size=119)
+    change_json(draft / "config.json", vocab_size=119, draft_vocab_size=119)
     with pytest.raises(ValueError, match="vocab_size is 119 in the draft and 120 in the target"):
         build_engine(target, draft)
 
@@ -138,7 +132,7 @@ def test_a_drafts_own_cache_counts(target: Path, draft: Path, monkeypatch: pytes
 
 def test_a_sliding_window_limits_the_context(make_target: MakeTarget, tmp_path: Path) -> None:
     shutil.copytree(make_target("mistral"), tmp_path / "windowed")
-    change_config(tmp_path / "windowed", sliding_window=64)
+    change_json(tmp_path / "windowed" / "config.json", sliding_window=64)
     assert build_engine(tmp_path / "windowed").info.max_model_len == 64
     with pytest.raises(ValueError, match="max_model_len is 65; this target allows at most 64"):
         build_engine(tmp_path / "windowed", max_model_len=65)

@@ -17,6 +17,7 @@ from datasets import load_from_disk
 from torch import Tensor
 
 from slipstream.models.feature_store import shard_path
+from slipstream.tests.random_targets import change_json
 from slipstream.tests.train.conftest import MAX_LENGTH, CaptureTo, random_dataset
 from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_run, refusal, run_interrupted
 from slipstream.train import dflash, eagle, eagle3
@@ -273,8 +274,7 @@ def test_features_of_something_else_and_missing_shards_end_in_a_sentence(
     shutil.copytree(stores["all"], folder)
     for path in () if changes is not None else folder.glob("shard-*"):
         path.unlink()
-    index = json.loads((folder / "index.json").read_text())
-    (folder / "index.json").write_text(json.dumps(index | (changes or {})))
+    change_json(folder / "index.json", **changes or {})
     assert message in refusal(arguments(tmp_path / "run", data__features=folder, draft__feature_layers=layers))
 
 
