@@ -3,7 +3,7 @@
     python bench/demo.py [--drafter eagle3] [--output runs/demo]
 
 Each step is an ordinary command of this repository, printed before it runs, with as many threads as there are cores
-that nothing else uses. Ends with a table, two plots, report.json and the training run's page in the output folder.
+that nothing else uses. Ends with a table, a plot, report.json and the training run's page in the output folder.
 """
 
 import gzip
@@ -207,7 +207,7 @@ def print_next_steps(draft: Path, output: Path, seconds: float) -> None:
     print(
         f"\nDone in {duration(seconds)}. Look at:\n"
         f"  {output}/draft/report.html     the training run: curves, answers, options\n"
-        f"  {output}/acceptance.png, {output}/training.png\n"
+        f"  {output}/acceptance.png        accept rates and speed-up\n"
         f"  {output}/report.json           the figures above\n"
         "Try next:\n"
         f"  .venv/bin/serve --draft {draft}           # chat with it at http://127.0.0.1:8000/v1\n"

@@ -1,7 +1,6 @@
 """The demo's table, plots and report.json."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,12 +36,9 @@ class Comparison:
     total_s: float
 
     @property
-    def evaluations(self) -> list[dict[str, Any]]:
-        return [record for record in self.history if "eval_accept_length" in record]
-
-    @property
-    def best(self) -> dict[str, Any]:
-        return max(self.evaluations, key=lambda record: record["eval_accept_length"])
+    def simulated_accept_length(self) -> float:
+        """The best of the training run's evaluations."""
+        return max(record.get("eval_accept_length", 0.0) for record in self.history)
 
     @property
     def longest(self) -> LoadResult:
@@ -61,7 +57,7 @@ class Comparison:
 
 
 def write_report(comparison: Comparison, output: Path) -> None:
-    """Prints the table; writes report.json, training.png and acceptance.png."""
+    """Prints the table; writes report.json and acceptance.png."""
     errors = [error for runs in (comparison.baseline, comparison.drafted) for r in runs.values() for error in r.errors]
     if errors:
         raise ValueError(f"{len(errors)} requests failed, the first with: {errors[0]}")
@@ -73,14 +69,13 @@ def write_report(comparison: Comparison, output: Path) -> None:
         "baseline_tok_s": {str(level): round(r.tokens_per_second, 1) for level, r in comparison.baseline.items()},
         "draft_tok_s": {str(level): round(r.tokens_per_second, 1) for level, r in comparison.drafted.items()},
         "accept_length": round(comparison.longest.accept_length or 0.0, 3),
-        "simulated_accept_length": round(comparison.best["eval_accept_length"], 3),
+        "simulated_accept_length": round(comparison.simulated_accept_length, 3),
         "accept_rate_by_position": [round(rate, 4) for rate in comparison.longest.accept_rate_by_position],
         "identical": num_identical == num_answers,
         "num_identical": num_identical,
     }
     with atomic_file(output / "report.json") as temporary:
         temporary.write_text(json.dumps(report, indent=2) + "\n")
-    plot_training(comparison, output / "training.png")
     plot_acceptance(comparison, output / "acceptance.png")
 
 
@@ -102,21 +97,8 @@ def summary(comparison: Comparison) -> str:
     return (
         f"{table(COLUMNS, rows)}\n"
         f"outputs identical with and without the draft: {verdict}\n"
-        f"accept length simulated in training: {comparison.best['eval_accept_length']:.2f}"
+        f"accept length simulated in training: {comparison.simulated_accept_length:.2f}"
     )
-
-
-def plot_training(comparison: Comparison, path: Path) -> None:
-    figure, left = plt.subplots(figsize=(7, 4), layout="constrained")
-    steps = [record["step"] for record in comparison.history]
-    left.plot(steps, [record["loss"] for record in comparison.history], color="#9aa5b1", linewidth=1)
-    left.set(xlabel="optimizer step", ylabel="loss", title=f"{comparison.drafter}: training")
-    right = left.twinx()
-    evaluated = [(record["step"], record["eval_accept_length"]) for record in comparison.evaluations]
-    right.plot(*zip(*evaluated, strict=True), color=BLUE, marker="o", markersize=4)
-    right.set_ylabel("accept length on held-out answers", color=BLUE)
-    right.set_ylim(1.0)
-    save(figure, [left, right], path)
 
 
 def plot_acceptance(comparison: Comparison, path: Path) -> None:
@@ -129,8 +111,9 @@ def plot_acceptance(comparison: Comparison, path: Path) -> None:
     left.set_title(f"{comparison.drafter}: accept length {comparison.longest.accept_length:.2f}")
     plot_speed_up(comparison, right)
     for axes in (left, right):
-        axes.spines["right"].set_visible(False)
-    save(figure, (left, right), path)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def plot_speed_up(comparison: Comparison, axes: Axes) -> None:
@@ -148,10 +131,3 @@ def plot_speed_up(comparison: Comparison, axes: Axes) -> None:
     axes.set(xlabel="requests", ylabel="speed with the draft / without", ylim=(0, 1.25 * max(1.0, *speed_ups)))
     axes.set_xlim(-0.6, len(levels) + 0.3)  # room for the line's label
     axes.set_title("speed-up" if min(speed_ups) >= 1 else "speed-up; red: the draft costs speed")
-
-
-def save(figure: Any, axes: Iterable[Axes], path: Path) -> None:
-    for one in axes:
-        one.spines["top"].set_visible(False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
