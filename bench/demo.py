@@ -189,10 +189,10 @@ def measure(draft: str, questions: Sequence[str], config: DemoConfig) -> dict[in
     prompts = [[{"role": "user", "content": question}] for question in questions]
     command = [str(Path(sys.executable).parent / "serve"), "--target", str(TARGET), "--draft", draft]
     print("$ " + shlex.join(relative(word) for word in command), flush=True)
-    with running_server(command) as server:
+    with running_server(command) as url:
         return {
             concurrency: run_load(
-                server.url,
+                url,
                 prompts[:count],
                 concurrency=concurrency,
                 num_warmup=2,

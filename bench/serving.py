@@ -283,8 +283,8 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
     options = config.engine_options(draft)
     params: dict[str, Any] = {"temperature": config.temperature, "ignore_eos": config.ignore_eos}
     if config.mode == "http":
-        with running_server([str(Path(sys.executable).parent / "serve"), *flags(options)]) as server:
-            yield lambda tasks, level, name, seed: run_http(server.url, tasks, level, seed, cache_salt=name, **params)
+        with running_server([str(Path(sys.executable).parent / "serve"), *flags(options)]) as url:
+            yield lambda tasks, level, name, seed: run_http(url, tasks, level, seed, cache_salt=name, **params)
         return
     held: dict[str, Any] = {"engine": Engine(EngineConfig(**options))}
     if held["engine"].drafter.on_host:
