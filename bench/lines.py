@@ -53,11 +53,8 @@ def table(columns: Sequence[tuple[str, str, str]], lines: Iterable[Mapping[str, 
     return "\n".join(rows)
 
 
-def milliseconds(seconds: Sequence[float], percent: int) -> float | None:
-    """The smallest value that `percent` percent of the values do not exceed."""
-    if not seconds:
-        return None
-    return round(1000 * sorted(seconds)[max(0, -(-len(seconds) * percent // 100) - 1)], 3)
+def milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 3)
 
 
 def origin(bench: str, device: str) -> dict[str, str]:

@@ -300,20 +300,20 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
 def write_answers(path: str, tasks: Sequence[Task], run: Run, draft: str, level: int, temperature: float) -> None:
     """As token ids."""
     with open(path, "a") as file:
-        for task, answer in zip(tasks, run.answers, strict=True):
+        for task, answer in zip(tasks, run.replies, strict=True):
             row = {"draft": draft, "concurrency": level, "temperature": temperature}
             file.write(json.dumps({**row, "prompt": task.prompt, "answer": answer}) + "\n")
 
 
 def checksums(run: Run) -> list[int]:
-    return [zlib.crc32(repr(answer).encode()) for answer in run.answers]
+    return [zlib.crc32(repr(answer).encode()) for answer in run.replies]
 
 
 def accuracy(config: ServingConfig, tasks: Sequence[Task], run: Run, tokenizer: Any) -> float | None:
     """Share of questions answered correctly; None for random prompts and when end of text is ignored."""
     if config.prompts == "random" or config.ignore_eos:
         return None
-    decoded = [answer if isinstance(answer, str) else tokenizer.decode(answer) for answer in run.answers]
+    decoded = [answer if isinstance(answer, str) else tokenizer.decode(answer) for answer in run.replies]
     return round(sum(task.is_right(text) for task, text in zip(tasks, decoded, strict=True)) / len(tasks), 4)
 
 

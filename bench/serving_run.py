@@ -2,10 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from functools import reduce
-from itertools import pairwise
-from operator import add
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.request import urlopen
 
@@ -15,63 +12,57 @@ from slipstream.bench.host_clock import HostClock, HostTimes, host_figures
 from slipstream.bench.lines import milliseconds
 from slipstream.bench.workload import Task
 from slipstream.serve.engine import Engine
-from slipstream.serve.load import Answer, run_load
+from slipstream.serve.load import Answer, LoadResult, run_load
 from slipstream.serve.request import Output, Request, SamplingParams
 
-SUMMED = ("completion_tokens", "rounds", "decoded_tokens")
 DRAFTED = "slipstream_drafted_tokens_total"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Results of one level. Times in seconds."""
+class Run(LoadResult):
+    """Results of one level, over HTTP or in process."""
 
-    wall_s: float
-    answers: list[Any]  # token ids or text, in the order of the tasks
-    completion_tokens: int
-    rounds: int
-    decoded_tokens: int  # emitted by rounds
     drafted_tokens: int
-    ttft_s: list[float]  # of each request
-    itl_s: list[float]  # between two outputs of one request, each of which may hold several tokens
     cpu_s: float | None = None  # of this process, where the engine is in it
     host: list[HostTimes] = field(default_factory=list)  # of each full round, with a drafter on the host
 
     @property
+    def replies(self) -> list[Any]:
+        """Token ids, or text over HTTP, in the order of the tasks."""
+        return [answer.tokens if isinstance(answer, EngineAnswer) else answer.text for answer in self.answers]
+
+    @property
     def tok_s(self) -> float:
-        return round(self.completion_tokens / self.wall_s, 2)
-
-    @property
-    def accept_length(self) -> float | None:
-        return self.decoded_tokens / self.rounds if self.rounds else None
-
-    @property
-    def width(self) -> float | None:
-        """Mean nodes per round, root included."""
-        return round(1 + self.drafted_tokens / self.rounds, 2) if self.rounds else None
+        return round(self.tokens_per_second, 2)
 
     def figures(self) -> dict[str, float | int | None]:
-        """The figures of a result line. `ms`, the time of a round, is the median time between two outputs."""
+        """The figures of a result line. `ms`, the time of a round, is the median time between two outputs of a request,
+        each of which may hold several tokens; `width` is the mean nodes per round, root included."""
+        rounds, accept_length, summary = self.rounds, self.accept_length, self.summary()
+        names = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")
+        times = {name: milliseconds(summary[f"{name.replace('_ms', '')}_s"]) for name in names}
         return {
-            "width": self.width,
-            "ms": milliseconds(self.itl_s, 50),
+            "width": round(1 + self.drafted_tokens / rounds, 2) if rounds else None,
+            "ms": times["itl_ms_p50"],
             "tok_s": self.tok_s,
-            "accept_length": None if self.accept_length is None else round(self.accept_length, 4),
-            "ttft_ms_p50": milliseconds(self.ttft_s, 50),
-            "ttft_ms_p99": milliseconds(self.ttft_s, 99),
-            "itl_ms_p50": milliseconds(self.itl_s, 50),
-            "itl_ms_p99": milliseconds(self.itl_s, 99),
+            "accept_length": None if accept_length is None else round(accept_length, 4),
+            **times,
             "completion_tokens": self.completion_tokens,
-            "rounds": self.rounds,
+            "rounds": rounds,
             "wall_s": round(self.wall_s, 3),
             **host_figures(self.host),
         }
 
 
 def pool(runs: Sequence[Run]) -> Run:
-    """All of them as one."""
-    names = (one.name for one in fields(Run) if one.name != "cpu_s")
-    return Run(**{name: reduce(add, (getattr(run, name) for run in runs)) for name in names})
+    """All of them as one, without `cpu_s`, which is compared turn by turn."""
+    return Run(
+        concurrency=runs[0].concurrency,
+        wall_s=sum(run.wall_s for run in runs),
+        answers=[answer for run in runs for answer in run.answers],
+        drafted_tokens=sum(run.drafted_tokens for run in runs),
+        host=[times for run in runs for times in run.host],
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,12 +118,12 @@ def run_offline(
             answers[output.request_id].take(output)
             bar.update(output.finish_reason is not None)
     wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
-    done = [answers[request.id] for request in requests]
-    return summarise(
-        done,
-        answers=[answer.tokens for answer in done],
-        drafted_tokens=sum(answer.drafted_tokens for answer in done),
+    done: list[Answer] = [answers[request.id] for request in requests]
+    return Run(
+        concurrency=concurrency,
         wall_s=wall_s,
+        answers=done,
+        drafted_tokens=sum(answer.drafted_tokens for answer in answers.values()),
         cpu_s=cpu_s,
         host=[] if clock is None else clock.rounds,
     )
@@ -153,17 +144,6 @@ def outputs(
         yield from engine.step()
 
 
-def summarise(received: Sequence[Answer], **others: Any) -> Run:
-    """`others`: what the answers do not say."""
-    arrivals = [answer.arrivals_s for answer in received if answer.arrivals_s]
-    return Run(
-        **{name: sum(getattr(one, name) for one in received) for name in SUMMED},
-        ttft_s=[times[0] for times in arrivals],
-        itl_s=[later - earlier for times in arrivals for earlier, later in pairwise(times)],
-        **others,
-    )
-
-
 def run_http(base_url: str, tasks: Sequence[Task], concurrency: int, seed: int = 0, **params: Any) -> Run:
     """Streams the answers of all tasks. Seeds are those of run_offline; `params` are passed with every request.
 
@@ -176,8 +156,7 @@ def run_http(base_url: str, tasks: Sequence[Task], concurrency: int, seed: int =
     if load.errors:
         raise ValueError(f"{len(load.errors)} of {len(tasks)} requests failed, the first with: {load.errors[0]}")
     drafted = int(read_counters(base_url)[DRAFTED] - before[DRAFTED])
-    texts = [answer.text for answer in load.answers]
-    return summarise(load.answers, answers=texts, drafted_tokens=drafted, wall_s=load.wall_s)
+    return Run(concurrency=concurrency, wall_s=load.wall_s, answers=load.answers, drafted_tokens=drafted)
 
 
 def read_counters(base_url: str) -> dict[str, float]:

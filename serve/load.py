@@ -81,21 +81,27 @@ class LoadResult:
         return self.completion_tokens / self.wall_s
 
     @property
+    def rounds(self) -> int:
+        return sum(answer.rounds for answer in self.completed)
+
+    @property
+    def decoded_tokens(self) -> int:
+        return sum(answer.decoded_tokens for answer in self.completed)
+
+    @property
     def accept_length(self) -> float | None:
         """Tokens per round, over all rounds; None if the server does not report it."""
-        rounds = sum(answer.rounds for answer in self.completed)
-        return sum(answer.decoded_tokens for answer in self.completed) / rounds if rounds else None
+        return self.decoded_tokens / self.rounds if self.rounds else None
 
     @property
     def accept_rate_by_position(self) -> list[float]:
         """Share of all rounds in which the draft token at each position was accepted."""
-        rounds = sum(answer.rounds for answer in self.completed)
         depth = max((len(answer.accepted_by_position) for answer in self.completed), default=0)
         counts = [0] * depth
         for answer in self.completed:
             for position, count in enumerate(answer.accepted_by_position):
                 counts[position] += count
-        return [count / rounds for count in counts]
+        return [count / self.rounds for count in counts]
 
     def summary(self) -> dict[str, Any]:
         """Figures for tables and files; times in seconds, None if not measured."""
@@ -117,12 +123,12 @@ class LoadResult:
 
 
 def percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """p50 and p99: the smallest value that is at least as large as so many percent of the values."""
-    ordered = sorted(values)
-    return {
-        f"{name}_p{percent}_s": ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else None
-        for percent in (50, 99)
-    }
+    return {f"{name}_p{percent}_s": percentile(values, percent) for percent in (50, 99)}
+
+
+def percentile(values: Sequence[float], percent: int) -> float | None:
+    """The smallest value that is at least as large as so many percent of the values; None without values."""
+    return sorted(values)[max(0, -(-len(values) * percent // 100) - 1)] if values else None
 
 
 def run_load(

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from slipstream.bench import serving, serving_run
-from slipstream.bench.lines import milliseconds, table
+from slipstream.bench.lines import table
 from slipstream.bench.server import flags
 from slipstream.bench.serving import COLUMNS, HOST_COLUMNS, ServingConfig, compare, label, main, split_draft
 from slipstream.bench.serving_run import Run, pool, run_http, run_offline
@@ -20,6 +20,7 @@ from slipstream.bench.workload import Question, Task, Workload, final_number, re
 from slipstream.serve.cli import read_config
 from slipstream.serve.engine import Engine
 from slipstream.serve.llm import LLM
+from slipstream.serve.load import Answer
 from slipstream.serve.options import EngineConfig, ServeConfig
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.random_drafts import save_random_draft
@@ -100,10 +101,12 @@ def test_the_median_turn_counts() -> None:
     assert (found["speed_up"], found["speed_up_cpu"], found["speed_up_cpu_turns"]) == (2.0, 1.5, [2.0, 1.0, 1.5])
     assert found["identical"]
     assert not compare(config, ngram | {"answers": [1, 2, 7]}, none, "ngram")["identical"]
-    counts = {"completion_tokens": 12, "rounds": 4, "decoded_tokens": 10, "drafted_tokens": 6}
-    runs = [Run(wall_s=wall_s, answers=[[1]], ttft_s=[0.5], itl_s=[0.1], **counts) for wall_s in (1.0, 5.0)]
+    answer = Answer(text="x", completion_tokens=12, rounds=4, decoded_tokens=10)
+    runs = [Run(concurrency=1, wall_s=wall_s, answers=[answer], drafted_tokens=6) for wall_s in (1.0, 5.0)]
     whole = pool(runs)
-    assert (whole.tok_s, whole.accept_length, whole.width, whole.answers) == (4.0, 2.5, 2.5, [[1], [1]])
+    figures = whole.figures()
+    assert (figures["tok_s"], figures["accept_length"], figures["width"]) == (4.0, 2.5, 2.5)
+    assert whole.replies == ["x", "x"]
 
 
 def check_line(line: dict[str, Any], lines: list[dict[str, Any]], llm: LLM, tasks: list[Task]) -> None:
@@ -139,9 +142,8 @@ class FakeEngines:
             if (draft, level) == self.interrupted_at:
                 raise KeyboardInterrupt
             wall_s = 1.0 if draft == "none" else 0.5
-            counts = {"completion_tokens": 100, "rounds": 50, "decoded_tokens": 100, "drafted_tokens": 50}
-            times: dict[str, Any] = {"wall_s": wall_s, "cpu_s": wall_s, "ttft_s": [0.1], "itl_s": [0.01]}
-            return Run(answers=[f"#### {level}"] * len(tasks), **times, **counts)
+            answer = Answer(text=f"#### {level}", completion_tokens=100, rounds=50, decoded_tokens=100)
+            return Run(concurrency=level, wall_s=wall_s, cpu_s=wall_s, answers=[answer] * len(tasks), drafted_tokens=50)
 
         yield run
 
@@ -220,11 +222,10 @@ def test_times_are_those_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_offline(engine, [Task([5, 6], length) for length in (1, 7, 4, 1)], 2, "test", temperature=0.0)
     # Steps: [0 1] [1 2] [1 2] [3]: request 0 takes one step, 1 and 2 take three and two, each from when it had room.
     assert run.wall_s == 4.0
-    assert run.ttft_s == [1.0] * 4
-    assert run.itl_s == [1.0] * 3
-    assert run.answers == [[5], [5, 6, 5, 6, 5, 6, 5], [5, 6, 5, 6], [5]]
+    assert [answer.arrivals_s for answer in run.answers] == [[1.0], [1.0, 2.0, 3.0], [1.0, 2.0], [1.0]]
+    assert run.replies == [[5], [5, 6, 5, 6, 5, 6, 5], [5, 6, 5, 6], [5]]
     assert (run.completion_tokens, run.rounds, run.decoded_tokens, run.accept_length) == (13, 3, 9, 3.0)
-    assert run.width == ROUND
+    assert run.figures()["width"] == ROUND
     assert engine.largest_batch == 2
 
 
@@ -234,13 +235,8 @@ def test_each_answer_has_noise_of_its_own() -> None:
     params: dict[str, Any] = {"temperature": 8.0, "ignore_eos": True}
     tasks = [Task([5, 6, 7], 8)] * 4
     run = run_offline(engine, tasks, 2, "test", seed=3, **params)
-    assert len({tuple(answer) for answer in run.answers}) == 4
-    assert run_offline(engine, tasks[:1], 2, "test", seed=5, **params).answers == [run.answers[2]]
-
-
-def test_percentiles_are_values_that_occurred() -> None:
-    found = [milliseconds(values, 99) for values in ([], [0.004], [index / 1000 for index in range(1, 201)])]
-    assert found == [None, 4.0, 198.0]
+    assert len({tuple(reply) for reply in run.replies}) == 4
+    assert run_offline(engine, tasks[:1], 2, "test", seed=5, **params).replies == [run.replies[2]]
 
 
 @pytest.fixture(scope="module")
@@ -255,10 +251,9 @@ def test_over_http(server_url: str) -> None:
     params: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "cache_salt": "slow"}
     run = run_http(server_url, [Task(prompt, 10) for prompt in prompts], 2, seed=0, **params)
     assert (run.completion_tokens, run.rounds, run.decoded_tokens) == (50, 15, 45)
-    assert run.width == ROUND
-    assert len(run.ttft_s) == 5
-    assert 0 < len(run.itl_s) <= 15
-    assert len(set(run.answers)) == 5
+    assert run.figures()["width"] == ROUND
+    assert all(0 < len(answer.arrivals_s) <= 4 for answer in run.answers)
+    assert len(set(run.replies)) == 5
 
 
 def test_a_failed_request_ends_the_measurement(server_url: str) -> None:
@@ -375,8 +370,7 @@ def test_simulation_is_for_the_draft_alone(draft: Path) -> None:
     line = {"tok_s_turns": [1.0], "cpu_s_turns": [1.0], "answers": [0]}
     found = compare(config, line, line | {"answers": [1]}, str(draft))
     assert (found["speed_up"], found["identical"], found["num_identical"]) == (1.0, None, None)
-    counts = {"completion_tokens": 1, "rounds": 0, "decoded_tokens": 0, "drafted_tokens": 0}
-    run = Run(wall_s=1, answers=[[1]], ttft_s=[1], itl_s=[], **counts)
+    run = Run(concurrency=1, wall_s=1.0, answers=[Answer(text="x", completion_tokens=1)], drafted_tokens=0)
     assert run.figures()["accept_length"] is None
 
 
