@@ -8,7 +8,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
@@ -73,6 +73,22 @@ def parse(config_class: type[ConfigT], argv: Sequence[str] | None = None, *, pro
     parser = build_parser(config_class, prog=prog, description=description)
     words = expand(config_class, files_first(sys.argv[1:] if argv is None else argv))
     return instantiate(parser, config_class, parse_or_exit(parser, words))
+
+
+def run(program: Callable[[ConfigT], None], config_class: type[ConfigT], argv: Sequence[str] | None, prog: str) -> None:
+    """Parses `argv` (default: the command line) and calls `program`; --help shows the docstring of `config_class`.
+
+    A ValueError or OSError becomes one sentence on stderr and exit status 1, an interrupt exit status 130.
+    """
+    config = parse(config_class, argv, prog=prog, description=config_class.__doc__ or "")
+    try:
+        program(config)
+    except (ValueError, OSError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    except KeyboardInterrupt as interrupt:
+        print("; ".join((f"{prog}: interrupted", *interrupt.args)), file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def parse_or_exit(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:

@@ -45,7 +45,7 @@ from slipstream.bench.inflate_weights import (
     places,
     target_json,
 )
-from slipstream.data_tools.options import run
+from slipstream.config import run
 from slipstream.models.atomic import atomic_folder
 from slipstream.models.checkpoint import (
     INDEX,

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from slipstream.bench.lines import Lines, origin
-from slipstream.data_tools.options import run
+from slipstream.config import run
 from slipstream.models.checkpoint import resolve
 
 

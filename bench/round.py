@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slipstream.bench.gpu import copy_bandwidth, gaps_between_replays, milliseconds, print_kernels, profile_kernels
 from slipstream.bench.lines import Lines, origin, table
-from slipstream.data_tools.options import run
+from slipstream.config import run
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams

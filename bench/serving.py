@@ -44,7 +44,8 @@ from slipstream.bench.lines import Lines, origin, read_lines, table
 from slipstream.bench.server import flags, running_server
 from slipstream.bench.serving_run import Run, pool, run_http, run_offline
 from slipstream.bench.workload import KINDS, Task, Workload
-from slipstream.data_tools.options import check_at_least, run
+from slipstream.config import run
+from slipstream.data_tools.options import check_at_least
 from slipstream.models.checkpoint import is_checkpoint, resolve
 from slipstream.models.pretrained import load_tokenizer
 from slipstream.serve.engine import Engine

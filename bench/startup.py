@@ -24,7 +24,7 @@ import torch
 
 from slipstream.bench.lines import Lines, origin
 from slipstream.bench.server import START_SECONDS, running_server
-from slipstream.data_tools.options import run
+from slipstream.config import run
 from slipstream.serve.load import run_load
 
 CACHES = {

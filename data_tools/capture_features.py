@@ -23,9 +23,10 @@ from accelerate.utils import parse_flag_from_env
 from datasets import Dataset, load_from_disk
 from tqdm import tqdm
 
+from slipstream.config import run
 from slipstream.data_tools.dataset import read_report
 from slipstream.data_tools.feature_shards import Capturer, measure, plan_shards, read_documents
-from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named, run, show_table
+from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named, show_table
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.models.atomic import recover
 from slipstream.models.checkpoint import resolve, weights_fingerprint

@@ -19,7 +19,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.data_tools.options import check_named, run, show_table
+from slipstream.config import run
+from slipstream.data_tools.options import check_named, show_table
 from slipstream.models.atomic import atomic_folder
 from slipstream.models.checkpoint import (
     named_target,

@@ -26,8 +26,9 @@ import torch
 from datasets import load_from_disk
 from tqdm import tqdm
 
+from slipstream.config import run
 from slipstream.data_tools.dataset import is_prepared, read_report
-from slipstream.data_tools.options import TokenizeOptions, check_named, counted, run
+from slipstream.data_tools.options import TokenizeOptions, check_named, counted
 from slipstream.data_tools.prepare import Tally
 from slipstream.data_tools.rows import read_rows
 from slipstream.data_tools.target_tokenizer import TargetTokenizer, load_target_tokenizer

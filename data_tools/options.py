@@ -1,30 +1,10 @@
-"""The command line of the data programs and benchmarks: shared options and their checks, errors, tables."""
+"""The command line of the data programs and benchmarks: shared options and their checks, tables."""
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from slipstream.config import parse
 from slipstream.models.messages import DEFAULT_DATE, check_date, date_of
-
-ConfigT = TypeVar("ConfigT")
-
-
-def run(program: Callable[[ConfigT], None], config_class: type[ConfigT], argv: Sequence[str] | None, prog: str) -> None:
-    """Parses `argv` (default: the command line) and calls `program`; --help shows the docstring of `config_class`.
-
-    A ValueError or OSError becomes one sentence on stderr and exit status 1, an interrupt exit status 130.
-    """
-    config = parse(config_class, argv, prog=prog, description=config_class.__doc__ or "")
-    try:
-        program(config)
-    except (ValueError, OSError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
-    except KeyboardInterrupt as interrupt:
-        print("; ".join((f"{prog}: interrupted", *interrupt.args)), file=sys.stderr)
-        raise SystemExit(130) from None
 
 
 def check_named(config: object, **remedies: str) -> None:

@@ -19,8 +19,9 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from slipstream.config import run
 from slipstream.data_tools.dataset import Tokens, write_dataset
-from slipstream.data_tools.options import TokenizeOptions, check_named, counted, run, show_table
+from slipstream.data_tools.options import TokenizeOptions, check_named, counted, show_table
 from slipstream.data_tools.rows import read_rows
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.data_tools.tokenization import Outcome, RowTokenizer, tokenize_rows

@@ -20,9 +20,10 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
+from slipstream.config import run
 from slipstream.data_tools.answers import EndpointAnswers, EngineAnswers, served_models
 from slipstream.data_tools.dialogue import Dialogue, DialogueReader, Result
-from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named, counted, run, show_table
+from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named, counted, show_table
 from slipstream.data_tools.target_tokenizer import ChatTemplate, load_target_tokenizer
 from slipstream.models.atomic import atomic_file, open_locked
 from slipstream.models.checkpoint import read_json

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named, run
+from slipstream.config import run
+from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named
 from slipstream.data_tools.rows import matches, read_rows
 from slipstream.models.atomic import atomic_file
 from slipstream.models.outputs import check_new_file

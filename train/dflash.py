@@ -8,11 +8,13 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from slipstream.config import run
 from slipstream.models.dflash import DFlash, default_block_feature_layers, default_mask_token
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.weights import public_tensors
@@ -28,7 +30,7 @@ from slipstream.train.blocks import (
     draw_anchors,
     find_blocks,
 )
-from slipstream.train.draft_setup import BaseDraftOptions, DraftRunOptions, TargetFiles, run_program
+from slipstream.train.draft_setup import BaseDraftOptions, DraftRunOptions, TargetFiles, train
 from slipstream.train.feature_source import target_states
 from slipstream.train.losses import TargetHead, head_losses
 from slipstream.train.options import EvaluationOptions
@@ -76,6 +78,8 @@ class DraftOptions(BaseDraftOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashOptions(DraftRunOptions):
+    """Trains a DFLASH block draft for a target."""
+
     draft: DraftOptions = field(default_factory=DraftOptions)
     evaluation: EvaluationOptions = field(default_factory=lambda: EvaluationOptions(depth=63))
 
@@ -215,7 +219,7 @@ def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    run_program(DFlashOptions, DFlashTraining, argv, "train/dflash.py", "a DFLASH block draft")
+    run(partial(train, kind=DFlashTraining), DFlashOptions, argv, "train/dflash.py")
 
 
 if __name__ == "__main__":

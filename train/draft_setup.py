@@ -1,8 +1,6 @@
 """What all training programs share: options and files of the target, the data, the run."""
 
 import hashlib
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +10,6 @@ from accelerate import Accelerator, init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.config import parse
 from slipstream.models.checkpoint import resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.config import ModelConfig
 from slipstream.models.draft import HEAD, Network
@@ -157,21 +154,6 @@ class TargetFiles:
         token_map = read_token_map(Path(path), self.config.vocab_size)
         check_tokenizer(token_map, self.tokenizer_hash, f"draft.vocabulary {path}")
         return token_map.ids
-
-
-def run_program(
-    options_class: type[DraftRunOptions], kind: type[DraftTraining], argv: Sequence[str] | None, prog: str, draft: str
-) -> None:
-    """Runs a training program: parses its options and trains `draft`, for example "an EAGLE draft". A user's error ends
-    it with one sentence."""
-    options = parse(options_class, argv, prog=prog, description=f"Trains {draft} for a target.")
-    try:
-        train(options, kind)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"{prog}: error: {error}") from error
-    except KeyboardInterrupt:  # before the loop, or the second one in it: the loop handles the first
-        print(f"{prog}: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
 
 
 def train(options: DraftRunOptions, kind: type[DraftTraining]) -> None:

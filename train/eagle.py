@@ -8,15 +8,17 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.config import run
 from slipstream.models.eagle import Eagle
 from slipstream.train.batches import Batch
-from slipstream.train.draft_setup import ChainDraftOptions, DraftRunOptions, TargetFiles, run_program
+from slipstream.train.draft_setup import ChainDraftOptions, DraftRunOptions, TargetFiles, train
 from slipstream.train.losses import TargetHead, distillation_loss, regression_losses
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainStep, ChainTraining
@@ -49,6 +51,8 @@ class DraftOptions(ChainDraftOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleOptions(DraftRunOptions):
+    """Trains an EAGLE draft for a target."""
+
     draft: DraftOptions = field(default_factory=DraftOptions)
 
 
@@ -101,7 +105,7 @@ def document_lengths(documents: Tensor) -> Tensor:
 
 
 def main(argv: list[str] | None = None) -> None:
-    run_program(EagleOptions, EagleTraining, argv, "train/eagle.py", "an EAGLE draft")
+    run(partial(train, kind=EagleTraining), EagleOptions, argv, "train/eagle.py")
 
 
 if __name__ == "__main__":

@@ -8,13 +8,15 @@ Writes step-N and best into `output`, both servable (`serve --draft OUTPUT/best`
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
+from slipstream.config import run
 from slipstream.kernels.cross_entropy import Kind, soft_cross_entropy
 from slipstream.models.config import default_feature_layers
 from slipstream.models.eagle3 import Eagle3
-from slipstream.train.draft_setup import ChainDraftOptions, DraftRunOptions, TargetFiles, run_program
+from slipstream.train.draft_setup import ChainDraftOptions, DraftRunOptions, TargetFiles, train
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainStep, ChainTraining
 
@@ -46,6 +48,8 @@ class DraftOptions(ChainDraftOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Options(DraftRunOptions):
+    """Trains an EAGLE3 draft for a target."""
+
     draft: DraftOptions = field(default_factory=DraftOptions)
 
 
@@ -76,7 +80,7 @@ class Eagle3Training(ChainTraining):
 
 
 def main(argv: list[str] | None = None) -> None:
-    run_program(Eagle3Options, Eagle3Training, argv, "train/eagle3.py", "an EAGLE3 draft")
+    run(partial(train, kind=Eagle3Training), Eagle3Options, argv, "train/eagle3.py")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from slipstream.config import flatten, parse
+from slipstream.config import flatten, run
 from slipstream.models.atomic import atomic_file
 from slipstream.models.checkpoint import read_json
 from slipstream.models.outputs import check_output_file, step_folders
@@ -73,7 +73,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportConfig:
-    """Options of `slipstream report`."""
+    """Draws a training run as an HTML page."""
 
     run: str = ""
     """Output folder of a training run; also accepted as the first argument, without a flag."""
@@ -117,12 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and not words[0].startswith("-"):
         words[0] = f"--run={words[0]}"
-    prog = "slipstream report"
-    config = parse(ReportConfig, words, prog=prog, description="Draw a training run as an HTML page.")
-    try:
-        print(write_report(config))
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"{prog}: error: {error}") from error
+    run(lambda config: print(write_report(config)), ReportConfig, words, "slipstream report")
 
 
 def write_report(config: ReportConfig) -> Path:

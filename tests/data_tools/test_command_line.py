@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream import cli
-from slipstream.config import parse
-from slipstream.data_tools.options import run
+from slipstream.config import parse, run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

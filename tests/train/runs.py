@@ -1,10 +1,12 @@
 """Whole runs of the training programs: how tests start them, what they leave, and whether two are the same."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -58,9 +60,10 @@ def assert_same_gradients(loss: Tensor, expected: Tensor, draft: nn.Module) -> N
 
 def refusal(flags: list[str], main: Program = eagle3.main) -> str:
     """The sentence, or the status, that the program ends with."""
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit) as stop, redirect_stderr(io.StringIO()) as said:
         main(flags)
-    return str(stop.value.code)
+    sys.stderr.write(said.getvalue())
+    return said.getvalue().rstrip().splitlines()[-1] if stop.value.code == 1 else str(stop.value.code)
 
 
 def run_interrupted(flags: list[str], number: signal.Signals) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream import cli
+from slipstream.tests.train.runs import refusal
 from slipstream.train import eagle3
 from slipstream.train.report import ReportConfig, load_run, main, smoothed, thinned, write_report
 from slipstream.train.samples import Sample
@@ -145,16 +146,15 @@ def test_runs_that_have_just_begun_or_are_none(tmp_path: Path) -> None:
     assert "best accept length" not in text
     assert "Options" not in text
     for folder in (tmp_path / "absent", write_run(tmp_path / "empty", [])):
-        with pytest.raises(SystemExit, match="has no metrics.jsonl with a step in it; name the output of a training"):
-            main([str(folder)])
+        assert "has no metrics.jsonl with a step in it; name the output of a training" in refusal([str(folder)], main)
 
 
 def test_only_a_report_is_replaced(tmp_path: Path) -> None:
     write_run(tmp_path, [record(1)])
     assert page_of(tmp_path)[0] == page_of(tmp_path)[0]
     (tmp_path / "page.html").write_text("<!doctype html>mine")
-    with pytest.raises(SystemExit, match="page.html is not a report of a training run and is not replaced; name anoth"):
-        main([str(tmp_path), "--output", str(tmp_path / "page.html")])
+    error = refusal([str(tmp_path), "--output", str(tmp_path / "page.html")], main)
+    assert "page.html is not a report of a training run and is not replaced; name another" in error
     assert (tmp_path / "page.html").read_text() == "<!doctype html>mine"
 
 
