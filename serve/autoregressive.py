@@ -23,7 +23,6 @@ from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, KVSpec, PassRows, Proposal, RequestState, VerifyResult
 from slipstream.serve.draft_vocabulary import DraftVocabulary
 from slipstream.serve.drafters import base
-from slipstream.serve.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class TreeOptions:
         return self.nodes or (min(DEFAULT_NODES, self.most_nodes) if self.topk > 1 else self.depth + 1)
 
 
-class AutoregressiveDrafter(base.Drafter):
+class AutoregressiveDrafter(base.NetworkDrafter):
     Options = TreeOptions
     lookahead = 1
 
@@ -97,9 +96,6 @@ class AutoregressiveDrafter(base.Drafter):
         """A chain drafts from `hidden` and feeds back all tokens but the last; a tree all levels but the last."""
         shape = self.shape.within(width) if width > 1 else TreeShape(1, 1)
         return shape.expanded
-
-    def check(self, request: Request) -> None:
-        self.vocabulary.check(request)
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None

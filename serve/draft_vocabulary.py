@@ -7,12 +7,14 @@ Letters: V target and Vd draft vocabulary, T tokens, B requests.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.gathered_head import DraftHead
 from slipstream.models.checkpoint import tokenizer_hash
+from slipstream.models.draft import DraftNetwork
 from slipstream.models.target import Target
 from slipstream.models.token_map import check_tokenizer, read_token_map
 from slipstream.serve.batch import Batch, VerifyResult
@@ -94,11 +96,15 @@ class DraftVocabulary:
         self.recent.add(batch.next_tokens, read)
 
 
-def target_vocabulary(target: Target, ids: Tensor | None, options: TokenMapOptions) -> DraftVocabulary:
-    """The rows of the target's head that a draft uses: those of `ids` (Vd,), its trained vocabulary, or by the options.
+def find_vocabulary(module: DraftNetwork, target: Target, options: Any) -> DraftVocabulary:
+    """The draft's own head, or the rows of the target's that it uses: those of its trained vocabulary, or by the
+    options (TokenMapOptions).
 
     Raises ValueError for a map of another tokenizer or vocabulary, and for one that lacks end-of-text tokens.
     """
+    ids, own = module.target_ids, getattr(module, "lm_head", None)
+    if own is not None:
+        return DraftVocabulary(own.whole(ids))
     if options.token_map is None:
         return DraftVocabulary(target.lm_head.whole() if ids is None else target.lm_head.cut(ids))
     if ids is not None:

@@ -5,7 +5,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
-from slipstream.models.draft import drafter_of
+from slipstream.models.draft import DraftNetwork, drafter_of, load_draft
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, HostProposal, KVSpec, PassRows, Proposal, RequestState, VerifyResult
+from slipstream.serve.draft_vocabulary import DraftVocabulary, find_vocabulary
 from slipstream.serve.options import NoOptions
 from slipstream.serve.request import Request
 
@@ -89,6 +90,24 @@ class Drafter(ABC):
 
     def close(self) -> None:
         """Called once when the engine closes, after all requests have ended."""
+
+
+class NetworkDrafter(Drafter):
+    """A drafter with a network from a checkpoint."""
+
+    Network: ClassVar[type[DraftNetwork]]
+    vocabulary: DraftVocabulary
+
+    @abstractmethod
+    def __init__(self, module: Any, vocabulary: DraftVocabulary, options: Any) -> None: ...
+
+    @classmethod
+    def load(cls, draft: str, options: Any, target: Target) -> Self:
+        module = load_draft(cls.Network, resolve(draft), target.config, target.dtype, target.device, target.shared)
+        return cls(module, find_vocabulary(module, target, options), options)
+
+    def check(self, request: Request) -> None:
+        self.vocabulary.check(request)
 
 
 def find_drafter(draft: str) -> type[Drafter]:

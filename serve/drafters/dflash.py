@@ -14,15 +14,12 @@ from slipstream.kernels.gathered_head import head_topk
 from slipstream.kernels.linear import linear
 from slipstream.kernels.rope import store_context
 from slipstream.kernels.verify import MAX_NODES
-from slipstream.models.checkpoint import resolve
 from slipstream.models.dflash import DFlash
-from slipstream.models.draft import load_draft
 from slipstream.models.target import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, KVSpec, PassRows, Proposal, RequestState, VerifyResult
-from slipstream.serve.draft_vocabulary import DraftVocabulary, TokenMapOptions, target_vocabulary
+from slipstream.serve.draft_vocabulary import DraftVocabulary, TokenMapOptions
 from slipstream.serve.drafters import base
-from slipstream.serve.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +35,8 @@ class DFlashOptions(TokenMapOptions):
             raise ValueError(f"drafter.block is {self.block}; it must be between 2 and {MAX_NODES}")
 
 
-class Drafter(base.Drafter):
-    Options = DFlashOptions
+class Drafter(base.NetworkDrafter):
+    Options, Network = DFlashOptions, DFlash
 
     def __init__(self, module: DFlash, vocabulary: DraftVocabulary, options: DFlashOptions) -> None:
         config = module.config
@@ -57,16 +54,8 @@ class Drafter(base.Drafter):
         self.kv = KVSpec(config.num_layers, config.num_kv_heads, config.head_dim, config.rope)
         self.widths = (*(2**power for power in range(6) if 2**power < nodes), nodes)
 
-    @classmethod
-    def load(cls, draft: str, options: DFlashOptions, target: Target) -> "Drafter":
-        module = load_draft(DFlash, resolve(draft), target.config, target.dtype, target.device, target.shared)
-        return cls(module, target_vocabulary(target, module.target_ids, options), options)
-
     def scratch(self, width: int) -> int:
         return self._slots(width) if width > 1 else 0
-
-    def check(self, request: Request) -> None:
-        self.vocabulary.check(request)
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None

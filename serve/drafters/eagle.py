@@ -4,12 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.models.checkpoint import resolve
-from slipstream.models.draft import load_draft
 from slipstream.models.eagle import Eagle
-from slipstream.models.target import Target
 from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
-from slipstream.serve.draft_vocabulary import TokenMapOptions, target_vocabulary
+from slipstream.serve.draft_vocabulary import TokenMapOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +17,7 @@ class EagleOptions(TokenMapOptions, TreeOptions):
 
 
 class Drafter(AutoregressiveDrafter):
-    Options = EagleOptions
-    module: Eagle
-
-    @classmethod
-    def load(cls, draft: str, options: EagleOptions, target: Target) -> "Drafter":
-        module = load_draft(Eagle, resolve(draft), target.config, target.dtype, target.device, target.shared)
-        return cls(module, target_vocabulary(target, module.target_ids, options), options)
+    Options, Network = EagleOptions, Eagle
 
     def head_input(self, hidden: Tensor) -> Tensor:
         return hidden

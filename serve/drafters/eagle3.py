@@ -4,12 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.models.checkpoint import resolve
-from slipstream.models.draft import load_draft
 from slipstream.models.eagle3 import Eagle3
-from slipstream.models.target import Target
 from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
-from slipstream.serve.draft_vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +23,8 @@ class Eagle3Options(TreeOptions):
 
 
 class Drafter(AutoregressiveDrafter):
-    Options = Eagle3Options
+    Options, Network = Eagle3Options, Eagle3
     module: Eagle3
-
-    def __init__(self, module: Eagle3, options: Eagle3Options) -> None:
-        super().__init__(module, DraftVocabulary(module.lm_head.whole(module.target_ids)), options)
-
-    @classmethod
-    def load(cls, draft: str, options: Eagle3Options, target: Target) -> "Drafter":
-        module = load_draft(Eagle3, resolve(draft), target.config, target.dtype, target.device, target.shared)
-        return cls(module, options)
 
     def head_input(self, hidden: Tensor) -> Tensor:
         return self.module.norm(hidden)
