@@ -1,14 +1,9 @@
-"""Measures on a GPU: copy bandwidth, times by events, a profile by kernel, gaps between graph replays."""
+"""Measures on a GPU: copy bandwidth, times by events, a profile by kernel."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from torch.profiler import DeviceType, ProfilerActivity, profile
-
-from slipstream.serve.graphs import RoundGraphs
 
 REPLAYS = 20
 
@@ -58,28 +53,3 @@ def milliseconds(run: Callable[[], object], restore: Callable[[], object] = lamb
     torch.cuda.synchronize()
     times = sorted(start.elapsed_time(end) for start, end in events)
     return times[len(times) // 2]
-
-
-@contextmanager
-def gaps_between_replays(graphs: RoundGraphs | None) -> Iterator[list[float]]:
-    """Fills the list on exit with the median gap between two replays, in microseconds."""
-    gaps: list[float] = []
-    if graphs is None:
-        yield gaps
-        return
-    original, events = graphs.round, list[torch.cuda.Event]()
-
-    def timed(*arguments: Any) -> Tensor:
-        events.append(torch.cuda.Event(enable_timing=True))
-        events[-1].record()
-        results = original(*arguments)
-        events.append(torch.cuda.Event(enable_timing=True))
-        events[-1].record()
-        return results
-
-    graphs.round = timed  # type: ignore[method-assign]
-    yield gaps
-    graphs.round = original  # type: ignore[method-assign]
-    torch.cuda.synchronize()
-    found = sorted(end.elapsed_time(start) for end, start in zip(events[1::2], events[2::2], strict=False))
-    gaps.append(round(1000 * found[len(found) // 2], 1))

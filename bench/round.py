@@ -3,9 +3,9 @@
     python bench/round.py --target CKPT --draft CKPT --batch "[1,8,32]" --prompt-len 512 --new-tokens 256
 
 Each batch size decodes with `--draft none` and with the draft, in one run. `ms` is wall time per round while all
-requests decode; `graph_ms` of one replay after the prompts; `gap_us` is the gap between two replays. `floor_ms` is
-the time to read the weights and the KV once per pass at the copy bandwidth measured in the same run. `--profile` lists
-the kernels of a round. Prints a table, then one JSON line per row.
+requests decode; `graph_ms` of one replay after the prompts: the rest lies between replays. `floor_ms` is the time to
+read the weights and the KV once per pass at the copy bandwidth measured in the same run. `--profile` lists the kernels
+of a round. Prints a table, then one JSON line per row.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.bench.gpu import copy_bandwidth, gaps_between_replays, milliseconds, print_kernels, profile_kernels
+from slipstream.bench.gpu import copy_bandwidth, milliseconds, print_kernels, profile_kernels
 from slipstream.bench.lines import Lines, origin, table
 from slipstream.config import run
 from slipstream.serve.engine import Engine
@@ -37,7 +37,6 @@ COLUMNS = (  # heading, key of a line, format
     ("share", "share_of_floor", ".2f"),
     ("tok/s", "tok_s", ".1f"),
     ("accept length", "accept_length", ".2f"),
-    ("gap, us", "gap_us", ".1f"),
     ("parts, ms", "parts_ms", ""),
 )
 
@@ -107,8 +106,7 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
     """Measures the second of two runs; the first warms up."""
     decode(engine, config, batch)
     before = torch.cuda.memory_allocated()
-    with gaps_between_replays(engine.executor.graphs) as gaps:
-        seconds, rounds, tokens = decode(engine, config, batch)
+    seconds, rounds, tokens = decode(engine, config, batch)
     growth = torch.cuda.memory_allocated() - before
     graph_ms, parts = replay(engine, config, batch)
     ms = 1000 * seconds / rounds
@@ -121,7 +119,6 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
         "width": engine.width,
         "ms": round(ms, 3),
         "graph_ms": graph_ms,
-        "gap_us": gaps[0] if gaps else None,
         "parts_ms": parts,
         "floor_ms": round(floor, 3),
         "share_of_floor": round(floor / ms, 3),
@@ -198,7 +195,7 @@ def capture_target(engine: Engine, rows: Tensor) -> torch.cuda.CUDAGraph:
 
     @torch.inference_mode()
     def target_pass() -> Tensor:
-        batch, _, inputs = runner._begin(rows, (0,) * len(rows), "plain", engine.width)
+        batch, _, _, inputs = runner._begin(rows, (0,) * len(rows), "plain", engine.width)
         mask = "causal" if batch.ancestors is None else "tree"
         hidden, _ = runner.target(inputs, runner.attention_for(batch), runner.drafter.feature_layers, mask)
         return runner.target.logits(hidden)
