@@ -92,7 +92,7 @@ class TokenizeOptions(ConversationOptions):
     min_supervised: int = 1
     """Rows with fewer supervised tokens, after the cut, are dropped."""
     num_proc: int | None = None
-    """Processes that tokenize. Default: one per usable core, or one for little data."""
+    """Processes that tokenize, threads for served answers. Default: one per usable core, or one for little data."""
 
     def __post_init__(self) -> None:
         ConversationOptions.__post_init__(self)  # a slotted dataclass has no zero-argument super()

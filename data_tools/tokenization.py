@@ -1,5 +1,5 @@
 """Rows to tokens and loss masks, in order: conversations, in one process or several, and served answers from a
-server's logs.
+server's logs, in threads.
 
 A row of served answers has one of these forms, tried in this order:
 
@@ -17,9 +17,9 @@ import itertools
 import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from multiprocessing import get_context
 from os import sched_getaffinity
 from typing import Any, Literal
@@ -55,6 +55,8 @@ class Outcome:
 class RowTokenizer:
     """Turns rows into outcomes under fixed options."""
 
+    in_threads = False  # templates are rendered in Python, where threads wait for one another
+
     def __init__(self, target: TargetTokenizer, options: TokenizeOptions) -> None:
         self.target = target
         self.options = options
@@ -76,6 +78,9 @@ class RowTokenizer:
             return Outcome(status="bad", detail=str(error))
         except RowDropped as error:
             return Outcome(status="dropped", reason=error.reason, detail=f"{row.place}: {error}")
+
+    def chunk(self, rows: Iterable[Row]) -> list[Outcome]:
+        return [self(row) for row in rows]
 
     def outcome(self, row: Row, columns: Mapping[str, Any]) -> Outcome:
         """Of a row that `where` lets through. Raises RowError and RowDropped."""
@@ -154,18 +159,23 @@ def tokenize_rows(rows: Iterable[Row], tokenizer: RowTokenizer) -> Iterator[Outc
     first = list(itertools.islice(rows, ROWS_WORTH_PROCESSES))
     processes = options.num_proc or (1 if len(first) < ROWS_WORTH_PROCESSES else len(sched_getaffinity(0)))
     rows = itertools.chain(first, rows)
-    yield from limited(map(tokenizer, rows) if processes == 1 else _in_processes(rows, tokenizer, processes), options)
+    yield from limited(map(tokenizer, rows) if processes == 1 else _in_pool(rows, tokenizer, processes), options)
 
 
-def _in_processes(rows: Iterator[Row], tokenizer: RowTokenizer, processes: int) -> Iterator[Outcome]:
-    settings = pickle.dumps((type(tokenizer), tokenizer.options))
+def _in_pool(rows: Iterator[Row], tokenizer: RowTokenizer, workers: int) -> Iterator[Outcome]:
+    pool: Executor
+    if tokenizer.in_threads:
+        pool, tokenize = ThreadPoolExecutor(workers), tokenizer.chunk
+        tokenizer.target.tokenizer("")  # the first call sets truncation and padding, which must not run beside another
+    else:  # spawned: the parent has threads (tokenizers, progress bars), which do not survive a fork
+        pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+        tokenize = partial(_tokenize_chunk, pickle.dumps((type(tokenizer), tokenizer.options)))
     pending: deque[Future[list[Outcome]]] = deque()
-    # Spawned: the parent has threads (tokenizers, progress bars), which do not survive a fork.
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    with pool:
         try:
             while chunk := list(itertools.islice(rows, CHUNK_ROWS)):
-                pending.append(pool.submit(_tokenize_chunk, settings, chunk))
-                if len(pending) >= processes * CHUNKS_IN_FLIGHT:
+                pending.append(pool.submit(tokenize, chunk))
+                if len(pending) >= workers * CHUNKS_IN_FLIGHT:
                     yield from pending.popleft().result()
             while pending:
                 yield from pending.popleft().result()
@@ -174,8 +184,7 @@ def _in_processes(rows: Iterator[Row], tokenizer: RowTokenizer, processes: int) 
 
 
 def _tokenize_chunk(settings: bytes, chunk: list[Row]) -> list[Outcome]:
-    tokenizer = _row_tokenizer(settings)
-    return [tokenizer(row) for row in chunk]
+    return _row_tokenizer(settings).chunk(chunk)
 
 
 @lru_cache(maxsize=1)
@@ -187,6 +196,8 @@ def _row_tokenizer(settings: bytes) -> RowTokenizer:
 
 class AnswerTokenizer(RowTokenizer):
     """Turns rows of served answers into outcomes with every token supervised, whole."""
+
+    in_threads = True  # nearly all the time goes to the tokenizers library, which runs without the GIL
 
     def outcome(self, row: Row, columns: Mapping[str, Any]) -> Outcome:
         ids = list(itertools.chain.from_iterable(self._answers(row, columns)))

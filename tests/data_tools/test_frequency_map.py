@@ -89,7 +89,7 @@ def test_served_answers_count_as_the_conversations_they_come_from(tmp_path: Path
     logs += [{"choices": [{"message": {"content": text}, "finish_reason": "stop"}]} for text in answers[100:200]]
     logs += [{"text": text} for text in answers[200:]]
     served = write_jsonl(tmp_path / "served.jsonl", logs)
-    token_map = run(tmp_path, "--from-responses", served, "--target", target, "--size", 40)
+    token_map = run(tmp_path, "--from-responses", served, "--target", target, "--size", 40, "--num-proc", 2)
     assert as_counter(token_map) == counter(data / "prepared", "train", "heldout")
 
 
