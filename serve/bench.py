@@ -127,9 +127,8 @@ def measure(config: BenchConfig) -> list[LoadResult]:
     fields: dict[str, Any] = {"max_tokens": config.max_tokens, "temperature": config.temperature}
     if config.ignore_eos:  # not every server knows the field
         fields["ignore_eos"] = True
-    seeds = [
-        {"seed": config.seed + index} for index in range(len(prompts))
-    ]  # with one seed for all, answers would be alike
+    # With one seed for all, answers would be alike.
+    seeds = [{"seed": config.seed + index} for index in range(len(prompts))]
     return [
         run_load(
             config.base_url,

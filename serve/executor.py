@@ -160,9 +160,7 @@ class Executor:
 
     def _prefill(self, chunks: list[Chunk]) -> Tensor:
         """Packs the chunks request after request; returns the tokens (B,) sampled after them."""
-        tokens: list[int] = []
-        next_tokens: list[int] = []
-        positions: list[int] = []
+        tokens, next_tokens, positions = list[int](), list[int](), list[int]()
         for chunk in chunks:
             known = chunk.sequence.tokens
             tokens += known[chunk.start : chunk.end]

@@ -57,9 +57,8 @@ class Runner:
         assert batch.last is not None
         hidden, features = self.target(tokens, self.attention_for(attended or batch), self.drafter.feature_layers)
         sampled = sample(self.target.logits(hidden[batch.last]), ends, batch.sampling)
-        places = torch.where(
-            is_last, batch.last, len(tokens)
-        )  # one place more, cut off below, for chunks that do not end a prompt
+        # One place more, cut off below, for chunks that do not end a prompt.
+        places = torch.where(is_last, batch.last, len(tokens))
         successors = pad(batch.next_tokens, (0, 1)).index_copy_(0, places, sampled)[:-1]
         batch = replace(batch, next_tokens=successors)
         self.state.lengths[batch.rows] = ends.int()

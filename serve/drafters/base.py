@@ -28,9 +28,7 @@ class Drafter(ABC):
     """Proposes tokens for the target to verify. The engine uses this interface only, whichever drafter it is."""
 
     Options: ClassVar[type] = NoOptions  # its dataclass of options, shown as --drafter.*
-    feature_layers: tuple[
-        int, ...
-    ] = ()  # target states it reads: 0..n-1 = output of that layer, n = after the final norm
+    feature_layers: tuple[int, ...] = ()  # target states it reads: 0..n-1 a layer's output, n after the final norm
     kv: KVSpec | None = None  # its own per-token KV, kept at the target's slots
     lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
     branches: bool = False  # False: proposals are chains, which need neither tree mask nor KV moves
