@@ -138,11 +138,6 @@ def test_missing_and_broken_templates_are_refused() -> None:
             mask(broken, CONVERSATION)
 
 
-def test_template_variables_reach_the_template() -> None:
-    wrapped = ChatTemplate(build_tokenizer("{{ mood }}{{ bos_token }}"), date="2024-07-26", variables={"mood": "calm"})
-    assert wrapped.render(chat("x"), None) == "calm<s>"
-
-
 def test_a_frozen_date_changes_nothing_else() -> None:
     source = "  {%- if true %}\n    {%- set d = strftime_now('%d %b %Y, %A') %}\n{%- endif %}\n{{ d }} end\n"
     tokenizer = build_tokenizer(source)
