@@ -18,18 +18,16 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from statistics import median
 from typing import Any
 
 import torch
 
-from slipstream.bench.gpu import copy_bandwidth
+from slipstream.bench.gpu import copy_bandwidth, milliseconds
 from slipstream.bench.kernel_cases import MAKERS, Case, all_cases, attention
 from slipstream.bench.lines import Lines, origin
 from slipstream.config import parse
 
 LAUNCHES = 48
-REPLAYS = 11
 ATTENTION = "attention"
 
 
@@ -120,15 +118,7 @@ def graph_us(run: Callable[[Any], Any], sets: Sequence[Any]) -> float:
     with torch.cuda.graph(graph):
         for index in range(launches):
             run(sets[index % len(sets)])
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / launches)
-    return median(times[1:])
+    return 1000 * milliseconds(graph.replay) / launches
 
 
 def print_row(labels: dict[str, Any], result: dict[str, Any], num_bytes: int) -> None:
