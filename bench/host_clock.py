@@ -53,7 +53,7 @@ class HostClock:
         began = time.perf_counter()
         flight = self._round(planned, width)
         launched = self._launched(began)
-        if self._landed is not None and len(planned.rows) == self.batch:
+        if self._landed is not None and len(planned.slots) == self.batch:
             host_s = 0.0 if self._in_flight else launched - self._landed
             self.rounds.append(HostTimes(began - self._began, host_s, self._drafting_s))
         self._drafting_s, self._began = 0.0, began

@@ -168,7 +168,7 @@ def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | Non
         return None, {}
     start_requests(engine, config, batch)
     sequences = engine.scheduler.next_round(engine.reserve)
-    rows = [sequence.row for sequence in sequences]
+    rows = [sequence.slot for sequence in sequences]
     state, lengths = engine.state, engine.state.lengths.clone()
 
     def restore() -> None:

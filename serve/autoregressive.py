@@ -113,7 +113,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
             states = self.module(embeds[rows.last], hidden[rows.last], self.attention)
         else:  # of few rows one pass gives both
             states = self.module(embeds, hidden, self.attention)[rows.last]
-        self.hidden[rows.batch.rows] = states
+        self.hidden[rows.batch.requests] = states
 
     def propose(self, batch: Batch, width: int) -> Proposal:
         if self.branches and width > 2:  # two nodes are a chain: the best child alone
@@ -122,7 +122,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
 
     def _propose_chain(self, batch: Batch, width: int) -> Proposal:
         assert batch.roots is not None
-        sampling, hidden = batch.sampling, self.hidden[batch.rows]
+        sampling, hidden = batch.sampling, self.hidden[batch.requests]
         chain, positions = [batch.roots], [batch.lengths]  # tokens; committed length + 0, 1, ...
         log_probs = [torch.zeros_like(batch.roots, dtype=torch.float32)[:, None]]
         for step in range(width - 1):
@@ -139,9 +139,9 @@ class AutoregressiveDrafter(base.NetworkDrafter):
     def _propose_tree(self, batch: Batch, width: int) -> Proposal:
         assert batch.roots is not None
         shape, state = self.shape.within(width), batch.state
-        place = Place(state.pages, state.page_size, batch.rows, batch.lengths)
+        place = Place(state.pages, state.page_size, batch.requests, batch.lengths)
         candidates = Candidates.empty(len(batch.roots), shape, batch.roots.device)
-        sampling, hidden, positions = batch.sampling, self.hidden[batch.rows], batch.lengths + 1
+        sampling, hidden, positions = batch.sampling, self.hidden[batch.requests], batch.lengths + 1
         frontier: Frontier | None = None
         for level in range(shape.depth):
             if frontier is not None:

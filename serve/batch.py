@@ -78,22 +78,22 @@ class RequestState:
     The padding slot, `padding`, has length 0 and the dump page only. It pads a batch to the size of a captured one.
     """
 
-    def __init__(self, num_rows: int, num_pages: int, page_size: int, width: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, num_pages: int, page_size: int, width: int, device: torch.device) -> None:
         self.page_size = page_size
         self.device = device
-        self.padding = num_rows
-        num_rows += 1
-        self.lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)  # (R,) committed KV tokens
-        self.pages = torch.zeros(num_rows, num_pages, dtype=torch.int64, device=device)  # (R, P); 0 = dump page
-        self.nodes = torch.full((2, num_rows, width), -1, dtype=torch.int32, device=device)  # stored proposals
+        self.padding = num_slots
+        num_slots += 1
+        self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)  # (R,) committed KV tokens
+        self.pages = torch.zeros(num_slots, num_pages, dtype=torch.int64, device=device)  # (R, P); 0 = dump page
+        self.nodes = torch.full((2, num_slots, width), -1, dtype=torch.int32, device=device)  # stored proposals
         self.tokens, self.parents = self.nodes  # (R, N) each
-        self.keys = torch.zeros(num_rows, dtype=torch.int64, device=device)  # (R,) noise keys
-        self.temperature = torch.zeros(num_rows, device=device)  # (R,)
-        self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.top_p = torch.ones(num_rows, device=device)
-        self.min_p = torch.zeros(num_rows, device=device)
+        self.keys = torch.zeros(num_slots, dtype=torch.int64, device=device)  # (R,) noise keys
+        self.temperature = torch.zeros(num_slots, device=device)  # (R,)
+        self.top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(num_slots, device=device)
+        self.min_p = torch.zeros(num_slots, device=device)
 
-    def admit(self, row: int, request: Request) -> None:
+    def admit(self, slot: int, request: Request) -> None:
         params = request.params
         values = (
             (self.lengths, 0),
@@ -104,7 +104,7 @@ class RequestState:
             (self.min_p, params.min_p),
         )
         for column, value in values:
-            column[row].fill_(value)  # an assignment would wait for the device
+            column[slot].fill_(value)  # an assignment would wait for the device
 
     def upload(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """Copies values to the device as int64. The host does not wait; the copy runs after the work queued there."""
@@ -115,25 +115,25 @@ class RequestState:
     def set_pages(self, changes: Sequence[tuple[int, int, int]]) -> None:
         """Writes each (row, index, page) into the page table."""
         if changes:
-            rows, indices, pages = self.upload(list(zip(*changes, strict=True)))
-            self.pages[rows, indices] = pages
+            requests, indices, pages = self.upload(list(zip(*changes, strict=True)))
+            self.pages[requests, indices] = pages
 
-    def store(self, rows: Tensor, proposal: HostProposal) -> None:
-        """Replaces the stored proposals of the requests in `rows` (B,), except where the count is 0."""
+    def store(self, requests: Tensor, proposal: HostProposal) -> None:
+        """Replaces the stored proposals of the requests in `requests` (B,), except where the count is 0."""
         if not any(proposal.counts):
             return
         nodes = proposal.nodes.to(self.device, non_blocking=True)
         if 0 in proposal.counts:
             chosen = self.upload([index for index, count in enumerate(proposal.counts) if count])
-            rows, nodes = rows[chosen], nodes[:, chosen]
+            requests, nodes = requests[chosen], nodes[:, chosen]
         unused = self.nodes.shape[2] - nodes.shape[2]
         nodes = pad(nodes, (0, unused), value=-1) if unused else nodes
-        self.nodes.index_copy_(1, rows, nodes)
+        self.nodes.index_copy_(1, requests, nodes)
 
-    def sampling(self, rows: Tensor, mode: SamplingMode) -> Sampling:
+    def sampling(self, requests: Tensor, mode: SamplingMode) -> Sampling:
         temperature = None if mode == "greedy" else self.temperature
         filters = Filters(self.top_k, self.top_p, self.min_p) if mode == "full" else None
-        return Sampling(self.keys, temperature, filters, rows)
+        return Sampling(self.keys, temperature, filters, requests)
 
     @contextmanager
     def filtered_padding(self) -> Iterator[None]:
@@ -146,13 +146,13 @@ class RequestState:
             for column, value in ((self.temperature, 0), (self.top_k, 0), (self.top_p, 1)):
                 column[self.padding].fill_(value)
 
-    def chain(self, rows: Tensor, starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Positions starts (B,) + 0..count-1 of `rows` (B,), and their KV slots, each (B * count,) int64."""
-        return chain_slots(self.pages, self.page_size, rows, starts, count)
+    def chain(self, requests: Tensor, starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Positions starts (B,) + 0..count-1 of `requests` (B,), and their KV slots, each (B * count,) int64."""
+        return chain_slots(self.pages, self.page_size, requests, starts, count)
 
-    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """KV slot (...) int64 of each position (...); `rows` (...) broadcasts against it."""
-        return self.pages[rows, positions // self.page_size] * self.page_size + positions % self.page_size
+    def slots(self, requests: Tensor, positions: Tensor) -> Tensor:
+        """KV slot (...) int64 of each position (...); `requests` (...) broadcasts against it."""
+        return self.pages[requests, positions // self.page_size] * self.page_size + positions % self.page_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class Batch:
     """
 
     state: RequestState
-    rows: Tensor  # (B,) int64 request slots
+    requests: Tensor  # (B,) int64 request slots
     lengths: Tensor  # (B,) int64 committed KV tokens before this pass
     positions: Tensor  # (T,) int64 depth positions for rotary embedding: lengths + depth in the tree
     slots: Tensor  # (T,) int64 where each query's KV goes
@@ -180,14 +180,14 @@ class Batch:
 
     @property
     def sampling(self) -> Sampling:
-        return self.state.sampling(self.rows, self.mode)
+        return self.state.sampling(self.requests, self.mode)
 
     def uniform(self, starts: Tensor, count: int, spare: int = 0) -> "Batch":
         """The same requests with `count` chained queries each, at positions starts (B,) + 0..count-1.
 
         `spare`: how many KV tokens may exceed the present bounds.
         """
-        positions, slots = self.state.chain(self.rows, starts, count)
+        positions, slots = self.state.chain(self.requests, starts, count)
         return replace(
             self,
             lengths=starts,

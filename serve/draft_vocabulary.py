@@ -83,7 +83,7 @@ class DraftVocabulary:
         """Counts the tokens that a pass has read or emitted, without padding."""
         if self.recent is None:
             return
-        is_real = batch.rows != batch.state.padding  # (B,)
+        is_real = batch.requests != batch.state.padding  # (B,)
         if verified is not None:
             counts = (verified.tokens >= 0) & is_real[:, None]
             self.recent.add(verified.tokens.flatten().long(), counts.flatten())

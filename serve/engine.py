@@ -95,7 +95,7 @@ class Engine:
             lookahead=self.drafter.lookahead,
             max_reserve=max_reserve,
             on_admit=self._admit,
-            on_release=lambda sequence: self.drafter.release(sequence.row, sequence.tokens),
+            on_release=lambda sequence: self.drafter.release(sequence.slot, sequence.tokens),
         )
         self._in_flight: deque[Pass] = deque()
         self._rounds_without_host = 0  # in a row, that verified nothing of the host's
@@ -197,7 +197,7 @@ class Engine:
     def _launch(self, planned: Planned) -> Pass | None:
         if not planned.sequences:
             return None
-        offers, least, width = self.executor.offers(planned.rows), self.drafter.device_width, self.width
+        offers, least, width = self.executor.offers(planned.slots), self.drafter.device_width, self.width
         if self.policy is not None:
             width = self.policy.choose(offers, least, filtered=planned.mode == "full")
         is_without = self.policy is not None and width <= least
@@ -218,9 +218,9 @@ class Engine:
 
         A request may end within these tokens. `commit` finds that out later, and the drafter learns it by `release`.
         """
-        if not recipients.rows:
+        if not recipients.slots:
             return
-        proposal = self.drafter.draft(recipients.rows, recipients.part_of(arrived), self.width)
+        proposal = self.drafter.draft(recipients.slots, recipients.part_of(arrived), self.width)
         if is_last:
             self.executor.store(recipients, proposal)
         elif self.policy is not None:
@@ -246,7 +246,7 @@ class Engine:
 
     def _admit(self, sequence: Sequence) -> None:
         self.executor.admit(sequence)
-        self.drafter.admit(sequence.row, sequence.tokens, sequence.request.namespace)
+        self.drafter.admit(sequence.slot, sequence.tokens, sequence.request.namespace)
 
     def _pick_modes(self, phases: Iterable[str]) -> tuple[bool, bool]:
         """Whether rounds are captured, and whether their tokens are read one round later (overlap)."""
@@ -260,11 +260,11 @@ class Engine:
         overlap = on_gpu and self.config.overlap and not planned
         return on_gpu and self.config.cuda_graph, overlap
 
-    def _build_runner(self, specs: list[KVSpec], dtype: torch.dtype, num_pages: int, pages_per_row: int) -> Runner:
+    def _build_runner(self, specs: list[KVSpec], dtype: torch.dtype, num_pages: int, pages_per_slot: int) -> Runner:
         config, device = self.config, self.device
-        state = RequestState(config.max_running, pages_per_row, config.page_size, self.width, device)
+        state = RequestState(config.max_running, pages_per_slot, config.page_size, self.width, device)
         groups = [spec.allocate(num_pages, config.page_size, dtype, device) for spec in specs]
-        positions = pages_per_row * config.page_size
+        positions = pages_per_slot * config.page_size
         ropes: list[RotaryEmbedding] = []
         for spec in specs:  # a draft mostly has its target's
             equal = (rope for other, rope in zip(specs, ropes, strict=False) if other.has_positions_of(spec))
@@ -276,9 +276,9 @@ class Engine:
         host_alone = self.drafter.on_host and self.drafter.device_width == 1 and not self.overlap
         return Runner(self.target, attention, self.drafter, state, caches, config.simulate_accept_length, host_alone)
 
-    def _measure(self, specs: list[KVSpec], dtype: torch.dtype, pages_per_row: int) -> int:
+    def _measure(self, specs: list[KVSpec], dtype: torch.dtype, pages_per_slot: int) -> int:
         """Bytes that the largest passes and the graphs need; measured by running them over a cache of one dump page."""
-        runner = self._build_runner(specs, dtype, 1, pages_per_row)
+        runner = self._build_runner(specs, dtype, 1, pages_per_slot)
         return measure_workspace(runner, self.config, self.width, self.widths if self.captures else [])
 
     def _capture(self, runner: Runner) -> tuple[RoundGraphs, PromptGraphs | None]:

@@ -62,7 +62,7 @@ class Planned:
     """A round to launch; made while the previous one still runs."""
 
     sequences: list[Sequence]
-    rows: list[int]
+    slots: list[int]
     mode: SamplingMode
 
 
@@ -71,8 +71,8 @@ class Recipients:
     """The requests of a pass that receive a token from it; known while it runs."""
 
     places: list[int]  # (B,) in the pass
-    rows: list[int]  # (B,)
-    rows_on_device: Tensor  # (B,) rows again
+    slots: list[int]  # (B,)
+    slots_on_device: Tensor  # (B,) slots again
 
     def part_of(self, flight: PendingResult) -> NDArray[np.int32]:
         """Their rows of the results."""
@@ -92,13 +92,13 @@ class Executor:
         self._num_uploaded = [0] * self.state.padding  # pages of each request slot that the device has
 
     def admit(self, sequence: Sequence) -> None:
-        self.state.admit(sequence.row, sequence.request)
-        self._num_uploaded[sequence.row] = 0
+        self.state.admit(sequence.slot, sequence.request)
+        self._num_uploaded[sequence.slot] = 0
 
     def prefill(self, chunks: list[Chunk]) -> PendingResult:
         """Computes prompt chunks. Samples a token after each; only the tokens after last chunks count."""
         sequences = [chunk.sequence for chunk in chunks]
-        self._expect_proposals([sequence.row for sequence in sequences], self.width)
+        self._expect_proposals([sequence.slot for sequence in sequences], self.width)
         self.prepare(sequences)
         sampled = self.prompts.prefill(chunks, sampling_mode(sequences)) if self.prompts is not None else None
         sampled = (self._prefill(chunks) if sampled is None else sampled).int()
@@ -109,54 +109,54 @@ class Executor:
         changes: list[tuple[int, int, int]] = []
         uploaded = self._num_uploaded
         for sequence in sequences:
-            row, pages = sequence.row, sequence.table.pages
-            if uploaded[row] != len(pages):
-                changes += [(row, index, pages[index]) for index in range(uploaded[row], len(pages))]
-                uploaded[row] = len(pages)
+            slot, pages = sequence.slot, sequence.table.pages
+            if uploaded[slot] != len(pages):
+                changes += [(slot, index, pages[index]) for index in range(uploaded[slot], len(pages))]
+                uploaded[slot] = len(pages)
         self.state.set_pages(changes)
 
     def plan(self, sequences: list[Sequence]) -> Planned:
         """Prepares the next round, as far as possible before its launch."""
         self.prepare(sequences)
-        rows = [sequence.row for sequence in sequences]
-        if self.graphs is not None and rows:
-            self.graphs.expect(rows)
-        return Planned(sequences, rows, sampling_mode(sequences))
+        slots = [sequence.slot for sequence in sequences]
+        if self.graphs is not None and slots:
+            self.graphs.expect(slots)
+        return Planned(sequences, slots, sampling_mode(sequences))
 
     def round(self, planned: Planned, width: int) -> PendingResult:
         """Verifies and proposes `width` nodes each. The device may be idle until the launch, so it comes first."""
         results = self._round(planned, width)
-        self._expect_proposals(planned.rows, width)
+        self._expect_proposals(planned.slots, width)
         return PendingResult.launch(results, width)
 
     def recipients(self, sequences: list[Sequence | None]) -> Recipients:
         """Maps each output of the pass to its request; None marks an output to discard."""
-        rows = [sequence.row if sequence is not None else -1 for sequence in sequences]
-        places = [place for place, row in enumerate(rows) if row >= 0]
-        rows = [rows[place] for place in places]
-        return Recipients(places, rows, self.state.upload(rows))
+        slots = [sequence.slot if sequence is not None else -1 for sequence in sequences]
+        places = [place for place, slot in enumerate(slots) if slot >= 0]
+        slots = [slots[place] for place in places]
+        return Recipients(places, slots, self.state.upload(slots))
 
     def store(self, to: Recipients, proposal: HostProposal) -> None:
         """Stores proposals drafted on the host."""
-        self.state.store(to.rows_on_device, proposal)
-        offers = zip(to.rows, zip(proposal.counts, proposal.kinds, strict=True), strict=True)
-        self._offers.update(offers if all(proposal.counts) else [(row, own) for row, own in offers if own[0]])
+        self.state.store(to.slots_on_device, proposal)
+        offers = zip(to.slots, zip(proposal.counts, proposal.kinds, strict=True), strict=True)
+        self._offers.update(offers if all(proposal.counts) else [(slot, own) for slot, own in offers if own[0]])
 
-    def offers(self, rows: list[int]) -> list[Offer]:
+    def offers(self, slots: list[int]) -> list[Offer]:
         """The stored proposals."""
-        return [self._offers[row] for row in rows]
+        return [self._offers[slot] for slot in slots]
 
-    def _expect_proposals(self, rows: list[int], width: int) -> None:
+    def _expect_proposals(self, slots: list[int], width: int) -> None:
         """Notes the proposals that a launched pass will store on the device."""
-        self._offers.update(dict.fromkeys(rows, (min(width, self.runner.drafter.device_width), 0)))
+        self._offers.update(dict.fromkeys(slots, (min(width, self.runner.drafter.device_width), 0)))
 
     def _round(self, planned: Planned, width: int) -> Tensor:
-        captured = self.graphs.round(planned.rows, planned.mode, width) if self.graphs is not None else None
+        captured = self.graphs.round(planned.slots, planned.mode, width) if self.graphs is not None else None
         if captured is not None:
             return captured
         # This round is the last entry of in_flight.
         bounds = tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in planned.sequences)
-        return self.runner.round(self.state.upload(planned.rows), bounds, planned.mode, width)
+        return self.runner.round(self.state.upload(planned.slots), bounds, planned.mode, width)
 
     def _prefill(self, chunks: list[Chunk]) -> Tensor:
         """Packs the chunks request after request; returns the tokens (B,) sampled after them."""
@@ -168,16 +168,16 @@ class Executor:
             positions += range(chunk.start, chunk.end)
         upload, query_lens = self.state.upload, tuple(chunk.end - chunk.start for chunk in chunks)
         last = [end - 1 for end in accumulate(query_lens)]
-        each = [(chunk.sequence.row, chunk.start, chunk.end, chunk.is_last) for chunk in chunks]
-        rows, lengths, ends, is_last, last_queries = upload([*zip(*each, strict=True), last])
-        repeated = [chunk.sequence.row for chunk in chunks for _ in range(chunk.end - chunk.start)]
-        packed, successors, depth, row_of_each = upload([tokens, next_tokens, positions, repeated])
+        each = [(chunk.sequence.slot, chunk.start, chunk.end, chunk.is_last) for chunk in chunks]
+        slots, lengths, ends, is_last, last_queries = upload([*zip(*each, strict=True), last])
+        repeated = [chunk.sequence.slot for chunk in chunks for _ in range(chunk.end - chunk.start)]
+        packed, successors, depth, slot_of_each = upload([tokens, next_tokens, positions, repeated])
         batch = Batch(
             state=self.state,
-            rows=rows,
+            requests=slots,
             lengths=lengths,
             positions=depth,
-            slots=self.state.slots(row_of_each, depth),
+            slots=self.state.slots(slot_of_each, depth),
             query_lens=query_lens,
             kv_bounds=tuple(chunk.end for chunk in chunks),
             mode=sampling_mode([chunk.sequence for chunk in chunks]),

@@ -105,11 +105,11 @@ class RoundGraphs:
         state = runner.state
         self.runner, self.capturer = runner, capturer
         self.sizes, self.widths = buckets(max_batch), sorted(widths)
-        self.rows = torch.full((max_batch,), state.padding, dtype=torch.int64, device=state.device)
+        self.requests = torch.full((max_batch,), state.padding, dtype=torch.int64, device=state.device)
         self.results = torch.zeros(max_batch, 1 + 2 * state.tokens.shape[1], dtype=torch.int32, device=state.device)
         self._columns: dict[int, int] = {}  # of the results, by width
         self._graphs: dict[tuple[int, int, SamplingMode], torch.cuda.CUDAGraph] = {}
-        self._held: tuple[list[int], int] = ([], 0)  # what self.rows holds
+        self._held: tuple[list[int], int] = ([], 0)  # what self.requests holds
 
     def run_all(self) -> None:
         """Runs every batch size in every mode on padding, uncaptured."""
@@ -130,31 +130,31 @@ class RoundGraphs:
                 tables[mode][size, width] = self._time(size, width, mode)
         return tables
 
-    def round(self, rows: list[int], mode: SamplingMode, width: int) -> Tensor | None:
+    def round(self, requests: list[int], mode: SamplingMode, width: int) -> Tensor | None:
         """What `runner.round` returns, on the device; None where memory held no graph for it."""
         mode = "full" if mode == "full" else "plain"
-        fitting = (size for size in self.sizes if size >= len(rows) and (size, width, mode) in self._graphs)
+        fitting = (size for size in self.sizes if size >= len(requests) and (size, width, mode) in self._graphs)
         size = next(fitting, None)
         if size is None:
             return None
-        self._hold(rows, size)
+        self._hold(requests, size)
         self._graphs[size, width, mode].replay()
-        return self.results[: len(rows), : self._columns[width]]
+        return self.results[: len(requests), : self._columns[width]]
 
-    def expect(self, rows: list[int]) -> None:
+    def expect(self, requests: list[int]) -> None:
         """The next `round` is theirs: what the device must know of them is on its way before that."""
-        self._hold(rows, next(size for size in self.sizes if size >= len(rows)))
+        self._hold(requests, next(size for size in self.sizes if size >= len(requests)))
 
     def _keys(self) -> list[tuple[int, int, SamplingMode]]:
         """Largest first: the later ones find memory in the pool."""
         widths = sorted(self.widths, reverse=True)
         return [(size, width, mode) for size in reversed(self.sizes) for width in widths for mode in reversed(MODES)]
 
-    def _hold(self, rows: list[int], size: int) -> None:
-        if self._held != (rows, size):
-            padding = [self.runner.state.padding] * (size - len(rows))
-            self.rows[:size] = self.runner.state.upload(rows + padding)
-            self._held = (list(rows), size)
+    def _hold(self, requests: list[int], size: int) -> None:
+        if self._held != (requests, size):
+            padding = [self.runner.state.padding] * (size - len(requests))
+            self.requests[:size] = self.runner.state.upload(requests + padding)
+            self._held = (list(requests), size)
 
     def _time(self, size: int, width: int, mode: SamplingMode) -> float:
         """The best of a few rounds on padding."""
@@ -173,7 +173,7 @@ class RoundGraphs:
     def _capture(self, size: int, width: int, mode: SamplingMode) -> bool:
         """On padding: nothing but the dump page is written."""
         self._held = ([], 0)
-        self.rows.fill_(self.runner.state.padding)
+        self.requests.fill_(self.runner.state.padding)
         what = f"a round with {size} requests and {width} nodes ({mode} sampling)"
         remedy = "lower max_running or mem_fraction"
         graph = self.capturer.capture(partial(self._round, size, width, mode), what, remedy)
@@ -182,6 +182,6 @@ class RoundGraphs:
         return graph is not None
 
     def _round(self, size: int, width: int, mode: SamplingMode) -> None:
-        results = self.runner.round(self.rows[:size], (0,) * size, mode, width)
+        results = self.runner.round(self.requests[:size], (0,) * size, mode, width)
         self._columns[width] = results.shape[1]
         self.results[:size, : results.shape[1]] = results

@@ -35,10 +35,10 @@ class Fields(NamedTuple, Generic[ArrayT]):
 
     tokens: ArrayT  # (T,)
     next_tokens: ArrayT  # (T,)
-    block_rows: ArrayT  # (S,) engine rows
+    block_requests: ArrayT  # (S,) request slots
     block_starts: ArrayT  # (S,) position of the first query
     block_counts: ArrayT  # (S,) queries that are tokens
-    rows: ArrayT  # (B,) engine rows
+    requests: ArrayT  # (B,) request slots
     starts: ArrayT  # (B,) tokens committed before
     ends: ArrayT  # (B,) tokens committed after
     last: ArrayT  # (B,) which of the T is the last query
@@ -125,11 +125,11 @@ class PromptGraphs:
         offsets = torch.arange(BLOCK, device=state.device)
         inside = offsets < fields.block_counts[:, None]  # (S, BLOCK)
         positions = torch.where(inside, fields.block_starts[:, None] + offsets, 0)
-        slots = state.slots(torch.where(inside, fields.block_rows[:, None], state.padding), positions)
+        slots = state.slots(torch.where(inside, fields.block_requests[:, None], state.padding), positions)
         capacity = state.pages.shape[1] * state.page_size
         blocks = Batch(
             state=state,
-            rows=fields.block_rows,
+            requests=fields.block_requests,
             lengths=fields.block_starts,
             positions=positions.flatten(),
             slots=slots.flatten(),
@@ -139,7 +139,7 @@ class PromptGraphs:
         )
         batch = Batch(
             state=state,
-            rows=fields.rows,
+            requests=fields.requests,
             lengths=fields.starts,
             positions=blocks.positions,
             slots=blocks.slots,
@@ -181,7 +181,7 @@ def num_blocks(chunks: Sequence[Chunk]) -> int:
 
 def pack(chunks: Sequence[Chunk], to: Fields[Any], padding: int) -> None:
     """Enters the chunks into `to`, on the host and zero; blocks and requests left over get the padding slot."""
-    to.block_rows[:], to.rows[:] = padding, padding
+    to.block_requests[:], to.requests[:] = padding, padding
     block = 0
     for index, chunk in enumerate(chunks):
         sequence, start, end = chunk.sequence, chunk.start, chunk.end
@@ -191,10 +191,10 @@ def pack(chunks: Sequence[Chunk], to: Fields[Any], padding: int) -> None:
         to.next_tokens[first : first + len(following)] = following
         number = -(-count // BLOCK)
         own = slice(block, block + number)
-        to.block_rows[own] = sequence.row
+        to.block_requests[own] = sequence.slot
         to.block_starts[own] = range(start, end, BLOCK)
         to.block_counts[own] = BLOCK
         to.block_counts[block + number - 1] = count - (number - 1) * BLOCK
-        to.rows[index], to.starts[index], to.ends[index] = sequence.row, start, end
+        to.requests[index], to.starts[index], to.ends[index] = sequence.slot, start, end
         to.last[index], to.is_last[index] = first + count - 1, chunk.is_last
         block += number

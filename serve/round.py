@@ -61,36 +61,38 @@ class Runner:
         places = torch.where(is_last, batch.last, len(tokens))
         successors = pad(batch.next_tokens, (0, 1)).index_copy_(0, places, sampled)[:-1]
         batch = replace(batch, next_tokens=successors)
-        self.state.lengths[batch.rows] = ends.int()
+        self.state.lengths[batch.requests] = ends.int()
         if features is not None:
             assert batch.last is not None
             self.drafter.extend(PassRows(batch, successors, batch.last), features, None)
         if proposes and not self.host_alone:
-            rows = torch.where(is_last, batch.rows, self.state.padding)
+            requests = torch.where(is_last, batch.requests, self.state.padding)
             lengths = torch.where(is_last, ends, 0)
             ones = (1,) * len(batch.query_lens)
-            begun = replace(batch, rows=rows, lengths=lengths, roots=sampled, query_lens=ones, next_tokens=None)
+            begun = replace(batch, requests=requests, lengths=lengths, roots=sampled, query_lens=ones, next_tokens=None)
             self._propose(begun, width)
         return sampled
 
     @torch.inference_mode()
-    def round(self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int) -> Tensor:
-        """Verifies the stored proposals of `rows` (B,), cut to `width` nodes, and stores the next proposals, as wide.
+    def round(self, requests: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int) -> Tensor:
+        """Verifies the stored proposals of `requests` (B,), cut to `width` nodes, and stores the next, as wide.
 
         `bounds`: host upper bound of each request's committed tokens before the round.
         Returns (B, 1 + N) int32: the number of tokens that each request emits, then the tokens, -1 padded. For trees
         (B, 1 + 2 * N): the accepted nodes follow.
         """
-        batch, tokens, parents, inputs = self._begin(rows, bounds, mode, width)
+        batch, tokens, parents, inputs = self._begin(requests, bounds, mode, width)
         mask = "causal" if batch.ancestors is None else "tree"
         hidden, features = self.target(inputs, self.attention_for(batch), self.drafter.feature_layers, mask)
         positions = batch.positions + 1  # of the token that follows each node
         sampled = sample(self.target.logits(hidden), positions, batch.sampling.repeat(width)).view(-1, width)
         verified = VerifyResult(*verify(tokens, parents, sampled, batch.ancestors))
         if self.accept_length is not None:
-            verified = simulate(sampled, self.state.keys[rows], batch.lengths, self.accept_length)
+            verified = simulate(sampled, self.state.keys[requests], batch.lengths, self.accept_length)
         self._move_accepted(batch, verified)
-        end = end_round(self.state.lengths, rows, self.state.padding, batch.lengths, verified.tokens, verified.lengths)
+        end = end_round(
+            self.state.lengths, requests, self.state.padding, batch.lengths, verified.tokens, verified.lengths
+        )
         if features is not None:
             self.drafter.extend(*accepted_rows(batch, features, verified), verified)
         if not self.host_alone:
@@ -103,18 +105,18 @@ class Runner:
         return attention
 
     def _begin(
-        self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int
+        self, requests: Tensor, bounds: tuple[int, ...], mode: SamplingMode, width: int
     ) -> tuple[Batch, Tensor, Tensor, Tensor]:
         """Returns the batch, tokens and parents (B, N) to verify, and the ids (T,) that the target reads."""
         state = self.state
-        tokens, parents, lengths, inputs = start_round(state.tokens, state.parents, state.lengths, rows, width)
-        positions, slots = state.chain(rows, lengths, width)  # nodes' KV in node order
+        tokens, parents, lengths, inputs = start_round(state.tokens, state.parents, state.lengths, requests, width)
+        positions, slots = state.chain(requests, lengths, width)  # nodes' KV in node order
         ancestors = ancestor_masks(parents) if self.drafter.branches and width > 1 else None
         if ancestors is not None:
             positions = (lengths[:, None] + unpack(ancestors).sum(dim=-1) - 1).flatten()
         batch = Batch(
             state=state,
-            rows=rows,
+            requests=requests,
             lengths=lengths,
             positions=positions,
             slots=slots,
@@ -140,7 +142,7 @@ class Runner:
 
     def _propose(self, batch: Batch, width: int) -> None:
         proposal = self.drafter.propose(batch, width)
-        store_proposal(self.state.tokens, self.state.parents, batch.rows, proposal.tokens, proposal.parents)
+        store_proposal(self.state.tokens, self.state.parents, batch.requests, proposal.tokens, proposal.parents)
 
 
 def accepted_rows(batch: Batch, features: Tensor, verified: VerifyResult) -> tuple[PassRows, Tensor]:

@@ -59,10 +59,10 @@ def cheapest_from(key: tuple[int, int], ms: Mapping[tuple[int, int], float]) -> 
 
 def _time(runner: Runner, size: int, width: int, mode: SamplingMode) -> float:
     state = runner.state
-    rows = torch.full((size,), state.padding, dtype=torch.int64, device=state.device)
+    requests = torch.full((size,), state.padding, dtype=torch.int64, device=state.device)
     bound = min(CONTEXT, state.pages.shape[1] * state.page_size - width)
     # The CPU's clock leaves out what other processes take of it.
     clock = time.thread_time if state.device.type == "cpu" else time.perf_counter
     start = clock()
-    runner.round(rows, (bound,) * size, mode, width).tolist()  # sync
+    runner.round(requests, (bound,) * size, mode, width).tolist()  # sync
     return 1000 * (clock() - start)

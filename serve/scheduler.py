@@ -27,7 +27,7 @@ class Sequence:
     stop_ids: frozenset[int]
     table: PageTable
     stats: RequestStats
-    row: int = -1  # -1: not running
+    slot: int = -1  # -1: not running
     num_computed: int = 0  # tokens whose KV is committed
     decoding: bool = False  # its prefill is launched
     in_flight: deque[int] = field(default_factory=deque)  # by unread pass: KV tokens that it may commit
@@ -61,7 +61,7 @@ class Sequence:
         return replace(
             self,
             table=table,
-            row=-1,
+            slot=-1,
             num_computed=0,
             decoding=False,
             in_flight=deque(),
@@ -140,7 +140,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
-        self._free_rows = list(reversed(range(max_running)))
+        self._free_slots = list(reversed(range(max_running)))
         self._refused: Sequence | None = None  # head of the queue, if too few pages were free and none was freed since
 
     @property
@@ -198,7 +198,7 @@ class Scheduler:
         for chunk, token in zip(chunks, first_tokens, strict=True):
             sequence = chunk.sequence
             assert chunk.is_last == (token is not None), "last chunks bring a token, others none"
-            if token is None or sequence.row < 0:
+            if token is None or sequence.slot < 0:
                 continue
             sequence.in_flight.popleft()
             sequence.stats.prefills += 1
@@ -226,7 +226,7 @@ class Scheduler:
         """
         outputs: list[Output] = []
         for sequence, emitted, num_drafted in zip(sequences, tokens, drafted, strict=True):
-            if sequence.row < 0:
+            if sequence.slot < 0:
                 continue
             sequence.in_flight.popleft()
             kept, reason = sequence.cut(emitted)
@@ -235,13 +235,13 @@ class Scheduler:
         return outputs
 
     def check(self) -> None:
-        """Prove the invariants of queue, rows and pages. Raises AssertionError. Walks everything: not for rounds."""
+        """Prove the invariants of queue, slots and pages. Raises AssertionError. Walks everything: not for rounds."""
         self.cache.check(sequence.table for sequence in self._running)
         everyone = [*self._running, *self._waiting]
         assert {id(sequence) for sequence in everyone} == {id(sequence) for sequence in self._sequences.values()}
         assert len(everyone) == len(self._sequences), "a sequence is in two places"
-        rows = [sequence.row for sequence in self._running] + self._free_rows
-        assert sorted(rows) == list(range(self.max_running)), "a request slot was lost or given twice"
+        slots = [sequence.slot for sequence in self._running] + self._free_slots
+        assert sorted(slots) == list(range(self.max_running)), "a request slot was lost or given twice"
         for sequence in self._running:
             num_rest = len(sequence.tokens) - sequence.num_computed
             assert num_rest == 1 or (sequence.in_flight and num_rest == 0 if sequence.decoding else num_rest > 1), (
@@ -250,7 +250,7 @@ class Scheduler:
             assert len(sequence.table.pages) >= self.cache.pages_for(len(sequence.tokens) - 1), "tokens without a page"
         for sequence in self._waiting:
             assert not sequence.table.pages, "a waiting sequence holds pages"
-            assert (sequence.row, sequence.num_computed, sequence.decoding) == (-1, 0, False)
+            assert (sequence.slot, sequence.num_computed, sequence.decoding) == (-1, 0, False)
 
     def validate(self, request: Request) -> None:
         """Raises ValueError if the request can never run."""
@@ -276,7 +276,7 @@ class Scheduler:
             yield self._waiting.popleft()
 
     def _admit(self, sequence: Sequence) -> bool:
-        if not self._free_rows or sequence is self._refused:
+        if not self._free_slots or sequence is self._refused:
             return False
         num_tokens = len(sequence.tokens) + self.max_reserve
         headroom = len(self._running)  # a page for each, or the next round would preempt the new one
@@ -284,7 +284,7 @@ class Scheduler:
             assert self._running, "an empty cache is too small for a request that add() accepted"
             self._refused = sequence
             return False
-        sequence.row = self._free_rows.pop()
+        sequence.slot = self._free_slots.pop()
         sequence.num_computed = len(sequence.table.nodes) * self.cache.page_size
         if sequence.num_preemptions == 0:
             sequence.stats.cached_tokens = sequence.num_computed
@@ -293,7 +293,7 @@ class Scheduler:
         return True
 
     def _goes_on(self, sequence: Sequence) -> bool:
-        return sequence.row >= 0 and sequence.decoding and not sequence.is_ending
+        return sequence.slot >= 0 and sequence.decoding and not sequence.is_ending
 
     def _preempt_newest(self) -> None:
         assert len(self._running) > 1, "one sequence alone outgrew the cache, which add() rules out"
@@ -314,7 +314,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, tokens: list[int], reason: FinishReason) -> Output:
         del self._sequences[sequence.request.id]
-        if sequence.row < 0:
+        if sequence.slot < 0:
             self._waiting.remove(sequence)
         else:
             self._release(sequence)
@@ -325,6 +325,6 @@ class Scheduler:
         self.on_release(sequence)
         self.cache.release(sequence.table, sequence.tokens, sequence.num_computed)
         self._running.remove(sequence)
-        self._free_rows.append(sequence.row)
+        self._free_slots.append(sequence.slot)
         self._refused = None
-        sequence.row, sequence.num_computed, sequence.decoding = -1, 0, False
+        sequence.slot, sequence.num_computed, sequence.decoding = -1, 0, False

@@ -100,10 +100,10 @@ def measure_workspace(runner: Runner, config: EngineConfig, width: int, widths: 
     if not widths:
         return peak(lambda: _prefill_padding(runner, config.prefill_budget, width))
     most = config.max_running
-    rows = torch.full((most,), runner.state.padding, dtype=torch.int64, device=runner.state.device)
+    requests = torch.full((most,), runner.state.padding, dtype=torch.int64, device=runner.state.device)
     prefills = prefill_sizes(config.captured_tokens)
     with dry_run():
-        captured = peak(lambda: runner.round(rows, (0,) * most, "full", width))
+        captured = peak(lambda: runner.round(requests, (0,) * most, "full", width))
         if prefills:
             prompts = PromptGraphs(runner, config.captured_tokens, width, Capturer())
             largest = peak(lambda: prompts.run(prefills[-1], "full"))
@@ -126,12 +126,12 @@ def _padding_batch(runner: Runner, budget: int) -> Batch:
     state = runner.state
     limit = max(1, state.pages.shape[1] * state.page_size - 2 * state.tokens.shape[1])
     lens = tuple(min(limit, budget - start) for start in range(0, budget, limit))
-    rows = torch.full((len(lens),), state.padding, dtype=torch.int64, device=state.device)
+    requests = torch.full((len(lens),), state.padding, dtype=torch.int64, device=state.device)
     positions = torch.cat([torch.arange(length, device=state.device) for length in lens])
     return Batch(
         state=state,
-        rows=rows,
-        lengths=torch.zeros_like(rows),
+        requests=requests,
+        lengths=torch.zeros_like(requests),
         positions=positions,
         slots=positions % state.page_size,
         query_lens=lens,

@@ -148,7 +148,7 @@ class Backend(base.Backend):
         over the new nodes."""
         batch, (T, Q, D), G = self.batch, q.shape, keys.shape[2]
         nodes = q.view(len(batch.query_lens), -1, Q, D)
-        where = (batch.state.pages, batch.rows, batch.lengths)
+        where = (batch.state.pages, batch.requests, batch.lengths)
         out, lse = tree_attention(
             nodes, keys, values, *where, batch.ancestors, "tree", D**-0.5,
             first_node=batch.first_node, prefix=False, return_lse=True,
@@ -190,7 +190,7 @@ class Backend(base.Backend):
         upload, total = batch.state.upload, int(starts[-1])
         owners = torch.repeat_interleave(upload(counts.tolist()), output_size=total)
         numbers = torch.arange(total, device=owners.device) - upload(starts.tolist())[owners]
-        pages = batch.state.pages[batch.rows[owners], numbers].int()
+        pages = batch.state.pages[batch.requests[owners], numbers].int()
         return starts, pages, lengths - (counts - 1).clamp(min=0) * page_size
 
     def _planner(self, kind: str, num_heads: int, mask: Mask, window: int | None) -> Planner:

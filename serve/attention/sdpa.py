@@ -111,7 +111,7 @@ class Backend(base.Backend):
         batch, page_size = self.batch, self.cache.shape[3]
         count = batch.query_lens[start]
         num_pages = -(-max(batch.kv_bounds[start:end]) // page_size)
-        pages = batch.state.pages[batch.rows[start:end], :num_pages]
+        pages = batch.state.pages[batch.requests[start:end], :num_pages]
         queries = slice(first_query, first_query + count * (end - start))
         is_whole = end - start == 1 and batch.kv_bounds[start] == count
         return Segment(slice(start, end), queries, count, pages, is_whole)

@@ -34,7 +34,7 @@ class Backend(base.Backend):
         N, D = batch.query_lens[0], q.shape[-1]
         assert set(batch.query_lens) == {N}, batch.query_lens
         q = self.rotate_and_store(q, k, v, layer, norms)
-        requests = batch.state.pages, batch.rows, batch.lengths, batch.ancestors
+        requests = batch.state.pages, batch.requests, batch.lengths, batch.ancestors
         nodes = q.unflatten(0, (-1, N))
         out = tree_attention(nodes, keys, values, *requests, mask, D**-0.5, first_node=batch.first_node, window=window)
         assert isinstance(out, Tensor)

@@ -55,8 +55,8 @@ class Drafter(ABC):
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that the drafter cannot serve as promised."""
 
-    def admit(self, row: int, tokens: list[int], namespace: str) -> None:
-        """A request starts (or resumes) in slot `row` with these tokens, cached ones included."""
+    def admit(self, slot: int, tokens: list[int], namespace: str) -> None:
+        """A request starts (or resumes) in `slot` with these tokens, cached ones included."""
 
     def propose(self, batch: Batch, width: int) -> Proposal:
         """Proposes at most N = `width` nodes per request, after batch.lengths (B,) committed tokens and the
@@ -71,16 +71,16 @@ class Drafter(ABC):
         """Extends the drafter's KV and state by rows of a target pass with the features (C, K * H) that
         `feature_layers` names; not called without such layers. `result`: None after prompts."""
 
-    def draft(self, rows: Sequence[int], emitted: NDArray[np.int32], width: int) -> HostProposal:
-        """Runs on the host. The requests in slots `rows` (B,) have gained the first emitted[:, 0] of emitted[:, 1:];
+    def draft(self, slots: Sequence[int], emitted: NDArray[np.int32], width: int) -> HostProposal:
+        """Runs on the host. The requests in `slots` (B,) have gained the first emitted[:, 0] of emitted[:, 1:];
         proposes what follows.
 
         A request may end within these tokens: `release` then tells how many belong to it.
         """
         raise NotImplementedError(f"{type(self).__module__} sets on_host and lacks a method draft")
 
-    def release(self, row: int, tokens: list[int]) -> None:
-        """The request in slot `row` ended or was preempted; `tokens` are all its tokens."""
+    def release(self, slot: int, tokens: list[int]) -> None:
+        """The request in `slot` ended or was preempted; `tokens` are all its tokens."""
 
     def metrics(self) -> dict[str, int]:
         """Gauges by name, for /metrics."""

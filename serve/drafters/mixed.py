@@ -88,9 +88,9 @@ class Drafter(base.Drafter):
     def check(self, request: Request) -> None:
         self.network.check(request)
 
-    def admit(self, row: int, tokens: list[int], namespace: str) -> None:
-        self.network.admit(row, tokens, namespace)
-        self.ngram.admit(row, tokens, namespace)
+    def admit(self, slot: int, tokens: list[int], namespace: str) -> None:
+        self.network.admit(slot, tokens, namespace)
+        self.ngram.admit(slot, tokens, namespace)
 
     def propose(self, batch: Batch, width: int) -> Proposal:
         own = min(width, self.device_width)
@@ -104,15 +104,15 @@ class Drafter(base.Drafter):
     def extend(self, rows: PassRows, features: Tensor, result: VerifyResult | None) -> None:
         self.network.extend(rows, features, result)
 
-    def draft(self, rows: Sequence[int], emitted: NDArray[np.int32], width: int) -> HostProposal:
-        proposal, matches = self.ngram.match(rows, emitted, min(width, self.ngram.options.nodes))
+    def draft(self, slots: Sequence[int], emitted: NDArray[np.int32], width: int) -> HostProposal:
+        proposal, matches = self.ngram.match(slots, emitted, min(width, self.ngram.options.nodes))
         pairs = zip(proposal.counts, matches, strict=True)
         counts = [count if count > 1 and match >= self.first else 0 for count, match in pairs]
         return replace(proposal, counts=counts)
 
-    def release(self, row: int, tokens: list[int]) -> None:
-        self.network.release(row, tokens)
-        self.ngram.release(row, tokens)
+    def release(self, slot: int, tokens: list[int]) -> None:
+        self.network.release(slot, tokens)
+        self.ngram.release(slot, tokens)
 
     def metrics(self) -> dict[str, int]:
         return {**self.network.metrics(), **self.ngram.metrics()}

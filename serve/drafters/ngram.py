@@ -64,11 +64,11 @@ class NgramOptions:
             raise ValueError(f"drafter.corpus {self.corpus} does not exist; name a prepared dataset or a .jsonl file")
         self.core(1)
 
-    def core(self, rows: int) -> NgramCore:
+    def core(self, slots: int) -> NgramCore:
         """Raises ValueError for an option out of range."""
         values = asdict(self)
         try:
-            return NgramCore(rows=rows, **{name: values[name] for name in CORE_OPTIONS})
+            return NgramCore(rows=slots, **{name: values[name] for name in CORE_OPTIONS})
         except ValueError as error:
             raise ValueError(f"drafter.{error}") from error
 
@@ -100,22 +100,22 @@ class Drafter(base.Drafter):
         for tokens in read_corpus(self.options.corpus, self.vocab_size) if self.options.corpus else ():
             self.core.insert(tokens)
 
-    def admit(self, row: int, tokens: list[int], namespace: str) -> None:
-        self.core.admit(row, np.asarray(tokens, dtype=np.int32), namespace)
+    def admit(self, slot: int, tokens: list[int], namespace: str) -> None:
+        self.core.admit(slot, np.asarray(tokens, dtype=np.int32), namespace)
 
-    def draft(self, rows: Sequence[int], emitted: Ints, width: int) -> HostProposal:
-        proposal, _ = self.match(rows, emitted, width)
+    def draft(self, slots: Sequence[int], emitted: Ints, width: int) -> HostProposal:
+        proposal, _ = self.match(slots, emitted, width)
         return proposal
 
-    def match(self, rows: Sequence[int], emitted: Ints, width: int) -> tuple[HostProposal, list[int]]:
+    def match(self, slots: Sequence[int], emitted: Ints, width: int) -> tuple[HostProposal, list[int]]:
         """Returns proposals, and the length of each longest match."""
-        nodes, tokens, parents, scores, matches = next(self.arrays)(len(rows), width)
-        counts = self.core.advance(rows, emitted, tokens, parents, scores, matches)
+        nodes, tokens, parents, scores, matches = next(self.arrays)(len(slots), width)
+        counts = self.core.advance(slots, emitted, tokens, parents, scores, matches)
         lengths = matches.tolist()
         return HostProposal(nodes, scores, counts, list(map(int.bit_length, lengths))), lengths
 
-    def release(self, row: int, tokens: list[int]) -> None:
-        self.core.release(row, len(tokens))
+    def release(self, slot: int, tokens: list[int]) -> None:
+        self.core.release(slot, len(tokens))
 
     def metrics(self) -> dict[str, int]:
         stats = self.core.stats()

@@ -95,7 +95,7 @@ class Scene:
         spans = zip(range(len(self.ends)), case.lengths, self.ends, strict=True)
         return Batch(
             state=self.state,
-            rows=self.rows,
+            requests=self.rows,
             lengths=lengths,
             positions=positions,
             slots=torch.cat([self.slots(*span) for span in spans]),

@@ -122,7 +122,7 @@ def record_proposals(drafter: Drafter) -> dict[int, tuple[list[int], list[float]
     def recorded(batch: Batch, width: int) -> Proposal:
         proposal = propose(batch, width)
         nodes = zip(proposal.tokens.tolist(), proposal.scores.tolist(), strict=True)
-        proposed.update(zip(batch.rows.tolist(), nodes, strict=True))
+        proposed.update(zip(batch.requests.tolist(), nodes, strict=True))
         return proposal
 
     drafter.propose = recorded  # type: ignore[method-assign]
@@ -136,10 +136,10 @@ def run_checked(engine: Engine, oracle: Oracle, requests: list[Request]) -> dict
 
     def check(*_: object) -> None:
         for sequence in decoding(engine):
-            stored = tuple(nodes[sequence.row].tolist() for nodes in (engine.state.tokens, engine.state.parents))
+            stored = tuple(nodes[sequence.slot].tolist() for nodes in (engine.state.tokens, engine.state.parents))
             tokens, parents, expected = oracle(sequence.tokens, sequence.request)
             assert stored == (tokens, parents), sequence.request.id
-            assert proposed[sequence.row][1] == pytest.approx(expected, abs=1e-3), sequence.request.id
+            assert proposed[sequence.slot][1] == pytest.approx(expected, abs=1e-3), sequence.request.id
 
     return run(engine, requests, check)
 

@@ -25,7 +25,7 @@ class PlayedGraphs(RoundGraphs):
     def __init__(self, runner: Runner, max_batch: int, widths: Sequence[int]) -> None:
         state = runner.state
         self.runner, self.sizes, self.widths = runner, buckets(max_batch), sorted(widths)
-        self.rows = torch.full((max_batch,), state.padding)
+        self.requests = torch.full((max_batch,), state.padding)
         self.results = torch.zeros(max_batch, 1 + 2 * state.tokens.shape[1], dtype=torch.int32)
         self._graphs, self._columns, self._held = {}, {}, ([], 0)
         self.num_rounds: dict[tuple[int, int, str], int] = {}
@@ -43,7 +43,7 @@ class PlayedGraphs(RoundGraphs):
         def play() -> None:
             key = size, width, mode
             self.num_rounds[key] = self.num_rounds.get(key, 0) + 1
-            results = self.runner.round(self.rows[:size], (bound,) * size, mode, width)
+            results = self.runner.round(self.requests[:size], (bound,) * size, mode, width)
             self._columns[width] = results.shape[1]
             self.results[:size, : results.shape[1]] = results
 

@@ -168,7 +168,7 @@ def test_behind_trees_of_ngrams_the_network_proposes_the_same(
 
     def check(*_: object) -> None:
         for sequence in decoding(engine):
-            assert proposed[sequence.row][0] == oracle(sequence.tokens, sequence.request)[0]
+            assert proposed[sequence.slot][0] == oracle(sequence.tokens, sequence.request)[0]
 
     for _ in range(2):  # the second time, n-grams know the answers
         answers = run(engine, requests, check)

@@ -181,15 +181,15 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str]
 
     def recorded(rows: PassRows, features: Tensor, result: VerifyResult | None) -> None:
         if result is not None:
-            each = zip(rows.batch.rows.tolist(), result.nodes.tolist(), result.lengths.tolist(), strict=True)
+            each = zip(rows.batch.requests.tolist(), result.nodes.tolist(), result.lengths.tolist(), strict=True)
             branched.update(row for row, nodes, length in each if nodes[:length] != list(range(length)))
         extend(rows, features, result)
 
     def check(*_: object) -> None:
         nonlocal num_checked
         for sequence in engine.scheduler._running:
-            if sequence.row in branched:
-                assert proposed[sequence.row][0] == oracle(sequence.tokens, sequence.request)[0]
+            if sequence.slot in branched:
+                assert proposed[sequence.slot][0] == oracle(sequence.tokens, sequence.request)[0]
                 num_checked += 1
         branched.clear()
 

@@ -145,7 +145,7 @@ def one_request(batch: Batch, index: int) -> Batch:
     )
     return replace(
         batch,
-        rows=batch.rows[own],
+        requests=batch.requests[own],
         lengths=batch.lengths[own],
         positions=positions,
         slots=slots,

@@ -97,7 +97,7 @@ def test_which_captured_prefill_takes_what(mode: SamplingMode, target: Path) -> 
     def taken(*chunks: Chunk) -> int:
         """Blocks of the captured pass, 0 where none takes the chunks."""
         for chunk in chunks:
-            chunk.sequence.row = 0
+            chunk.sequence.slot = 0
         return num_blocks(chunks) if prompts.prefill(chunks, mode) is not None else 0
 
     for chunk in (chunk_of(0, 3), chunk_of(0, 33), chunk_of(100, 196)):
@@ -119,7 +119,7 @@ def test_long_prompts_are_captured_ones_until_their_kernels_are_compiled(
     assert isinstance(prompts, PlayedPrompts)
     monkeypatch.setattr("slipstream.serve.prompt_graphs.MOST_PAIRS", 0)
     chunk = chunk_of(0, 33)
-    chunk.sequence.row = 0
+    chunk.sequence.slot = 0
     for is_ready in (False, True):
         monkeypatch.setattr(type(prompts.runner.attention["prefill"]), "is_ready", is_ready)
         assert (prompts.prefill([chunk], "greedy") is None) == is_ready

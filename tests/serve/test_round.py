@@ -71,7 +71,9 @@ class TreeDrafter(base.Drafter):
     def propose(self, batch: Batch, width: int) -> Proposal:
         assert batch.roots is not None
         trees = []
-        for row, length, root in zip(batch.rows.tolist(), batch.lengths.tolist(), batch.roots.tolist(), strict=True):
+        for row, length, root in zip(
+            batch.requests.tolist(), batch.lengths.tolist(), batch.roots.tolist(), strict=True
+        ):
             known = self.texts[self.known[row]] if row in self.known else []  # padding: an unfinished prompt
             truth = known[length:] or [root]  # behind the end nothing is known
             assert truth[0] == root
@@ -85,7 +87,7 @@ class TreeDrafter(base.Drafter):
         if result is None:
             return
         batch, features = rows.batch, features.view(*result.nodes.shape, -1)
-        for index, (row, length) in enumerate(zip(batch.rows.tolist(), batch.lengths.tolist(), strict=True)):
+        for index, (row, length) in enumerate(zip(batch.requests.tolist(), batch.lengths.tolist(), strict=True)):
             start, text = self.start[row], self.texts[self.known[row]]
             end = min(length + int(result.lengths[index]), len(text))
             path = result.nodes[index, : end - length].long()
@@ -214,12 +216,12 @@ def test_a_shorter_proposal_leaves_no_nodes_of_the_one_before(
     engine.add(make_request("0", random_prompt(5, 0)))
     engine.step()
     (sequence,) = engine.scheduler.next_round(engine.reserve)
-    rows, bound = torch.tensor([sequence.row]), sequence.num_computed
+    rows, bound = torch.tensor([sequence.slot]), sequence.num_computed
     engine.executor.prepare([sequence])
     for width in widths:
         ((count, *_),) = engine.executor.runner.round(rows, (bound,), "greedy", width).tolist()
         bound += count
-        stored = engine.state.tokens[sequence.row]
+        stored = engine.state.tokens[sequence.slot]
         assert (stored[:width] >= 0).all()
         assert (stored[width:] == -1).all()
 

@@ -41,7 +41,7 @@ class Recorder:
 
     def _record(self, name: str, sequence: Sequence) -> None:
         assert sequence.table.pages, "pages are held at both calls"
-        self.calls.append((name, sequence.request.id, sequence.row))
+        self.calls.append((name, sequence.request.id, sequence.slot))
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 50, **params: Any) -> None:
         self.scheduler.add(Request(id=name, prompt=prompt, params=SamplingParams(max_tokens=max_tokens, **params)))

@@ -92,13 +92,13 @@ class Simulation:
         self.num_aborted = 0
 
     def _admit(self, sequence: Sequence) -> None:
-        assert sequence.row not in self.rows, "the row was given before it was released"
+        assert sequence.slot not in self.rows, "the row was given before it was released"
         assert len(sequence.table.pages) * self.page_size >= len(sequence.tokens) + RESERVE
-        self.rows[sequence.row] = sequence
+        self.rows[sequence.slot] = sequence
         self.num_shared[sequence] = len(sequence.table.nodes) * self.page_size
 
     def _release(self, sequence: Sequence) -> None:
-        assert self.rows.pop(sequence.row) is sequence
+        assert self.rows.pop(sequence.slot) is sequence
         assert sequence.table.pages, "pages are still held when the row is released"
 
     def add(self, request: Request) -> None:
@@ -253,7 +253,7 @@ def test_random_operations(sizes: tuple[int, int, int], page_size: int, lookahea
         if kind == "add":
             number += 1
             request = random_request(rng, number, stems)
-            if scheduler.num_waiting < 6 + len(scheduler._free_rows):
+            if scheduler.num_waiting < 6 + len(scheduler._free_slots):
                 simulation.add(request)
         elif kind == "prefill":
             simulation.prefill(abort=rng.random() < 0.03)
