@@ -12,7 +12,7 @@ VERBS = {
     "prepare": ("slipstream.data_tools.prepare", "conversations to tokens and loss masks"),
     "regenerate": ("slipstream.data_tools.regenerate", "replace the answers by the target's own"),
     "frequency-map": ("slipstream.data_tools.frequency_map", "count answer tokens, choose a draft vocabulary"),
-    "capture-features": ("slipstream.data_tools.capture_features", "run the target once, keep its states for training"),
+    "capture-states": ("slipstream.data_tools.capture_states", "run the target once, keep its states for training"),
     "convert": ("slipstream.data_tools.convert", "write a draft in another server's or trainer's layout"),
     "report": ("slipstream.train.report", "draw a training run as an HTML page"),
 }

@@ -140,19 +140,19 @@ class Draft:
             target_hidden_size=shape.hidden_size,
             target_num_layers=shape.num_layers,
             target_revision=None,
-            feature_layers=tuple(self.states(shape)),
+            aux_layers=tuple(self.states(shape)),
             **fields,
         )
 
     def states(self, shape: Shape) -> dict[int, int | None]:
-        """States of the big target that the big draft reads, in order -> the small draft's feature that each is; None:
-        an added one."""
-        return {layer: index for index, layer in enumerate(self.own_features(shape))}
+        """States of the big target that the big draft reads, in order -> the small draft's that each is; None: an added
+        one."""
+        return {layer: index for index, layer in enumerate(self.own_aux_states(shape))}
 
-    def own_features(self, shape: Shape) -> tuple[int, ...]:
-        """States of the big target that equal the small draft's features."""
+    def own_aux_states(self, shape: Shape) -> tuple[int, ...]:
+        """States of the big target that equal the small draft's aux hidden states."""
         place_of = {index: big for big, index in places(self.config.target_num_layers, shape.num_layers).items()}
-        return tuple(place_of.get(layer, shape.num_layers) for layer in self.config.feature_layers)
+        return tuple(place_of.get(layer, shape.num_layers) for layer in self.config.aux_layers)
 
     def tensors(self, inflation: Inflation, shape: Shape) -> dict[str, Make]:
         """What makes each tensor of the big draft. The small one's tokens come first in its vocabulary."""
@@ -192,11 +192,11 @@ class DFlashDraft(Draft):
     def check(self, model: ModelConfig, shape: Shape) -> None:
         super().check(model, shape)
         check_room("draft num_layers", self.config.num_layers, NUM_LAYERS)
-        check_room("draft feature_layers", len(self.config.feature_layers), NUM_STATES)
+        check_room("draft aux_layers", len(self.config.aux_layers), NUM_STATES)
 
     def states(self, shape: Shape) -> dict[int, int | None]:
         """In rising order."""
-        own = self.own_features(shape)
+        own = self.own_aux_states(shape)
         free = [layer for layer in range(shape.num_layers) if layer not in own]
         count = NUM_STATES - len(own)
         added = [free[index * len(free) // count] for index in range(count)]

@@ -197,7 +197,7 @@ def capture_target(engine: Engine, rows: Tensor) -> torch.cuda.CUDAGraph:
     def target_pass() -> Tensor:
         batch, _, _, inputs = runner._begin(rows, (0,) * len(rows), "plain", engine.width)
         mask = "causal" if batch.ancestors is None else "tree"
-        hidden, _ = runner.target(inputs, runner.attention_for(batch), runner.drafter.feature_layers, mask)
+        hidden, _ = runner.target(inputs, runner.attention_for(batch), runner.drafter.aux_layers, mask)
         return runner.target.logits(hidden)
 
     target_pass()

@@ -29,8 +29,8 @@ from slipstream.bench.inflate_weights import SHAPES
 from slipstream.bench.lines import Lines, origin
 from slipstream.bench.training_flops import step_flops
 from slipstream.config import parse
-from slipstream.models.config import ModelConfig, default_feature_layers
-from slipstream.models.dflash import DFlash, DFlashConfig, default_block_feature_layers
+from slipstream.models.config import ModelConfig, default_aux_layers
+from slipstream.models.dflash import DFlash, DFlashConfig, default_block_aux_layers
 from slipstream.models.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.layers import RotaryEmbedding
@@ -154,7 +154,7 @@ def build(config: StepConfig, device: torch.device) -> DraftTraining:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         target = AutoModelForCausalLM.from_config(hf, dtype=dtype, attn_implementation="sdpa")
         draft = make_draft(config, model)
-        frozen = FrozenTarget(target, draft.config.feature_layers)
+        frozen = FrozenTarget(target, draft.config.aux_layers)
         length = config.sequence + max(config.block, config.ttt_steps)
         rope = RotaryEmbedding(model.rope, model.head_dim, length).to(device)
     if config.compile in ("draft", "all"):
@@ -171,10 +171,10 @@ def build(config: StepConfig, device: torch.device) -> DraftTraining:
 def make_draft(config: StepConfig, model: ModelConfig) -> Eagle3 | DFlash:
     size = SHAPES[config.shape].draft_vocab_size
     if config.drafter == "eagle3":
-        layers = default_feature_layers(model.num_layers)
-        return Eagle3(Eagle3Config.from_target(model, draft_vocab_size=size, feature_layers=layers))
-    layers = default_block_feature_layers(model.num_layers, config.layers)
-    sizes = {"num_layers": config.layers, "block_size": config.block, "feature_layers": layers, "mask_token_id": 3}
+        layers = default_aux_layers(model.num_layers)
+        return Eagle3(Eagle3Config.from_target(model, draft_vocab_size=size, aux_layers=layers))
+    layers = default_block_aux_layers(model.num_layers, config.layers)
+    sizes = {"num_layers": config.layers, "block_size": config.block, "aux_layers": layers, "mask_token_id": 3}
     return DFlash(DFlashConfig.from_target(model, draft_vocab_size=size if config.reduced else None, **sizes))
 
 
@@ -196,12 +196,12 @@ def make_parts(training: DraftTraining, accelerator: Accelerator, batch: Batch) 
     model, *optimizers = accelerator.prepare(training.train(), *build_optimizers(training, optim))
     scale, losses = 1 / batch.num_supervised, list[Tensor]()
     tokens, positions = batch.tokens.to(accelerator.device), batch.positions.to(accelerator.device)
-    read = target.features
+    read = target.aux_states
 
     def draft_and_loss() -> None:
-        target.features = lambda *_: states[-1]  # type: ignore[method-assign]
+        target.aux_states = lambda *_: states[-1]  # type: ignore[method-assign]
         losses.append(model(batch)[0] * scale)
-        target.features = read  # type: ignore[method-assign]
+        target.aux_states = read  # type: ignore[method-assign]
 
     def update() -> None:
         accelerator.clip_grad_norm_(model.parameters(), optim.clip)

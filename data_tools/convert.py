@@ -150,7 +150,7 @@ def read_draft(form: Form, path: Path, target: TargetFiles) -> Draft:
     values, tensors = module.config.to_json(), public_tensors(module)
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     values |= {"torch_dtype": dtype, "target": values["target"] or target.name}
-    layers = module.config.feature_layers if module.layers_field else ()
+    layers = module.config.aux_layers if module.layers_field else ()
     return Draft(values, tensors, layers)
 
 

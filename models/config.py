@@ -151,7 +151,7 @@ def is_complete(values: Mapping[str, Any]) -> bool:
     return values.keys() >= NEEDED | needed and bool(values.keys() & {"rope_theta", "rope_parameters"})
 
 
-def default_feature_layers(num_layers: int) -> tuple[int, ...]:
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     """The three target states that an EAGLE3 draft reads, as layer outputs (num_layers = after the final norm).
 
     Deep targets follow EAGLE-3: outputs of layers 1, N//2 - 1 and N - 4. Below 11 layers that rule repeats a layer or
@@ -161,14 +161,14 @@ def default_feature_layers(num_layers: int) -> tuple[int, ...]:
     if num_layers >= 11:
         return (1, num_layers // 2 - 1, num_layers - 4)
     if num_layers < 3:
-        raise ValueError(f"num_layers is {num_layers}; below 3 layers name feature_layers explicitly")
+        raise ValueError(f"num_layers is {num_layers}; below 3 layers name aux_layers explicitly")
     return (num_layers // 4, num_layers // 2, num_layers - 1)
 
 
-def check_feature_layers(layers: tuple[int, ...], num_layers: int) -> None:
+def check_aux_layers(layers: tuple[int, ...], num_layers: int) -> None:
     """Raises ValueError unless every id is distinct and within 0..num_layers."""
     if not layers or len(set(layers)) != len(layers) or not all(0 <= layer <= num_layers for layer in layers):
         raise ValueError(
-            f"feature_layers is {list(layers)}; name distinct states 0..{num_layers - 1} (layer outputs) "
+            f"aux_layers is {list(layers)}; name distinct states 0..{num_layers - 1} (layer outputs) "
             f"or {num_layers} (after the final norm)"
         )

@@ -1,6 +1,6 @@
 """DFLASH drafts, network and files (arXiv 2602.06036): a few layers that fill a block of masked tokens in one pass.
 
-Every layer attends to [target features ; block]: keys and values of committed tokens come from one projected feature
+Every layer attends to [target's states ; block]: keys and values of committed tokens come from one projected state
 that passes through no layer, those of the block from its own states. Embedding and head are the target's: callers pass
 embeddings and apply the head to final states. The same module trains and serves: attention is an argument.
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.config import ModelConfig, check_feature_layers, default_feature_layers
+from slipstream.models.config import ModelConfig, check_aux_layers, default_aux_layers
 from slipstream.models.draft import DraftConfig, DraftNetwork, Tensors, check_target, decoder_from_json, decoder_to_json
 from slipstream.models.layers import Attention, DecoderLayer, Linear, Mask, RMSNorm, SelfAttention, derive
 from slipstream.models.speculators_layout import without_last_layer
@@ -38,10 +38,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashConfig(DraftConfig):
-    """`feature_layers` are output ids (models/config.py)."""
+    """`aux_layers` are output ids (models/config.py)."""
 
     num_layers: int
-    feature_layers: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     mask_token_id: int
     block_size: int = 16  # tokens of a block, the anchor (last emitted token) included
     sample_from_anchor: bool = False  # slot k predicts the next token, as in DeepSpec's drafts; never in ours
@@ -51,7 +51,7 @@ class DFlashConfig(DraftConfig):
 
     def __post_init__(self) -> None:
         DraftConfig.__post_init__(self)
-        check_feature_layers(self.feature_layers, self.target_num_layers)
+        check_aux_layers(self.aux_layers, self.target_num_layers)
         if not 2 <= self.block_size <= 64:
             raise ValueError(f"block_size is {self.block_size}; it must be between 2 and 64")
         if not 0 <= self.mask_token_id < self.vocab_size:
@@ -79,7 +79,7 @@ class DFlashConfig(DraftConfig):
             "num_target_layers": self.target_num_layers,
             "dflash_config": {
                 "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.feature_layers),
+                "target_layer_ids": list(self.aux_layers),
             },
             "num_hidden_layers": self.num_layers,
             "attention_bias": self.attention_bias,
@@ -106,7 +106,7 @@ class DFlashConfig(DraftConfig):
         return cls(
             **decoder,
             num_layers=num_layers,
-            feature_layers=tuple(layers) or default_block_feature_layers(target.num_layers, num_layers),
+            aux_layers=tuple(layers) or default_block_aux_layers(target.num_layers, num_layers),
             mask_token_id=_mask_token(own),
             block_size=_block_size(values),
             sample_from_anchor=bool(own.get("sample_from_anchor", is_deepspec)),
@@ -162,7 +162,7 @@ def _windows(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window": window if windowed else None, "windowed_layers": windowed}
 
 
-def default_block_feature_layers(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+def default_block_aux_layers(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
     """The target states that a block draft reads, as layer outputs: round(1 + i (N - 4) / (L - 1)), i = 0..L-1.
 
     On shallow targets that rule repeats layers or stops far from the end: there, the states that EAGLE3 reads.
@@ -170,7 +170,7 @@ def default_block_feature_layers(num_target_layers: int, num_draft_layers: int) 
     if num_draft_layers == 1 and num_target_layers >= 11:
         return (num_target_layers // 2,)
     if num_target_layers < max(11, num_draft_layers + 3):
-        return default_feature_layers(num_target_layers)
+        return default_aux_layers(num_target_layers)
     step = (num_target_layers - 4) / (num_draft_layers - 1)
     return tuple(round(1 + index * step) for index in range(num_draft_layers))
 
@@ -216,14 +216,14 @@ class DFlash(DraftNetwork):
         size, shape, count = config.hidden_size, config.layer_config(), config.num_layers
         windows = [config.sliding_window if layer in config.windowed_layers else None for layer in range(count)]
         self.masks: list[Mask] = ["block" if window is None else "causal" for window in windows]
-        self.fc = Linear(size * len(config.feature_layers), size, bias=False)
+        self.fc = Linear(size * len(config.aux_layers), size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(shape, layer, window) for layer, window in enumerate(windows))
         self.norm = RMSNorm(size, config.rms_norm_eps)
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def fuse(self, aux_states: Tensor) -> Tensor:
         """Target states (..., K * H) -> the context (..., H) that every layer projects to keys and values."""
-        return self.hidden_norm(self.fc(features))
+        return self.hidden_norm(self.fc(aux_states))
 
     def write_context(self, context: Tensor, attention: Attention) -> None:
         """Stores every layer's keys and values of context rows (..., H)."""

@@ -251,7 +251,7 @@ def load_draft(
     tensors = {_public_name(network, key): tensor for key, tensor in read_draft_tensors(path).items()}
     config: Any = network.Config.from_json(from_speculators(read_json(path / "config.json")), target, tensors)
     if network.layers_field:
-        check_fc(tensors, target.hidden_size, config.feature_layers, network.layers_field, path)
+        check_fc(tensors, target.hidden_size, config.aux_layers, network.layers_field, path)
     if config.draft_vocab_size is not None:
         complete_vocabulary(tensors, config, path)
     with torch.device("meta"):

@@ -39,7 +39,7 @@ class EagleConfig(DraftConfig):
     qkv_bias: bool = False
 
     @property
-    def feature_layers(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """The state after the final norm alone (models/config.py)."""
         return (self.target_num_layers,)
 
@@ -107,9 +107,9 @@ class Eagle(DraftNetwork):
         assert isinstance(layer, EagleLayer)
         return layer
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def fuse(self, aux_states: Tensor) -> Tensor:
         """Target states (..., H) as `forward` reads them: unchanged."""
-        return features
+        return aux_states
 
     def write_context(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> None:
         """Stores keys and values of rows (..., H) without computing their output."""

@@ -1,4 +1,4 @@
-"""EAGLE3 drafts, network and files (Li et al. 2025, arXiv 2503.01840): one layer over [token embedding ; feature].
+"""EAGLE3 drafts, network and files (Li et al. 2025, arXiv 2503.01840): one layer over [embedding ; aux hidden state].
 
 The same module trains and serves: attention is an argument. Draft ids are positions in the reduced vocabulary.
 
@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.config import ModelConfig, check_feature_layers, default_feature_layers
+from slipstream.models.config import ModelConfig, check_aux_layers, default_aux_layers
 from slipstream.models.draft import (
     EMBEDDING,
     HEAD,
@@ -39,15 +39,15 @@ MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(DraftConfig):
-    """`feature_layers` are output ids (models/config.py)."""
+    """`aux_layers` are output ids (models/config.py)."""
 
     draft_vocab_size: int
-    feature_layers: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
         DraftConfig.__post_init__(self)
-        check_feature_layers(self.feature_layers, self.target_num_layers)
+        check_aux_layers(self.aux_layers, self.target_num_layers)
 
     def layer_config(self) -> ModelConfig:
         """The draft's one layer seen as a one-layer model."""
@@ -78,15 +78,15 @@ class Eagle3Config(DraftConfig):
         check_target({**values, **own_size}, **expected, target_hidden_size=target.hidden_size)
         return cls(
             **decoder | {"draft_vocab_size": decoder["draft_vocab_size"] or values["vocab_size"]},
-            feature_layers=_layers_from_json(values, target, tensors or {}),
+            aux_layers=_layers_from_json(values, target, tensors or {}),
             attention_bias=bool(values.get("attention_bias", False)),
         )
 
 
 def _layers_to_json(config: Eagle3Config) -> dict[str, Any]:
     """Layer ids for SGLang and for vLLM; omitted if they follow the default rule of both and of our loader."""
-    layers, count = config.feature_layers, config.target_num_layers
-    if layers == (1, count // 2 - 1, count - 4) == default_feature_layers(count):
+    layers, count = config.aux_layers, config.target_num_layers
+    if layers == (1, count // 2 - 1, count - 4) == default_aux_layers(count):
         return {}
     return {
         "eagle_config": {AUX_LAYERS: list(layers), "use_aux_hidden_state": True},
@@ -98,7 +98,7 @@ def _layers_from_json(values: Mapping[str, Any], target: ModelConfig, tensors: M
     """Output ids. Raises ValueError if the two fields name different states."""
     outputs = (values.get("eagle_config") or {}).get(AUX_LAYERS)
     if not values.get(AUX_LAYERS):
-        return tuple(outputs or default_feature_layers(target.num_layers))
+        return tuple(outputs or default_aux_layers(target.num_layers))
     inputs = without_last_layer(values[AUX_LAYERS], target.num_layers, tensors, target.hidden_size)
     layers = tuple(layer - 1 for layer in inputs)
     if outputs and tuple(outputs) != layers:
@@ -143,7 +143,7 @@ class Eagle3(DraftNetwork):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
         size = config.hidden_size
-        self.fc = Linear(config.target_hidden_size * len(config.feature_layers), size, bias=False)
+        self.fc = Linear(config.target_hidden_size * len(config.aux_layers), size, bias=False)
         self.midlayer = Midlayer(config)
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = Head(size, config.draft_vocab_size)
@@ -155,7 +155,7 @@ class Eagle3(DraftNetwork):
 
     @torch.no_grad()
     def init_from_target(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes over the target's head rows, final norm and last MLP; fc passes the last feature through.
+        """Takes over the target's head rows, final norm and last MLP; fc passes the last aux hidden state through.
 
         `weights` by their names in files, the last layer's as layers.0; a mixture of experts has no such MLP.
         Additional neurons stay random with zero output weights, so they contribute nothing at first.
@@ -177,9 +177,9 @@ class Eagle3(DraftNetwork):
             own[f"midlayer.{name}"][:rows, :columns].copy_(weight)
         own["fc.weight"].zero_()[:, -config.hidden_size :].copy_(torch.eye(config.hidden_size))
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def fuse(self, aux_states: Tensor) -> Tensor:
         """Target states (..., K * Ht) -> (..., H)."""
-        return self.fc(features)
+        return self.fc(aux_states)
 
     def write_context(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> None:
         """Stores keys and values of rows (..., H) without computing their output."""

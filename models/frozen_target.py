@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.quantization_config import Mxfp4Config
 
-from slipstream.models.config import check_feature_layers
+from slipstream.models.config import check_aux_layers
 from slipstream.models.draft import HEAD
 from slipstream.models.sharded_target import share_out
 
@@ -25,16 +25,16 @@ VOCABULARY_CHUNK = 16384  # head rows per product: bounds full logits to (N, 163
 class FrozenTarget:
     """Not an nn.Module, so that a training module may hold one without training, moving or saving it."""
 
-    def __init__(self, model: PreTrainedModel, feature_layers: tuple[int, ...]) -> None:
+    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]) -> None:
         self.model = model.eval().requires_grad_(False)
         self.decoder = model.get_decoder()
         self.layers = decoder_layers(model)
-        self.feature_layers = feature_layers
-        check_feature_layers(feature_layers, len(self.layers))
+        self.aux_layers = aux_layers
+        check_aux_layers(aux_layers, len(self.layers))
         check_head(model)
         self.read_as: torch.dtype | None = None  # dtype of a draft's inputs; None: the model's
         self._states: dict[int, Tensor] = {}
-        for layer in set(feature_layers) - {len(self.layers)}:
+        for layer in set(aux_layers) - {len(self.layers)}:
             self.layers[layer].register_forward_hook(self._capture(layer))
 
     def _capture(self, layer: int) -> Any:
@@ -44,7 +44,7 @@ class FrozenTarget:
         return hook
 
     @torch.no_grad()
-    def features(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def aux_states(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Captured states (B, S, K * Ht) and the state after the final norm (B, S, Ht) of packed rows (B, S).
 
         `positions` restart at 0 at each document, and tokens attend within their document only. Padding has position 0:
@@ -54,9 +54,9 @@ class FrozenTarget:
         with torch.autocast(tokens.device.type, enabled=False):  # the checkpoint's dtype, as in serving
             output = self.decoder(input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False)
         final = self._states[len(self.layers)] = output.last_hidden_state
-        features = torch.cat([self._states[layer] for layer in self.feature_layers], dim=-1)
+        aux_states = torch.cat([self._states[layer] for layer in self.aux_layers], dim=-1)
         self._states.clear()
-        return features, final
+        return aux_states, final
 
     def masks(self, positions: Tensor) -> Any:
         """Attention masks, by kind of layer if there are several. Made here by transformers' function, as some models
@@ -76,7 +76,7 @@ class FrozenTarget:
         return self.model.get_output_embeddings().weight
 
     def compile_layers(self) -> None:
-        """Compiles each kind of layer at the first call of `features`, and once more if sizes change."""
+        """Compiles each kind of layer at the first call of `aux_states`, and once more if sizes change."""
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward)  # hooks stay outside
 
@@ -138,7 +138,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers; features cannot be captured")
+    raise ValueError(
+        f"{type(model).__name__} has no list of {count} decoder layers; aux hidden states cannot be captured"
+    )
 
 
 def check_head(model: PreTrainedModel) -> None:
@@ -154,7 +156,7 @@ def check_head(model: PreTrainedModel) -> None:
 
 def load_frozen_target(
     path: Path,
-    feature_layers: tuple[int, ...],
+    aux_layers: tuple[int, ...],
     device: torch.device,
     trust_remote_code: bool = False,
     heads_only: bool = False,
@@ -162,23 +164,23 @@ def load_frozen_target(
 ) -> FrozenTarget:
     """Loads a checkpoint folder in its own dtype, on the CPU in fp32 (as it is served there).
 
-    `heads_only` keeps on the host what only `features` and `initial_weights` need. `mesh`: processes among which the
+    `heads_only` keeps on the host what only `aux_states` and `initial_weights` need. `mesh`: processes among which the
     layers are sharded (sharded_target.py); the first one reads the files.
     """
     if mesh is not None:
         model = empty_model(path, trust_remote_code)
         source = read_model(path, device, trust_remote_code) if mesh.get_local_rank() == 0 else None
         share_out(model, decoder_layers(model), source, mesh, device)
-        return FrozenTarget(model, feature_layers)
+        return FrozenTarget(model, aux_layers)
     model = read_model(path, device, trust_remote_code)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()) if heads_only else (model,):
         nn.Module.to(module, device)
-    return FrozenTarget(model, feature_layers)
+    return FrozenTarget(model, aux_layers)
 
 
-def empty_target(path: Path, feature_layers: tuple[int, ...], trust_remote_code: bool = False) -> FrozenTarget:
+def empty_target(path: Path, aux_layers: tuple[int, ...], trust_remote_code: bool = False) -> FrozenTarget:
     """The target with parameters on the meta device, in the dtypes of its files: takes no memory."""
-    return FrozenTarget(empty_model(path, trust_remote_code), feature_layers)
+    return FrozenTarget(empty_model(path, trust_remote_code), aux_layers)
 
 
 def read_model(path: Path, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:

@@ -63,14 +63,14 @@ class Target(nn.Module):
         return end_of_text_ids(self.path, self.trust_remote_code)
 
     def forward(
-        self, tokens: Tensor, attention: Attention, feature_layers: Sequence[int] = (), mask: Mask = "causal"
+        self, tokens: Tensor, attention: Attention, aux_layers: Sequence[int] = (), mask: Mask = "causal"
     ) -> tuple[Tensor, Tensor | None]:
-        """tokens (T,) -> hidden (T, H) after the final norm, and the states of `feature_layers` as (T, K * H).
+        """tokens (T,) -> hidden (T, H) after the final norm, and the states of `aux_layers` as (T, K * H).
 
         State i below num_layers is the output of layer i; num_layers itself is the hidden state after the final norm.
         """
         residual, delta = self.embed_tokens(tokens), None
-        features, states = self._allocate_features(residual, feature_layers)
+        aux_states, states = self._allocate_aux_states(residual, aux_layers)
         layers = self.layers[:2] if is_short() else self.layers
         for index, layer in enumerate(layers):
             residual, delta = layer(residual, delta, attention, mask, states.get(index - 1))
@@ -78,17 +78,17 @@ class Target(nn.Module):
         hidden, _ = self.norm.add(residual, delta, states.get(self.config.num_layers - 1))
         if self.config.num_layers in states:
             states[self.config.num_layers].copy_(hidden)
-        return hidden, features
+        return hidden, aux_states
 
-    def _allocate_features(
-        self, embeds: Tensor, feature_layers: Sequence[int]
+    def _allocate_aux_states(
+        self, embeds: Tensor, aux_layers: Sequence[int]
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
         """(T, K * H) and its part (T, H) for each state: layers write into them, which avoids a concatenation."""
-        if not feature_layers:
+        if not aux_layers:
             return None, {}
-        features = embeds.new_empty(len(embeds), len(feature_layers) * self.config.hidden_size)
-        parts = features.split(self.config.hidden_size, dim=1)
-        return features, dict(zip(feature_layers, parts, strict=True))
+        aux_states = embeds.new_empty(len(embeds), len(aux_layers) * self.config.hidden_size)
+        parts = aux_states.split(self.config.hidden_size, dim=1)
+        return aux_states, dict(zip(aux_layers, parts, strict=True))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (T, H) -> (T, V)."""

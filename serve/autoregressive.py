@@ -1,6 +1,6 @@
 """EAGLE and EAGLE3: a recurrent hidden state drafts token by token, as a chain or as a tree.
 
-Their KV at slot t depends on the target's feature at t and the token at t + 1, hence lookahead 1. State per request:
+Their KV at slot t depends on the target's states at t and the token at t + 1, hence lookahead 1. State per request:
 the draft's hidden state at the last committed token, from which the next proposal starts.
 Letters: B requests, N nodes of a proposal, k frontier nodes of a tree's level, H hidden size, R request slots.
 """
@@ -82,7 +82,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.module, self.vocabulary, self.head = module, vocabulary, vocabulary.head
         self.shape = options.shape
         self.branches = options.topk > 1
-        self.feature_layers = module.config.feature_layers
+        self.aux_layers = module.config.aux_layers
         layer = module.config.layer_config()
         self.kv = KVSpec(1, layer.num_kv_heads, layer.head_dim, layer.rope)
         nodes = options.verified_nodes
@@ -103,9 +103,9 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         size = self.module.config.hidden_size
         self.hidden = torch.zeros(len(state.lengths), size, dtype=target.dtype, device=target.device)  # (R, H)
 
-    def extend(self, rows: PassRows, features: Tensor, result: VerifyResult | None) -> None:
+    def extend(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
         self.vocabulary.observe(rows.batch, result)
-        embeds, hidden = self.embed(rows.next_tokens), self.module.fuse(features)
+        embeds, hidden = self.embed(rows.next_tokens), self.module.fuse(aux_states)
         self.attention.plan(rows.batch)
         if result is None:  # of many rows the last ones alone need a state
             self.module.write_context(embeds, hidden, self.attention)

@@ -55,16 +55,16 @@ class Runner:
         """
         assert batch.next_tokens is not None
         assert batch.last is not None
-        hidden, features = self.target(tokens, self.attention_for(attended or batch), self.drafter.feature_layers)
+        hidden, aux_states = self.target(tokens, self.attention_for(attended or batch), self.drafter.aux_layers)
         sampled = sample(self.target.logits(hidden[batch.last]), ends, batch.sampling)
         # One place more, cut off below, for chunks that do not end a prompt.
         places = torch.where(is_last, batch.last, len(tokens))
         successors = pad(batch.next_tokens, (0, 1)).index_copy_(0, places, sampled)[:-1]
         batch = replace(batch, next_tokens=successors)
         self.state.lengths[batch.requests] = ends.int()
-        if features is not None:
+        if aux_states is not None:
             assert batch.last is not None
-            self.drafter.extend(PassRows(batch, successors, batch.last), features, None)
+            self.drafter.extend(PassRows(batch, successors, batch.last), aux_states, None)
         if proposes and not self.host_alone:
             requests = torch.where(is_last, batch.requests, self.state.padding)
             lengths = torch.where(is_last, ends, 0)
@@ -83,7 +83,7 @@ class Runner:
         """
         batch, tokens, parents, inputs = self._begin(requests, bounds, mode, width)
         mask = "causal" if batch.ancestors is None else "tree"
-        hidden, features = self.target(inputs, self.attention_for(batch), self.drafter.feature_layers, mask)
+        hidden, aux_states = self.target(inputs, self.attention_for(batch), self.drafter.aux_layers, mask)
         positions = batch.positions + 1  # of the token that follows each node
         sampled = sample(self.target.logits(hidden), positions, batch.sampling.repeat(width)).view(-1, width)
         verified = VerifyResult(*verify(tokens, parents, sampled, batch.ancestors))
@@ -93,8 +93,8 @@ class Runner:
         end = end_round(
             self.state.lengths, requests, self.state.padding, batch.lengths, verified.tokens, verified.lengths
         )
-        if features is not None:
-            self.drafter.extend(*accepted_rows(batch, features, verified), verified)
+        if aux_states is not None:
+            self.drafter.extend(*accepted_rows(batch, aux_states, verified), verified)
         if not self.host_alone:
             self._propose(replace(batch, lengths=end.lengths, roots=end.roots), width)
         return end.results if batch.ancestors is None else torch.cat((end.results, verified.nodes), dim=1)
@@ -145,14 +145,14 @@ class Runner:
         store_proposal(self.state.tokens, self.state.parents, batch.requests, proposal.tokens, proposal.parents)
 
 
-def accepted_rows(batch: Batch, features: Tensor, verified: VerifyResult) -> tuple[PassRows, Tensor]:
-    """A round's rows in the order in which their tokens were accepted, and their features (B * N, K * H)."""
+def accepted_rows(batch: Batch, aux_states: Tensor, verified: VerifyResult) -> tuple[PassRows, Tensor]:
+    """A round's rows in the order in which their tokens were accepted, and their aux hidden states (B * N, K * H)."""
     B, N = verified.nodes.shape
-    first = torch.arange(0, B * N, N, device=features.device)  # row of each request
+    first = torch.arange(0, B * N, N, device=aux_states.device)  # row of each request
     if batch.ancestors is not None:  # a tree; a chain's accepted nodes come first anyway
         nodes = first[:, None] + verified.nodes.clamp(min=0)
-        features, batch = features[nodes.flatten()], batch.uniform(batch.lengths, N)
-    return PassRows(batch, verified.tokens.clamp(min=0).flatten(), first + verified.lengths - 1), features
+        aux_states, batch = aux_states[nodes.flatten()], batch.uniform(batch.lengths, N)
+    return PassRows(batch, verified.tokens.clamp(min=0).flatten(), first + verified.lengths - 1), aux_states
 
 
 def simulate(sampled: Tensor, keys: Tensor, positions: Tensor, accept_length: float) -> VerifyResult:

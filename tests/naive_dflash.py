@@ -28,10 +28,10 @@ class NaiveDFlash(NaiveLayers):
         super().__init__(draft, embeddings)
         self.head = head.double()[self.target_ids]
 
-    def block(self, features: Tensor, anchor: int, slots: int) -> Block:
-        """The block after features (a, K * H) of the a tokens before `anchor`, which has position a."""
+    def block(self, aux_states: Tensor, anchor: int, slots: int) -> Block:
+        """The block after aux hidden states (a, K * H) of the a tokens before `anchor`, which has position a."""
         tokens = [anchor] + [self.config["dflash_config"]["mask_token_id"]] * (slots - 1)
-        context = self._norm(features.double() @ self.weights["fc.weight"].T, "hidden_norm")
+        context = self._norm(aux_states.double() @ self.weights["fc.weight"].T, "hidden_norm")
         x = self.embeddings[tokens]
         for layer in range(self.config["num_hidden_layers"]):
             name = f"layers.{layer}"
@@ -43,16 +43,16 @@ class NaiveDFlash(NaiveLayers):
     def logits(self, states: Tensor) -> Tensor:
         return states.double() @ self.head.T
 
-    def greedy(self, features: Tensor, tokens: list[int], depth: int) -> list[int]:
+    def greedy(self, aux_states: Tensor, tokens: list[int], depth: int) -> list[int]:
         """The `depth` tokens drafted after `tokens` by a block that is no longer than they need."""
-        return self.chain(features, tokens, depth + 1, depth + 1, key=0, temperature=0.0)[0]
+        return self.chain(aux_states, tokens, depth + 1, depth + 1, key=0, temperature=0.0)[0]
 
     def chain(
-        self, features: Tensor, tokens: list[int], width: int, slots: int, key: int, temperature: float
+        self, aux_states: Tensor, tokens: list[int], width: int, slots: int, key: int, temperature: float
     ) -> tuple[list[int], list[float]]:
         """The width - 1 tokens that a block of `slots` slots drafts after `tokens`, and the sums of log-probabilities
-        up to each; features of all tokens but the last."""
-        states = self.block(features, tokens[-1], slots).states
+        up to each; aux hidden states of all tokens but the last."""
+        states = self.block(aux_states, tokens[-1], slots).states
         drafted, scores = [], [0.0]
         for index in range(width - 1):
             state = states[index + (0 if self.config.get("sample_from_anchor") else 1)]

@@ -19,8 +19,8 @@ class NaiveEagle(NaiveEagle3):
         super().__init__(draft, embeddings)
         self.head = head.double()[self.target_ids]
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return features.double()
+    def fuse(self, aux_states: Tensor) -> Tensor:
+        return aux_states.double()
 
     def states(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         residual, activations = self.parts(embeds, hidden)

@@ -71,8 +71,8 @@ class NaiveEagle3(NaiveLayers):
 
     attention = "midlayer.self_attn"
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return self._project(features.double(), "fc")
+    def fuse(self, aux_states: Tensor) -> Tensor:
+        return self._project(aux_states.double(), "fc")
 
     def states(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         """The layer over a whole sequence: embeds and hidden (n, H) -> (n, H) before the final norm."""
@@ -86,10 +86,10 @@ class NaiveEagle3(NaiveLayers):
     def logits(self, states: Tensor) -> Tensor:
         return self._project(self._norm(states.double(), "norm"), "lm_head")
 
-    def chains(self, features: Tensor, tokens: Tensor, num_steps: int) -> dict[tuple[int, int], Tensor]:
-        """(row, step) -> state (H,) in fp32, by features (n, K * H) of a text's `tokens` (n,): from step 1 on the draft
-        reads its own states, and the text's tokens as far as they go."""
-        embeds, fused, states = self.embeddings[tokens[1:]], self.fuse(features), {}
+    def chains(self, aux_states: Tensor, tokens: Tensor, num_steps: int) -> dict[tuple[int, int], Tensor]:
+        """(row, step) -> state (H,) in fp32, by target states (n, K * H) of a text's `tokens` (n,): from step 1 on the
+        draft reads its own states, and the text's tokens as far as they go."""
+        embeds, fused, states = self.embeddings[tokens[1:]], self.fuse(aux_states), {}
         for row in range(len(tokens) - 1):
             hidden = fused[: row + 1]
             for step in range(min(num_steps, len(tokens) - 1 - row)):
@@ -98,12 +98,12 @@ class NaiveEagle3(NaiveLayers):
                 hidden = torch.cat((hidden, state))
         return states
 
-    def greedy(self, features: Tensor, tokens: list[int], depth: int) -> list[int]:
-        """The `depth` tokens drafted after `tokens`, with target features (n, K * H) of all but the last of them."""
-        return self.tree(features, tokens, (1, depth), depth + 1, key=0, temperature=0.0)[0][1:]
+    def greedy(self, aux_states: Tensor, tokens: list[int], depth: int) -> list[int]:
+        """The `depth` tokens drafted after `tokens`, with target states (n, K * H) of all but the last of them."""
+        return self.tree(aux_states, tokens, (1, depth), depth + 1, key=0, temperature=0.0)[0][1:]
 
     def tree(
-        self, features: Tensor, tokens: list[int], shape: tuple[int, int], nodes: int, key: int, temperature: float
+        self, aux_states: Tensor, tokens: list[int], shape: tuple[int, int], nodes: int, key: int, temperature: float
     ) -> tuple[list[int], list[int], list[float]]:
         """Tokens, parents and scores of a proposal of `nodes` grown as EAGLE-2 does. shape: (children, depth).
 
@@ -116,7 +116,7 @@ class NaiveEagle3(NaiveLayers):
             children: list[int] = []
             for parent in frontier:
                 score, path = found[parent][:2] if parent >= 0 else (0.0, [])
-                logits = self.logits(self._state_behind(features, tokens, path))[0]
+                logits = self.logits(self._state_behind(aux_states, tokens, path))[0]
                 position = torch.tensor([len(tokens) + level])
                 noise = gumbel(torch.tensor([key]), position, self.target_ids)[0].double()
                 best = (logits + temperature * noise).log_softmax(0).sort(descending=True, stable=True)
@@ -129,9 +129,9 @@ class NaiveEagle3(NaiveLayers):
         scores = [0.0, *(found[index][0] for index in chosen)]
         return [tokens[-1], *(found[index][1][-1] for index in chosen)], [-1, *parents], scores
 
-    def _state_behind(self, features: Tensor, tokens: list[int], path: list[int]) -> Tensor:
+    def _state_behind(self, aux_states: Tensor, tokens: list[int], path: list[int]) -> Tensor:
         """The state (1, H) that says what follows tokens + path."""
-        hidden = self.fuse(features)
+        hidden = self.fuse(aux_states)
         for count in range(len(path) + 1):
             embeds = self.embeddings[[*tokens[1:], *path[:count]]]
             hidden = torch.cat((hidden, self.states(embeds, hidden)[-1:]))

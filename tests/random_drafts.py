@@ -38,7 +38,7 @@ def random_draft(target: Path, draft_vocab_size: int | None = None, seed: int = 
         Eagle3Config.from_target(
             config,
             draft_vocab_size=draft_vocab_size or config.vocab_size,
-            feature_layers=(1, 2, config.num_layers),
+            aux_layers=(1, 2, config.num_layers),
             target=str(target),
         )
     )
@@ -60,8 +60,8 @@ def save_random_eagle(
 ) -> None:
     """`texts`: what the draft knows, as (length of the prompt, all tokens); without them it is right by chance only.
 
-    down_proj is fitted by least squares to the features of the texts. `fields` of the config; a reduced vocabulary
-    leaves out ids all over the range.
+    down_proj is fitted by least squares to the target's states of the texts. `fields` of the config; a reduced
+    vocabulary leaves out ids all over the range.
     """
     config = load_config(target)
     torch.manual_seed(SEED)
@@ -75,10 +75,10 @@ def save_random_eagle(
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
     naive, inputs, outputs = NaiveEagle(folder, *shared_weights(model)), [], []
     for _, tokens in texts:
-        features = target_states(model, tokens)[-1]
-        residual, activations = naive.parts(naive.embeddings[tokens[1:]], features[:-1])
+        aux_states = target_states(model, tokens)[-1]
+        residual, activations = naive.parts(naive.embeddings[tokens[1:]], aux_states[:-1])
         inputs.append(activations)
-        outputs.append(features[1:] - residual)
+        outputs.append(aux_states[1:] - residual)
     fit(module.layer.mlp.down_proj, torch.cat(inputs), torch.cat(outputs))
     write_draft(module, module.state_dict(), folder, {})
 
@@ -97,7 +97,7 @@ def random_dflash(target: Path, /, seed: int = SEED, **fields: Any) -> DFlash:
     config = load_config(target)
     model = load_target(target, config, torch.float32, torch.device("cpu"))
     torch.manual_seed(seed)
-    defaults = {"num_layers": 2, "block_size": 4, "mask_token_id": 0, "feature_layers": (0, 1, 3)}
+    defaults = {"num_layers": 2, "block_size": 4, "mask_token_id": 0, "aux_layers": (0, 1, 3)}
     module = DFlash(DFlashConfig.from_target(config, **defaults | {"intermediate_size": 512} | fields))
     roughen(module)
     module.norm.load_state_dict(model.norm.state_dict())
@@ -123,10 +123,10 @@ def save_random_dflash(
     inputs, outputs = [], []
     for start, tokens in texts:
         states = target_states(model, tokens)
-        features = torch.cat([states[layer] for layer in config.feature_layers], dim=-1)
+        aux_states = torch.cat([states[layer] for layer in config.aux_layers], dim=-1)
         for anchor in range(start, len(tokens) - 1):
             slots = min(config.block_size, len(tokens) - anchor)
-            block = naive.block(features[:anchor], tokens[anchor], slots)
+            block = naive.block(aux_states[:anchor], tokens[anchor], slots)
             first = 0 if config.sample_from_anchor else 1
             wanted = states[config.target_num_layers - 1][anchor : anchor + slots - first]
             inputs.append(block.activations[first:])

@@ -78,7 +78,7 @@ def shared_weights(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def target_states(model: PreTrainedModel, tokens: Sequence[int] | Tensor) -> list[Tensor]:
-    """By feature id: every layer's output (S, H), the last one's before the final norm, and the state after it."""
+    """By id: every layer's output (S, H), the last one's before the final norm, and the state after it."""
     decoder, outputs = model.get_decoder(), []
     hook = decoder.layers[-1].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     states = model(torch.as_tensor(tokens)[None], output_hidden_states=True).hidden_states
@@ -87,7 +87,7 @@ def target_states(model: PreTrainedModel, tokens: Sequence[int] | Tensor) -> lis
     return [state[0] for state in states[1:-1]] + [last[0], states[-1][0]]
 
 
-def target_features(model: PreTrainedModel, tokens: Sequence[int] | Tensor, layers: Sequence[int]) -> Tensor:
+def target_aux_states(model: PreTrainedModel, tokens: Sequence[int] | Tensor, layers: Sequence[int]) -> Tensor:
     """(S, K * H): the states that a draft reads."""
     states = target_states(model, tokens)
     return torch.cat([states[layer] for layer in layers], dim=-1)

@@ -58,7 +58,7 @@ class PackedRows:
         self.num_documents, self.num_tokens = len(documents), int(lengths[documents].sum())
         self.num_supervised = int(targets.sum())
         self.rows = [[int(documents[item]) for item in row] for row in pack(lengths[documents], max_length)]
-        # Adds target states read from disk to a batch of documents, given by number in the split (feature_source.py).
+        # Adds target states read from disk to a batch of documents, given by number in the split (state_source.py).
         self.add_states: Callable[[Batch, list[int]], Batch] | None = None
 
     def __len__(self) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.feature_store import decode
 from slipstream.models.frozen_target import FrozenTarget
+from slipstream.models.state_store import decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class CachedStates:
     """In the dtype of the files, fp8 included: half the bytes to copy. Rows in no index are zero."""
 
     rows: Tensor  # (R,) int64
-    features: Tensor  # (R, K, Ht)
+    aux_states: Tensor  # (R, K, Ht)
     feature_scales: Tensor | None  # (R, K) fp32
     final_rows: Tensor  # (M,) int64
     final: Tensor  # (M, Ht) after the target's final norm; empty where that is one of the K
@@ -45,18 +45,18 @@ class CachedStates:
         Only supervised tokens have the state after the final norm, unless it is a captured layer.
         """
         dtype, shape = target.head.dtype, tokens.shape
-        layers, size = self.features.shape[1:]
-        features = torch.zeros(tokens.numel(), layers * size, dtype=dtype, device=tokens.device)
-        final = features.new_zeros(tokens.numel(), size)
-        features.index_copy_(0, self.rows, decode(self.features, self.feature_scales, dtype).flatten(1))
-        if len(target.layers) in target.feature_layers:
-            place = target.feature_layers.index(len(target.layers))
-            final = features.view(-1, layers, size)[:, place]
+        layers, size = self.aux_states.shape[1:]
+        aux_states = torch.zeros(tokens.numel(), layers * size, dtype=dtype, device=tokens.device)
+        final = aux_states.new_zeros(tokens.numel(), size)
+        aux_states.index_copy_(0, self.rows, decode(self.aux_states, self.feature_scales, dtype).flatten(1))
+        if len(target.layers) in target.aux_layers:
+            place = target.aux_layers.index(len(target.layers))
+            final = aux_states.view(-1, layers, size)[:, place]
         else:
             final.index_copy_(0, self.final_rows, decode(self.final, self.final_scales, dtype))
         if len(self.online_rows):
             asked = tokens.flatten()[self.online_rows], positions.flatten()[self.online_rows]
-            captured, normed = target.features(*(one.unsqueeze(0) for one in asked))
-            features.index_copy_(0, self.online_rows, captured[0])
+            captured, normed = target.aux_states(*(one.unsqueeze(0) for one in asked))
+            aux_states.index_copy_(0, self.online_rows, captured[0])
             final.index_copy_(0, self.online_rows, normed[0])
-        return features.view(*shape, -1), final.view(*shape, -1)
+        return aux_states.view(*shape, -1), final.view(*shape, -1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import run
-from slipstream.models.dflash import DFlash, default_block_feature_layers, default_mask_token
+from slipstream.models.dflash import DFlash, default_block_aux_layers, default_mask_token
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.weights import public_tensors
 from slipstream.train.acceptance import count_accepted
@@ -31,9 +31,9 @@ from slipstream.train.blocks import (
     find_blocks,
 )
 from slipstream.train.draft_setup import BaseDraftOptions, DraftRunOptions, TargetFiles, train
-from slipstream.train.feature_source import target_states
 from slipstream.train.losses import TargetHead, head_losses
 from slipstream.train.options import EvaluationOptions
+from slipstream.train.state_source import target_states
 from slipstream.train.training import DraftTraining, Metrics
 
 EVALUATED_AT_ONCE = 256  # blocks
@@ -41,7 +41,7 @@ EVALUATED_AT_ONCE = 256  # blocks
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(BaseDraftOptions):
-    feature_layers: tuple[int, ...] | None = None
+    aux_layers: tuple[int, ...] | None = None
     """target states that the draft reads: 0..n-1 is a layer's output, n after the final norm; default: by depth"""
     num_layers: int = 5
     """layers of the draft"""
@@ -54,7 +54,7 @@ class DraftOptions(BaseDraftOptions):
     mask_token_id: int | None = None
     """token of the slots to fill; default: the tokenizer's mask token, an unused embedding, or pad, eos, unk"""
     init_from_target: bool = True
-    """start with the target's last layers and final norm, and pass the last feature through"""
+    """start with the target's last layers and final norm, and pass the last aux hidden state through"""
     anchors: int = 512
     """most blocks drawn from a packed row in a step"""
     loss: Literal["decay", "dpace"] = "decay"
@@ -119,13 +119,13 @@ class DFlashTraining(DraftTraining):
             mask_token, source = default_mask_token(files.tokenizer, files.config.vocab_size)
         files.accelerator.print(f"mask token {mask_token}, {source}")
         windowed = tuple(range(options.num_layers)) if options.sliding_window is not None else ()
-        layers = options.feature_layers or default_block_feature_layers(files.config.num_layers, options.num_layers)
+        layers = options.aux_layers or default_block_aux_layers(files.config.num_layers, options.num_layers)
         return files.new_draft(
             DFlash,
             options,
             num_layers=options.num_layers,
             block_size=options.block_size,
-            feature_layers=layers,
+            aux_layers=layers,
             sliding_window=options.sliding_window,
             windowed_layers=windowed if options.windowed_layers is None else options.windowed_layers,
             mask_token_id=mask_token,
@@ -182,9 +182,9 @@ class DFlashTraining(DraftTraining):
 
     def read(self, batch: Batch) -> tuple[Tensor, BlockAttention]:
         """Tokens (C,) of the flattened batch, and an attention that holds the context of every row."""
-        features, _ = target_states(self.target, batch, self.device)
+        aux_states, _ = target_states(self.target, batch, self.device)
         attention = block_attention(batch.positions.to(self.device).flatten(), self.rope)
-        self.draft.write_context(self.draft.fuse(features.flatten(0, 1)), attention)
+        self.draft.write_context(self.draft.fuse(aux_states.flatten(0, 1)), attention)
         return batch.tokens.to(self.device).flatten(), attention
 
     def states(self, blocks: Blocks, tokens: Tensor, attention: BlockAttention) -> Tensor:
@@ -200,7 +200,7 @@ class DFlashTraining(DraftTraining):
 
 @torch.no_grad()
 def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
-    """The draft's layers and norm become the target's last ones, and fc passes the last feature on.
+    """The draft's layers and norm become the target's last ones, and fc passes the last aux hidden state on.
 
     Raises ValueError if the target's layers do not have the draft's shapes.
     """

@@ -22,12 +22,12 @@ from slipstream.models.target import load_config
 from slipstream.models.token_map import check_tokenizer, read_token_map
 from slipstream.train.batches import PackedRows, load_prepared
 from slipstream.train.checkpoints import check_run_folder, provenance
-from slipstream.train.feature_source import open_features, read_features
 from slipstream.train.loop import dtype_of_weights, fit, start
 from slipstream.train.optim import Schedule
 from slipstream.train.options import RunOptions
 from slipstream.train.plan import plan
 from slipstream.train.samples import SampleAnswers
+from slipstream.train.state_source import open_states, read_states
 from slipstream.train.training import DraftTraining
 
 
@@ -46,13 +46,13 @@ class DraftRunOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.target_sharding != "none" and self.data.features is not None:
+        if self.target_sharding != "none" and self.data.aux_states is not None:
             reason = "processes would run the target unequally often"
-            if self.data.features_missing == "error":
+            if self.data.aux_states_missing == "error":
                 reason = "the target's layers are not run at all"
             raise ValueError(
-                f"target_sharding is {self.target_sharding!r} together with data.features, but {reason}; set "
-                "target_sharding to none, or leave data.features out"
+                f"target_sharding is {self.target_sharding!r} together with data.aux_states, but {reason}; set "
+                "target_sharding to none, or leave data.aux_states out"
             )
 
 
@@ -69,8 +69,8 @@ class BaseDraftOptions:
         size = self.intermediate_size
         if size is not None and size < 1:
             raise ValueError(f"draft.intermediate_size is {size}; give at least 1, or leave it out for the target's")
-        if getattr(self, "feature_layers", None) == ():
-            raise ValueError("draft.feature_layers is []; name at least one state, or leave it out for the default")
+        if getattr(self, "aux_layers", None) == ():
+            raise ValueError("draft.aux_layers is []; name at least one state, or leave it out for the default")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +135,13 @@ class TargetFiles:
         """For run.json: the absolute path of a local target, for readers in other folders."""
         return {"target_path": str(self.path.resolve())} if Path(self.options.target).is_dir() else {}
 
-    def freeze(self, feature_layers: tuple[int, ...]) -> FrozenTarget:
+    def freeze(self, aux_layers: tuple[int, ...]) -> FrozenTarget:
         if self.options.dry_run:
-            return empty_target(self.path, feature_layers, self.options.trust_remote_code)
+            return empty_target(self.path, aux_layers, self.options.trust_remote_code)
         data, sharding, device = self.options.data, self.options.target_sharding, self.accelerator.device
-        heads_only = data.features is not None and data.features_missing == "error"
+        heads_only = data.aux_states is not None and data.aux_states_missing == "error"
         mesh = None if sharding == "none" else sharding_mesh(device, within_machine=sharding == "machine")
-        target = load_frozen_target(self.path, feature_layers, device, self.options.trust_remote_code, heads_only, mesh)
+        target = load_frozen_target(self.path, aux_layers, device, self.options.trust_remote_code, heads_only, mesh)
         if self.options.target_compile:
             target.compile_layers()
         return target
@@ -173,13 +173,13 @@ def train(options: DraftRunOptions, kind: type[DraftTraining]) -> None:
         accelerator.print(plan(training, train_rows, options, accelerator.num_processes, bf16))
         return
     data_hash = report["data_hash"]
-    store = open_features(options.data, {**target.origin(), "data_hash": data_hash})
+    store = open_states(options.data, {**target.origin(), "data_hash": data_hash})
     training = build(kind, target)
     draft = training.draft
     training.target.read_as = dtype_of_weights(accelerator)
     if store is not None:
         rows = {"train": train_rows, "heldout": heldout_rows}
-        read_features(store, options.data, training, rows, draft.config.feature_layers, accelerator.device)
+        read_states(store, options.data, training, rows, draft.config.aux_layers, accelerator.device)
     describe(accelerator, train_rows, heldout_rows, draft)
     if accelerator.is_main_process:
         training.samples = SampleAnswers(target.tokenizer, options.evaluation.samples)
@@ -199,7 +199,7 @@ def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
     """The draft, started as the options say, and its target."""
     options = files.options
     draft: Any = kind.new_draft(options.draft, files)
-    target = files.freeze(draft.config.feature_layers)
+    target = files.freeze(draft.config.aux_layers)
     num_positions = options.data.max_length + max(options.draft.reach, options.evaluation.depth)
     rope = RotaryEmbedding(files.config.rope, draft.config.head_dim, num_positions).to(files.accelerator.device)
     training = kind(draft, target, rope, options.draft, options.evaluation.depth, options.seed)
@@ -210,7 +210,7 @@ def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
 def check_output(options: DraftRunOptions) -> None:
     """Raises ValueError, before anything is read or written, for an output that this run may not write to."""
     data = options.data
-    inputs = {"target": (options.target,), "data.path": (data.path,), "data.features": (data.features,)}
+    inputs = {"target": (options.target,), "data.path": (data.path,), "data.aux_states": (data.aux_states,)}
     check_working_folder(options.output, inputs)
     check_run_folder(Path(options.output))
 
@@ -225,7 +225,7 @@ def describe(accelerator: Accelerator, train_rows: PackedRows, heldout_rows: Pac
     size = sum(parameter.numel() for parameter in draft.parameters())
     accelerator.print(
         f"draft: {size / 1e6:.1f}M parameters, vocabulary {config.draft_vocab_size or config.vocab_size} of "
-        f"{config.vocab_size}, target states {list(config.feature_layers)}"
+        f"{config.vocab_size}, target states {list(config.aux_layers)}"
     )
     for name, rows in (("train", train_rows), ("heldout", heldout_rows)):
         accelerator.print(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.config import run
 from slipstream.kernels.cross_entropy import Kind, soft_cross_entropy
-from slipstream.models.config import default_feature_layers
+from slipstream.models.config import default_aux_layers
 from slipstream.models.eagle3 import Eagle3
 from slipstream.train.draft_setup import ChainDraftOptions, DraftRunOptions, TargetFiles, train
 from slipstream.train.training import Metrics
@@ -23,10 +23,10 @@ from slipstream.train.ttt import ChainStep, ChainTraining
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(ChainDraftOptions):
-    feature_layers: tuple[int, ...] | None = None
+    aux_layers: tuple[int, ...] | None = None
     """target states that the draft reads: 0..n-1 is a layer's output, n after the final norm; default: by depth"""
     init_from_target: bool = True
-    """start with the target's head, final norm and last MLP, and pass the last feature through"""
+    """start with the target's head, final norm and last MLP, and pass the last aux hidden state through"""
     step_weights: tuple[float, ...] | None = None
     """weights of the steps, one for each; default: by ttt_decay"""
     loss: Kind = "soft_ce"
@@ -58,8 +58,8 @@ class Eagle3Training(ChainTraining):
 
     @classmethod
     def new_draft(cls, options: DraftOptions, files: TargetFiles) -> Eagle3:
-        layers = options.feature_layers or default_feature_layers(files.config.num_layers)
-        return files.new_draft(Eagle3, options, feature_layers=layers)
+        layers = options.aux_layers or default_aux_layers(files.config.num_layers)
+        return files.new_draft(Eagle3, options, aux_layers=layers)
 
     def start(self) -> None:
         if self.options.init_from_target:

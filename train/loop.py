@@ -27,9 +27,9 @@ from transformers.integrations import unset_hf_deepspeed_config
 from slipstream import runtime
 from slipstream.train.batches import Batch, PackedRows, evaluation_batches, training_batches
 from slipstream.train.checkpoints import SHARDING, Checkpoints, Progress
-from slipstream.train.feature_source import read_ahead
 from slipstream.train.optim import Schedule, build_optimizers
 from slipstream.train.options import RunOptions
+from slipstream.train.state_source import read_ahead
 from slipstream.train.trackers import Trackers
 from slipstream.train.training import DraftTraining, Metrics, add, reduce
 

@@ -1,4 +1,4 @@
-"""Losses of a draft's states against the target: through its frozen head, and feature by feature.
+"""Losses of a draft's states against the target: through its frozen head, and aux hidden state by aux hidden state.
 
 Letters: N rows, H hidden, Vd draft vocabulary.
 """
@@ -85,10 +85,10 @@ def distillation_loss(states: Tensor, head: Tensor, teach: Teach, weights: Tenso
     return sum((losses[part].sum() for part in parts(len(states), head)), losses.new_zeros(())), best
 
 
-def regression_losses(states: Tensor, features: Tensor) -> Tensor:
-    """states and features (N, H) -> (N,) fp32: smooth L1, its mean over H (EAGLE, arXiv 2401.15077, equation 4)."""
+def regression_losses(states: Tensor, aux_states: Tensor) -> Tensor:
+    """both (N, H) -> (N,) fp32: smooth L1, its mean over H (EAGLE, arXiv 2401.15077, equation 4)."""
     with torch.autocast(states.device.type, enabled=False):
-        return F.smooth_l1_loss(states.float(), features.float(), reduction="none").mean(dim=-1)
+        return F.smooth_l1_loss(states.float(), aux_states.float(), reduction="none").mean(dim=-1)
 
 
 def best_rows(states: Tensor, head: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ class DataOptions:
     """tokens in a packed row; longer documents are cut"""
     batch_size: int = 1
     """packed rows in a forward pass of one process"""
-    features: str | None = None
-    """folder of captured target states (slipstream capture-features), read instead of running the target"""
-    features_missing: Literal["error", "online"] = "error"
+    aux_states: str | None = None
+    """folder of captured target states (slipstream capture-states), read instead of running the target"""
+    aux_states_missing: Literal["error", "online"] = "error"
     """for documents missing from that folder: stop, or run the target"""
 
 
@@ -106,7 +106,7 @@ class RunOptions:
     seed: int = 0
     """seed of the weights and of the order of the data"""
     dry_run: bool = False
-    """print parameters, memory per GPU, size of captured features, steps and tokens; read no weights"""
+    """print parameters, memory per GPU, size of captured states, steps and tokens; read no weights"""
 
     def __post_init__(self) -> None:
         for name in AT_LEAST_ONE:

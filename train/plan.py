@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from slipstream.models.feature_store import FeatureFormat
 from slipstream.models.frozen_target import VOCABULARY_CHUNK
+from slipstream.models.state_store import StateFormat
 from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import Progress
 from slipstream.train.optim import Schedule, build_optimizers
@@ -54,7 +54,7 @@ def plan(training: DraftTraining, train: PackedRows, options: Any, num_processes
     """A page of text. Parameters of `training`, of its target and of its draft lie on the meta device."""
     draft, target = training.draft, training.target.model
     config = draft.config
-    is_run = options.data.features is None or options.data.features_missing == "online"
+    is_run = options.data.aux_states is None or options.data.aux_states_missing == "online"
     layers = [bytes_of(layer) for layer in training.target.layers] if options.target_sharding != "none" else [0]
     memory = Memory(
         target=(bytes_of(target) if is_run else bytes_of(*heads_of(target))) - sum(layers),
@@ -68,10 +68,10 @@ def plan(training: DraftTraining, train: PackedRows, options: Any, num_processes
     )
     lines = [
         f"draft     {size_of(draft) / 1e6:,.1f}M parameters, vocabulary "
-        f"{config.draft_vocab_size or config.vocab_size:,}, target states {list(config.feature_layers)}",
+        f"{config.draft_vocab_size or config.vocab_size:,}, target states {list(config.aux_layers)}",
         f"target    {size_of(target) / 1e6:,.1f}M parameters in {str(target.dtype).removeprefix('torch.')}, frozen",
         *memory_lines(memory),
-        *feature_lines(training, train),
+        *aux_lines(training, train),
         *step_lines(train, options, num_processes),
     ]
     return "\n".join(lines)
@@ -91,11 +91,11 @@ def memory_lines(memory: Memory) -> Iterator[str]:
         yield f"            {name:<12}{sizes}"
 
 
-def feature_lines(training: DraftTraining, train: PackedRows) -> Iterator[str]:
-    """Disk space of slipstream capture-features for the train split; an upper bound: it leaves out some tokens."""
-    num_layers, layers = len(training.target.layers), tuple(training.draft.config.feature_layers)
+def aux_lines(training: DraftTraining, train: PackedRows) -> Iterator[str]:
+    """Disk space of slipstream capture-states for the train split; an upper bound: it leaves out some tokens."""
+    num_layers, layers = len(training.target.layers), tuple(training.draft.config.aux_layers)
     for dtype in ("bf16", "fp8"):
-        form = FeatureFormat(
+        form = StateFormat(
             layers=layers,
             num_layers=num_layers,
             hidden_size=training.target.model.config.get_text_config().hidden_size,
@@ -103,7 +103,7 @@ def feature_lines(training: DraftTraining, train: PackedRows) -> Iterator[str]:
             last_hidden=training.reads_final_state and num_layers not in layers,
         )
         size = form.num_bytes(train.num_documents, train.num_tokens, train.num_supervised)
-        yield f"features  at most {_gb(size)} GB on disk in {dtype}, if captured offline"
+        yield f"aux hidden states  at most {_gb(size)} GB on disk in {dtype}, if captured offline"
 
 
 def step_lines(train: PackedRows, options: Any, num_processes: int) -> Iterator[str]:
@@ -149,7 +149,7 @@ def target_activations(training: DraftTraining, train: PackedRows, options: Any)
     of its own (gpt-oss) keeps its scores, in four steps: 4 * Q numbers per pair of tokens of a row."""
     model = training.target.model
     config, tokens = model.config.get_text_config(), options.data.batch_size * train.row_tokens
-    states, width = len(training.target.feature_layers) + 9, config.hidden_size
+    states, width = len(training.target.aux_layers) + 9, config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * width
     experts = getattr(config, "num_experts_per_tok", None) or 0
     if experts:
@@ -177,7 +177,7 @@ def draft_activations(draft: Any, train: PackedRows, options: Any, bf16: bool, t
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     read = (2 if is_eagle3 else 1) * config.hidden_size
     numbers = rows * steps * layers * (2 * read + 3 * heads + 4 * config.hidden_size + 3 * config.intermediate_size)
-    numbers += tokens * config.hidden_size * (len(config.feature_layers) + 1)
+    numbers += tokens * config.hidden_size * (len(config.aux_layers) + 1)
     logits = 0.0
     if is_eagle3:
         logits = rows * (config.draft_vocab_size * (target_size + steps * size) + VOCABULARY_CHUNK * target_size)

@@ -1,6 +1,6 @@
 """Training-time test (EAGLE-3, arXiv 2503.01840): the draft's own chain, run at every row of a packed batch at once.
 
-Index t of step s reads token t+1+s and the state of step s-1 (at s = 0 the target's features at t) and predicts token
+Index t of step s reads token t+1+s and the state of step s-1 (at s = 0 the target's states at t) and predicts token
 t+2+s. Row t asks if tokens t+1 (a possible root) and t+2 are supervised and of t's document; it counts at step s if all
 of t+1 .. t+2+s are. Rows that ask run through the whole draft; earlier rows of their documents only contribute keys.
 
@@ -24,7 +24,7 @@ from slipstream.kernels.rope import rotate
 from slipstream.models.layers import Mask, RotaryEmbedding
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch, possible_roots
-from slipstream.train.feature_source import target_states
+from slipstream.train.state_source import target_states
 from slipstream.train.training import DraftTraining, Metrics
 
 
@@ -233,9 +233,9 @@ class ChainTraining(DraftTraining):
     def predictions(self, states: Tensor) -> Tensor:
         """Target id of the best draft token at the draft's states: (N, H) -> (N,)."""
 
-    def augment(self, batch: Batch, features: Tensor, final: Tensor) -> Tensor:
-        """The features (B * S, K * Ht) that the draft reads in training, from the target's and its final states."""
-        return features
+    def augment(self, batch: Batch, aux_states: Tensor, final: Tensor) -> Tensor:
+        """The states (B * S, K * Ht) that the draft reads in training, from the target's and its final states."""
+        return aux_states
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """The objective of every counting (row, step).
@@ -255,35 +255,35 @@ class ChainTraining(DraftTraining):
     def backbone(self, batch: Batch) -> Iterator[ChainStep]:
         """The draft's chain over the batch, with what it is taught."""
         num_steps = self.options.ttt_steps
-        rows, tokens, features, final = self.read(batch, num_steps)
+        rows, tokens, aux_states, final = self.read(batch, num_steps)
         teacher, best = self.teach(final[rows.asking + 1])
         is_known = self.is_known[best]
-        for index, states in enumerate(self.chain(rows, tokens, self.augment(batch, features, final), num_steps)):
+        for index, states in enumerate(self.chain(rows, tokens, self.augment(batch, aux_states, final), num_steps)):
             length = max(len(states) - index, 0)
             counts = rows.counts[index, :length]
             weights = (counts & is_known[index:]).float()
             yield ChainStep(states[:length], teacher[index:], best[index:], counts, weights)
 
     def read(self, batch: Batch, num_steps: int) -> tuple[Rows, Tensor, Tensor, Tensor]:
-        """Rows, and flattened over the batch: tokens (B * S,), features (B * S, K * Ht), final states (B * S, Ht)."""
+        """Rows, and flattened over the batch: tokens (B * S,), aux states (B * S, K * Ht), final states (B * S, Ht)."""
         rows = find_rows(batch, num_steps).to(self.device)
-        features, final = target_states(self.target, batch, self.device)
-        return rows, batch.tokens.to(self.device).flatten(), features.flatten(0, 1), final.flatten(0, 1)
+        aux_states, final = target_states(self.target, batch, self.device)
+        return rows, batch.tokens.to(self.device).flatten(), aux_states.flatten(0, 1), final.flatten(0, 1)
 
-    def chain(self, rows: Rows, tokens: Tensor, features: Tensor, num_steps: int) -> Iterator[Tensor]:
+    def chain(self, rows: Rows, tokens: Tensor, aux_states: Tensor, num_steps: int) -> Iterator[Tensor]:
         """The draft's states (N, H) of each step; from step 1 on it reads its own."""
         attention = TTTAttention(rows, self.rope)
         context = self.target.embed(token_at(tokens, rows.context + 1))
-        self.draft.write_context(context, self.draft.fuse(features[rows.context]), attention)
-        state = self.draft.fuse(features[rows.asking])
+        self.draft.write_context(context, self.draft.fuse(aux_states[rows.context]), attention)
+        state = self.draft.fuse(aux_states[rows.asking])
         for step in range(num_steps):
             state = self.draft(self.target.embed(token_at(tokens, rows.asking + 1 + step)), state, attention)
             yield state
             attention.next_step()
 
     def evaluate(self, batch: Batch) -> Metrics:
-        rows, tokens, features, _ = self.read(batch, self.depth)
-        chain = self.chain(rows, tokens, features, self.depth)
+        rows, tokens, aux_states, _ = self.read(batch, self.depth)
+        chain = self.chain(rows, tokens, aux_states, self.depth)
         predicted = torch.stack([self.predictions(state) for state in chain])  # (depth, N)
         text = torch.stack([token_at(tokens, rows.asking + 2 + step) for step in range(self.depth)])
         accepted = count_accepted(predicted, text, rows.counts)

@@ -28,7 +28,7 @@ class Drafter(ABC):
     """Proposes tokens for the target to verify. The engine uses this interface only, whichever drafter it is."""
 
     Options: ClassVar[type] = NoOptions  # its dataclass of options, shown as --drafter.*
-    feature_layers: tuple[int, ...] = ()  # target states it reads: 0..n-1 a layer's output, n after the final norm
+    aux_layers: tuple[int, ...] = ()  # target states it reads: 0..n-1 a layer's output, n after the final norm
     kv: KVSpec | None = None  # its own per-token KV, kept at the target's slots
     lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
     branches: bool = False  # False: proposals are chains, which need neither tree mask nor KV moves
@@ -67,9 +67,9 @@ class Drafter(ABC):
             roots.int(), chain_parents(len(roots), 1, roots.device), torch.zeros_like(roots, dtype=torch.float32)
         )
 
-    def extend(self, rows: PassRows, features: Tensor, result: VerifyResult | None) -> None:
-        """Extends the drafter's KV and state by rows of a target pass with the features (C, K * H) that
-        `feature_layers` names; not called without such layers. `result`: None after prompts."""
+    def extend(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
+        """Extends the drafter's KV and state by rows of a target pass with the aux hidden states (C, K * H) that
+        `aux_layers` names; not called without such layers. `result`: None after prompts."""
 
     def draft(self, slots: Sequence[int], emitted: NDArray[np.int32], width: int) -> HostProposal:
         """Runs on the host. The requests in `slots` (B,) have gained the first emitted[:, 0] of emitted[:, 1:];

@@ -1,6 +1,6 @@
 """DFLASH drafter (arXiv 2602.06036): one pass over [last token, mask, mask, ...] drafts a whole chain.
 
-Its KV of a committed token depends on the target's features of that token alone, hence lookahead 0. The block's KV
+Its KV of a committed token depends on the target's states of that token alone, hence lookahead 0. The block's KV
 follows the committed tokens until the next round overwrites it. The drafter keeps no state per request.
 """
 
@@ -50,7 +50,7 @@ class Drafter(base.NetworkDrafter):
             )
         nodes = options.block or min(trained, MAX_NODES)
         self.full_slots = nodes - 1 + self.first_slot if options.full_block else 0
-        self.feature_layers = config.feature_layers
+        self.aux_layers = config.aux_layers
         self.kv = KVSpec(config.num_layers, config.num_kv_heads, config.head_dim, config.rope)
         self.widths = (*(2**power for power in range(6) if 2**power < nodes), nodes)
 
@@ -61,12 +61,14 @@ class Drafter(base.NetworkDrafter):
         assert attention is not None
         self.embed, self.attention = target.embed_tokens, attention
 
-    def extend(self, rows: PassRows, features: Tensor, result: VerifyResult | None) -> None:
+    def extend(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
         self.vocabulary.observe(rows.batch, result)
         weight, bias, k_norm = self.context
         rope, batch = self.attention.rope, rows.batch
         where = (rope.cos, rope.sin, batch.positions, batch.slots, self.attention.flat)
-        store_context(linear(self.module.fuse(features), weight, bias), k_norm, self.module.config.rms_norm_eps, *where)
+        store_context(
+            linear(self.module.fuse(aux_states), weight, bias), k_norm, self.module.config.rms_norm_eps, *where
+        )
 
     def propose(self, batch: Batch, width: int) -> Proposal:
         assert batch.roots is not None

@@ -1,4 +1,4 @@
-"""EAGLE3 drafter (arXiv 2503.01840): one decoder layer over the target's features, with its own head."""
+"""EAGLE3 drafter (arXiv 2503.01840): one decoder layer over the target's aux hidden states, with its own head."""
 
 from dataclasses import dataclass
 

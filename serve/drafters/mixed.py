@@ -67,7 +67,7 @@ class Drafter(base.Drafter):
     def __init__(self, network: base.Drafter, options: MixedOptions, vocab_size: int) -> None:
         self.network, self.ngram = network, ngram.Drafter(options.ngram_options(), vocab_size)
         self.first = options.ngram_first
-        self.feature_layers, self.kv, self.lookahead = network.feature_layers, network.kv, network.lookahead
+        self.aux_layers, self.kv, self.lookahead = network.aux_layers, network.kv, network.lookahead
         self.widths = tuple(sorted({*network.widths, *self.ngram.widths}))
 
     @property
@@ -101,8 +101,8 @@ class Drafter(base.Drafter):
         tokens, parents = pad(proposal.tokens, unused, value=-1), pad(proposal.parents, unused, value=-1)
         return Proposal(tokens, parents, pad(proposal.scores, unused, value=-torch.inf))
 
-    def extend(self, rows: PassRows, features: Tensor, result: VerifyResult | None) -> None:
-        self.network.extend(rows, features, result)
+    def extend(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
+        self.network.extend(rows, aux_states, result)
 
     def draft(self, slots: Sequence[int], emitted: NDArray[np.int32], width: int) -> HostProposal:
         proposal, matches = self.ngram.match(slots, emitted, min(width, self.ngram.options.nodes))

@@ -33,9 +33,9 @@ CPU = torch.device("cpu")
 DRAFT_VOCAB = 1500
 BLOCK = 6
 VARIANTS = {
-    "windows": {"sliding_window": 10, "windowed_layers": (1,), "feature_layers": (6, 1, 3)},
-    "few tokens, one feature": {"draft_vocab_size": 1500, "feature_layers": (2,), "num_layers": 3},
-    "five of all": {"num_layers": 5, "feature_layers": (0, 1, 3, 4, 6), "sample_from_anchor": True},
+    "windows": {"sliding_window": 10, "windowed_layers": (1,), "aux_layers": (6, 1, 3)},
+    "few tokens, one aux hidden state": {"draft_vocab_size": 1500, "aux_layers": (2,), "num_layers": 3},
+    "five of all": {"num_layers": 5, "aux_layers": (0, 1, 3, 4, 6), "sample_from_anchor": True},
 }
 Pairs = dict[str, tuple[Path, Path]]  # drafter -> the small draft, the big pair
 
@@ -130,32 +130,32 @@ def silenced(model: Module) -> float:
 
 
 def test_features_are_the_small_targets(pair: Path, draft: Path, tokens: Tensor) -> None:
-    layers = {TINY: feature_ids(draft), pair / "target": feature_ids(pair / "draft")}
+    layers = {TINY: aux_ids(draft), pair / "target": aux_ids(pair / "draft")}
     assert layers == {TINY: (1, 2, 6), pair / "target": (1, 2, 8)}
     positions = torch.arange(tokens.shape[1])[None]
-    states = {path: load_frozen_target(path, ids, CPU).features(tokens, positions)[0] for path, ids in layers.items()}
+    states = {path: load_frozen_target(path, ids, CPU).aux_states(tokens, positions)[0] for path, ids in layers.items()}
     small, big = (states[path].unflatten(-1, (3, -1)) for path in layers)
     torch.testing.assert_close(big[..., :256], small, rtol=1e-5, atol=2e-5)
     assert big[..., 256:-1].abs().max() < 2.0**-40
     assert (big[..., :2, -1] == CONSTANT).all()
 
 
-def feature_ids(folder: Path) -> tuple[int, ...]:
+def aux_ids(folder: Path) -> tuple[int, ...]:
     return tuple(read_json(folder / "config.json")["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
 
 
 def test_draft_logits_are_the_small_drafts_and_the_others_far_below(pair: Path, draft: Path) -> None:
-    """In fp64: the enlargement itself is exact. Features as the big target gives them, one behind its final norm."""
+    """In fp64: the enlargement itself is exact. States as the big target gives them, one behind its final norm."""
     tables = [read_tensors(path)["model.embed_tokens.weight"] for path in (TINY, pair / "target")]
     small, big = (NaiveEagle3(path, table) for path, table in zip((draft, pair / "draft"), tables, strict=True))
-    features = 3.0 * torch.randn(40, 3, 256, generator=torch.Generator().manual_seed(0))
+    aux_states = 3.0 * torch.randn(40, 3, 256, generator=torch.Generator().manual_seed(0))
     padded = torch.randn(40, 3, 1024, generator=torch.Generator().manual_seed(1)) * SPREAD * QUIET
-    padded[..., :256] = features
+    padded[..., :256] = aux_states
     padded[..., -1] = torch.tensor([CONSTANT, CONSTANT, 0.5])
     ids = torch.arange(1000, 1040)
     states = [
         network.states(network.embeddings[ids], network.fuse(rows.flatten(1)))
-        for network, rows in ((small, features), (big, padded))
+        for network, rows in ((small, aux_states), (big, padded))
     ]
     torch.testing.assert_close(states[1][:, :256], states[0], rtol=1e-9, atol=1e-9)
     expected, logits = small.logits(states[0]), big.logits(states[1])
@@ -172,11 +172,11 @@ def test_the_constant_reaches_the_draft_from_any_feature(is_normed: list[bool]) 
     fc = inflation.fusion(torch.randn(4, 4 * len(is_normed)), list(enumerate(is_normed))).float()
     assert not fc[:-1].unflatten(1, (-1, 16))[:, :, -1].any()
     assert fc[-1].count_nonzero() == 1
-    features = torch.randn(len(is_normed), 16) * 2.0**-60
-    features[:, :4] = torch.randn(len(is_normed), 4)
-    features[:, -1] = torch.tensor([CONSTANT * LIFT * 2 / rms if normed else CONSTANT for normed in is_normed])
+    aux_states = torch.randn(len(is_normed), 16) * 2.0**-60
+    aux_states[:, :4] = torch.randn(len(is_normed), 4)
+    aux_states[:, -1] = torch.tensor([CONSTANT * LIFT * 2 / rms if normed else CONSTANT for normed in is_normed])
     assert fc.shape == (16, 16 * len(is_normed))
-    assert (fc @ features.flatten())[-1] == (CONSTANT if False in is_normed else CONSTANT / rms)
+    assert (fc @ aux_states.flatten())[-1] == (CONSTANT if False in is_normed else CONSTANT / rms)
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "dflash"])
@@ -196,20 +196,20 @@ def test_the_pair_emits_the_small_pairs_tokens_and_accepts_as_many(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_block_logits_are_the_small_drafts_and_the_others_far_below(variant: str, pair: Path, tmp_path: Path) -> None:
-    """In fp64: the enlargement itself is exact. Features as the big target gives them, added ones as large as any."""
+    """In fp64: the enlargement itself is exact. States as the big target gives them, added ones as large as any."""
     save_random_dflash(TINY, tmp_path / "small", block_size=BLOCK, **VARIANTS[variant])
     states = write_big_draft(tmp_path / "small", tmp_path / "big")
     small = NaiveDFlash(tmp_path / "small", *tables(TINY, "model.embed_tokens.weight"))
     big = NaiveDFlash(tmp_path / "big", *tables(pair / "target", "lm_head.weight"))
     generator = torch.Generator().manual_seed(0)
-    features = 3.0 * torch.randn(30, sum(index is not None for index in states.values()), 256, generator=generator)
+    aux_states = 3.0 * torch.randn(30, sum(index is not None for index in states.values()), 256, generator=generator)
     padded = torch.randn(30, 5, 1024, generator=generator) * SPREAD * QUIET
     for place, (layer, index) in enumerate(states.items()):
         added = 3.0 * torch.randn(30, 256, generator=generator)
-        padded[:, place, :256] = added if index is None else features[:, index]
+        padded[:, place, :256] = added if index is None else aux_states[:, index]
         padded[:, place, -1] = 0.5 if layer == SHAPES["mid"].num_layers else CONSTANT
     expected, block = (
-        network.block(rows.flatten(1), 1000, BLOCK).states for network, rows in ((small, features), (big, padded))
+        network.block(rows.flatten(1), 1000, BLOCK).states for network, rows in ((small, aux_states), (big, padded))
     )
     torch.testing.assert_close(block[:, :256], expected, rtol=1e-9, atol=1e-9)
     logits, wanted = big.logits(block), small.logits(expected)
@@ -262,15 +262,15 @@ def test_quiet_weights_of_a_block_draft_change_no_bit(pairs: Pairs, dtype: torch
     pair = pairs["dflash"][1]
     module = load_draft(DFlash, pair / "draft", load_config(pair / "target"), dtype, CPU)
     embeddings, _ = tables(pair / "target", "lm_head.weight")
-    features = 3.0 * torch.randn(8, 5, 1024, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    features[:, :, 256:] *= SPREAD * QUIET
-    features[:, :, -1] = CONSTANT
+    aux_states = 3.0 * torch.randn(8, 5, 1024, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    aux_states[:, :, 256:] *= SPREAD * QUIET
+    aux_states[:, :, -1] = CONSTANT
     unused = torch.empty(1, BLOCK - 1)  # labels, and which of them count
 
     def states() -> Tensor:
         attention = Widened(torch.arange(8), RotaryEmbedding(module.config.rope, module.config.head_dim, 8 + BLOCK))
         attention.ask(Blocks(torch.tensor([8]), torch.tensor([0]), torch.arange(8, 8 + BLOCK)[None], *[unused] * 2))
-        module.write_context(module.fuse(features.flatten(1)), attention)
+        module.write_context(module.fuse(aux_states.flatten(1)), attention)
         block = module.block_tokens(torch.tensor(1000), BLOCK)
         return module(embeddings[block].to(dtype), attention)[:, [*range(256), -1]]
 

@@ -26,12 +26,12 @@ CPU = torch.device("cpu")
 
 
 def small_eagle3(**fields: Any) -> Eagle3Draft:
-    values = {"draft_vocab_size": 1024, "feature_layers": (1, 3, 5)} | fields
+    values = {"draft_vocab_size": 1024, "aux_layers": (1, 3, 5)} | fields
     return Eagle3Draft(Eagle3Config.from_target(load_config(TINY), **values), {})
 
 
 def small_dflash(**fields: Any) -> DFlashDraft:
-    values = {"num_layers": 3, "feature_layers": (1, 3, 5), "mask_token_id": 9, "block_size": 8} | fields
+    values = {"num_layers": 3, "aux_layers": (1, 3, 5), "mask_token_id": 9, "block_size": 8} | fields
     return DFlashDraft(DFlashConfig.from_target(load_config(TINY), **values), {})
 
 
@@ -56,9 +56,9 @@ def test_the_big_targets_have_the_models_sizes(shape: str, num_parameters: int, 
 def test_features_move_with_their_layers() -> None:
     assert places(6, 32) == {0: 0, 5: 1, 10: 2, 16: 3, 21: 4, 26: 5}
     assert places(6, 6) == {layer: layer for layer in range(6)}
-    draft = small_eagle3(feature_layers=(1, 5, 6))
-    assert draft.big_config(SHAPES["llama31-8b"]).feature_layers == (5, 26, 32)
-    assert draft.big_config(SHAPES["qwen3-8b"]).feature_layers == (6, 30, 36)
+    draft = small_eagle3(aux_layers=(1, 5, 6))
+    assert draft.big_config(SHAPES["llama31-8b"]).aux_layers == (5, 26, 32)
+    assert draft.big_config(SHAPES["qwen3-8b"]).aux_layers == (6, 30, 36)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_features_move_with_their_layers() -> None:
     ],
 )
 def test_a_block_draft_reads_five_states_of_which_some_are_its_own(small: tuple[int, ...], big: dict[int, int]) -> None:
-    draft = small_dflash(feature_layers=small)
+    draft = small_dflash(aux_layers=small)
     states = draft.states(SHAPES["llama31-8b"])
-    assert draft.big_config(SHAPES["llama31-8b"]).feature_layers == tuple(states)
+    assert draft.big_config(SHAPES["llama31-8b"]).aux_layers == tuple(states)
     assert list(states) == sorted(states)
     assert len(states) == 5
     assert {layer: index for layer, index in states.items() if index is not None} == big
@@ -113,7 +113,7 @@ def test_the_big_draft_is_an_eagle3_head_of_the_targets_sizes() -> None:
         ({}, small_eagle3, {"vocab_size": 5000}, "unused draft tokens: 1024 do not fit .* has room for 904"),
         ({}, partial(small_eagle3, hidden_size=128), {}, "draft has hidden_size 128, its target 256; make them equal"),
         ({}, partial(small_dflash, num_layers=6), {}, "draft num_layers: 6 do not fit .* has room for 5"),
-        ({}, partial(small_dflash, feature_layers=tuple(range(6))), {}, "draft feature_layers: 6 do not fit"),
+        ({}, partial(small_dflash, aux_layers=tuple(range(6))), {}, "draft aux_layers: 6 do not fit"),
         ({}, partial(small_dflash, attention_bias=True), {}, "draft has attention_bias; only drafts without"),
     ],
 )

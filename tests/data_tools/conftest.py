@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from slipstream.data_tools.capture_features import main as capture
+from slipstream.data_tools.capture_states import main as capture
 from slipstream.data_tools.dataset import write_dataset
 from slipstream.models.checkpoint import tokenizer_hash
 from slipstream.tests.data_tools.chats import CHATML_TAGGED, build_tokenizer

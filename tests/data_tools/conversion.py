@@ -46,10 +46,10 @@ class Runs:
         assert json.loads((back / "run.json").read_text())["converted"] == str(again)
 
 
-def save_eagle3_draft(runs: Runs, feature_layers: Sequence[int], draft_vocab_size: int = 50, **fields: Any) -> Path:
+def save_eagle3_draft(runs: Runs, aux_layers: Sequence[int], draft_vocab_size: int = 50, **fields: Any) -> Path:
     target = load_config(runs.target)
     torch.manual_seed(7)
-    sizes = {"draft_vocab_size": draft_vocab_size, "feature_layers": tuple(feature_layers)}
+    sizes = {"draft_vocab_size": draft_vocab_size, "aux_layers": tuple(aux_layers)}
     module = Eagle3(Eagle3Config.from_target(target, **sizes, **runs.own_fields() | fields))
     for parameter in module.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.data_tools import capture_features
-from slipstream.data_tools.capture_features import main
+from slipstream.data_tools import capture_states
+from slipstream.data_tools.capture_states import main
 from slipstream.models.atomic import staging_path
-from slipstream.models.feature_store import FeatureIndex, shard_path, write_shard
+from slipstream.models.state_store import StateIndex, shard_path, write_shard
 from slipstream.tests.data_tools.conftest import Flags, shards
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def test_a_stopped_capture_continues_with_what_is_missing(
 
     (tmp_path / ".notes.tmp").touch()
     with monkeypatch.context() as patch:
-        patch.setattr(capture_features, "write_shard", write_three)
+        patch.setattr(capture_states, "write_shard", write_three)
         with pytest.raises(SystemExit):
             main(flags(tmp_path))
     assert sorted(shards(tmp_path)) == [f"shard-0000{number}.safetensors" for number in range(3)]
@@ -48,7 +48,7 @@ def test_a_stopped_capture_continues_with_what_is_missing(
 
 def start(arguments: list[str], *launcher: str) -> subprocess.Popen[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    command = [sys.executable, *launcher, str(ROOT / "data_tools" / "capture_features.py"), *arguments]
+    command = [sys.executable, *launcher, str(ROOT / "data_tools" / "capture_states.py"), *arguments]
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -65,12 +65,12 @@ def test_two_ranks_write_what_one_does(
     tmp_path: Path, flags: Flags, captured: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One after the other, each with all shards missing; test_two_processes has them wait for each other."""
-    monkeypatch.setattr(FeatureIndex, "missing", lambda index, _: list(range(len(index.shards))))
+    monkeypatch.setattr(StateIndex, "missing", lambda index, _: list(range(len(index.shards))))
     for rank in range(2):
         accelerator = SimpleNamespace(is_main_process=rank == 0, process_index=rank, num_processes=2)
         accelerator.device, accelerator.print = torch.device("cpu"), print
         accelerator.wait_for_everyone = lambda: None
-        monkeypatch.setattr(capture_features, "Accelerator", lambda one=accelerator, **_: one)
+        monkeypatch.setattr(capture_states, "Accelerator", lambda one=accelerator, **_: one)
         main(flags(tmp_path))
         assert sorted(shards(tmp_path)) == sorted(shards(captured))[:: 2 - rank]
     assert shards(tmp_path) == shards(captured)
@@ -102,7 +102,7 @@ def test_files_that_no_capture_wrote_are_left_alone(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capture_features, "Capturer", None)  # all is refused before the target is loaded
+    monkeypatch.setattr(capture_states, "Capturer", None)  # all is refused before the target is loaded
     (tmp_path / "file").touch()
     shard_path(tmp_path, 2).write_text("mine")
     for output, message in (
@@ -147,6 +147,6 @@ def test_a_damaged_shard_is_named_and_made_anew_alone(
 def test_a_complete_capture_is_left_alone(
     captured: Path, flags: Flags, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture_features, "Capturer", None)
+    monkeypatch.setattr(capture_states, "Capturer", None)
     main(flags(captured))
     assert "is complete" in capsys.readouterr().out

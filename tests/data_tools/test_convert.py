@@ -40,7 +40,7 @@ def runs(
 
 
 def save(runs: Runs, **fields: Any) -> Path:
-    save_random_dflash(runs.target, runs.root / "draft", **runs.own_fields() | {"feature_layers": (0, 1)} | fields)
+    save_random_dflash(runs.target, runs.root / "draft", **runs.own_fields() | {"aux_layers": (0, 1)} | fields)
     return runs.root / "draft"
 
 
@@ -101,7 +101,7 @@ def test_tensors_and_fields_are_counted(runs: Runs) -> None:
 
 
 def test_the_last_layers_output_is_pointed_out(runs: Runs) -> None:
-    _, printed = runs.convert(save(runs, feature_layers=(0, 3)), "speculators")
+    _, printed = runs.convert(save(runs, aux_layers=(0, 3)), "speculators")
     assert "note: it reads the last layer's output" in printed
 
 
@@ -203,8 +203,7 @@ def test_ids_stand_in_each_readers_convention_or_are_left_out(
     assert values_of(folder).get(AUX_LAYERS) == inputs
     assert "eagle_config" not in values_of(folder)
     assert (
-        load_draft(Eagle3, folder, load_config(deep_runs.target), None, torch.device("cpu")).config.feature_layers
-        == layers
+        load_draft(Eagle3, folder, load_config(deep_runs.target), None, torch.device("cpu")).config.aux_layers == layers
     )
 
 

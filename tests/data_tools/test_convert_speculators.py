@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from slipstream.models.config import default_feature_layers
+from slipstream.models.config import default_aux_layers
 from slipstream.models.draft import load_draft
 from slipstream.models.eagle3 import Eagle3
 from slipstream.models.frozen_target import FrozenTarget
@@ -36,7 +36,7 @@ def runs(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureF
     save_random_target(LlamaConfig(**shape, rope_parameters=LLAMA3_ROPE), tmp_path / "target")
     round_to_bf16(tmp_path / "target" / "model.safetensors")
     runs = Runs(tmp_path / "target", tmp_path, capsys)
-    save_eagle3_draft(runs, layers or default_feature_layers(num_layers), draft_vocab_size)
+    save_eagle3_draft(runs, layers or default_aux_layers(num_layers), draft_vocab_size)
     return runs
 
 
@@ -69,27 +69,25 @@ def their_logits(model: Any, target: Path, tokens: list[int]) -> list[Tensor]:
     )
     verifier.model(torch.tensor([tokens]))
     hook.remove()
-    features = torch.cat([inputs[layer] for layer in layers], dim=-1)
+    aux_states = torch.cat([inputs[layer] for layer in layers], dim=-1)
     found: list[Tensor] = []
     model.lm_head.register_forward_hook(lambda _module, _inputs, output: found.append(output[0]))
     ids = torch.tensor([tokens[1 : LENGTH + 1]])  # their rows hold the token after the state's
-    model(features[:, :LENGTH], ids, torch.zeros(1, LENGTH, dtype=torch.long), ttt_steps=STEPS)
+    model(aux_states[:, :LENGTH], ids, torch.zeros(1, LENGTH, dtype=torch.long), ttt_steps=STEPS)
     return found
 
 
 @torch.no_grad()
 def our_logits(draft: Eagle3, target: Path, tokens: list[int]) -> list[Tensor]:
-    frozen = FrozenTarget(
-        AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32), draft.config.feature_layers
-    )
+    frozen = FrozenTarget(AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32), draft.config.aux_layers)
     document = (tokens[: LENGTH + 2], [False] + [True] * (LENGTH + 1))  # so that LENGTH rows ask
     batch = collate([[document]], LENGTH + 2)
     rows = find_rows(batch, STEPS)
     assert rows.asking.tolist() == list(range(LENGTH))
-    features = frozen.features(batch.tokens, batch.positions)[0][0, :LENGTH]
+    aux_states = frozen.aux_states(batch.tokens, batch.positions)[0][0, :LENGTH]
     attention = TTTAttention(rows, RotaryEmbedding(draft.config.rope, draft.config.head_dim, 64))
     draft.write_context(torch.zeros(0, 32), torch.zeros(0, 32), attention)
-    state, found, text = draft.fuse(features), [], torch.tensor(tokens)
+    state, found, text = draft.fuse(aux_states), [], torch.tensor(tokens)
     for step in range(STEPS):
         state = draft(frozen.embed(text[torch.arange(LENGTH) + 1 + step]), state, attention)
         found.append(draft.logits(state))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.models.config import ModelConfig, RopeConfig
-from slipstream.models.dflash import UNSUPPORTED, DFlash, DFlashConfig, default_block_feature_layers
+from slipstream.models.dflash import UNSUPPORTED, DFlash, DFlashConfig, default_block_aux_layers
 from slipstream.models.draft import OWN_FIELDS
 from slipstream.models.speculators_layout import to_speculators
 from slipstream.models.target import load_config
@@ -33,13 +33,13 @@ from slipstream.tests.models.saved_drafts import ORIGIN, SavedDraft, Values
 def test_default_layers_are_those_of_the_peers_on_deep_targets(
     num_layers: int, num_draft_layers: int, expected: tuple[int, ...]
 ) -> None:
-    assert default_block_feature_layers(num_layers, num_draft_layers) == expected
+    assert default_block_aux_layers(num_layers, num_draft_layers) == expected
 
 
 def test_default_layers_are_distinct_outputs_for_every_depth() -> None:
     for num_layers in range(3, 100):
         for num_draft_layers in range(1, 9):
-            layers = default_block_feature_layers(num_layers, num_draft_layers)
+            layers = default_block_aux_layers(num_layers, num_draft_layers)
             assert len(set(layers)) == len(layers)
             assert 0 <= min(layers) <= max(layers) < num_layers
             assert max(layers) >= num_layers // 2
@@ -48,7 +48,7 @@ def test_default_layers_are_distinct_outputs_for_every_depth() -> None:
 @pytest.fixture
 def config(make_target: Callable[[str], Path]) -> Callable[..., DFlashConfig]:
     target = load_config(make_target("qwen3"))
-    defaults: dict[str, Any] = {"num_layers": 2, "mask_token_id": 7, "feature_layers": (0, 2)}
+    defaults: dict[str, Any] = {"num_layers": 2, "mask_token_id": 7, "aux_layers": (0, 2)}
     return lambda **fields: DFlashConfig.from_target(target, **defaults | fields)
 
 
@@ -60,7 +60,7 @@ def config(make_target: Callable[[str], Path]) -> Callable[..., DFlashConfig]:
         ({"mask_token_id": 120}, "mask_token_id is 120; the target has 120 tokens"),
         ({"mask_token_id": -1}, "mask_token_id is -1; the target has 120 tokens"),
         ({"draft_vocab_size": 0}, "draft_vocab_size is 0; the target has 120 tokens"),
-        ({"feature_layers": ()}, r"feature_layers is \[\]; name distinct states"),
+        ({"aux_layers": ()}, r"aux_layers is \[\]; name distinct states"),
         ({"windowed_layers": (2,), "sliding_window": 4}, r"windowed_layers is \[2\]; the draft has 2 layers"),
         ({"windowed_layers": (1,)}, "sliding_window and windowed_layers go together"),
         ({"sliding_window": 4}, "sliding_window and windowed_layers go together"),
@@ -103,7 +103,7 @@ INNER = {"mask_token_id": 7, "target_layer_ids": [0, 2]}
 
 def save_draft(target: ModelConfig, folder: Path, **fields: Any) -> SavedDraft:
     torch.manual_seed(4)
-    defaults = {"num_layers": 2, "mask_token_id": 7, "block_size": 8, "feature_layers": (0, 2)}
+    defaults = {"num_layers": 2, "mask_token_id": 7, "block_size": 8, "aux_layers": (0, 2)}
     module = DFlash(DFlashConfig.from_target(target, **defaults, **ORIGIN, **fields))
     for parameter in module.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -236,7 +236,7 @@ LAYERS = "layer_types"
         ),
         (
             {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 5]}},
-            r"feature_layers is \[1, 5\]; name distinct states 0..3 \(layer outputs\) or 4",
+            r"aux_layers is \[1, 5\]; name distinct states 0..3 \(layer outputs\) or 4",
         ),
         ({"block_size": None}, "lacks block_size, the tokens of the blocks that the draft was trained on"),
         ({"dflash_config": {"mask_token_id": 7, "block_size": 4}}, "block_size is 8 and, in dflash_config, 4"),

@@ -33,10 +33,10 @@ def test_the_network_equals_its_formulas(fields: dict[str, Any], make_draft: Cal
     module = draft.load(torch.float32)
     embeddings, head = torch.randn(2, 120, 32)
     naive = NaiveEagle(draft.folder, embeddings, head)
-    tokens, features = torch.randint(120, (11,)), torch.randn(11, 32)
+    tokens, aux_states = torch.randint(120, (11,)), torch.randn(11, 32)
     rope = RotaryEmbedding(module.config.rope, module.config.head_dim, 16)
-    out = module(embeddings[tokens], module.fuse(features), CausalAttention(rope, 11))
-    expected = naive.states(naive.embeddings[tokens], features.double())
+    out = module(embeddings[tokens], module.fuse(aux_states), CausalAttention(rope, 11))
+    expected = naive.states(naive.embeddings[tokens], aux_states.double())
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
     ids = torch.arange(120) if module.target_ids is None else module.target_ids
     assert torch.equal(ids, naive.target_ids)
@@ -91,7 +91,7 @@ def test_the_authors_files_load(bias: bool, named: bool, make_draft: Callable[..
     (draft.folder / "model.safetensors").unlink()
     torch.save(tensors, draft.folder / "pytorch_model.bin")
     draft.assert_loads_equal()
-    assert draft.load().config.feature_layers == (4,)
+    assert draft.load().config.aux_layers == (4,)
 
 
 def test_biases_of_qwen_drafts_load(make_draft: Callable[..., SavedDraft]) -> None:

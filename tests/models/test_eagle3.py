@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.models.config import ModelConfig, RopeConfig, default_feature_layers
+from slipstream.models.config import ModelConfig, RopeConfig, default_aux_layers
 from slipstream.models.draft import HEAD, OWN_FIELDS, write_draft
 from slipstream.models.eagle3 import UNSUPPORTED_FLAGS, Eagle3, Eagle3Config
 from slipstream.models.layers import RotaryEmbedding
@@ -31,7 +31,7 @@ def random_module(target: Path, **fields: Any) -> Eagle3:
     """Every weight random, norms included, and exact in bf16."""
     torch.manual_seed(5)
     config = load_config(target)
-    module = Eagle3(Eagle3Config.from_target(config, draft_vocab_size=50, feature_layers=(0, 2, 4), **fields))
+    module = Eagle3(Eagle3Config.from_target(config, draft_vocab_size=50, aux_layers=(0, 2, 4), **fields))
     for parameter in module.parameters():
         parameter.data = (parameter.data + 0.1 * torch.randn_like(parameter)).bfloat16().float()
     module.set_vocabulary(torch.arange(50) * 2 + 1)
@@ -47,10 +47,10 @@ def test_the_module_equals_its_formula(
     write_draft(module, module.state_dict(), tmp_path, {})
     naive = NaiveEagle3(tmp_path, load_target(path, load_config(path), torch.float32, torch.device("cpu")).shared[HEAD])
     generator = torch.Generator().manual_seed(3)
-    embeds, features = (torch.randn(LENGTH, size, generator=generator) for size in (32, 96))
-    hidden = module.fuse(features)
+    embeds, aux_states = (torch.randn(LENGTH, size, generator=generator) for size in (32, 96))
+    hidden = module.fuse(aux_states)
     states = module(embeds, hidden, attention_of(module.config))
-    expected = naive.states(embeds.double(), naive.fuse(features))
+    expected = naive.states(embeds.double(), naive.fuse(aux_states))
     torch.testing.assert_close(states.double(), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(module.logits(states).double(), naive.logits(expected), atol=1e-5, rtol=1e-4)
 
@@ -68,9 +68,9 @@ def test_write_context_stores_what_the_forward_pass_stores(bias: bool, make_targ
 
 def test_leading_dims_are_free(make_target: Callable[[str], Path]) -> None:
     module = random_module(make_target("llama"))
-    embeds, features = torch.randn(2, LENGTH, 32), torch.randn(2, LENGTH, 96)
+    embeds, aux_states = torch.randn(2, LENGTH, 32), torch.randn(2, LENGTH, 96)
     attention = attention_of(module.config)
-    hidden = module.fuse(features)
+    hidden = module.fuse(aux_states)
     together = module.logits(module(embeds, hidden, attention))
     for row in range(2):
         alone = module.logits(module(embeds[row], hidden[row], attention))
@@ -90,8 +90,8 @@ def test_it_starts_from_the_targets_weights(intermediate_size: int, make_target:
     torch.testing.assert_close(module.norm.weight, norm)
     expected = (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
     torch.testing.assert_close(module.midlayer.mlp(x), expected, atol=1e-4, rtol=1e-4)
-    features = torch.randn(7, 96, generator=generator)
-    torch.testing.assert_close(module.fuse(features), features[:, -32:])
+    aux_states = torch.randn(7, 96, generator=generator)
+    torch.testing.assert_close(module.fuse(aux_states), aux_states[:, -32:])
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_draft_of_other_size_cannot_start_from_the_target(
 
 def save_draft(target: ModelConfig, folder: Path, draft_vocab_size: int) -> SavedDraft:
     torch.manual_seed(4)
-    fields = {"draft_vocab_size": draft_vocab_size, "feature_layers": (1, 2, 4)}
+    fields = {"draft_vocab_size": draft_vocab_size, "aux_layers": (1, 2, 4)}
     return SavedDraft(Eagle3(Eagle3Config.from_target(target, **fields, **ORIGIN)), target, folder)
 
 
@@ -218,7 +218,7 @@ def test_a_foreign_config_loads(draft: SavedDraft) -> None:
     absent += ("target_hidden_size", "attention_bias")
     draft.change(values=dict.fromkeys(absent))
     config = draft.load().config
-    assert config.feature_layers == default_feature_layers(4)
+    assert config.aux_layers == default_aux_layers(4)
     assert (config.target, config.target_num_layers, config.target_hidden_size, config.head_dim) == ("", 4, 32, 8)
 
 
@@ -257,8 +257,8 @@ def test_flags_that_change_the_network_are_refused_by_name(flag: str, nested: bo
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope'; supported"),
         ({"hidden_size": None, "rms_norm_eps": None}, "draft config lacks hidden_size, rms_norm_eps"),
         ({"draft_vocab_size": 121}, "draft_vocab_size is 121; the target has 120 tokens"),
-        ({AUX_LAYERS: None, "eagle_config": {AUX_LAYERS: [2, 16, 29]}}, r"feature_layers is \[2, 16, 29\]"),
-        ({AUX_LAYERS: [0, 2, 3], "eagle_config": None}, r"feature_layers is \[-1, 1, 2\]"),
+        ({AUX_LAYERS: None, "eagle_config": {AUX_LAYERS: [2, 16, 29]}}, r"aux_layers is \[2, 16, 29\]"),
+        ({AUX_LAYERS: [0, 2, 3], "eagle_config": None}, r"aux_layers is \[-1, 1, 2\]"),
         (
             {AUX_LAYERS: [1, 2, 4]},
             r"eagle_config.* is \[1, 2, 4\], layer outputs, and .* is \[1, 2, 4\], layer inputs: .* delete the wrong",
@@ -313,14 +313,14 @@ def test_damaged_tensors_are_named(change: Callable[[Tensors], Tensors], message
     ("count", "layers", "is_written"),
     [
         *((16, (1, 7, 12), False), (16, (1, 7, 13), True), (16, (7, 1, 12), True)),
-        *((10, (1, 4, 6), True), (10, default_feature_layers(10), True)),  # below 11 the rule of others is not ours
+        *((10, (1, 4, 6), True), (10, default_aux_layers(10), True)),  # below 11 the rule of others is not ours
     ],
 )
 def test_ids_that_every_reader_takes_by_itself_are_left_out(
     count: int, layers: tuple[int, ...], is_written: bool, draft: SavedDraft
 ) -> None:
     target = replace(draft.target, num_layers=count)
-    config = replace(draft.module.config, target_num_layers=count, feature_layers=layers)
+    config = replace(draft.module.config, target_num_layers=count, aux_layers=layers)
     values = config.to_json()
     assert (AUX_LAYERS in values, "eagle_config" in values) == (is_written, is_written)
     assert Eagle3Config.from_json(values, target) == config
@@ -337,7 +337,7 @@ def test_layer_ids_stand_in_either_place(
     inputs: list[int] | None, outputs: list[int] | None, expected: tuple[int, ...], draft: SavedDraft
 ) -> None:
     draft.change(values={"eagle_config": outputs and {AUX_LAYERS: outputs}, AUX_LAYERS: inputs})
-    assert draft.load().config.feature_layers == expected
+    assert draft.load().config.aux_layers == expected
 
 
 def test_a_pickle_of_tensors_loads_and_other_objects_do_not(draft: SavedDraft) -> None:

@@ -48,8 +48,8 @@ def test_features_are_the_named_states_in_the_order_named(model: PreTrainedModel
         handle.remove()
     # transformers reports the normed state in place of the last layer's output: take that from the layer itself
     by_id = {**dict(enumerate(states[:3])), 3: last_layer["out"], 4: states[3]}
-    features, final = FrozenTarget(model, layers).features(tokens, torch.arange(9).expand(2, -1))
-    torch.testing.assert_close(features, torch.cat([by_id[layer] for layer in layers], dim=-1))
+    aux_states, final = FrozenTarget(model, layers).aux_states(tokens, torch.arange(9).expand(2, -1))
+    torch.testing.assert_close(aux_states, torch.cat([by_id[layer] for layer in layers], dim=-1))
     torch.testing.assert_close(final, states[3])
 
 
@@ -59,8 +59,8 @@ def test_packed_documents_do_not_see_each_other(model: PreTrainedModel) -> None:
     tokens = torch.stack((torch.cat((first, second, padding)), torch.cat((third, padding, padding))[:15]))
     positions = torch.zeros(2, 15, dtype=torch.int64)
     positions[0, :7], positions[0, 7:12], positions[1, :10] = torch.arange(7), torch.arange(5), torch.arange(10)
-    features, _ = FrozenTarget(model, (1, 4)).features(tokens, positions)
-    for document, found in ((first, features[0, :7]), (second, features[0, 7:12]), (third, features[1, :10])):
+    aux_states, _ = FrozenTarget(model, (1, 4)).aux_states(tokens, positions)
+    for document, found in ((first, aux_states[0, :7]), (second, aux_states[0, 7:12]), (third, aux_states[1, :10])):
         states = hidden_states(model, document[None])
         torch.testing.assert_close(found, torch.cat((states[1], states[3]), dim=-1)[0])
 
@@ -77,8 +77,8 @@ def test_compiled_layers_give_the_same_states(device: str) -> None:
     positions = torch.cat((torch.arange(9), torch.arange(7))).to(device)
     for count in (2, 3, 4):
         tokens = torch.randint(0, 50, (count, 16), device=device)
-        expected = target.features(tokens, positions.expand(count, -1))
-        for one, other in zip(compiled.features(tokens, positions.expand(count, -1)), expected, strict=True):
+        expected = target.aux_states(tokens, positions.expand(count, -1))
+        for one, other in zip(compiled.aux_states(tokens, positions.expand(count, -1)), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
@@ -120,9 +120,9 @@ def test_nothing_is_trained_and_the_head_is_not_run() -> None:
     target = FrozenTarget(model, (1,))
     calls = []
     model.lm_head.register_forward_hook(lambda *_: calls.append(1))
-    features, final = target.features(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None])
+    aux_states, final = target.aux_states(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None])
     assert not calls
-    assert not features.requires_grad
+    assert not aux_states.requires_grad
     assert not final.requires_grad
     assert not any(parameter.requires_grad for parameter in model.parameters())
 

@@ -1,4 +1,4 @@
-"""The serving target equals transformers: logits and every feature, for each family and variant."""
+"""The serving target equals transformers: logits and every aux hidden state, for each family and variant."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
-from slipstream.models.config import NEEDED, ModelConfig, check_feature_layers, default_feature_layers
+from slipstream.models.config import NEEDED, ModelConfig, check_aux_layers, default_aux_layers
 from slipstream.models.layers import RotaryEmbedding
 from slipstream.models.target import load_config, load_target
 from slipstream.tests.models.saved_drafts import CPU, CausalAttention
@@ -26,11 +26,11 @@ def test_logits_and_features_equal_transformers(family: str, make_target: Callab
     rope = RotaryEmbedding(config.rope, config.head_dim, 256)
     layers = (0, 2, config.num_layers)
     with torch.no_grad():
-        hidden, features = target(tokens, CausalAttention(rope, len(tokens)), layers)
+        hidden, aux_states = target(tokens, CausalAttention(rope, len(tokens)), layers)
         expected = reference(tokens[None], output_hidden_states=True)
     torch.testing.assert_close(target.logits(hidden), expected.logits[0], atol=2e-5, rtol=1e-4)
     states = [expected.hidden_states[layer + 1] for layer in layers[:-1]] + [expected.hidden_states[-1]]
-    torch.testing.assert_close(features, torch.cat(states, -1)[0], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(aux_states, torch.cat(states, -1)[0], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("removed", [None, *sorted(NEEDED), "head_dim", "rope_parameters", "sliding_window"])
@@ -55,9 +55,9 @@ def test_foreign_architecture_is_refused_with_the_list() -> None:
 
 
 def test_feature_layer_rule() -> None:
-    assert default_feature_layers(32) == (1, 15, 28)  # EAGLE-3: inputs of layers 2, 16, 29
+    assert default_aux_layers(32) == (1, 15, 28)  # EAGLE-3: inputs of layers 2, 16, 29
     for num_layers in range(3, 40):
-        check_feature_layers(default_feature_layers(num_layers), num_layers)
+        check_aux_layers(default_aux_layers(num_layers), num_layers)
     for wrong in ((1, 1, 2), (0, 7), ()):
-        with pytest.raises(ValueError, match="feature_layers"):
-            check_feature_layers(wrong, 6)
+        with pytest.raises(ValueError, match="aux_layers"):
+            check_aux_layers(wrong, 6)

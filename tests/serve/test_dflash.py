@@ -29,7 +29,7 @@ from slipstream.serve.round import accepted_rows
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_dflash
-from slipstream.tests.random_targets import shared_weights, target_features
+from slipstream.tests.random_targets import shared_weights, target_aux_states
 from slipstream.tests.serve.engine_runs import (
     Answer,
     Nodes,
@@ -51,14 +51,14 @@ MakeDraft = Callable[[str, str], Path]
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "windows": {"sliding_window": 6, "windowed_layers": (0, 1)},
-    "one window, few tokens, one feature": {
+    "one window, few tokens, one aux hidden state": {
         "sliding_window": 20,
         "windowed_layers": (1,),
         "draft_vocab_size": 100,
-        "feature_layers": (2,),
+        "aux_layers": (2,),
     },
     "from the anchor": {"sample_from_anchor": True},
-    "bias, three layers": {"attention_bias": True, "num_layers": 3, "feature_layers": (0, 1, 2, 4)},
+    "bias, three layers": {"attention_bias": True, "num_layers": 3, "aux_layers": (0, 1, 2, 4)},
 }
 
 
@@ -87,9 +87,9 @@ class Oracle:
 
     @torch.no_grad()
     def __call__(self, tokens: list[int], request: Request) -> Nodes:
-        features = target_features(self.model, tokens[:-1], self.layers)
+        aux_states = target_aux_states(self.model, tokens[:-1], self.layers)
         key = noise_key(request.seed, request.choice)
-        chain, scores = self.naive.chain(features, tokens, self.width, self.slots, key, request.params.temperature)
+        chain, scores = self.naive.chain(aux_states, tokens, self.width, self.slots, key, request.params.temperature)
         return [tokens[-1], *chain], list(range(-1, self.width - 1)), [0.0, *scores]
 
 
@@ -216,11 +216,11 @@ class Stage:
     drafter: Drafter
     target: Target
     batch: Batch
-    features: Tensor  # (11, K * H)
+    aux_states: Tensor  # (11, K * H)
 
-    def extended(self, rows: PassRows, features: Tensor, result: VerifyResult | None) -> Tensor:
+    def extended(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> Tensor:
         """The drafter's KV afterwards."""
-        self.drafter.extend(rows, features, result)
+        self.drafter.extend(rows, aux_states, result)
         return self.drafter.attention.flat
 
     def attach(self) -> SDPABackend:
@@ -243,32 +243,32 @@ def stage(request: pytest.FixtureRequest, make_target: Callable[[str], Path], ma
     state.pages[0] = torch.tensor([3, 1, 4, 2])
     positions, slots = state.chain(row, lengths, 11)
     batch = Batch(state, row, lengths, positions, slots, (11,), (25,))
-    return Stage(drafter, target, batch, torch.randn(11, len(drafter.feature_layers) * config.hidden_size))
+    return Stage(drafter, target, batch, torch.randn(11, len(drafter.aux_layers) * config.hidden_size))
 
 
 def test_fused_context_equals_the_modules(stage: Stage) -> None:
     """One product and one kernel for all layers store what the module stores layer by layer."""
     module, attention = stage.drafter.module, stage.attach()
-    module.write_context(module.fuse(stage.features), attention)
+    module.write_context(module.fuse(stage.aux_states), attention)
     stage.attach()
     batch = replace(stage.batch, next_tokens=stage.batch.slots)
-    found = stage.extended(PassRows(batch, batch.slots, torch.tensor([10])), stage.features, None)
+    found = stage.extended(PassRows(batch, batch.slots, torch.tensor([10])), stage.aux_states, None)
     torch.testing.assert_close(found, attention.flat, atol=1e-5, rtol=1e-5)
     assert found[:, :, stage.batch.slots].count_nonzero() == found.count_nonzero() > 0
 
 
 def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> None:
     path = torch.tensor([0, 3, 4, 9])
-    features = stage.features.index_copy(0, torch.arange(4), stage.features[path])
+    aux_states = stage.aux_states.index_copy(0, torch.arange(4), stage.aux_states[path])
     stage.attach()
     verified = VerifyResult(torch.arange(11)[None], torch.arange(11)[None], torch.tensor([11]))
-    rows = accepted_rows(stage.batch, features, verified)
+    rows = accepted_rows(stage.batch, aux_states, verified)
     expected = stage.extended(*rows, verified)[:, :, stage.batch.slots[:4]]
     stage.attach()
     nodes = torch.nn.functional.pad(path, (0, 7), value=-1)[None].int()
     tree = replace(stage.batch, positions=stage.batch.positions + 5, ancestors=torch.zeros(1, 11, dtype=torch.int64))
     result = VerifyResult(nodes, nodes, torch.tensor([4]))
-    found = stage.extended(*accepted_rows(tree, stage.features, result), result)
+    found = stage.extended(*accepted_rows(tree, stage.aux_states, result), result)
     torch.testing.assert_close(found[:, :, stage.batch.slots[:4]], expected, atol=1e-5, rtol=1e-5)
 
 
@@ -290,7 +290,7 @@ def test_copies_of_the_targets_weights_must_be_equal(
     key: str, tmp_path: Path, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
     """Other trainers write them along. One that was trained further would draft other tokens than its own."""
-    variant = "one window, few tokens, one feature"
+    variant = "one window, few tokens, one aux hidden state"
     draft, folder = make_draft("qwen3", variant), tmp_path / "draft"
     folder.mkdir()
     (folder / "config.json").write_text((draft / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Chains and trees of the EAGLE drafters. The oracle is transformers' features put through tests/naive_eagle*.py."""
+"""Chains and trees of the EAGLE drafters. The oracle is transformers' states put through tests/naive_eagle*.py."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_draft, save_random_eagle
-from slipstream.tests.random_targets import shared_weights, target_features
+from slipstream.tests.random_targets import shared_weights, target_aux_states
 from slipstream.tests.serve.engine_runs import (
     Nodes,
     build_engine,
@@ -57,9 +57,9 @@ class Oracle:
 
     @torch.no_grad()
     def __call__(self, tokens: list[int], request: Request) -> Nodes:
-        features = target_features(self.model, tokens[:-1], self.layers)
+        aux_states = target_aux_states(self.model, tokens[:-1], self.layers)
         key, temperature = noise_key(request.seed, request.choice), request.params.temperature
-        return self.naive.tree(features, tokens, self.shape, self.nodes, key, temperature)
+        return self.naive.tree(aux_states, tokens, self.shape, self.nodes, key, temperature)
 
 
 @pytest.fixture(scope="module")
@@ -172,18 +172,18 @@ def test_the_widths_and_scratch_of_a_tree() -> None:
 
 
 def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
-    """What it proposes behind such a tree is the oracle's, whose features are those of the accepted nodes."""
+    """What it proposes behind such a tree is the oracle's, whose aux hidden states are those of the accepted nodes."""
     target, draft = make_target("qwen3"), make_draft("qwen3", "eagle3")
     oracle = Oracle(target, draft, TreeOptions(depth=3))
     engine = build_engine(target, draft, drafter={"depth": 3, "ngram_first": 1, "ngram_nodes": 16})
     network, branched, num_checked = engine.drafter.network, set[int](), 0
     extend, proposed = network.extend, record_proposals(network)
 
-    def recorded(rows: PassRows, features: Tensor, result: VerifyResult | None) -> None:
+    def recorded(rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
         if result is not None:
             each = zip(rows.batch.requests.tolist(), result.nodes.tolist(), result.lengths.tolist(), strict=True)
             branched.update(row for row, nodes, length in each if nodes[:length] != list(range(length)))
-        extend(rows, features, result)
+        extend(rows, aux_states, result)
 
     def check(*_: object) -> None:
         nonlocal num_checked

@@ -39,15 +39,15 @@ class TreeDrafter(base.Drafter):
     """Proposes random trees, part of them right because it has been told the answers.
 
     `texts`: prompt + answer of every request. Its own KV holds, as a number, the token of each slot; so moved rows
-    can be recognised. `features` (n, H) of `texts` are what its observed ones must be."""
+    can be recognised. `aux_states` (n, H) of `texts` are what its observed ones must be."""
 
     branches = True
-    feature_layers = (1,)
+    aux_layers = (1,)
     kv = KVSpec(1, 1, 2, RopeConfig())
     widths = (1, 8)
 
-    def __init__(self, texts: list[list[int]], features: list[Tensor]) -> None:
-        self.texts, self.features = texts, features
+    def __init__(self, texts: list[list[int]], aux_states: list[Tensor]) -> None:
+        self.texts, self.aux_states = texts, aux_states
         self.rng = random.Random(0)
         self.known: dict[int, int] = {}  # row -> index of its text
         self.start: dict[int, int] = {}  # row -> where its KV numbers begin
@@ -83,16 +83,16 @@ class TreeDrafter(base.Drafter):
         tokens, parents = (torch.tensor(nodes, dtype=torch.int32) for nodes in zip(*trees, strict=True))
         return Proposal(tokens, parents, torch.zeros(tokens.shape))
 
-    def extend(self, rows: PassRows, features: Tensor, result: VerifyResult | None) -> None:
+    def extend(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
         if result is None:
             return
-        batch, features = rows.batch, features.view(*result.nodes.shape, -1)
+        batch, aux_states = rows.batch, aux_states.view(*result.nodes.shape, -1)
         for index, (row, length) in enumerate(zip(batch.requests.tolist(), batch.lengths.tolist(), strict=True)):
             start, text = self.start[row], self.texts[self.known[row]]
             end = min(length + int(result.lengths[index]), len(text))
             path = result.nodes[index, : end - length].long()
-            expected = self.features[self.known[row]][length:end]
-            torch.testing.assert_close(features[index, : end - length], expected, atol=1e-4, rtol=1e-4)
+            expected = self.aux_states[self.known[row]][length:end]
+            torch.testing.assert_close(aux_states[index, : end - length], expected, atol=1e-4, rtol=1e-4)
             held = self.numbers[self.state.slots(torch.tensor(row), torch.arange(start, end))]
             assert held.long().tolist() == text[start:end], "KV rows were moved wrongly"
             self.num_moved += int((path != torch.arange(end - length)).sum())
@@ -129,7 +129,7 @@ def requests_of(sampling: dict[str, Any]) -> list[Request]:
 
 
 @torch.no_grad()
-def features_of(target: Path, texts: list[list[int]], layer: int) -> list[Tensor]:
+def aux_states_of(target: Path, texts: list[list[int]], layer: int) -> list[Tensor]:
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     return [model(torch.tensor([text]), output_hidden_states=True).hidden_states[layer + 1][0] for text in texts]
 
@@ -138,7 +138,7 @@ def build_tree_engine(
     target: Path, requests: list[Request], truth: dict[str, list[int]], patch: pytest.MonkeyPatch, **options: Any
 ) -> tuple[Engine, TreeDrafter]:
     texts = [request.prompt + truth[request.id] for request in requests]
-    drafter = TreeDrafter(texts, features_of(target, texts, layer=1))
+    drafter = TreeDrafter(texts, aux_states_of(target, texts, layer=1))
     with patch.context() as scope:
         scope.setattr(TreeDrafter, "load", classmethod(lambda *_: drafter))
         scope.setattr(base, "find_drafter", lambda _: TreeDrafter)

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from slipstream.models.dflash import DFlash
-from slipstream.tests.train.conftest import FEATURE_LAYERS, Document, documents, random_parts
+from slipstream.tests.train.conftest import AUX_STATE_LAYERS, Document, documents, random_parts
 from slipstream.train.batches import Batch, collate
 from slipstream.train.dflash import DFlashTraining, DraftOptions
 
@@ -17,7 +17,7 @@ def make_training(
     target: PreTrainedModel, ids: torch.Tensor | None = None, options: DraftOptions | None = None, **fields: Any
 ) -> DFlashTraining:
     """A random draft of two layers; `ids` are its vocabulary, `fields` override its config's."""
-    shape = {"num_layers": 2, "block_size": BLOCK_SIZE, "mask_token_id": MASK_TOKEN, "feature_layers": FEATURE_LAYERS}
+    shape = {"num_layers": 2, "block_size": BLOCK_SIZE, "mask_token_id": MASK_TOKEN, "aux_layers": AUX_STATE_LAYERS}
     parts = random_parts(DFlash, target, ids, **shape | fields)
     return DFlashTraining(*parts, options or DraftOptions(anchors=6), depth=63, seed=11)
 

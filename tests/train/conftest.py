@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from slipstream.data_tools.capture_features import main as capture
+from slipstream.data_tools.capture_states import main as capture
 from slipstream.models.checkpoint import tokenizer_hash
 from slipstream.models.config import ModelConfig
 from slipstream.models.draft import DraftNetwork
@@ -24,7 +24,7 @@ from slipstream.tests.random_targets import FAMILIES, save_random_target
 from slipstream.train.eagle3 import DraftOptions, Eagle3Training, main
 
 DRAFT_VOCAB_SIZE = 40
-FEATURE_LAYERS = (2, 0, 4)  # neither ascending nor the default: a swap shows
+AUX_STATE_LAYERS = (2, 0, 4)  # neither ascending nor the default: a swap shows
 MAX_LENGTH = 40
 SaveData = Callable[..., Path]
 CaptureTo = Callable[..., Path]
@@ -73,13 +73,13 @@ def random_parts(
         draft.set_vocabulary(ids)
     for parameter in draft.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
-    frozen = FrozenTarget(target, draft.config.feature_layers)
+    frozen = FrozenTarget(target, draft.config.aux_layers)
     return draft, frozen, RotaryEmbedding(config.rope, config.head_dim, 128)
 
 
 def make_eagle3(target: PreTrainedModel, ids: torch.Tensor) -> Eagle3Training:
     """A random draft in training: 4 steps, depth 3."""
-    parts = random_parts(Eagle3, target, ids, feature_layers=FEATURE_LAYERS)
+    parts = random_parts(Eagle3, target, ids, aux_layers=AUX_STATE_LAYERS)
     return Eagle3Training(*parts, DraftOptions(ttt_steps=4), depth=3)
 
 
@@ -183,7 +183,7 @@ def run_flags(target_path: Path, data_path: Path, vocabulary_path: Path) -> Call
 @pytest.fixture(scope="session")
 def arguments(run_flags: Callable[..., list[str]]) -> Callable[..., list[str]]:
     """`run_flags` for train/eagle3.py."""
-    return partial(run_flags, draft__feature_layers="[2, 0, 4]", draft__ttt_steps=3)
+    return partial(run_flags, draft__aux_layers="[2, 0, 4]", draft__ttt_steps=3)
 
 
 @pytest.fixture(scope="session")

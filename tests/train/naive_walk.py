@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.naive_eagle3 import NaiveEagle3
-from slipstream.tests.random_targets import target_features
+from slipstream.tests.random_targets import target_aux_states
 from slipstream.tests.train.conftest import Document
 from slipstream.train.batches import collate
 from slipstream.train.training import DraftTraining
@@ -26,8 +26,8 @@ def check_walk(
     """Evaluation counts what a server counts, on `rows` with some answers that the draft can predict."""
 
     def propose(prefix: list[int], depth: int) -> list[int]:
-        features = target_features(target, prefix[:-1], training.draft.config.feature_layers)
-        return naive.greedy(features, prefix, depth)
+        aux_states = target_aux_states(target, prefix[:-1], training.draft.config.aux_layers)
+        return naive.greedy(aux_states, prefix, depth)
 
     rows = [[half_predictable(propose, one, n, depth) for n, one in enumerate(row)] for row in rows]
     walks = [naive_walk(propose, document, depth) for row in rows for document in row]

@@ -47,8 +47,8 @@ def is_equal(whole: FrozenTarget, shared: FrozenTarget, width: int) -> bool:
     positions = torch.cat((torch.arange(4), torch.arange(width + rank - 4))).expand(2, -1).to(DEVICE)
 
     def read(target: FrozenTarget) -> list[Tensor]:
-        features, final = target.features(tokens, positions)
-        return [features, final, target.embed(tokens), *target.logits(final[0], torch.arange(0, 120, 7))]
+        aux_states, final = target.aux_states(tokens, positions)
+        return [aux_states, final, target.embed(tokens), *target.logits(final[0], torch.arange(0, 120, 7))]
 
     return all(torch.equal(*pair) for pair in zip(read(whole), read(shared), strict=True))
 

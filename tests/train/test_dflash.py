@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.naive_dflash import NaiveDFlash
-from slipstream.tests.random_targets import shared_weights, target_features
+from slipstream.tests.random_targets import shared_weights, target_aux_states
 from slipstream.tests.train.block_cases import (
     BLOCK_SIZE,
     MAX_LENGTH,
@@ -18,7 +18,7 @@ from slipstream.tests.train.block_cases import (
     make_training,
     packed,
 )
-from slipstream.tests.train.conftest import FEATURE_LAYERS, Document, documents
+from slipstream.tests.train.conftest import AUX_STATE_LAYERS, Document, documents
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
 from slipstream.train import dflash
@@ -50,10 +50,10 @@ def test_every_state_is_the_one_of_the_block_alone(target_model: PreTrainedModel
     number = {anchor: n for n, anchor in enumerate(blocks.anchors.tolist())}
     compared = 0
     for start, (tokens, _) in flat_documents(rows, batch.tokens.shape[1]):
-        features = target_features(target_model, tokens, training.draft.config.feature_layers)
+        aux_states = target_aux_states(target_model, tokens, training.draft.config.aux_layers)
         for a in range(len(tokens)):
             if start + a in number:
-                expected = naive.block(features[:a], tokens[a], blocks.size).states.float()
+                expected = naive.block(aux_states[:a], tokens[a], blocks.size).states.float()
                 torch.testing.assert_close(states[number[start + a]], expected, rtol=1e-4, atol=1e-4)
                 compared += 1
     assert compared == len(blocks) > 20
@@ -73,10 +73,10 @@ def naive_loss(
     total = sum(torch.exp(torch.tensor(-k / gamma)) for k in range(DEPTH))
     loss, rates = torch.zeros(()), {f"accept_rate_{i}": [0, 0] for i in range(DEPTH)}
     for start, (tokens, mask) in flat_documents(rows, width):
-        features = target_features(model, tokens, FEATURE_LAYERS)
+        aux_states = target_aux_states(model, tokens, AUX_STATE_LAYERS)
         for a in (row - start for row in anchors.tolist() if start <= row < start + len(tokens)):
             row = (start + a) // width
-            logits = naive.logits(naive.block(features[:a], tokens[a], BLOCK_SIZE).states)
+            logits = naive.logits(naive.block(aux_states[:a], tokens[a], BLOCK_SIZE).states)
             for k in range(1, BLOCK_SIZE):
                 if a + k >= len(tokens) or not all(mask[a : a + k + 1]):
                     break
@@ -143,8 +143,8 @@ def test_few_anchors_estimate_the_loss_of_all(target_model: PreTrainedModel) -> 
 
 
 def test_the_draft_starts_as_the_targets_last_layers(target_model: PreTrainedModel) -> None:
-    """With the last layer's input as last feature, that layer's context keys and values are the target's own."""
-    draft = make_training(target_model, feature_layers=(0, 2)).draft
+    """With the last layer's input as the last state, that layer's context keys and values are the target's own."""
+    draft = make_training(target_model, aux_layers=(0, 2)).draft
     dflash.start_from_target(draft, FrozenTarget(target_model, (0, 2)))
     written: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -152,11 +152,11 @@ def test_the_draft_starts_as_the_targets_last_layers(target_model: PreTrainedMod
         def write(self, k: Tensor, v: Tensor, layer: int) -> None:
             written[layer] = k, v
 
-    features = target_features(target_model, torch.arange(20, 30), (0, 2))
+    aux_states = target_aux_states(target_model, torch.arange(20, 30), (0, 2))
     layer = target_model.model.layers[3]
     with torch.no_grad():
-        draft.write_context(draft.fuse(features), Recorder())  # type: ignore[arg-type]
-        normed = layer.input_layernorm(features[:, 32:])
+        draft.write_context(draft.fuse(aux_states), Recorder())  # type: ignore[arg-type]
+        normed = layer.input_layernorm(aux_states[:, 32:])
         k, v = (project(normed).unflatten(-1, (2, 16)) for project in (layer.self_attn.k_proj, layer.self_attn.v_proj))
         k = layer.self_attn.k_norm(k)
     torch.testing.assert_close(written[1], (k, v))
@@ -172,7 +172,7 @@ def test_a_draft_of_other_shapes_does_not_start_from_the_target(
 ) -> None:
     draft = make_training(target_model, **fields).draft
     with pytest.raises(ValueError, match="set draft.init_from_target to false"):
-        dflash.start_from_target(draft, FrozenTarget(target_model, FEATURE_LAYERS))
+        dflash.start_from_target(draft, FrozenTarget(target_model, AUX_STATE_LAYERS))
 
 
 @pytest.mark.parametrize("depth", [DEPTH, 2])

@@ -21,7 +21,7 @@ from slipstream.train.dflash import main
 @pytest.fixture(scope="module")
 def flags(run_flags: Callable[..., list[str]]) -> Callable[..., list[str]]:
     sizes = {"draft__num_layers": 2, "draft__block_size": 5, "draft__mask_token_id": 7, "draft__anchors": 6}
-    return partial(run_flags, draft__feature_layers="[2, 0, 4]", **sizes)
+    return partial(run_flags, draft__aux_layers="[2, 0, 4]", **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, flags: Callable[..., list
 
 def test_a_run_leaves_servable_checkpoints(finished: Path, target_path: Path) -> None:
     config = load_draft(DFlash, finished / "best", load_config(target_path), None, torch.device("cpu")).config
-    assert (config.block_size, config.num_layers, config.feature_layers) == (5, 2, (2, 0, 4))
+    assert (config.block_size, config.num_layers, config.aux_layers) == (5, 2, (2, 0, 4))
     assert (config.draft_vocab_size, config.target) == (DRAFT_VOCAB_SIZE, str(target_path))
     lines = records(finished)
     assert [line["step"] for line in lines if "eval_accept_length" in line] == [3, 6]

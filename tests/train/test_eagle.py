@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from slipstream.models.eagle import Eagle
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.naive_eagle import NaiveEagle
-from slipstream.tests.random_targets import shared_weights, target_features
+from slipstream.tests.random_targets import shared_weights, target_aux_states
 from slipstream.tests.train.conftest import Document, documents, random_parts
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
@@ -20,7 +20,7 @@ from slipstream.train.batches import collate
 from slipstream.train.eagle import DraftOptions, EagleTraining, document_lengths
 
 DEPTH, MAX_LENGTH = 3, 64
-SEVERAL_STEPS = {"ttt_steps": 3, "feature_weight": 0.5, "token_weight": 2.0}
+SEVERAL_STEPS = {"ttt_steps": 3, "state_weight": 0.5, "token_weight": 2.0}
 
 
 def make_training(target: PreTrainedModel, ids: Tensor | None = None, **options: Any) -> EagleTraining:
@@ -30,10 +30,10 @@ def make_training(target: PreTrainedModel, ids: Tensor | None = None, **options:
 def naive_terms(
     training: EagleTraining, model: PreTrainedModel, ids: Tensor, document: Document
 ) -> Iterator[tuple[int, Tensor, Tensor | None, bool]]:
-    """Per counting (row, step): step, feature loss, cross-entropy (None outside the vocabulary), agreement."""
+    """Per counting (row, step): step, aux hidden state loss, cross-entropy (None outside the vocabulary), agreement."""
     tokens, mask = torch.tensor(document[0]), document[1]
     naive, steps = NaiveEagle(training.draft, *shared_weights(model)), training.options.ttt_steps
-    states = naive.chains(target_features(model, tokens, training.draft.config.feature_layers), tokens, steps)
+    states = naive.chains(target_aux_states(model, tokens, training.draft.config.aux_layers), tokens, steps)
     with torch.no_grad():
         output = model(input_ids=tokens[None], output_hidden_states=True)
     for t in range(len(tokens)):
@@ -70,14 +70,14 @@ def test_loss_gradient_and_metrics_equal_the_loops(
     terms = [term for row in rows for document in row for term in naive_terms(training, target_model, ids, document)]
     expected = torch.zeros(())
     for step, regression, entropy, _ in terms:
-        own = chosen.feature_weight * regression + chosen.token_weight * (0 if entropy is None else entropy)
+        own = chosen.state_weight * regression + chosen.token_weight * (0 if entropy is None else entropy)
         expected = expected + 0.8**step * own
     loss, metrics = training.loss(collate(rows, MAX_LENGTH))
     for step in range(chosen.ttt_steps):
         agreements = [agrees for s, _, _, agrees in terms if s == step]
         assert metrics[f"accept_rate_{step}"].tolist() == [sum(agreements), len(agreements)]
         regressions = sum(float(regression.detach()) for s, regression, _, _ in terms if s == step)
-        assert metrics[f"feature_loss_{step}"].tolist() == pytest.approx([regressions, len(agreements)], rel=1e-4)
+        assert metrics[f"state_loss_{step}"].tolist() == pytest.approx([regressions, len(agreements)], rel=1e-4)
     assert any(entropy is None for _, _, entropy, _ in terms) == reduced
     assert_same_gradients(loss, expected, training.draft)
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.naive_eagle3 import NaiveEagle3
-from slipstream.tests.random_targets import target_features
+from slipstream.tests.random_targets import target_aux_states
 from slipstream.tests.train.conftest import Document, documents
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
@@ -40,7 +40,7 @@ def naive_terms(
     """Per counting (row, step) of one document: step, distance (or None outside the vocabulary), agreement."""
     tokens, mask = torch.tensor(document[0]), document[1]
     naive = NaiveEagle3(training.draft, model.get_input_embeddings().weight)
-    states = naive.chains(target_features(model, tokens, training.draft.config.feature_layers), tokens, STEPS)
+    states = naive.chains(target_aux_states(model, tokens, training.draft.config.aux_layers), tokens, STEPS)
     with torch.no_grad():
         target_logits = model(input_ids=tokens[None]).logits[0]  # (S, V)
     for t in range(len(tokens)):

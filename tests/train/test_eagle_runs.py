@@ -30,7 +30,7 @@ def test_an_overfitted_draft_is_accepted_whole(
     command = run_flags(tmp_path, checkpoint__every=1000, draft__intermediate_size=256, draft__bias="false", **learnt)
     main([flag for flag in command if "vocabulary" not in flag])
     assert "fc.bias" not in load_file(tmp_path / "best" / "model.safetensors")
-    assert {"feature_loss_0", "accept_rate_2", "eval_accept_rate_2"} <= records(tmp_path)[-1].keys()
+    assert {"state_loss_0", "accept_rate_2", "eval_accept_rate_2"} <= records(tmp_path)[-1].keys()
     for options in ({"depth": DEPTH}, {"depth": DEPTH, "topk": 3, "nodes": 16}):
         drafted = LLM(str(target_path), str(tmp_path / "best"), drafter=options)
         served = drafted.generate(PROMPTS, params)

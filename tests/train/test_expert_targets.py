@@ -47,7 +47,7 @@ def test_eagle3_trains(tmp_path: Path, arguments: Arguments, targets: dict[str, 
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
 def test_eagle_trains(tmp_path: Path, arguments: Arguments, targets: dict[str, Path], family: str) -> None:
     flags = arguments(tmp_path, target=targets[family], optim__steps=2)
-    eagle.main([flag for flag in flags if "feature_layers" not in flag])
+    eagle.main([flag for flag in flags if "aux_layers" not in flag])
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["eval_accept_length"] >= 1
 
 

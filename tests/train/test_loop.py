@@ -42,7 +42,7 @@ def test_a_run_leaves_servable_checkpoints_and_a_log(finished: Path, target_path
     for name in ("best", "step-6"):
         draft = load_draft(Eagle3, finished / name, target, torch.float32, torch.device("cpu"))
         assert draft.config.draft_vocab_size == DRAFT_VOCAB_SIZE
-        assert draft.config.feature_layers == (2, 0, 4)
+        assert draft.config.aux_layers == (2, 0, 4)
         assert draft.config.target == str(target_path)
     torch.testing.assert_close(draft.fc.weight, weights(finished)["draft.fc.weight"], rtol=1e-2, atol=1e-2)  # bf16
     lines = records(finished)
@@ -144,7 +144,7 @@ def test_what_does_not_change_the_run_may_change(tmp_path: Path, finished: Path,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"draft__feature_layers": "[1, 9]"}, "feature_layers is [1, 9]; name distinct states 0..3"),
+        ({"draft__aux_layers": "[1, 9]"}, "aux_layers is [1, 9]; name distinct states 0..3"),
         ({"draft__intermediate_size": 8}, "init_from_target needs a draft as wide as its target"),
         ({"data__path": "/nowhere"}, "data.path /nowhere holds no report.json"),
         ({"target": "/nowhere"}, "/nowhere"),

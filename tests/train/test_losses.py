@@ -104,5 +104,5 @@ def test_nothing_to_predict_is_a_loss_of_zero_with_a_gradient() -> None:
 
 
 def test_regression_is_smooth_l1() -> None:
-    states, features = torch.tensor([[0.5, 3.0]]), torch.zeros(1, 2)
-    assert regression_losses(states, features).tolist() == [pytest.approx((0.125 + 2.5) / 2)]
+    states, aux_states = torch.tensor([[0.5, 3.0]]), torch.zeros(1, 2)
+    assert regression_losses(states, aux_states).tolist() == [pytest.approx((0.125 + 2.5) / 2)]

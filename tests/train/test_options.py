@@ -15,7 +15,7 @@ from slipstream.train.options import RunOptions
 
 ROOT = Path(__file__).parents[2]
 SHARED_OPTIONS = """
-    checkpoint.every checkpoint.keep data.batch_size data.features data.features_missing data.max_length data.path
+    checkpoint.every checkpoint.keep data.batch_size data.aux_states data.aux_states_missing data.max_length data.path
     draft.intermediate_size draft.vocabulary dry_run evaluation.depth evaluation.documents
     evaluation.every evaluation.samples optim.accumulation optim.betas optim.clip optim.epochs optim.lr optim.name
     optim.steps optim.warmup_ratio optim.weight_decay output precision resume revision seed target target_compile
@@ -25,15 +25,15 @@ SHARED_OPTIONS = """
 PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "eagle": (
         EagleOptions,
-        "draft.bias draft.feature_weight draft.noise draft.token_weight draft.ttt_decay draft.ttt_steps",
+        "draft.bias draft.state_weight draft.noise draft.token_weight draft.ttt_decay draft.ttt_steps",
     ),
     "eagle3": (
         Eagle3Options,
-        "draft.feature_layers draft.init_from_target draft.loss draft.step_weights draft.ttt_decay draft.ttt_steps",
+        "draft.aux_layers draft.init_from_target draft.loss draft.step_weights draft.ttt_decay draft.ttt_steps",
     ),
     "dflash": (
         DFlashOptions,
-        "draft.anchors draft.block_size draft.feature_layers draft.gamma draft.loss draft.mask_token_id "
+        "draft.anchors draft.block_size draft.aux_layers draft.gamma draft.loss draft.mask_token_id "
         "draft.init_from_target draft.num_layers draft.sliding_window draft.windowed_layers",
     ),
 }
@@ -74,7 +74,7 @@ BAD_VALUES = [  # program, flags, what the message names
     ("eagle3", ["--optim.weight_decay=-0.1"], "optim.weight_decay -0.1"),
     ("eagle3", ["--seed=-1"], "seed is -1; give 0 or more"),
     ("eagle3", ["--draft.ttt_steps=0"], "draft.ttt_steps is 0"),
-    ("eagle3", ["--draft.feature_layers=[]"], "draft.feature_layers is []; name at least one state"),
+    ("eagle3", ["--draft.aux_layers=[]"], "draft.aux_layers is []; name at least one state"),
     ("eagle3", ["--draft.intermediate_size=-5"], "draft.intermediate_size is -5; give at least 1"),
     ("eagle3", ["--draft.ttt_steps=2", "--draft.step_weights=[1.0]"], "draft.step_weights is [1.0]; give 2"),
     ("eagle3", ["--draft.ttt_steps=2", "--draft.step_weights=[1.0, -1.0]"], "draft.step_weights is [1.0, -1.0]; give"),
@@ -84,14 +84,14 @@ BAD_VALUES = [  # program, flags, what the message names
     ("eagle3", ["--draft.steps=3"], "valid options"),
     ("eagle3", ["--resume=yes"], "resume"),
     ("eagle3", ["--target_sharding=yes"], "target_sharding"),
-    ("eagle3", ["--data.features=f", "--target_sharding=machine"], "the target's layers are not run at all"),
+    ("eagle3", ["--data.aux_states=f", "--target_sharding=machine"], "the target's layers are not run at all"),
     (
         "eagle3",
-        ["--data.features=f", "--data.features_missing=online", "--target_sharding=machine"],
-        "would run the target unequally often; set target_sharding to none, or leave data.features out",
+        ["--data.aux_states=f", "--data.aux_states_missing=online", "--target_sharding=machine"],
+        "would run the target unequally often; set target_sharding to none, or leave data.aux_states out",
     ),
     ("eagle", ["--draft.noise=-1"], "none may be negative"),
-    ("eagle", ["--draft.token_weight=0", "--draft.feature_weight=0"], "nor both weights 0"),
+    ("eagle", ["--draft.token_weight=0", "--draft.state_weight=0"], "nor both weights 0"),
     ("dflash", ["--draft.anchors=0"], "draft.anchors is 0 and draft.num_layers 5; give at least 1"),
     ("dflash", ["--draft.gamma=0"], "draft.gamma is 0.0; give a positive number"),
     ("dflash", ["--draft.gamma=7", "--draft.loss=dpace"], "draft.gamma is 7.0, which loss dpace does not use; leave"),

@@ -13,7 +13,7 @@ from slipstream.train.eagle3 import Eagle3Training
 from slipstream.train.plan import Memory
 
 PROGRAMS = {"eagle3": eagle3.main, "dflash": dflash.main, "eagle": eagle.main}
-NOT_OF = {"dflash": ("draft.ttt_steps",), "eagle": ("draft.feature_layers",), "eagle3": ()}
+NOT_OF = {"dflash": ("draft.ttt_steps",), "eagle": ("draft.aux_layers",), "eagle3": ()}
 
 
 @pytest.fixture
@@ -36,7 +36,15 @@ def test_no_weights_are_read_and_nothing_is_written(
     PROGRAMS[program]([*flags, "--dry-run"])
     assert not (tmp_path / "output").exists()
     printed = capsys.readouterr().out
-    for word in ("draft ", "target ", "memory ", "zero3, fsdp", "features ", "steps     6 of 2 rows", "tokens "):
+    for word in (
+        "draft ",
+        "target ",
+        "memory ",
+        "zero3, fsdp",
+        "aux hidden states ",
+        "steps     6 of 2 rows",
+        "tokens ",
+    ):
         assert word in printed
 
 

@@ -37,7 +37,7 @@ def answers_alone(target: Path) -> list[tuple[int, list[int]]]:
 def load_training(kind: Any, network: Any, options: Any, target: Path, draft: Path, depth: int) -> Any:
     config = load_config(target)
     module = load_draft(network, draft, config, torch.float32, CPU)
-    frozen = load_frozen_target(target, module.config.feature_layers, CPU)
+    frozen = load_frozen_target(target, module.config.aux_layers, CPU)
     return kind(module, frozen, RotaryEmbedding(config.rope, config.head_dim, 256), options, depth, seed=0).eval()
 
 
@@ -87,9 +87,9 @@ def test_eagle(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> Non
 
     def check(tokens: list[int], served: Served) -> None:
         """The state at the row before each root, and the first drafted token."""
-        rows, flat, features, _ = training.read(whole(tokens), 1)
+        rows, flat, aux_states, _ = training.read(whole(tokens), 1)
         with torch.no_grad():
-            (states,) = training.chain(rows, flat, features, 1)
+            (states,) = training.chain(rows, flat, aux_states, 1)
             drafted = training.predictions(states)
         place = {row: index for index, row in enumerate(rows.asking.tolist())}
         compared = [item for item in served if item[0] < len(tokens) - DEPTH]

@@ -5,7 +5,7 @@ import torch
 from transformers import PreTrainedModel
 
 from slipstream.tests.naive_eagle3 import NaiveEagle3
-from slipstream.tests.random_targets import target_features
+from slipstream.tests.random_targets import target_aux_states
 from slipstream.tests.train.block_cases import flat_documents, packed
 from slipstream.train.eagle3 import Eagle3Training
 from slipstream.train.ttt import find_rows
@@ -41,11 +41,11 @@ def test_every_state_is_the_one_of_the_chain_run_token_by_token(
 ) -> None:
     batch, documents = packed(seed)
     naive = NaiveEagle3(training.draft, target_model.get_input_embeddings().weight)
-    rows, tokens, features, _ = training.read(batch, 4)
-    states = torch.stack(list(training.chain(rows, tokens, features, 4)))  # (4, N, H)
+    rows, tokens, aux_states, _ = training.read(batch, 4)
+    states = torch.stack(list(training.chain(rows, tokens, aux_states, 4)))  # (4, N, H)
     index, compared = {row: n for n, row in enumerate(rows.asking.tolist())}, 0
     for start, (ids, _) in flat_documents(documents, batch.tokens.shape[1]):
-        expected = target_features(target_model, ids, training.draft.config.feature_layers)
+        expected = target_aux_states(target_model, ids, training.draft.config.aux_layers)
         for (t, step), state in naive.chains(expected, torch.tensor(ids), 4).items():
             n = index.get(start + t)
             if n is not None and rows.counts[step, n]:

@@ -1,4 +1,4 @@
-"""Shards of captured features: which documents each holds, and the target's passes that fill them.
+"""Shards of captured states: which documents each holds, and the target's passes that fill them.
 
 The plan depends on the data and the options alone, so a capture continues, or repairs one shard, with the same plan.
 Letters: B documents of a pass, L tokens of its longest, K captured layers, Ht the target's hidden size.
@@ -18,8 +18,8 @@ from datasets import Dataset
 from torch import Tensor
 from tqdm import tqdm
 
-from slipstream.models.feature_store import FeatureFormat, ShardRange, ShardTensors, encode, needed_tokens, new_shard
 from slipstream.models.frozen_target import FrozenTarget, load_frozen_target
+from slipstream.models.state_store import ShardRange, ShardTensors, StateFormat, encode, needed_tokens, new_shard
 
 SCAN_ROWS = 4096  # documents measured at once
 TIMED_PASSES = 3
@@ -27,7 +27,7 @@ TIMED_PASSES = 3
 
 def measure(dataset: Dataset, max_length: int) -> np.ndarray:
     """(D, 2) int64: per document cut at `max_length`, the tokens whose states training reads and the supervised ones
-    among them (models/feature_store.needed_tokens, here for many documents at once)."""
+    among them (models/state_store.needed_tokens, here for many documents at once)."""
     tables = dataset.with_format("arrow").iter(batch_size=SCAN_ROWS)
     num_tables = -(-len(dataset) // SCAN_ROWS)
     bar = tqdm(tables, "measuring documents", num_tables, unit="batch", disable=num_tables <= 1)
@@ -46,7 +46,7 @@ def measure_table(table: pyarrow.Table, max_length: int) -> np.ndarray:
     return np.stack([tokens, np.maximum(supervised - 1, 0)], axis=1)  # nothing reads the state of the last one
 
 
-def plan_shards(split: str, needs: np.ndarray, form: FeatureFormat, shard_bytes: int) -> Iterator[ShardRange]:
+def plan_shards(split: str, needs: np.ndarray, form: StateFormat, shard_bytes: int) -> Iterator[ShardRange]:
     """Consecutive documents in shards of at most `shard_bytes`, or of one document. needs: (D, 2), from `measure`."""
     first = tokens = supervised = 0
     for number, (more, more_supervised) in enumerate(needs.tolist()):
@@ -92,7 +92,7 @@ class Capturer:
     """The target on one device, the format of its states, and the largest number of tokens in a pass."""
 
     def __init__(
-        self, path: Path, form: FeatureFormat, device: torch.device, batch_tokens: int, trust_remote_code: bool
+        self, path: Path, form: StateFormat, device: torch.device, batch_tokens: int, trust_remote_code: bool
     ) -> None:
         self.target: FrozenTarget = load_frozen_target(path, form.layers, device, trust_remote_code)
         self.form = form
@@ -135,8 +135,8 @@ class Capturer:
         for row, one in enumerate(batch):
             tokens[row, : len(one.tokens)] = one.tokens
         positions = torch.arange(width, device=self.device).expand(len(batch), -1)
-        features, final = self.target.features(tokens.to(self.device), positions)
-        values, scales = encode(features.unflatten(-1, (len(self.form.layers), -1)), self.form.dtype)  # (B, L, K, Ht)
+        aux_states, final = self.target.aux_states(tokens.to(self.device), positions)
+        values, scales = encode(aux_states.unflatten(-1, (len(self.form.layers), -1)), self.form.dtype)  # (B, L, K, Ht)
         for row, one in enumerate(batch):
             length, place = len(one.tokens), shard.document(one.slot)
             _keep(place, "features", values[row, :length], None if scales is None else scales[row, :length])

@@ -1,7 +1,7 @@
 """Runs the target once over a prepared dataset and keeps the states that drafts read, for training without it.
 
-    slipstream capture-features --target Qwen/Qwen3-8B --data data/qwen3-8b --output features/qwen3-8b
-    accelerate launch data_tools/capture_features.py ... --dtype fp8 --yes      (each process takes some shards)
+    slipstream capture-states --target Qwen/Qwen3-8B --data data/qwen3-8b --output features/qwen3-8b
+    accelerate launch data_tools/capture_states.py ... --dtype fp8 --yes      (each process takes some shards)
 
 Shows size and time first and asks before it writes. A run that was stopped continues with the missing shards.
 """
@@ -25,16 +25,16 @@ from tqdm import tqdm
 
 from slipstream.config import run
 from slipstream.data_tools.dataset import read_report
-from slipstream.data_tools.feature_shards import Capturer, measure, plan_shards, read_documents
 from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named, show_table
+from slipstream.data_tools.state_shards import Capturer, measure, plan_shards, read_documents
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.models.atomic import recover
 from slipstream.models.checkpoint import resolve, weights_fingerprint
-from slipstream.models.config import check_feature_layers, default_feature_layers
-from slipstream.models.dflash import default_block_feature_layers
-from slipstream.models.feature_store import INDEX, FeatureFormat, FeatureIndex, FeatureStore, shard_path, write_shard
+from slipstream.models.config import check_aux_layers, default_aux_layers
+from slipstream.models.dflash import default_block_aux_layers
 from slipstream.models.outputs import check_working_folder
 from slipstream.models.pretrained import read_config
+from slipstream.models.state_store import INDEX, StateFormat, StateIndex, StateStore, shard_path, write_shard
 
 BLOCK_DRAFT_LAYERS = 5  # train/dflash.py's default; it decides which states a draft reads
 
@@ -54,7 +54,7 @@ class CaptureConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the target."""
     drafters: tuple[Literal["eagle", "eagle3", "dflash"], ...] = ("eagle3",)
-    """Drafts that will be trained from the features; decides which states are kept. Several share what they can."""
+    """Drafts that will be trained from the states; decides which are kept. Several share what they can."""
     layers: tuple[int, ...] = ()
     """States to keep instead: 0..n-1 is the output of that layer, n the state after the final norm."""
     last_hidden: bool = False
@@ -93,7 +93,7 @@ class CaptureConfig:
             if value == field.default or field.name in ("shards", "verify", "yes"):
                 continue
             words += [f"--{field.name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else [value])]
-        return shlex.join(["slipstream", "capture-features", *words])
+        return shlex.join(["slipstream", "capture-states", *words])
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Job:
 
     config: CaptureConfig
     splits: dict[str, Dataset]
-    index: FeatureIndex
+    index: StateIndex
     pending: list[int]  # numbers of the shards to write
 
     @property
@@ -115,10 +115,10 @@ class Job:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run(capture_features, CaptureConfig, argv, "slipstream capture-features")
+    run(capture_states, CaptureConfig, argv, "slipstream capture-states")
 
 
-def capture_features(config: CaptureConfig) -> None:
+def capture_states(config: CaptureConfig) -> None:
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     accelerator, output = Accelerator(cpu=on_cpu), Path(config.output)
     splits = load_splits(config)
@@ -131,7 +131,7 @@ def capture_features(config: CaptureConfig) -> None:
             f"max_length {config.max_length}; raise --max-length or prepare other data"
         )
     if config.verify:
-        verify_all(FeatureStore(output))
+        verify_all(StateStore(output))
         return
     if not set(config.shards) <= set(range(len(index.shards))):
         raise ValueError(f"shards is {list(config.shards)}; there are shards 0 to {len(index.shards) - 1}")
@@ -154,7 +154,7 @@ def capture_features(config: CaptureConfig) -> None:
     accelerator.wait_for_everyone()
     capture_shards(job, job.pending[accelerator.process_index :: accelerator.num_processes], capturer, show=is_main)
     accelerator.wait_for_everyone()
-    accelerator.print(f"{output}: {len(job.pending)} shards written; train with --data.features {output}")
+    accelerator.print(f"{output}: {len(job.pending)} shards written; train with --data.aux_states {output}")
 
 
 def load_splits(config: CaptureConfig) -> dict[str, Dataset]:
@@ -167,7 +167,7 @@ def load_splits(config: CaptureConfig) -> dict[str, Dataset]:
     }
 
 
-def build_index(config: CaptureConfig, path: Path, splits: dict[str, Dataset]) -> FeatureIndex:
+def build_index(config: CaptureConfig, path: Path, splits: dict[str, Dataset]) -> StateIndex:
     """Plans a capture of the target at `path`: documents, states, shards. Raises ValueError for data prepared with
     another tokenizer than the target's."""
     report = read_report(Path(config.data))
@@ -180,7 +180,7 @@ def build_index(config: CaptureConfig, path: Path, splits: dict[str, Dataset]) -
         )
     form, size = choose_format(config, path), int(config.shard_gb * 1e9)
     needs = {name: measure(split, config.max_length) for name, split in splits.items()}
-    return FeatureIndex(
+    return StateIndex(
         target_fingerprint=weights_fingerprint(path),
         tokenizer_hash=tokenizer_hash,
         data_hash=report["data_hash"],
@@ -191,18 +191,18 @@ def build_index(config: CaptureConfig, path: Path, splits: dict[str, Dataset]) -
     )
 
 
-def choose_format(config: CaptureConfig, path: Path) -> FeatureFormat:
+def choose_format(config: CaptureConfig, path: Path) -> StateFormat:
     text = read_config(path, config.trust_remote_code).get_text_config()
     num_layers = text.num_hidden_layers
     defaults = {
         "eagle": lambda: (num_layers,),
-        "eagle3": lambda: default_feature_layers(num_layers),
-        "dflash": lambda: default_block_feature_layers(num_layers, BLOCK_DRAFT_LAYERS),
+        "eagle3": lambda: default_aux_layers(num_layers),
+        "dflash": lambda: default_block_aux_layers(num_layers, BLOCK_DRAFT_LAYERS),
     }
     layers = config.layers or tuple(sorted({layer for name in config.drafters for layer in defaults[name]()}))
-    check_feature_layers(layers, num_layers)
+    check_aux_layers(layers, num_layers)
     last_hidden = (config.last_hidden or "eagle3" in config.drafters) and num_layers not in layers
-    return FeatureFormat(
+    return StateFormat(
         layers=layers,
         num_layers=num_layers,
         hidden_size=text.hidden_size,
@@ -211,18 +211,18 @@ def choose_format(config: CaptureConfig, path: Path) -> FeatureFormat:
     )
 
 
-def check_output(output: Path, index: FeatureIndex) -> None:
+def check_output(output: Path, index: StateIndex) -> None:
     """Raises ValueError if `output` holds another capture, or shards without an index."""
     if not (output / INDEX).exists():
         foreign = sorted(path.name for path in output.glob("shard-*.safetensors"))
         if foreign:
             raise ValueError(f"output {output} holds {foreign[0]} but no {INDEX}; name another folder")
         return
-    there, here = FeatureIndex.read(output).to_json(), index.to_json()
+    there, here = StateIndex.read(output).to_json(), index.to_json()
     different = [name for name in here if name != "command" and there[name] != here[name]]
     if different:
         raise ValueError(
-            f"output {output} holds features with another {', '.join(different)}; give the options they were captured "
+            f"output {output} holds states with another {', '.join(different)}; give the options they were captured "
             f"with ({there['command']}), or name another folder"
         )
 
@@ -239,7 +239,7 @@ def check_room(output: Path, needed: int) -> None:
 
 def describe(job: Job) -> None:
     form, shards = job.index.form, [job.index.shards[number] for number in job.pending]
-    print(f"Features of {job.config.target} over {job.config.data}:")
+    print(f"Aux hidden states of {job.config.target} over {job.config.data}:")
     show_table(
         {
             "states": f"{list(form.layers)} of {form.hidden_size} in {form.dtype}",
@@ -276,7 +276,7 @@ def confirm(config: CaptureConfig) -> None:
         raise ValueError("nothing was written")
 
 
-def prepare_folder(output: Path, index: FeatureIndex) -> None:
+def prepare_folder(output: Path, index: StateIndex) -> None:
     output.mkdir(parents=True, exist_ok=True)
     for path in (output / INDEX, *(shard_path(output, number) for number in range(len(index.shards)))):
         recover(path)
@@ -301,7 +301,7 @@ def capture_shards(job: Job, numbers: list[int], capturer: Capturer, show: bool)
             written.result()
 
 
-def verify_all(store: FeatureStore) -> None:
+def verify_all(store: StateStore) -> None:
     """Raises ValueError naming every missing or damaged shard and the command that rebuilds it."""
     faults = []
     for number, shard in enumerate(tqdm(store.index.shards, "verifying", unit="shard")):

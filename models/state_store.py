@@ -49,7 +49,7 @@ READ_AHEAD_BYTES = 128 * 1024  # Linux cuts longer requests at a device's readah
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureFormat:
+class StateFormat:
     """Feature ids are those of models/config.py: 0..n-1 the output of a layer, n the state after the final norm."""
 
     layers: tuple[int, ...]
@@ -159,7 +159,7 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.safetensors"
 
 
-def new_shard(span: ShardRange, lengths: Tensor, supervised: Tensor, form: FeatureFormat, pinned: bool) -> ShardTensors:
+def new_shard(span: ShardRange, lengths: Tensor, supervised: Tensor, form: StateFormat, pinned: bool) -> ShardTensors:
     """A shard without states yet. `lengths` (D,) int64, `supervised` (T,) bool."""
     tensors = {
         name: torch.empty(shape, dtype=dtype, pin_memory=pinned and name in (*BY_TOKEN, *BY_SUPERVISED))
@@ -190,7 +190,7 @@ def write_shard(folder: Path, number: int, shard: ShardTensors, capture: str) ->
         ) from error
 
 
-def open_shard(folder: Path, number: int, span: ShardRange, form: FeatureFormat, capture: str) -> ShardTensors:
+def open_shard(folder: Path, number: int, span: ShardRange, form: StateFormat, capture: str) -> ShardTensors:
     """Raises ValueError for a missing, damaged or foreign file."""
     path = shard_path(folder, number)
     try:
@@ -233,14 +233,14 @@ def table_checksum(tensors: dict[str, Tensor]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureIndex:
+class StateIndex:
     """Identity and contents of a capture. `command` repeats it."""
 
     target_fingerprint: str
     tokenizer_hash: str
     data_hash: str
     max_length: int
-    form: FeatureFormat
+    form: StateFormat
     shards: tuple[ShardRange, ...]
     command: str
 
@@ -249,10 +249,10 @@ class FeatureIndex:
         return {"version": VERSION, "format": values.pop("form"), **values}
 
     @classmethod
-    def read(cls, folder: Path) -> "FeatureIndex":
+    def read(cls, folder: Path) -> "StateIndex":
         """Raises ValueError unless `folder` holds an index of this version."""
         if not (folder / INDEX).exists():
-            raise ValueError(f"{folder} holds no captured features; make them with `slipstream capture-features`")
+            raise ValueError(f"{folder} holds no captured states; make them with `slipstream capture-states`")
         values = read_json(folder / INDEX)
         if values.get("version") != VERSION:
             raise ValueError(
@@ -261,7 +261,7 @@ class FeatureIndex:
         form, names = values["format"], ("target_fingerprint", "tokenizer_hash", "data_hash", "max_length", "command")
         return cls(
             **{name: values[name] for name in names},
-            form=FeatureFormat(**form | {"layers": tuple(form["layers"])}),
+            form=StateFormat(**form | {"layers": tuple(form["layers"])}),
             shards=tuple(ShardRange(**shard) for shard in values["shards"]),
         )
 
@@ -287,12 +287,12 @@ class FeatureIndex:
         return self.form.num_bytes(shard.count, shard.num_tokens, shard.num_supervised)
 
 
-class FeatureStore:
+class StateStore:
     """Reads the documents of a capture. Threads may share one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.index = FeatureIndex.read(folder)
+        self.index = StateIndex.read(folder)
         self.capture = self.index.digest
         self._opened: dict[int, ShardTensors] = {}
         self._verified = [np.zeros(shard.count, bool) for shard in self.index.shards]
@@ -305,20 +305,20 @@ class FeatureStore:
         for name, remedy in REMEDIES.items():
             there, here = getattr(self.index, name), identity[name]
             if there != here:
-                raise ValueError(f"features {self.folder}: {name} is {there[:12]}, the run's is {here[:12]}; {remedy}")
+                raise ValueError(f"states {self.folder}: {name} is {there[:12]}, the run's is {here[:12]}; {remedy}")
 
     def check_states(self, layers: tuple[int, ...], *, final_state: bool) -> None:
         """Raises ValueError unless the states of `layers` and, if wanted, that after the final norm are captured."""
         form = self.index.form
         if not set(layers) <= set(form.layers):
             raise ValueError(
-                f"features {self.folder} hold the states {list(form.layers)}, the draft reads {list(layers)}; capture "
-                "with --layers, or set draft.feature_layers"
+                f"states {self.folder} hold {list(form.layers)}, the draft reads {list(layers)}; capture with "
+                "--layers, or set draft.aux_layers"
             )
         if final_state and not form.has_final_state:
             raise ValueError(
-                f"features {self.folder} lack the state after the final norm, which the loss needs; capture them again "
-                "with --last-hidden"
+                f"states {self.folder} lack the state after the final norm, which the loss needs; capture them "
+                "again with --last-hidden"
             )
 
     def find(self, split: str, document: int) -> tuple[int, int] | None:

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.models import feature_store
-from slipstream.models.feature_store import (
+from slipstream.models import state_store
+from slipstream.models.state_store import (
     DTYPES,
-    FeatureFormat,
-    FeatureIndex,
-    FeatureStore,
     ShardRange,
     ShardTensors,
+    StateFormat,
+    StateIndex,
+    StateStore,
     decode,
     encode,
     needed_tokens,
@@ -37,17 +37,17 @@ SUPERVISED = ((1, 3, 7), (0, 2), (4,))  # rows of each shard
 IDENTITY = {"target_fingerprint": "a" * 64, "tokenizer_hash": "b" * 64, "data_hash": "c" * 64}
 
 
-def make_form(**changes: Any) -> FeatureFormat:
+def make_form(**changes: Any) -> StateFormat:
     values = {"layers": (1, 3), "num_layers": 6, "hidden_size": 8, "dtype": "bf16", "last_hidden": True}
-    return FeatureFormat(**(values | changes))
+    return StateFormat(**(values | changes))
 
 
-def make_index(form: FeatureFormat, **changes: Any) -> FeatureIndex:
-    index = FeatureIndex(**IDENTITY, max_length=64, form=form, shards=SHARDS, command="slipstream capture-features")
+def make_index(form: StateFormat, **changes: Any) -> StateIndex:
+    index = StateIndex(**IDENTITY, max_length=64, form=form, shards=SHARDS, command="slipstream capture-states")
     return replace(index, **changes)
 
 
-def fill(number: int, form: FeatureFormat) -> ShardTensors:
+def fill(number: int, form: StateFormat) -> ShardTensors:
     """Shard `number` with random bytes in every tensor that holds states or tokens."""
     generator = torch.Generator().manual_seed(number)
     supervised = torch.zeros(SHARDS[number].num_tokens, dtype=torch.bool)
@@ -60,11 +60,11 @@ def fill(number: int, form: FeatureFormat) -> ShardTensors:
 
 
 @pytest.fixture(params=["bf16", "fp8", "fp32"])
-def form(request: pytest.FixtureRequest) -> FeatureFormat:
+def form(request: pytest.FixtureRequest) -> StateFormat:
     return make_form(dtype=request.param)
 
 
-def write_store(folder: Path, form: FeatureFormat) -> FeatureIndex:
+def write_store(folder: Path, form: StateFormat) -> StateIndex:
     index = make_index(form)
     index.write(folder)
     for number in range(len(SHARDS)):
@@ -106,9 +106,9 @@ def test_rows_from_the_last_supervised_token_on_are_not_needed(mask: str, count:
     assert needed_tokens(torch.tensor([letter == "1" for letter in mask], dtype=torch.bool)) == count
 
 
-def test_every_document_comes_back(tmp_path: Path, form: FeatureFormat) -> None:
+def test_every_document_comes_back(tmp_path: Path, form: StateFormat) -> None:
     write_store(tmp_path, form)
-    store = FeatureStore(tmp_path)
+    store = StateStore(tmp_path)
     for number, span in enumerate(SHARDS):
         written, start, supervised = fill(number, form).tensors, 0, 0
         for slot, length in enumerate(LENGTHS[number]):
@@ -124,7 +124,7 @@ def test_every_document_comes_back(tmp_path: Path, form: FeatureFormat) -> None:
     assert store.find("test", 0) is None
 
 
-def test_sizes_are_those_of_the_tensors(tmp_path: Path, form: FeatureFormat) -> None:
+def test_sizes_are_those_of_the_tensors(tmp_path: Path, form: StateFormat) -> None:
     index = write_store(tmp_path, form)
     for number in range(len(SHARDS)):
         size = sum(tensor.nbytes for tensor in fill(number, form).tensors.values())
@@ -134,7 +134,7 @@ def test_sizes_are_those_of_the_tensors(tmp_path: Path, form: FeatureFormat) -> 
 
 def test_a_shard_is_mapped_and_not_loaded(tmp_path: Path) -> None:
     write_store(tmp_path, make_form())
-    store, path = FeatureStore(tmp_path), str(shard_path(tmp_path, 0))
+    store, path = StateStore(tmp_path), str(shard_path(tmp_path, 0))
     pointer = store.open(0).tensors["features"].data_ptr()
     lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(path)]
     assert any(pointer in range(*(int(x, 16) for x in line.split()[0].split("-"))) for line in lines)
@@ -144,7 +144,7 @@ def test_a_shard_is_mapped_and_not_loaded(tmp_path: Path) -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Requests to read ahead (first byte, number of bytes), which are cut to 48 bytes."""
     requests: list[tuple[int, int]] = []
-    monkeypatch.setattr(feature_store, "READ_AHEAD_BYTES", 48)
+    monkeypatch.setattr(state_store, "READ_AHEAD_BYTES", 48)
 
     def record(_file: int, first: int, count: int, advice: int) -> None:
         assert advice == os.POSIX_FADV_WILLNEED
@@ -155,10 +155,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_the_kernel_is_asked_for_a_documents_bytes_and_no_others(
-    tmp_path: Path, form: FeatureFormat, asked: list[tuple[int, int]]
+    tmp_path: Path, form: StateFormat, asked: list[tuple[int, int]]
 ) -> None:
     write_store(tmp_path, form)
-    store = FeatureStore(tmp_path)
+    store = StateStore(tmp_path)
     for number, span in enumerate(SHARDS):
         content = shard_path(tmp_path, number).read_bytes()
         start = 8 + int.from_bytes(content[:8], "little")
@@ -191,7 +191,7 @@ def test_documents_come_back_where_the_kernel_cannot_be_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     write_store(tmp_path, make_form())
-    store = FeatureStore(tmp_path)
+    store = StateStore(tmp_path)
     if change == "no such advice":
         monkeypatch.delattr(os, "posix_fadvise")
     else:
@@ -200,13 +200,13 @@ def test_documents_come_back_where_the_kernel_cannot_be_asked(
     assert raw(store.read(0, 2)["features"]) == raw(fill(0, make_form()).document(2)["features"])
 
 
-def test_a_flipped_bit_is_found_in_its_document_alone(tmp_path: Path, form: FeatureFormat) -> None:
+def test_a_flipped_bit_is_found_in_its_document_alone(tmp_path: Path, form: StateFormat) -> None:
     write_store(tmp_path, form)
     content = bytearray(shard_path(tmp_path, 0).read_bytes())
     needle = bytes(raw(fill(0, form).document(2)["features"]))
     content[content.index(needle) + 5] ^= 1
     shard_path(tmp_path, 0).write_bytes(content)
-    store = FeatureStore(tmp_path)
+    store = StateStore(tmp_path)
     store.read(0, 0)
     with pytest.raises(ValueError, match=r"shard-00000.safetensors is damaged \(document 2 .*--shards 0 --yes"):
         store.read(0, 2)
@@ -224,7 +224,7 @@ def test_no_tensor_may_change(tmp_path: Path, name: str) -> None:
     values[0] = 1 - values[0]
     assert content.count(before) == 1
     shard_path(tmp_path, 0).write_bytes(content.replace(before, bytes(raw(changed.tensors[name]))))
-    store = FeatureStore(tmp_path)
+    store = StateStore(tmp_path)
     with pytest.raises(ValueError, match="shard-00000.safetensors is damaged"):
         [store.read(0, slot) for slot in range(SHARDS[0].count)]
     assert index.missing(tmp_path) == []
@@ -237,7 +237,7 @@ def test_files_that_are_no_shard_of_this_capture_are_named(tmp_path: Path) -> No
     first.write_bytes(first.read_bytes()[:-7])
     shutil.copy(third, second)
     third.unlink()
-    store = FeatureStore(tmp_path)
+    store = StateStore(tmp_path)
     for number, fault in ((0, "is damaged"), (1, "belongs to another capture"), (2, "is missing")):
         message = rf"shard-0000{number}.safetensors {fault}.*; rebuild it: .* --shards {number} --yes"
         with pytest.raises(ValueError, match=message):
@@ -247,7 +247,7 @@ def test_files_that_are_no_shard_of_this_capture_are_named(tmp_path: Path) -> No
     make_index(form, data_hash="d" * 64).write(tmp_path)
     write_shard(tmp_path, 1, fill(1, form), store.capture)
     with pytest.raises(ValueError, match="shard-00001.safetensors belongs to another capture"):
-        FeatureStore(tmp_path).read(1, 0)
+        StateStore(tmp_path).read(1, 0)
 
 
 def test_tensors_of_another_dtype_are_refused(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_a_full_disk_leaves_no_half_shard(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", IDENTITY)
 def test_what_differs_from_the_run_is_named(tmp_path: Path, name: str) -> None:
     make_index(make_form()).write(tmp_path)
-    store = FeatureStore(tmp_path)
+    store = StateStore(tmp_path)
     store.check(IDENTITY)
     with pytest.raises(ValueError, match=rf"{name} is {IDENTITY[name][:12]}, the run's is dddddddddddd; "):
         store.check(IDENTITY | {name: "d" * 64})
@@ -288,19 +288,19 @@ def test_what_differs_from_the_run_is_named(tmp_path: Path, name: str) -> None:
 
 def test_states_that_are_not_there_are_named(tmp_path: Path) -> None:
     make_index(make_form(last_hidden=False)).write(tmp_path)
-    store = FeatureStore(tmp_path)
+    store = StateStore(tmp_path)
     store.check_states((3, 1), final_state=False)
-    with pytest.raises(ValueError, match=r"hold the states \[1, 3\], the draft reads \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"hold \[1, 3\], the draft reads \[1, 2\]"):
         store.check_states((1, 2), final_state=False)
     with pytest.raises(ValueError, match="lack the state after the final norm"):
         store.check_states((1, 3), final_state=True)
     make_index(make_form(layers=(1, 6), last_hidden=False)).write(tmp_path)
-    FeatureStore(tmp_path).check_states((1,), final_state=True)
+    StateStore(tmp_path).check_states((1,), final_state=True)
 
 
 def test_a_folder_without_an_index_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no captured features; make them with `slipstream capture-features`"):
-        FeatureStore(tmp_path)
+    with pytest.raises(ValueError, match="holds no captured states; make them with `slipstream capture-states`"):
+        StateStore(tmp_path)
     (tmp_path / "index.json").write_text('{"version": 0}')
     with pytest.raises(ValueError, match="has version 0, this program reads 1"):
-        FeatureStore(tmp_path)
+        StateStore(tmp_path)

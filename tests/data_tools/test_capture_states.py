@@ -14,18 +14,18 @@ from datasets import Dataset, load_from_disk
 from transformers import AutoModelForCausalLM
 
 from slipstream.config import parse
-from slipstream.data_tools import capture_features
-from slipstream.data_tools.capture_features import CaptureConfig, choose_format, main
+from slipstream.data_tools import capture_states
+from slipstream.data_tools.capture_states import CaptureConfig, choose_format, main
 from slipstream.data_tools.dataset import write_dataset
-from slipstream.data_tools.feature_shards import measure, plan_shards
-from slipstream.models.feature_store import FeatureFormat, FeatureStore, needed_tokens
+from slipstream.data_tools.state_shards import measure, plan_shards
+from slipstream.models.state_store import StateFormat, StateStore, needed_tokens
 from slipstream.tests.data_tools.conftest import MAX_LENGTH, Flags, random_row, shards
 from slipstream.tests.random_targets import change_json
 
 
 def check_states(folder: Path, data: Path, target: Path) -> int:
     """Every document's states are those of transformers for that document alone. Returns their number."""
-    store = FeatureStore(folder)
+    store = StateStore(folder)
     form, model = store.index.form, AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     outputs: dict[int, torch.Tensor] = {}
     for layer, module in enumerate(model.model.layers):
@@ -53,7 +53,7 @@ def check_states(folder: Path, data: Path, target: Path) -> int:
 
 
 def test_states_are_those_of_transformers(captured: Path, capture_data: Path, capture_target: Path) -> None:
-    form = FeatureStore(captured).index.form
+    form = StateStore(captured).index.form
     assert (form.layers, form.last_hidden) == ((1, 2, 3), True)
     assert len(shards(captured)) > 5
     assert check_states(captured, capture_data, capture_target) > 30
@@ -79,7 +79,7 @@ def test_drafts_decide_the_states(
 @pytest.mark.parametrize("words", [("--drafters", "eagle3", "eagle"), ("--layers", "3", "0")])
 def test_other_states(words: list[str], tmp_path: Path, flags: Flags, capture_data: Path, capture_target: Path) -> None:
     main(flags(tmp_path, *words))
-    assert FeatureStore(tmp_path).index.form.layers == {"--drafters": (1, 2, 3, 4), "--layers": (3, 0)}[words[0]]
+    assert StateStore(tmp_path).index.form.layers == {"--drafters": (1, 2, 3, 4), "--layers": (3, 0)}[words[0]]
     check_states(tmp_path, capture_data, capture_target)
 
 
@@ -92,7 +92,7 @@ def test_the_plan_covers_every_document_once_in_shards_that_fit() -> None:
         cut = torch.tensor([False, *mask[1:MAX_LENGTH]])
         assert tokens == needed_tokens(cut)
         assert supervised == int(cut[:tokens].sum())
-    form = FeatureFormat(layers=(1,), num_layers=4, hidden_size=8, dtype="fp8", last_hidden=True)
+    form = StateFormat(layers=(1,), num_layers=4, hidden_size=8, dtype="fp8", last_hidden=True)
     spans = list(plan_shards("train", needs, form, shard_bytes=2000))
     assert [n for span in spans for n in range(span.first, span.first + span.count)] == list(range(200))
     assert sum(span.num_tokens for span in spans) == needs[:, 0].sum()
@@ -118,7 +118,7 @@ def test_size_and_time_are_shown_before_anything_is_written(
     printed = capsys.readouterr()
     assert "nothing was written: no terminal to ask for confirmation; add --yes" in printed.err
     assert not (tmp_path / "new").exists()
-    index = FeatureStore(captured).index
+    index = StateStore(captured).index
     tokens = sum(span.num_tokens for span in index.shards)
     table = dict(line.strip().split("  ", 1) for line in printed.out.splitlines() if line.startswith("  "))
     table = {name: value.strip() for name, value in table.items()}
@@ -147,7 +147,7 @@ def test_a_disk_without_room_is_noticed_before_the_target_is_loaded(
     tmp_path: Path, flags: Flags, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore
-    monkeypatch.setattr(capture_features, "Capturer", None)
+    monkeypatch.setattr(capture_states, "Capturer", None)
     with pytest.raises(SystemExit):
         main(flags(tmp_path / "new"))
     assert "GB are free; use --dtype fp8" in capsys.readouterr().err
@@ -156,10 +156,13 @@ def test_a_disk_without_room_is_noticed_before_the_target_is_loaded(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": "bf16"}, "holds features with another format, shards; give the options they were captured with"),
+        (
+            {"dtype": "bf16"},
+            "holds states with another format, shards; give the options they were captured with",
+        ),
         ({"max-length": 30}, "another max_length, shards"),
         ({"shards": "[2, 99]"}, "shards is [2, 99]; there are shards 0 to"),
-        ({"layers": "[5]"}, "feature_layers is [5]; name distinct states 0..3"),
+        ({"layers": "[5]"}, "aux_layers is [5]; name distinct states 0..3"),
         ({"max-length": 1}, "max_length is 1; give at least 2"),
         ({"target": ""}, "target is empty"),
         ({"data": "/nowhere"}, "/nowhere has no report.json"),
@@ -189,7 +192,7 @@ def test_another_tokenizer_or_target_is_refused(
     with pytest.raises(SystemExit):
         main(flags(tmp_path / "new", data=other))
     assert "was prepared with another tokenizer (hash 000000000000" in capsys.readouterr().err
-    monkeypatch.setattr(capture_features, "weights_fingerprint", lambda _: "of other weights")
+    monkeypatch.setattr(capture_states, "weights_fingerprint", lambda _: "of other weights")
     with pytest.raises(SystemExit):
         main(flags(captured))
     assert "another target_fingerprint; give the options" in capsys.readouterr().err

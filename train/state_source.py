@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.models.feature_store import DTYPES, FeatureStore
 from slipstream.models.frozen_target import FrozenTarget
+from slipstream.models.state_store import DTYPES, StateStore
 from slipstream.train.batches import Batch, PackedRows
 from slipstream.train.cached_states import CachedStates
 from slipstream.train.options import DataOptions
@@ -37,18 +37,18 @@ def target_states(target: FrozenTarget, batch: Batch, device: torch.device) -> t
     """
     tokens, positions = batch.tokens.to(device), batch.positions.to(device)
     if batch.cached is None:
-        features, final = target.features(tokens, positions)
+        aux_states, final = target.aux_states(tokens, positions)
     else:
-        features, final = batch.cached.to(device).spread(target, tokens, positions)
-    return target.as_read(features), final
+        aux_states, final = batch.cached.to(device).spread(target, tokens, positions)
+    return target.as_read(aux_states), final
 
 
-class FeatureSource:
+class StateSource:
     """Adds the cached states of one split to its batches."""
 
     def __init__(
         self,
-        store: FeatureStore,
+        store: StateStore,
         split: str,
         layers: tuple[int, ...],
         *,
@@ -118,8 +118,8 @@ class FeatureSource:
 
     def lacks(self, document: int, fault: str) -> ValueError:
         return ValueError(
-            f"document {document} of {self.split} {fault} in data.features {self.store.folder}; capture more, lower "
-            "data.max_length or evaluation.documents, or set data.features_missing to online"
+            f"document {document} of {self.split} {fault} in data.aux_states {self.store.folder}; capture more, lower "
+            "data.max_length or evaluation.documents, or set data.aux_states_missing to online"
         )
 
     def allocate(self, rows: Tensor, final_rows: Tensor, online_rows: Tensor) -> CachedStates:
@@ -134,7 +134,7 @@ class FeatureSource:
 
         return CachedStates(
             rows=host(rows),
-            features=empty(len(rows), len(self.places), form.hidden_size),
+            aux_states=empty(len(rows), len(self.places), form.hidden_size),
             feature_scales=empty(len(rows), len(self.places), dtype=torch.float32) if scaled else None,
             final_rows=host(final_rows),
             final=empty(len(final_rows), form.hidden_size),
@@ -155,18 +155,20 @@ class FeatureSource:
         stored = self.store.read(*place)
         if not torch.equal(stored["tokens"][: len(tokens)].long(), tokens):
             self.store.fail(place[0], "holds other tokens than the data")
-        self.take(stored, "", supervised, states.features[rows], states.final[final])
+        self.take(stored, "", supervised, states.aux_states[rows], states.final[final])
         if states.feature_scales is not None and states.final_scales is not None:
             self.take(stored, "_scales", supervised, states.feature_scales[rows], states.final_scales[final])
 
-    def take(self, stored: dict[str, Tensor], ending: str, supervised: Tensor, features: Tensor, final: Tensor) -> None:
+    def take(
+        self, stored: dict[str, Tensor], ending: str, supervised: Tensor, aux_states: Tensor, final: Tensor
+    ) -> None:
         """Copies the draft's layers of a document's states, or of their scales, and its final states if needed."""
         states = stored["features" + ending][: len(supervised)]  # (S, K, ...)
         if self.in_order:
-            features.copy_(states)
+            aux_states.copy_(states)
         else:
             for index, place in enumerate(self.places):
-                features[:, index].copy_(states[:, place])
+                aux_states[:, index].copy_(states[:, place])
         if self.takes_final and self.final_place is not None:
             rows = supervised.nonzero().squeeze(1)
             final.copy_(states[:, self.final_place][rows])
@@ -174,17 +176,17 @@ class FeatureSource:
             final.copy_(stored["last_hidden" + ending][: len(final)])
 
 
-def open_features(options: DataOptions, identity: Mapping[str, Any]) -> FeatureStore | None:
-    """Opens the capture at data.features, if any. Raises ValueError if it is of another target or dataset."""
-    if options.features is None:
+def open_states(options: DataOptions, identity: Mapping[str, Any]) -> StateStore | None:
+    """Opens the capture at data.aux_states, if any. Raises ValueError if it is of another target or dataset."""
+    if options.aux_states is None:
         return None
-    store = FeatureStore(Path(options.features))
+    store = StateStore(Path(options.aux_states))
     store.check(identity)
     return store
 
 
-def read_features(
-    store: FeatureStore,
+def read_states(
+    store: StateStore,
     options: DataOptions,
     training: DraftTraining,
     rows: Mapping[str, PackedRows],
@@ -193,11 +195,11 @@ def read_features(
 ) -> None:
     """Makes the batches of `rows`, by split, carry the captured states of `layers`. Frees the target's layers unless it
     computes some states online. Raises ValueError if the capture lacks states."""
-    final_state, online = training.reads_final_state, options.features_missing == "online"
+    final_state, online = training.reads_final_state, options.aux_states_missing == "online"
     store.check_states(layers, final_state=final_state)
     for split, packed in rows.items():
         pinned = device.type == "cuda"
-        source = FeatureSource(store, split, layers, final_state=final_state, online=online, pinned=pinned)
+        source = StateSource(store, split, layers, final_state=final_state, online=online, pinned=pinned)
         if not online:
             source.check(chain.from_iterable(packed.rows))
         packed.add_states = source.add

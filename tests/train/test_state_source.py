@@ -16,56 +16,56 @@ import torch
 from datasets import load_from_disk
 from torch import Tensor
 
-from slipstream.models.feature_store import shard_path
+from slipstream.models.state_store import shard_path
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.train.conftest import MAX_LENGTH, CaptureTo, random_dataset
 from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_run, refusal, run_interrupted
 from slipstream.train import dflash, eagle, eagle3
 from slipstream.train.batches import PackedRows
 from slipstream.train.draft_setup import TargetFiles, build
-from slipstream.train.feature_source import (
+from slipstream.train.options import DataOptions
+from slipstream.train.state_source import (
     BATCHES_AHEAD,
-    FeatureSource,
-    open_features,
+    StateSource,
+    open_states,
     read_ahead,
-    read_features,
+    read_states,
     target_states,
 )
-from slipstream.train.options import DataOptions
 from slipstream.train.trackers import read_metrics
 from slipstream.train.training import DraftTraining
 
 CPU = torch.device("cpu")
-BLOCKS = dflash.DraftOptions(num_layers=2, block_size=5, mask_token_id=7, anchors=6, feature_layers=(2, 0, 3))
+BLOCKS = dflash.DraftOptions(num_layers=2, block_size=5, mask_token_id=7, anchors=6, aux_layers=(2, 0, 3))
 DRAFTERS: dict[str, tuple[Any, type[Any], Any]] = {  # program, its options, those of its draft
     "eagle": (eagle.EagleTraining, eagle.EagleOptions, eagle.DraftOptions(ttt_steps=2)),
-    "eagle3": (eagle3.Eagle3Training, eagle3.Eagle3Options, eagle3.DraftOptions(feature_layers=(2, 0, 3), ttt_steps=3)),
+    "eagle3": (eagle3.Eagle3Training, eagle3.Eagle3Options, eagle3.DraftOptions(aux_layers=(2, 0, 3), ttt_steps=3)),
     "eagle3 that reads the normed state": (
         eagle3.Eagle3Training,
         eagle3.Eagle3Options,
-        eagle3.DraftOptions(feature_layers=(4, 0, 2), ttt_steps=2),
+        eagle3.DraftOptions(aux_layers=(4, 0, 2), ttt_steps=2),
     ),
     "dflash": (dflash.DFlashTraining, dflash.DFlashOptions, BLOCKS),
 }
 
 
 def start(
-    name: str, target: Path, path: Path, features: Path | None = None, max_length: int = MAX_LENGTH, **options: Any
+    name: str, target: Path, path: Path, aux_states: Path | None = None, max_length: int = MAX_LENGTH, **options: Any
 ) -> tuple[DraftTraining, dict[str, PackedRows]]:
     """Training and rows as the program makes them, always with the same weights. `options` of the data."""
     kind, options_class, draft = DRAFTERS[name]
-    data = DataOptions(path=str(path), max_length=max_length, features=features and str(features), **options)
+    data = DataOptions(path=str(path), max_length=max_length, aux_states=aux_states and str(aux_states), **options)
     run = options_class(output="", target=str(target), data=data, draft=draft)
     accelerator: Any = SimpleNamespace(device=CPU, print=print)
     files, splits = TargetFiles.find(run, accelerator), load_from_disk(data.path)
     rows = {split: PackedRows(splits[split], data.max_length) for split in ("train", "heldout")}
-    store = open_features(data, {**files.origin(), "data_hash": "0123"})
+    store = open_states(data, {**files.origin(), "data_hash": "0123"})
     torch.manual_seed(3)
     training = build(kind, files)
     for parameter in training.draft.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     if store is not None:
-        read_features(store, data, training, rows, training.draft.config.feature_layers, CPU)
+        read_states(store, data, training, rows, training.draft.config.aux_layers, CPU)
     return training, rows
 
 
@@ -126,7 +126,7 @@ def test_documents_without_states_are_computed(
     """Some were not captured, some are longer than they were captured, and of some the shard is gone."""
     folder = capture_to("--layers", "3", "2", "0", train_documents=45, heldout_documents=4, max_length=30)
     shard_path(folder, 1).unlink()
-    training, rows = start(name, target_path, data_path, folder, features_missing="online")
+    training, rows = start(name, target_path, data_path, folder, aux_states_missing="online")
     batches = [rows["train"].batch([row]) for row in range(len(rows["train"]))]
     counts = [(len(batch.cached.rows), len(batch.cached.online_rows)) for batch in batches if batch.cached is not None]
     assert any(cached and computed for cached, computed in counts)
@@ -142,11 +142,11 @@ def test_states_are_those_of_the_target_up_to_rounding(
     folder = capture_to("--layers", "3", "2", "0", dtype=dtype)
     plain, plain_rows = start("eagle3", target_path, data_path)
     training, rows = start("eagle3", target_path, data_path, folder)
-    features, final = target_states(training.target, rows["train"].batch([0, 1]), CPU)
+    aux_states, final = target_states(training.target, rows["train"].batch([0, 1]), CPU)
     cached = rows["train"].batch([0, 1]).cached
     expected = target_states(plain.target, plain_rows["train"].batch([0, 1]), CPU)
     assert cached is not None
-    for found, wanted, read in ((features, expected[0], cached.rows), (final, expected[1], cached.final_rows)):
+    for found, wanted, read in ((aux_states, expected[0], cached.rows), (final, expected[1], cached.final_rows)):
         found, wanted = found.flatten(0, 1), wanted.flatten(0, 1)
         assert found.shape == wanted.shape
         assert found.dtype == torch.float32
@@ -161,7 +161,7 @@ def test_documents_without_states_stop_a_run(target_path: Path, data_path: Path,
     short = capture_to("--layers", "3", "2", "0", max_length=20)
     _, rows = start("dflash", target_path, data_path, short)
     fault = "document .* of train was captured up to max_length 20 and is longer"
-    with pytest.raises(ValueError, match=f"{fault}.*or set data.features_missing to online"):
+    with pytest.raises(ValueError, match=f"{fault}.*or set data.aux_states_missing to online"):
         read_all(rows["train"])
 
 
@@ -175,17 +175,17 @@ def test_a_batch_is_made_while_the_last_one_is_copied(
 ) -> None:
     _, rows = start("dflash", target_path, data_path, stores["all"])
     expected = [rows["train"].batch([row]).cached.to(CPU) for row in (0, 1)]  # type: ignore[union-attr]
-    copy, may_copy = FeatureSource.copy, Event()
+    copy, may_copy = StateSource.copy, Event()
 
     def slow(*arguments: Any) -> None:
         assert may_copy.wait(60)
         copy(*arguments)
 
-    monkeypatch.setattr(FeatureSource, "copy", slow)
+    monkeypatch.setattr(StateSource, "copy", slow)
     batches = [rows["train"].batch([row]) for row in (0, 1)]
     may_copy.set()
     for batch, whole in zip(batches, expected, strict=True):
-        assert torch.equal(batch.cached.to(CPU).features, whole.features)  # type: ignore[union-attr]
+        assert torch.equal(batch.cached.to(CPU).aux_states, whole.aux_states)  # type: ignore[union-attr]
 
 
 def test_damage_stops_a_run_even_where_states_may_be_computed(
@@ -195,7 +195,7 @@ def test_damage_stops_a_run_even_where_states_may_be_computed(
     content = bytearray(shard_path(tmp_path, 1).read_bytes())
     content[-(len(content) // 3)] ^= 1
     shard_path(tmp_path, 1).write_bytes(content)
-    _, rows = start("dflash", target_path, data_path, tmp_path, features_missing="online")
+    _, rows = start("dflash", target_path, data_path, tmp_path, aux_states_missing="online")
     with pytest.raises(ValueError, match=r"shard-00001.safetensors is damaged .*; rebuild it: .* --shards 1 --yes"):
         read_all(rows["train"])
 
@@ -205,7 +205,7 @@ def test_other_tokens_than_the_data_are_noticed(
 ) -> None:
     """The data's hash is the same in this test."""
     data = save_data(random_dataset(60, seed=5), random_dataset(9, seed=6))
-    _, rows = start("dflash", target_path, data, stores["all"], features_missing="online")
+    _, rows = start("dflash", target_path, data, stores["all"], aux_states_missing="online")
     with pytest.raises(ValueError, match="holds other tokens than the data; rebuild it"):
         read_all(rows["train"])
 
@@ -213,7 +213,7 @@ def test_other_tokens_than_the_data_are_noticed(
 def test_a_whole_run_is_the_same_and_continues_bit_for_bit(
     tmp_path: Path, arguments: Arguments, finished: Path, stores: dict[str, Path]
 ) -> None:
-    flags = {"data__features": stores["all"]}
+    flags = {"data__aux_states": stores["all"]}
     eagle3.main(arguments(tmp_path / "cached", **flags))
     assert_like_run(tmp_path / "cached", finished)
     run_interrupted(arguments(tmp_path / "stopped", **flags), signal.SIGTERM)
@@ -229,9 +229,9 @@ def test_a_document_that_was_not_captured(
     tmp_path: Path, arguments: Arguments, capture_to: CaptureTo, split: str
 ) -> None:
     few = capture_to(*WORDS, **{f"{split}_documents": 4})
-    message = refusal(arguments(tmp_path, data__features=few))
-    assert f"of {split} was not captured in data.features {few}" in message
-    assert "lower data.max_length or evaluation.documents, or set data.features_missing to online" in message
+    message = refusal(arguments(tmp_path, data__aux_states=few))
+    assert f"of {split} was not captured in data.aux_states {few}" in message
+    assert "lower data.max_length or evaluation.documents, or set data.aux_states_missing to online" in message
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
@@ -239,7 +239,7 @@ def test_fewer_documents_of_the_evaluation_may_be_captured(
     tmp_path: Path, arguments: Arguments, capture_to: CaptureTo
 ) -> None:
     few = capture_to(*WORDS, heldout_documents=4)
-    eagle3.main(arguments(tmp_path, data__features=few, evaluation__documents=4))
+    eagle3.main(arguments(tmp_path, data__aux_states=few, evaluation__documents=4))
     assert "eval_accept_length" in read_metrics(tmp_path / "metrics.jsonl")[-1]
 
 
@@ -250,11 +250,11 @@ def test_a_missing_shard(tmp_path: Path, arguments: Arguments, stores: dict[str,
     number = max(number for number, shard in enumerate(shards) if shard["split"] == split)
     path = shard_path(folder, number)
     path.unlink()
-    message = refusal(arguments(tmp_path / "run", data__features=folder))
-    assert f"{path} is missing; rebuild it: slipstream capture-features" in message
+    message = refusal(arguments(tmp_path / "run", data__aux_states=folder))
+    assert f"{path} is missing; rebuild it: slipstream capture-states" in message
     assert f"--shards {number} --yes" in message
     assert not (tmp_path / "run").exists()
-    eagle3.main(arguments(tmp_path / "run", data__features=folder, data__features_missing="online"))
+    eagle3.main(arguments(tmp_path / "run", data__aux_states=folder, data__aux_states_missing="online"))
     assert (tmp_path / "run" / "best").exists()
 
 
@@ -263,11 +263,11 @@ def test_a_missing_shard(tmp_path: Path, arguments: Arguments, stores: dict[str,
     [
         ({"target_fingerprint": "d" * 64}, "target_fingerprint is dddddddddddd, the run's is"),
         ({"data_hash": "d" * 64}, "data_hash is dddddddddddd, the run's is 0123; train on the data"),
-        ({"layers": "[1, 0, 4]"}, "hold the states [0, 2, 3, 4], the draft reads [1, 0, 4]"),
-        (None, "is missing; rebuild it: slipstream capture-features"),
+        ({"layers": "[1, 0, 4]"}, "hold [0, 2, 3, 4], the draft reads [1, 0, 4]"),
+        (None, "is missing; rebuild it: slipstream capture-states"),
     ],
 )
-def test_features_of_something_else_and_missing_shards_end_in_a_sentence(
+def test_aux_states_of_something_else_and_missing_shards_end_in_a_sentence(
     tmp_path: Path, arguments: Arguments, stores: dict[str, Path], changes: dict[str, str] | None, message: str
 ) -> None:
     folder, layers = tmp_path / "features", (changes or {}).get("layers", "[2, 0, 4]")
@@ -275,7 +275,7 @@ def test_features_of_something_else_and_missing_shards_end_in_a_sentence(
     for path in () if changes is not None else folder.glob("shard-*"):
         path.unlink()
     change_json(folder / "index.json", **changes or {})
-    assert message in refusal(arguments(tmp_path / "run", data__features=folder, draft__feature_layers=layers))
+    assert message in refusal(arguments(tmp_path / "run", data__aux_states=folder, draft__aux_layers=layers))
 
 
 class CountedRows:
