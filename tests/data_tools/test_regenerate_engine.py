@@ -1,4 +1,4 @@
-"""`slipstream regenerate` with an engine in the same process: answers, options, drops."""
+"""`slipstream regenerate` with an engine in the same process: answers, options, drops, interrupts."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from slipstream.data_tools import prepare, regenerate
 from slipstream.models.checkpoint import tokenizer_hash
 from slipstream.serve.request import Output
 from slipstream.tests.data_tools.chats import CHATML, build_tokenizer, chat, write_jsonl
-from slipstream.tests.data_tools.fake_answers import EXPECTED, ROWS, FakeLLM, answered, error, report, run
+from slipstream.tests.data_tools.fake_answers import EXPECTED, ROWS, FakeLLM, answered, error, lines, report, run
 from slipstream.tests.random_targets import SHAPE, save_random_target
 
 
@@ -109,6 +109,29 @@ def test_rows_that_the_engine_ends_are_failures(
     monkeypatch.setattr(FakeLLM, "stream", stream)
     assert "2 rows failed (the engine ended the request)" in error(capsys, tmp_path, "--target", target, rows=ROWS[:2])
     assert report(tmp_path)["rows_failed"] == 2
+
+
+def test_a_run_is_continued_where_it_was_interrupted(
+    tmp_path: Path, target: Path, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(tmp_path, "--target", target)
+    stream = FakeLLM.stream
+
+    def interrupted(self: FakeLLM, requests: Any) -> Iterator[Output]:
+        for number, output in enumerate(stream(self, requests)):
+            if number == 40:
+                raise KeyboardInterrupt
+            yield output
+
+    monkeypatch.setattr(FakeLLM, "stream", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        run(tmp_path, "--target", target, "--overwrite")
+    assert caught.value.code == 130
+    monkeypatch.setattr(FakeLLM, "stream", stream)
+    begun = lines(tmp_path)
+    assert 0 < len(begun) < 30
+    assert run(tmp_path, "--target", target) == whole
+    assert len({request.id for request in llms[-1].requests}) == 30 - len(begun)
 
 
 @pytest.mark.usefixtures("llms")
