@@ -37,12 +37,7 @@ from slipstream.kernels.small_m_gemm import (
 )
 from slipstream.kernels.small_m_gemm import choose_tiling as choose_linear_tiling
 from slipstream.kernels.tree_attention import Blocks, Parts, choose_blocks, choose_parts, tree_attention_triton
-from slipstream.kernels.verify import (
-    ancestor_masks,
-    ancestor_masks_triton,
-    verify,
-    verify_triton,
-)
+from slipstream.kernels.verify import ancestor_masks, ancestor_masks_triton, verify, verify_triton
 
 H, Q, G, D, V, LAYERS = 4096, 32, 8, 128, 128_256, 32
 INTERMEDIATE = 14336

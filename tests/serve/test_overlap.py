@@ -12,14 +12,7 @@ from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.serve.widths import PATIENCE
 from slipstream.tests.pairwise import rotating
-from slipstream.tests.serve.engine_runs import (
-    build_engine,
-    make_request,
-    random_prompt,
-    run,
-    run_aborting,
-    tokens_of,
-)
+from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run, run_aborting, tokens_of
 
 
 class OverlappingEngine(Engine):

@@ -11,13 +11,7 @@ from slipstream.models.frozen_target import FrozenTarget
 from slipstream.models.token_map import TokenMap
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.random_targets import shared_weights, target_aux_states
-from slipstream.tests.train.block_cases import (
-    BLOCK_SIZE,
-    MAX_LENGTH,
-    flat_documents,
-    make_training,
-    packed,
-)
+from slipstream.tests.train.block_cases import BLOCK_SIZE, MAX_LENGTH, flat_documents, make_training, packed
 from slipstream.tests.train.conftest import AUX_STATE_LAYERS, Document, documents
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients

@@ -8,14 +8,7 @@ import pytest
 from datasets import load_from_disk
 
 from slipstream.tests.train import recorded_run
-from slipstream.tests.train.runs import (
-    Arguments,
-    assert_like_run,
-    end_program,
-    records,
-    refusal,
-    start_program,
-)
+from slipstream.tests.train.runs import Arguments, assert_like_run, end_program, records, refusal, start_program
 from slipstream.train import checkpoints
 from slipstream.train.batches import PackedRows
 from slipstream.train.eagle3 import main
