@@ -57,12 +57,12 @@ def test_the_host_has_the_time_between_landing_and_launch(monkeypatch: pytest.Mo
         for index, batch in enumerate((2, 2, 2, 1, 2, 2)):
             if index == 4:
                 engine.executor.prefill([])
-            assert engine.executor.round(SimpleNamespace(rows=[0] * batch), 8).read() == "tokens"
+            assert engine.executor.round(SimpleNamespace(slots=[0] * batch), 8).read() == "tokens"
             for work in (engine.drafter.draft, engine.executor.store, clock.passes(5)):
                 work()
         expected = [HostTimes(period, host, 9.0)] * 3
         assert watched.rounds == expected, "full batches without a prompt between"
         assert host_figures(expected)["host_share"] == round(host / period, 4)
         engine._in_flight.append("a round that runs")
-        engine.executor.round(SimpleNamespace(rows=[0, 0]), 8)
+        engine.executor.round(SimpleNamespace(slots=[0, 0]), 8)
         assert watched.rounds[3].host_s == 0.0, "launched while another ran"
