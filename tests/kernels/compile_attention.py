@@ -22,7 +22,7 @@ NUMBERS = {"scale": "fp32", "N": "i32", "first_node": "i32", "table_width": "i32
 def shared_bytes(capability: int, blocks: Blocks, head_dim: int) -> int:
     block_dim, parts = triton.next_power_of_2(head_dim), Parts(8)
     constants = {
-        "G": 8, "D": head_dim, "BLOCK_D": block_dim, "GROUP": 4, "PAGE": 16, "ROWS": blocks.requests,
+        "G": 8, "D": head_dim, "BLOCK_D": block_dim, "GROUP": 4, "PAGE": 16, "ROWS": blocks.rows,
         "TOKENS": blocks.tokens, **choose_shares(blocks, parts, block_dim), "WAIT": True, "MASK": "tree",
         "WINDOW": None, "PREFIX": True, "PRECISION": "tf32", "WORD": tl.int64, "OFFSET": tl.int32, "PDL": False,
         "lse_ptr": None,
