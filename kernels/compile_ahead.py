@@ -90,8 +90,7 @@ class _Compiled(AsyncCompileMode):
         return super().submit(key, compile_both, *others)
 
     def __exit__(self, *exception: Any) -> None:
-        done = as_completed(self.raw_futures)
-        for _ in tqdm(done, self._description, len(self.raw_futures), leave=False, unit="kernel"):
+        for _ in tqdm(as_completed(self.raw_futures), self._description, len(self.raw_futures), leave=False):
             pass
         self.ignore_errors = exception[0] is not None
         super().__exit__(*exception)  # hands the kernels to their functions
