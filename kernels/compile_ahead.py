@@ -90,10 +90,12 @@ class _Compiled(AsyncCompileMode):
         return super().submit(key, compile_both, *others)
 
     def __exit__(self, *exception: Any) -> None:
-        for _ in tqdm(as_completed(self.raw_futures), self._description, len(self.raw_futures), leave=False):
-            pass
-        self.ignore_errors = exception[0] is not None
+        bar = tqdm(as_completed(self.raw_futures), self._description, len(self.raw_futures), leave=False, unit="kernel")
+        errors = [error for error in (future.exception() for future in bar) if error is not None]
+        self.ignore_errors = True  # else Triton 3.6 stays in this mode
         super().__exit__(*exception)  # hands the kernels to their functions
+        if errors and exception[0] is None:
+            raise errors[0]
 
 
 @contextmanager

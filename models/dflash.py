@@ -77,10 +77,7 @@ class DFlashConfig(DraftConfig):
             "model_type": "qwen3",
             "block_size": self.block_size,
             "num_target_layers": self.target_num_layers,
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.aux_layers),
-            },
+            "dflash_config": {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.aux_layers)},
             "num_hidden_layers": self.num_layers,
             "attention_bias": self.attention_bias,
             **decoder_to_json(self),

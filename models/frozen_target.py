@@ -1,6 +1,6 @@
 """The target in training: a frozen transformers causal LM with hooks on the captured layers.
 
-Feature ids are those of models/config.py: 0..n-1 is the output of that layer, n the hidden state after the final norm.
+Layer ids are those of models/config.py: 0..n-1 is the output of that layer, n the hidden state after the final norm.
 """
 
 from pathlib import Path

@@ -50,7 +50,7 @@ READ_AHEAD_BYTES = 128 * 1024  # Linux cuts longer requests at a device's readah
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFormat:
-    """Feature ids are those of models/config.py: 0..n-1 the output of a layer, n the state after the final norm."""
+    """Layer ids are those of models/config.py: 0..n-1 the output of a layer, n the state after the final norm."""
 
     layers: tuple[int, ...]
     num_layers: int  # n

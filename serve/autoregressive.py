@@ -124,7 +124,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         assert batch.roots is not None
         sampling, hidden = batch.sampling, self.hidden[batch.requests]
         chain, positions = [batch.roots], [batch.lengths]  # tokens; committed length + 0, 1, ...
-        log_probs = [torch.zeros_like(batch.roots, dtype=torch.float32)[:, None]]
+        log_probs = [base.root_scores(len(batch.roots), batch.roots.device)]
         for step in range(width - 1):
             if step:
                 self.attention.plan(batch.uniform(positions[step - 1], 1, spare=step))

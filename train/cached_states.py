@@ -21,7 +21,7 @@ class CachedStates:
 
     rows: Tensor  # (R,) int64
     aux_states: Tensor  # (R, K, Ht)
-    feature_scales: Tensor | None  # (R, K) fp32
+    aux_scales: Tensor | None  # (R, K) fp32
     final_rows: Tensor  # (M,) int64
     final: Tensor  # (M, Ht) after the target's final norm; empty where that is one of the K
     final_scales: Tensor | None  # (M,) fp32
@@ -40,7 +40,7 @@ class CachedStates:
         return replace(self, copies=(), **moved)
 
     def spread(self, target: FrozenTarget, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The result of `target.features` for `tokens` and `positions` (B, S): (B, S, K * Ht) and (B, S, Ht).
+        """The result of `FrozenTarget.aux_states` for `tokens` and `positions` (B, S): (B, S, K * Ht) and (B, S, Ht).
 
         Only supervised tokens have the state after the final norm, unless it is a captured layer.
         """
@@ -48,7 +48,7 @@ class CachedStates:
         layers, size = self.aux_states.shape[1:]
         aux_states = torch.zeros(tokens.numel(), layers * size, dtype=dtype, device=tokens.device)
         final = aux_states.new_zeros(tokens.numel(), size)
-        aux_states.index_copy_(0, self.rows, decode(self.aux_states, self.feature_scales, dtype).flatten(1))
+        aux_states.index_copy_(0, self.rows, decode(self.aux_states, self.aux_scales, dtype).flatten(1))
         if len(target.layers) in target.aux_layers:
             place = target.aux_layers.index(len(target.layers))
             final = aux_states.view(-1, layers, size)[:, place]

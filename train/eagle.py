@@ -30,7 +30,7 @@ NOISE_LENGTH = 512  # length of a document whose noise has the spread draft.nois
 class DraftOptions(ChainDraftOptions):
     bias: bool = True
     """whether fc has a bias: EAGLE's drafts have one, except those for Llama 3"""
-    state_weight: float = 1.0
+    feature_weight: float = 1.0
     """weight of the smooth L1 loss on features"""
     token_weight: float = 0.1
     """weight of the cross-entropy between the head's distributions"""
@@ -41,10 +41,10 @@ class DraftOptions(ChainDraftOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        weights = self.state_weight, self.token_weight
+        weights = self.feature_weight, self.token_weight
         if min(*weights, self.noise) < 0 or max(weights) == 0:
             raise ValueError(
-                f"draft.state_weight is {weights[0]}, draft.token_weight {weights[1]} and draft.noise {self.noise}; "
+                f"draft.feature_weight is {weights[0]}, draft.token_weight {weights[1]} and draft.noise {self.noise}; "
                 "none may be negative, nor both weights 0"
             )
 
@@ -77,8 +77,8 @@ class EagleTraining(ChainTraining):
         options = self.options
         regression = (regression_losses(step.states, step.teacher) * step.counts).sum()
         entropy, rows = distillation_loss(step.states, self.head.rows, teach, step.weights)
-        own = options.state_weight * regression + options.token_weight * entropy
-        return options.ttt_decay**index * own, self.head.ids[rows], {"state_loss": regression}
+        own = options.feature_weight * regression + options.token_weight * entropy
+        return options.ttt_decay**index * own, self.head.ids[rows], {"feature_loss": regression}
 
     def augment(self, batch: Batch, aux_states: Tensor, final: Tensor) -> Tensor:
         return self.target.as_read(final + self.noise(batch).flatten(0, 1))  # noise is fp32

@@ -135,7 +135,7 @@ class StateSource:
         return CachedStates(
             rows=host(rows),
             aux_states=empty(len(rows), len(self.places), form.hidden_size),
-            feature_scales=empty(len(rows), len(self.places), dtype=torch.float32) if scaled else None,
+            aux_scales=empty(len(rows), len(self.places), dtype=torch.float32) if scaled else None,
             final_rows=host(final_rows),
             final=empty(len(final_rows), form.hidden_size),
             final_scales=empty(len(final_rows), dtype=torch.float32) if scaled else None,
@@ -156,8 +156,8 @@ class StateSource:
         if not torch.equal(stored["tokens"][: len(tokens)].long(), tokens):
             self.store.fail(place[0], "holds other tokens than the data")
         self.take(stored, "", supervised, states.aux_states[rows], states.final[final])
-        if states.feature_scales is not None and states.final_scales is not None:
-            self.take(stored, "_scales", supervised, states.feature_scales[rows], states.final_scales[final])
+        if states.aux_scales is not None and states.final_scales is not None:
+            self.take(stored, "_scales", supervised, states.aux_scales[rows], states.final_scales[final])
 
     def take(
         self, stored: dict[str, Tensor], ending: str, supervised: Tensor, aux_states: Tensor, final: Tensor

@@ -62,10 +62,8 @@ class Drafter(ABC):
         """Proposes at most N = `width` nodes per request, after batch.lengths (B,) committed tokens and the
         roots batch.roots (B,). The default proposes the roots alone."""
         assert batch.roots is not None
-        roots = batch.roots[:, None]
-        return Proposal(
-            roots.int(), chain_parents(len(roots), 1, roots.device), torch.zeros_like(roots, dtype=torch.float32)
-        )
+        B, device = len(batch.roots), batch.roots.device
+        return Proposal(batch.roots[:, None].int(), chain_parents(B, 1, device), root_scores(B, device))
 
     def extend(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
         """Extends the drafter's KV and state by rows of a target pass with the aux hidden states (C, K * H) that
@@ -151,12 +149,17 @@ def build_options(options: type, values: dict[str, Any]) -> Any:
 
 def chain_parents(batch_size: int, width: int, device: torch.device) -> Tensor:
     """(B, N) int32 parents of a chain: -1, 0, 1, ..."""
-    return _chain_parents(width, device).expand(batch_size, width)
+    return _integers(-1, width - 1, torch.int32, device).expand(batch_size, width)
+
+
+def root_scores(batch_size: int, device: torch.device) -> Tensor:
+    """(B, 1) fp32 zeros."""
+    return _integers(0, 1, torch.float32, device).expand(batch_size, 1)
 
 
 @functools.cache
-def _chain_parents(width: int, device: torch.device) -> Tensor:
-    """(N,), cached: captured rounds only read it."""
+def _integers(start: int, end: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Cached: captured rounds only read it."""
     assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capture"
     with torch.inference_mode(False):
-        return torch.arange(-1, width - 1, dtype=torch.int32, device=device)
+        return torch.arange(start, end, dtype=dtype, device=device)

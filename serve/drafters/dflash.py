@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from slipstream.kernels.gathered_head import head_topk
 from slipstream.kernels.linear import linear
@@ -64,18 +63,15 @@ class Drafter(base.NetworkDrafter):
     def extend(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
         self.vocabulary.observe(rows.batch, result)
         weight, bias, k_norm = self.context
+        kv, eps = linear(self.module.fuse(aux_states), weight, bias), self.module.config.rms_norm_eps
         rope, batch = self.attention.rope, rows.batch
-        where = (rope.cos, rope.sin, batch.positions, batch.slots, self.attention.flat)
-        store_context(
-            linear(self.module.fuse(aux_states), weight, bias), k_norm, self.module.config.rms_norm_eps, *where
-        )
+        store_context(kv, k_norm, eps, rope.cos, rope.sin, batch.positions, batch.slots, self.attention.flat)
 
     def propose(self, batch: Batch, width: int) -> Proposal:
         assert batch.roots is not None
-        roots, B = batch.roots, len(batch.roots)
-        parents = base.chain_parents(B, width, roots.device)
         if width == 1:
             return super().propose(batch, width)
+        roots, B = batch.roots, len(batch.roots)
         slots = self._slots(width)
         block = batch.uniform(batch.lengths, slots, spare=slots)
         self.attention.plan(block)
@@ -85,8 +81,9 @@ class Drafter(base.NetworkDrafter):
         positions = own if self.first_slot else own + 1  # of the drafted tokens
         log_probs, columns = head_topk(self.vocabulary.head, hidden, 1, positions, batch.sampling.repeat(width - 1))
         drafted = self.vocabulary.target_ids(columns).view(B, width - 1)
-        scores = pad(log_probs.view(B, width - 1), (1, 0)).cumsum(dim=1)
-        return Proposal(torch.cat((roots[:, None], drafted), dim=1), parents, scores)
+        log_probs = torch.cat((base.root_scores(B, roots.device), log_probs.view(B, width - 1)), dim=1)
+        tokens, parents = torch.cat((roots[:, None], drafted), dim=1), base.chain_parents(B, width, roots.device)
+        return Proposal(tokens, parents, log_probs.cumsum(dim=1))
 
     def _slots(self, width: int) -> int:
         """Block size needed for `width` nodes."""

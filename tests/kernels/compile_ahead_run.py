@@ -18,6 +18,11 @@ def add_number(x_ptr, out_ptr, number, BLOCK: tl.constexpr):
     tl.store(out_ptr + offsets, tl.load(x_ptr + offsets) + number)
 
 
+@triton.jit
+def wrong_kernel(_out_ptr, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK == 0)
+
+
 class Hopper:
     """Triton's driver for one, as far as compilation asks."""
 
@@ -67,6 +72,13 @@ def main() -> None:
             raise KeyError("a pass that fails")
     except KeyError:
         failed = "raised"
+    try:
+        with compile_ahead("compiling"):
+            wrong_kernel[(1,)](torch.zeros(4), BLOCK=4)
+    except triton.CompilationError:
+        failed += ", said"
+    with compile_ahead("after that"):
+        sums += [one_pass(64)]
     assert "torch._dynamo" not in sys.modules  # it takes seconds to import
     print(json.dumps([sums, skipped, compiled, num_launchers, failed, is_short()]))
 

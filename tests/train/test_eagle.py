@@ -20,7 +20,7 @@ from slipstream.train.batches import collate
 from slipstream.train.eagle import DraftOptions, EagleTraining, document_lengths
 
 DEPTH, MAX_LENGTH = 3, 64
-SEVERAL_STEPS = {"ttt_steps": 3, "state_weight": 0.5, "token_weight": 2.0}
+SEVERAL_STEPS = {"ttt_steps": 3, "feature_weight": 0.5, "token_weight": 2.0}
 
 
 def make_training(target: PreTrainedModel, ids: Tensor | None = None, **options: Any) -> EagleTraining:
@@ -70,14 +70,14 @@ def test_loss_gradient_and_metrics_equal_the_loops(
     terms = [term for row in rows for document in row for term in naive_terms(training, target_model, ids, document)]
     expected = torch.zeros(())
     for step, regression, entropy, _ in terms:
-        own = chosen.state_weight * regression + chosen.token_weight * (0 if entropy is None else entropy)
+        own = chosen.feature_weight * regression + chosen.token_weight * (0 if entropy is None else entropy)
         expected = expected + 0.8**step * own
     loss, metrics = training.loss(collate(rows, MAX_LENGTH))
     for step in range(chosen.ttt_steps):
         agreements = [agrees for s, _, _, agrees in terms if s == step]
         assert metrics[f"accept_rate_{step}"].tolist() == [sum(agreements), len(agreements)]
         regressions = sum(float(regression.detach()) for s, regression, _, _ in terms if s == step)
-        assert metrics[f"state_loss_{step}"].tolist() == pytest.approx([regressions, len(agreements)], rel=1e-4)
+        assert metrics[f"feature_loss_{step}"].tolist() == pytest.approx([regressions, len(agreements)], rel=1e-4)
     assert any(entropy is None for _, _, entropy, _ in terms) == reduced
     assert_same_gradients(loss, expected, training.draft)
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import SamplingParams
-from slipstream.tests.train.conftest import SaveData
+from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE, SaveData
 from slipstream.tests.train.runs import records
 from slipstream.train.eagle import main
 
@@ -30,10 +30,21 @@ def test_an_overfitted_draft_is_accepted_whole(
     command = run_flags(tmp_path, checkpoint__every=1000, draft__intermediate_size=256, draft__bias="false", **learnt)
     main([flag for flag in command if "vocabulary" not in flag])
     assert "fc.bias" not in load_file(tmp_path / "best" / "model.safetensors")
-    assert {"state_loss_0", "accept_rate_2", "eval_accept_rate_2"} <= records(tmp_path)[-1].keys()
+    assert {"feature_loss_0", "accept_rate_2", "eval_accept_rate_2"} <= records(tmp_path)[-1].keys()
     for options in ({"depth": DEPTH}, {"depth": DEPTH, "topk": 3, "nodes": 16}):
         drafted = LLM(str(target_path), str(tmp_path / "best"), drafter=options)
         served = drafted.generate(PROMPTS, params)
         assert [answer.tokens for answer in served] == answers
         emitted = sum(answer.stats.completion_tokens - answer.stats.prefills for answer in served)
         assert emitted / sum(answer.stats.rounds for answer in served) == DEPTH + 1
+
+
+def test_a_run_with_a_map_leaves_a_draft_that_changes_no_token(
+    tmp_path: Path, target_path: Path, run_flags: Callable[..., list[str]]
+) -> None:
+    main(run_flags(tmp_path, optim__name="muon"))
+    assert len(load_file(tmp_path / "best" / "model.safetensors")["d2t"]) == DRAFT_VOCAB_SIZE
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    alone, drafted = (LLM(str(target_path), draft) for draft in ("none", str(tmp_path / "best")))
+    answers = [[answer.tokens for answer in llm.generate(PROMPTS, params)] for llm in (alone, drafted)]
+    assert answers[0] == answers[1]

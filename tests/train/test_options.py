@@ -25,7 +25,7 @@ SHARED_OPTIONS = """
 PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "eagle": (
         EagleOptions,
-        "draft.bias draft.state_weight draft.noise draft.token_weight draft.ttt_decay draft.ttt_steps",
+        "draft.bias draft.feature_weight draft.noise draft.token_weight draft.ttt_decay draft.ttt_steps",
     ),
     "eagle3": (
         Eagle3Options,
@@ -91,7 +91,7 @@ BAD_VALUES = [  # program, flags, what the message names
         "would run the target unequally often; set target_sharding to none, or leave data.aux_states out",
     ),
     ("eagle", ["--draft.noise=-1"], "none may be negative"),
-    ("eagle", ["--draft.token_weight=0", "--draft.state_weight=0"], "nor both weights 0"),
+    ("eagle", ["--draft.token_weight=0", "--draft.feature_weight=0"], "nor both weights 0"),
     ("dflash", ["--draft.anchors=0"], "draft.anchors is 0 and draft.num_layers 5; give at least 1"),
     ("dflash", ["--draft.gamma=0"], "draft.gamma is 0.0; give a positive number"),
     ("dflash", ["--draft.gamma=7", "--draft.loss=dpace"], "draft.gamma is 7.0, which loss dpace does not use; leave"),
