@@ -24,8 +24,8 @@ from slipstream import runtime
 from slipstream.bench.demo_report import Comparison, write_report
 from slipstream.bench.server import running_server
 from slipstream.config import parse
-from slipstream.models.atomic import remove_folder
-from slipstream.models.outputs import CHECKPOINT, DATASET, STEP, FolderKind, check_output_folder
+from slipstream.models.files.atomic import remove_folder
+from slipstream.models.files.outputs import CHECKPOINT, DATASET, STEP, FolderKind, check_output_folder
 from slipstream.serve.load import LoadResult, run_load
 from slipstream.train.trackers import read_metrics
 

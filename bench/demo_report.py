@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from slipstream.bench.lines import table
-from slipstream.models.atomic import atomic_file
+from slipstream.models.files.atomic import atomic_file
 from slipstream.serve.load import LoadResult
 
 BLUE, RED = "#1f6feb", "#c4373b"

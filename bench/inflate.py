@@ -46,8 +46,11 @@ from slipstream.bench.inflate_weights import (
     target_json,
 )
 from slipstream.config import run
-from slipstream.models.atomic import atomic_folder
-from slipstream.models.checkpoint import (
+from slipstream.models.drafts.base import DraftNetwork, ids_of, load_draft
+from slipstream.models.drafts.dflash import DFlash, DFlashConfig
+from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.files.atomic import atomic_folder
+from slipstream.models.files.checkpoint import (
     INDEX,
     read_json,
     resolve,
@@ -55,13 +58,10 @@ from slipstream.models.checkpoint import (
     weights_fingerprint,
     write_checkpoint,
 )
-from slipstream.models.config import ModelConfig
-from slipstream.models.dflash import DFlash, DFlashConfig
-from slipstream.models.draft import DraftNetwork, ids_of, load_draft
-from slipstream.models.eagle3 import Eagle3
-from slipstream.models.outputs import CHECKPOINT, FolderKind, check_output_folder
-from slipstream.models.target import Target, load_config, load_target
-from slipstream.models.weights import public_tensors
+from slipstream.models.files.outputs import CHECKPOINT, FolderKind, check_output_folder
+from slipstream.models.files.weights import public_tensors
+from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.serve.drafters.base import drafter_name
 from slipstream.serve.options import EngineConfig, find_target
 

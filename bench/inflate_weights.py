@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.config import ModelConfig
+from slipstream.models.targets.config import ModelConfig
 
 SPREAD = 0.02  # standard deviation of ordinary weights
 QUIET = 2.0**-50  # factor of quiet ones; their squares stay above fp32's subnormal numbers, which are slow on CPUs

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
-from slipstream.kernels.activation import silu_mul, silu_mul_triton
-from slipstream.kernels.filters import Filters, filter_thresholds_triton
-from slipstream.kernels.gathered_head import (
+from slipstream.kernels.attention.tree import Blocks, Parts, choose_blocks, choose_parts, tree_attention_triton
+from slipstream.kernels.gemm.activation import silu_mul, silu_mul_triton
+from slipstream.kernels.gemm.gathered_head import (
     DraftHead,
     choose_tiling,
     gathered_linear_triton,
@@ -24,20 +24,20 @@ from slipstream.kernels.gathered_head import (
     head_topk,
     head_topk_triton,
 )
-from slipstream.kernels.kv import move_rows, move_rows_triton
-from slipstream.kernels.norm import HeadNorms, add_rms_norm_triton, rms_norm_pair_triton, rms_norm_triton
-from slipstream.kernels.rope import rotate_and_store, rotate_and_store_triton
-from slipstream.kernels.sampling import Sampling, sample, sample_triton
-from slipstream.kernels.small_m_gemm import (
+from slipstream.kernels.gemm.small_m import (
     MAX_GATED_ROWS,
     MAX_ROWS,
     Tiling,
     gated_linear_few_rows_triton,
     linear_few_rows_triton,
 )
-from slipstream.kernels.small_m_gemm import choose_tiling as choose_linear_tiling
-from slipstream.kernels.tree_attention import Blocks, Parts, choose_blocks, choose_parts, tree_attention_triton
-from slipstream.kernels.verify import ancestor_masks, ancestor_masks_triton, verify, verify_triton
+from slipstream.kernels.gemm.small_m import choose_tiling as choose_linear_tiling
+from slipstream.kernels.kv.cache import move_rows, move_rows_triton
+from slipstream.kernels.kv.rope import rotate_and_store, rotate_and_store_triton
+from slipstream.kernels.norm import HeadNorms, add_rms_norm_triton, rms_norm_pair_triton, rms_norm_triton
+from slipstream.kernels.sampling.filters import Filters, filter_thresholds_triton
+from slipstream.kernels.sampling.sample import Sampling, sample, sample_triton
+from slipstream.kernels.speculation.verify import ancestor_masks, ancestor_masks_triton, verify, verify_triton
 
 H, Q, G, D, V, LAYERS = 4096, 32, 8, 128, 128_256, 32
 INTERMEDIATE = 14336

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.bench.lines import Lines, origin
 from slipstream.config import run
-from slipstream.models.checkpoint import resolve
+from slipstream.models.files.checkpoint import resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

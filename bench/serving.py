@@ -46,8 +46,8 @@ from slipstream.bench.serving_run import Run, pool, run_http, run_offline
 from slipstream.bench.workload import KINDS, Task, Workload
 from slipstream.config import run
 from slipstream.data_tools.options import check_at_least
-from slipstream.models.checkpoint import is_checkpoint, resolve
-from slipstream.models.pretrained import load_tokenizer
+from slipstream.models.files.checkpoint import is_checkpoint, resolve
+from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.engine import Engine
 from slipstream.serve.load import read_levels
 from slipstream.serve.options import EngineConfig, find_target

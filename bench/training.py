@@ -29,11 +29,11 @@ from slipstream.bench.inflate_weights import SHAPES
 from slipstream.bench.lines import Lines, origin
 from slipstream.bench.training_flops import step_flops
 from slipstream.config import parse
-from slipstream.models.config import ModelConfig, default_aux_layers
-from slipstream.models.dflash import DFlash, DFlashConfig, default_block_aux_layers
-from slipstream.models.eagle3 import Eagle3, Eagle3Config
-from slipstream.models.frozen_target import FrozenTarget
-from slipstream.models.layers import RotaryEmbedding
+from slipstream.models.drafts.dflash import DFlash, DFlashConfig, default_block_aux_layers
+from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.config import ModelConfig, default_aux_layers
+from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train import dflash, eagle3
 from slipstream.train.batches import Batch, collate
 from slipstream.train.loop import start

@@ -5,7 +5,7 @@ left out. A product of (m, k) and (k, n) is 2 m k n operations; backward it is t
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.frozen_target import FrozenTarget
+from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.batches import Batch
 from slipstream.train.blocks import draw_anchors, find_blocks
 from slipstream.train.dflash import DFlashTraining

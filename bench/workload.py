@@ -12,8 +12,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from slipstream.models.chat_template import PromptTemplate
-from slipstream.models.messages import DEFAULT_DATE
+from slipstream.models.chat.messages import DEFAULT_DATE
+from slipstream.models.chat.template import PromptTemplate
 
 QUESTIONS = Path(__file__).resolve().parent.parent / "assets" / "gsm8k.jsonl.gz"
 KINDS = ("random", "gsm8k")

@@ -28,13 +28,13 @@ from slipstream.data_tools.dataset import read_report
 from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named, show_table
 from slipstream.data_tools.state_shards import Capturer, measure, plan_shards, read_documents
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
-from slipstream.models.atomic import recover
-from slipstream.models.checkpoint import resolve, weights_fingerprint
-from slipstream.models.config import check_aux_layers, default_aux_layers
-from slipstream.models.dflash import default_block_aux_layers
-from slipstream.models.outputs import check_working_folder
-from slipstream.models.pretrained import read_config
-from slipstream.models.state_store import INDEX, StateFormat, StateIndex, StateStore, shard_path, write_shard
+from slipstream.models.drafts.dflash import default_block_aux_layers
+from slipstream.models.files.atomic import recover
+from slipstream.models.files.checkpoint import resolve, weights_fingerprint
+from slipstream.models.files.outputs import check_working_folder
+from slipstream.models.files.state_store import INDEX, StateFormat, StateIndex, StateStore, shard_path, write_shard
+from slipstream.models.targets.config import check_aux_layers, default_aux_layers
+from slipstream.models.targets.pretrained import read_config
 
 BLOCK_DRAFT_LAYERS = 5  # train/dflash.py's default; it decides which states a draft reads
 

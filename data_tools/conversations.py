@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.data_tools.rows import Row, RowError
-from slipstream.models.messages import Message, check_text, read_messages
+from slipstream.models.chat.messages import Message, check_text, read_messages
 
 ROLES = {
     "human": "user",

@@ -21,8 +21,13 @@ from torch import Tensor
 
 from slipstream.config import run
 from slipstream.data_tools.options import check_named, show_table
-from slipstream.models.atomic import atomic_folder
-from slipstream.models.checkpoint import (
+from slipstream.models.drafts.base import EMBEDDING, HEAD, DraftNetwork, drafter_of, load_draft
+from slipstream.models.drafts.dflash import DFlash
+from slipstream.models.drafts.eagle import Eagle
+from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.drafts.speculators_layout import layer_name, to_speculators
+from slipstream.models.files.atomic import atomic_folder
+from slipstream.models.files.checkpoint import (
     named_target,
     read_draft_tensors,
     read_json,
@@ -30,15 +35,10 @@ from slipstream.models.checkpoint import (
     resolve,
     write_checkpoint,
 )
-from slipstream.models.config import ModelConfig
-from slipstream.models.dflash import DFlash
-from slipstream.models.draft import EMBEDDING, HEAD, DraftNetwork, drafter_of, load_draft
-from slipstream.models.eagle import Eagle
-from slipstream.models.eagle3 import Eagle3
-from slipstream.models.outputs import CHECKPOINT, check_output_folder
-from slipstream.models.speculators_layout import layer_name, to_speculators
-from slipstream.models.target import load_config
-from slipstream.models.weights import public_tensors
+from slipstream.models.files.outputs import CHECKPOINT, check_output_folder
+from slipstream.models.files.weights import public_tensors
+from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.decoder import load_config
 
 CPU = torch.device("cpu")
 
@@ -67,7 +67,7 @@ class Draft(NamedTuple):
 
     values: dict[str, Any]
     tensors: dict[str, Tensor]
-    layers: tuple[int, ...]  # target states it picks (ids of models/config.py); EAGLE picks none
+    layers: tuple[int, ...]  # target states it picks (ids of models/targets/config.py); EAGLE picks none
 
 
 class TargetFiles(NamedTuple):

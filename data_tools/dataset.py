@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow
 from datasets import Dataset, DatasetDict
 
-from slipstream.models.atomic import atomic_folder
-from slipstream.models.checkpoint import read_json
-from slipstream.models.outputs import DATASET
+from slipstream.models.files.atomic import atomic_folder
+from slipstream.models.files.checkpoint import read_json
+from slipstream.models.files.outputs import DATASET
 
 REPORT, ROWS = "report.json", "rows.arrow"
 WRITE_ROWS = 1000

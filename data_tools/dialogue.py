@@ -15,7 +15,7 @@ from slipstream.data_tools.conversations import Example, content_hash, to_exampl
 from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import RowError, matches, read_rows
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped
-from slipstream.models.messages import Message
+from slipstream.models.chat.messages import Message
 
 
 @dataclass(frozen=True, slots=True)

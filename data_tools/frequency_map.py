@@ -40,8 +40,8 @@ from slipstream.data_tools.token_coverage import (
     plot_coverage,
 )
 from slipstream.data_tools.tokenization import AnswerTokenizer, Outcome, RowTokenizer, tokenize_rows
-from slipstream.models.outputs import check_output_file
-from slipstream.models.token_map import TokenMap, is_listed, is_token_map
+from slipstream.models.drafts.token_map import TokenMap, is_listed, is_token_map
+from slipstream.models.files.outputs import check_output_file
 
 SHARD_ROWS = 1024
 

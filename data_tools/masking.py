@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped
-from slipstream.models.messages import Message
+from slipstream.models.chat.messages import Message
 
 
 def mask_conversation(

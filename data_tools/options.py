@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from slipstream.models.messages import DEFAULT_DATE, check_date, date_of
+from slipstream.models.chat.messages import DEFAULT_DATE, check_date, date_of
 
 
 def check_named(config: object, **remedies: str) -> None:

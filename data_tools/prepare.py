@@ -25,7 +25,7 @@ from slipstream.data_tools.options import TokenizeOptions, check_named, counted,
 from slipstream.data_tools.rows import read_rows
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.data_tools.tokenization import Outcome, RowTokenizer, tokenize_rows
-from slipstream.models.outputs import DATASET, check_output_folder
+from slipstream.models.files.outputs import DATASET, check_output_folder
 
 EXAMPLES_PER_REASON = 3
 SHOWN_TOKENS = 300

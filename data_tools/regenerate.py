@@ -25,9 +25,9 @@ from slipstream.data_tools.answers import EndpointAnswers, EngineAnswers, served
 from slipstream.data_tools.dialogue import Dialogue, DialogueReader, Result
 from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named, counted, show_table
 from slipstream.data_tools.target_tokenizer import ChatTemplate, load_target_tokenizer
-from slipstream.models.atomic import atomic_file, open_locked
-from slipstream.models.checkpoint import read_json
-from slipstream.models.outputs import check_output_file
+from slipstream.models.files.atomic import atomic_file, open_locked
+from slipstream.models.files.checkpoint import read_json
+from slipstream.models.files.outputs import check_output_file
 from slipstream.serve.llm import LLM
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import SamplingParams

@@ -18,8 +18,8 @@ from datasets import Dataset
 from torch import Tensor
 from tqdm import tqdm
 
-from slipstream.models.frozen_target import FrozenTarget, load_frozen_target
-from slipstream.models.state_store import ShardRange, ShardTensors, StateFormat, encode, needed_tokens, new_shard
+from slipstream.models.files.state_store import ShardRange, ShardTensors, StateFormat, encode, needed_tokens, new_shard
+from slipstream.models.targets.frozen import FrozenTarget, load_frozen_target
 
 SCAN_ROWS = 4096  # documents measured at once
 TIMED_PASSES = 3

@@ -10,10 +10,10 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.data_tools.options import ConversationOptions, check_named
-from slipstream.models.chat_template import PROBE, PromptTemplate, TemplateRefused
-from slipstream.models.checkpoint import resolve, tokenizer_hash
-from slipstream.models.messages import Message
-from slipstream.models.pretrained import end_of_text_ids, load_tokenizer, read_config
+from slipstream.models.chat.messages import Message
+from slipstream.models.chat.template import PROBE, PromptTemplate, TemplateRefused
+from slipstream.models.files.checkpoint import resolve, tokenizer_hash
+from slipstream.models.targets.pretrained import end_of_text_ids, load_tokenizer, read_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class TargetTokenizer:
     tokenizer: PreTrainedTokenizerBase
     hash: str
     vocab_size: int  # V: the model's, which may exceed the tokenizer's; without a model config the tokenizer's
-    end_ids: frozenset[int]  # end of text or turn, as in the server (models/pretrained.py)
+    end_ids: frozenset[int]  # end of text or turn, as in the server (models/targets/pretrained.py)
     kept_ids: tuple[int, ...]  # special, added and end tokens, ascending: every token map holds them
     context: int | None  # maximum tokens of prompt and answer; None without a model config
 

@@ -17,7 +17,7 @@ from slipstream.config import parse
 from slipstream.data_tools.conversations import to_example
 from slipstream.data_tools.options import ConversationOptions, check_at_least
 from slipstream.data_tools.rows import RowError, read_rows
-from slipstream.models.atomic import atomic_file
+from slipstream.models.files.atomic import atomic_file
 
 HELD_OUT_SHARE = 0.05
 

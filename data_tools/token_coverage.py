@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from slipstream.models.atomic import atomic_file
-from slipstream.models.token_map import TokenMap, coverage_curve
+from slipstream.models.drafts.token_map import TokenMap, coverage_curve
+from slipstream.models.files.atomic import atomic_file
 
 SOFTWARE = "slipstream frequency-map"  # in the file's metadata, by which is_coverage_plot knows it
 BAR_WIDTH = 30

@@ -31,7 +31,7 @@ from slipstream.data_tools.masking import mask_conversation, to_mask, token_rang
 from slipstream.data_tools.options import ConversationOptions, TokenizeOptions
 from slipstream.data_tools.rows import Row, RowError, matches
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped, TargetTokenizer, load_target_tokenizer
-from slipstream.models.messages import MessageError, read_message
+from slipstream.models.chat.messages import MessageError, read_message
 
 CHUNK_ROWS = 64
 ROWS_WORTH_PROCESSES = 2000  # fewer are done before a worker has imported its libraries

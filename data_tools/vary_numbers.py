@@ -20,8 +20,8 @@ from typing import Any
 from slipstream.config import run
 from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named
 from slipstream.data_tools.rows import matches, read_rows
-from slipstream.models.atomic import atomic_file
-from slipstream.models.outputs import check_new_file
+from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.outputs import check_new_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,7 +93,7 @@ class HeadNorms(NamedTuple):
 
 def norm_heads(q: Tensor, k: Tensor, norms: HeadNorms | None) -> tuple[Tensor, Tensor]:
     """Norms q (..., Q, D) and k (..., G, D); without norms returns them unchanged. When serving on a GPU, the kernel of
-    kernels/rope.py does this."""
+    kernels/kv/rope.py does this."""
     return (q, k) if norms is None else (rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps))
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.draft_tree import Candidates, Frontier, Place, TreeShape, choose, grow
-from slipstream.kernels.gathered_head import head_topk
-from slipstream.kernels.sampling import MAX_K
-from slipstream.kernels.verify import MAX_NODES
-from slipstream.models.eagle import Eagle
-from slipstream.models.eagle3 import Eagle3
-from slipstream.models.target import Target
+from slipstream.kernels.gemm.gathered_head import head_topk
+from slipstream.kernels.sampling.sample import MAX_K
+from slipstream.kernels.speculation.draft_tree import Candidates, Frontier, Place, TreeShape, choose, grow
+from slipstream.kernels.speculation.verify import MAX_NODES
+from slipstream.models.drafts.eagle import Eagle
+from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, KVSpec, PassRows, Proposal, RequestState, VerifyResult
 from slipstream.serve.draft_vocabulary import DraftVocabulary

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.kernels.kv import chain_slots
-from slipstream.kernels.sampling import Filters, Sampling, noise_key
-from slipstream.models.config import RopeConfig
+from slipstream.kernels.kv.cache import chain_slots
+from slipstream.kernels.sampling.sample import Filters, Sampling, noise_key
+from slipstream.models.targets.config import RopeConfig
 from slipstream.serve.request import Request
 
 SamplingMode = Literal["greedy", "plain", "full"]  # all requests greedy | temperature only | filters too
@@ -175,7 +175,7 @@ class Batch:
     next_tokens: Tensor | None = None  # (T,) int64 the token after each query; prefill only, as the next two
     last: Tensor | None = None  # (B,) int64 which of the T is each request's last query
     real: Tensor | None = None  # (T,) bool: False for queries that pad the pass
-    ancestors: Tensor | None = None  # (B, N) int64 bit masks (kernels/verify.py); tree passes only
+    ancestors: Tensor | None = None  # (B, N) int64 bit masks (kernels/speculation/verify.py); tree passes only
     first_node: int = 0  # tree passes: nodes of each request before its queries
 
     @property

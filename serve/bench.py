@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slipstream.config import parse
-from slipstream.models.messages import read_messages
+from slipstream.models.chat.messages import read_messages
 from slipstream.serve.load import LoadResult, Prompt, read_levels, run_load
 
 COLUMNS = (  # heading, key of the summary, factor

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from transformers import AddedToken, PreTrainedTokenizerBase
 
-from slipstream.models.messages import Message
+from slipstream.models.chat.messages import Message
 
 PRIVATE_USE = range(0x100000, 0x10FFFE)  # code points of plane 16, which have no meaning
 PLACES = ("{}", " {} ", "\n{}\n", "a{}a")

@@ -1,7 +1,7 @@
 """The tokens that a draft with the target's head may propose: all, those of a token map, or those and recent ones.
 
 The head's rows of a static map are copied into one matrix, most frequent first, so any prefix of it is a map, too. With
-recent tokens the rows are read in place, through ids that change between rounds (kernels/gathered_head.py).
+recent tokens the rows are read in place, through ids that change between rounds (kernels/gemm/gathered_head.py).
 Letters: V target and Vd draft vocabulary, T tokens, B requests.
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gathered_head import DraftHead
-from slipstream.models.checkpoint import tokenizer_hash
-from slipstream.models.draft import DraftNetwork
-from slipstream.models.target import Target
-from slipstream.models.token_map import check_tokenizer, read_token_map
+from slipstream.kernels.gemm.gathered_head import DraftHead
+from slipstream.models.drafts.base import DraftNetwork
+from slipstream.models.drafts.token_map import check_tokenizer, read_token_map
+from slipstream.models.files.checkpoint import tokenizer_hash
+from slipstream.models.targets.decoder import Target
 from slipstream.serve.batch import Batch, VerifyResult
 from slipstream.serve.request import Request
 

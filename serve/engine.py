@@ -14,10 +14,10 @@ from typing import Literal
 import torch
 
 from slipstream import runtime
-from slipstream.models.checkpoint import read_json
-from slipstream.models.config import ModelConfig
-from slipstream.models.layers import RotaryEmbedding
-from slipstream.models.target import load_config, load_target
+from slipstream.models.files.checkpoint import read_json
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.serve.attention.base import KVFormat, find_backends
 from slipstream.serve.batch import KVSpec, RequestState
 from slipstream.serve.cache import PageCache

@@ -6,9 +6,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from slipstream.models.chat_template import PromptTemplate, TemplateFailed, TemplateRefused
-from slipstream.models.checkpoint import read_json
-from slipstream.models.pretrained import load_tokenizer, warn_if_changed
+from slipstream.models.chat.template import PromptTemplate, TemplateFailed, TemplateRefused
+from slipstream.models.files.checkpoint import read_json
+from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.control_tokens import PlainTextTokenizer
 from slipstream.serve.detokenize import Decoder
 from slipstream.serve.limits import ApiError, Limits

@@ -10,8 +10,8 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from slipstream import runtime
-from slipstream.models.messages import check_text
-from slipstream.models.pretrained import load_tokenizer, warn_if_changed
+from slipstream.models.chat.messages import check_text
+from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.detokenize import Decoder, TextStream
 from slipstream.serve.engine import Engine
 from slipstream.serve.options import EngineConfig, find_target

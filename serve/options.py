@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.models.messages import DEFAULT_DATE, check_date
+from slipstream.models.chat.messages import DEFAULT_DATE, check_date
 
 PREFILL_BLOCK = 32  # queries of which captured prefills are made; with 4 query heads to a KV head a tile of our kernel
 MOST_RUNNING = 1024  # with 64 nodes each, the most rows that kernels count programs for (kernels/grid_sync.py)
@@ -139,7 +139,7 @@ class ServeConfig(EngineConfig):
 
 def find_target(config: EngineConfig) -> tuple[str, Path]:
     """Name and folder of the target: `config.target`, else the target and revision that the draft names."""
-    from slipstream.models.checkpoint import is_checkpoint, named_target, read_json, resolve
+    from slipstream.models.files.checkpoint import is_checkpoint, named_target, read_json, resolve
 
     if config.target:
         return config.target, resolve(config.target, config.revision, trust_remote_code=config.trust_remote_code)

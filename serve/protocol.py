@@ -18,8 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from slipstream.models import messages as chat
-from slipstream.models.messages import TEXT_PARTS, Message, MessageError
+from slipstream.models.chat import messages as chat
+from slipstream.models.chat.messages import TEXT_PARTS, Message, MessageError
 from slipstream.serve import limits
 from slipstream.serve.limits import ApiError
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.kernels.kv import move_rows
-from slipstream.kernels.round_state import end_round, start_round, store_proposal
-from slipstream.kernels.sampling import sample
-from slipstream.kernels.verify import ancestor_masks, unpack, verify
-from slipstream.models.target import Target
+from slipstream.kernels.kv.cache import move_rows
+from slipstream.kernels.sampling.sample import sample
+from slipstream.kernels.speculation.round_state import end_round, start_round, store_proposal
+from slipstream.kernels.speculation.verify import ancestor_masks, unpack, verify
+from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, PassRows, RequestState, SamplingMode, VerifyResult
 from slipstream.serve.drafters.base import Drafter

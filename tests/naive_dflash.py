@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.kernels.sampling import gumbel
-from slipstream.models.draft import DraftNetwork
+from slipstream.kernels.sampling.sample import gumbel
+from slipstream.models.drafts.base import DraftNetwork
 from slipstream.tests.naive_eagle3 import NaiveLayers, attended
 
 

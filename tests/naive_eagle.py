@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.models.draft import DraftNetwork
+from slipstream.models.drafts.base import DraftNetwork
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 
 

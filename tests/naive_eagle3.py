@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from slipstream.kernels.sampling import gumbel
-from slipstream.models.draft import DraftNetwork
-from slipstream.models.weights import _places
+from slipstream.kernels.sampling.sample import gumbel
+from slipstream.models.drafts.base import DraftNetwork
+from slipstream.models.files.weights import _places
 
 
 def turned(x: Tensor, theta: float, start: int = 0) -> Tensor:

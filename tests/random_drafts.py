@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from slipstream.models.dflash import DFlash, DFlashConfig
-from slipstream.models.draft import DraftNetwork, write_draft
-from slipstream.models.eagle import Eagle, EagleConfig
-from slipstream.models.eagle3 import Eagle3, Eagle3Config
-from slipstream.models.target import load_config, load_target
-from slipstream.models.weights import public_tensors
+from slipstream.models.drafts.base import DraftNetwork, write_draft
+from slipstream.models.drafts.dflash import DFlash, DFlashConfig
+from slipstream.models.drafts.eagle import Eagle, EagleConfig
+from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
+from slipstream.models.files.weights import public_tensors
+from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.random_targets import roughen, shared_weights, target_states

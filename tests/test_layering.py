@@ -30,9 +30,11 @@ NOT_LOADED = {
 
 # Who reads the weights of a module. Everyone else asks the module, which knows how it stores them.
 OWNERS = {
-    "models/layers.py",
-    "models/frozen_target.py",  # the modules are transformers' own
-    "kernels/gathered_head.py",  # a DraftHead holds tensors, and a module makes it
+    "models/layers/attention.py",
+    "models/layers/linear.py",
+    "models/layers/norm.py",
+    "models/targets/frozen.py",  # the modules are transformers' own
+    "kernels/gemm/gathered_head.py",  # a DraftHead holds tensors, and a module makes it
 }
 
 

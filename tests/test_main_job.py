@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.data_tools.dataset import Tokens, write_dataset
 from slipstream.data_tools.frequency_map import main as make_token_map
-from slipstream.models.checkpoint import tokenizer_hash
+from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.serve.llm import LLM, Generation
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.random_targets import change_json

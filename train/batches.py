@@ -18,7 +18,7 @@ from datasets import Dataset, DatasetDict
 from torch import Tensor
 from tqdm import tqdm
 
-from slipstream.models.checkpoint import read_json
+from slipstream.models.files.checkpoint import read_json
 from slipstream.train.cached_states import CachedStates
 
 SCAN_ROWS = 4096  # documents measured at once

@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from slipstream.kernels.kv.rope import rotate
 from slipstream.kernels.norm import HeadNorms, norm_heads
-from slipstream.kernels.rope import rotate
-from slipstream.models.layers import Mask, RotaryEmbedding
+from slipstream.models.layers.attention import Mask
+from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.train.batches import Batch, possible_roots
 
 GAMMAS = {8: 4.0, 10: 5.0, 16: 7.0}  # DFLASH's own choice by block size (arXiv 2602.06036)

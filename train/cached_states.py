@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.frozen_target import FrozenTarget
-from slipstream.models.state_store import decode
+from slipstream.models.files.state_store import decode
+from slipstream.models.targets.frozen import FrozenTarget
 
 
 @dataclass(frozen=True, slots=True)

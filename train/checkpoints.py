@@ -1,8 +1,8 @@
 """The output folder of a run: step-N (servable, with the state to resume from) and best (servable).
 
-Invariants: a folder under its final name is complete (models/atomic.py). A run killed at any moment continues from its
-newest step-N as if it had never stopped, or starts over if there is none. Only what a run wrote is deleted or replaced,
-and only after all checks have passed.
+Invariants: a folder under its final name is complete (models/files/atomic.py). A run killed at any moment continues
+from its newest step-N as if it had never stopped, or starts over if there is none. Only what a run wrote is deleted or
+replaced, and only after all checks have passed.
 """
 
 import json
@@ -24,9 +24,9 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from slipstream.config import flatten
-from slipstream.models.atomic import atomic_folder, check_staging, recover, remove_folder, staged_name
-from slipstream.models.checkpoint import disk_errors
-from slipstream.models.outputs import CHECKPOINT, STEP, step_folders
+from slipstream.models.files.atomic import atomic_folder, check_staging, recover, remove_folder, staged_name
+from slipstream.models.files.checkpoint import disk_errors
+from slipstream.models.files.outputs import CHECKPOINT, STEP, step_folders
 from slipstream.train.trackers import is_metrics
 
 WriteDraft = Callable[[Mapping[str, Tensor], Path, Mapping[str, Any]], None]  # state_dict, folder, contents of run.json

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from slipstream.config import run
-from slipstream.models.dflash import DFlash, default_block_aux_layers, default_mask_token
-from slipstream.models.frozen_target import FrozenTarget
-from slipstream.models.weights import public_tensors
+from slipstream.models.drafts.dflash import DFlash, default_block_aux_layers, default_mask_token
+from slipstream.models.files.weights import public_tensors
+from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch, possible_roots
 from slipstream.train.blocks import (

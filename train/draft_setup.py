@@ -10,16 +10,16 @@ from accelerate import Accelerator, init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.models.checkpoint import resolve, tokenizer_hash, weights_fingerprint
-from slipstream.models.config import ModelConfig
-from slipstream.models.draft import HEAD, Network
-from slipstream.models.frozen_target import FrozenTarget, empty_target, load_frozen_target
-from slipstream.models.layers import RotaryEmbedding
-from slipstream.models.outputs import check_working_folder
-from slipstream.models.pretrained import load_tokenizer
-from slipstream.models.sharded_target import sharding_mesh
-from slipstream.models.target import load_config
-from slipstream.models.token_map import check_tokenizer, read_token_map
+from slipstream.models.drafts.base import HEAD, Network
+from slipstream.models.drafts.token_map import check_tokenizer, read_token_map
+from slipstream.models.files.checkpoint import resolve, tokenizer_hash, weights_fingerprint
+from slipstream.models.files.outputs import check_working_folder
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.decoder import load_config
+from slipstream.models.targets.frozen import FrozenTarget, empty_target, load_frozen_target
+from slipstream.models.targets.pretrained import load_tokenizer
+from slipstream.models.targets.sharded import sharding_mesh
 from slipstream.train.batches import PackedRows, load_prepared
 from slipstream.train.checkpoints import check_run_folder, provenance
 from slipstream.train.loop import dtype_of_weights, fit, start

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import run
-from slipstream.models.eagle import Eagle
+from slipstream.models.drafts.eagle import Eagle
 from slipstream.train.batches import Batch
 from slipstream.train.draft_setup import ChainDraftOptions, DraftRunOptions, TargetFiles, train
 from slipstream.train.losses import TargetHead, distillation_loss, regression_losses

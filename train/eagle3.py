@@ -14,8 +14,8 @@ from torch import Tensor
 
 from slipstream.config import run
 from slipstream.kernels.cross_entropy import Kind, soft_cross_entropy
-from slipstream.models.config import default_aux_layers
-from slipstream.models.eagle3 import Eagle3
+from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.targets.config import default_aux_layers
 from slipstream.train.draft_setup import ChainDraftOptions, DraftRunOptions, TargetFiles, train
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainStep, ChainTraining

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.cross_entropy import label_cross_entropy, soft_cross_entropy
-from slipstream.models.frozen_target import FrozenTarget
+from slipstream.models.targets.frozen import FrozenTarget
 
 LOGITS_AT_ONCE = 2**28  # 512 MiB in bf16
 Teach = Callable[[slice], Tensor]  # rows -> the target's logits (n, Vd) there

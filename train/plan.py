@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from slipstream.models.frozen_target import VOCABULARY_CHUNK
-from slipstream.models.state_store import StateFormat
+from slipstream.models.files.state_store import StateFormat
+from slipstream.models.targets.frozen import VOCABULARY_CHUNK
 from slipstream.train.batches import PackedRows
 from slipstream.train.checkpoints import Progress
 from slipstream.train.optim import Schedule, build_optimizers

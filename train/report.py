@@ -22,9 +22,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from slipstream.config import flatten, run
-from slipstream.models.atomic import atomic_file
-from slipstream.models.checkpoint import read_json
-from slipstream.models.outputs import check_output_file, step_folders
+from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.checkpoint import read_json
+from slipstream.models.files.outputs import check_output_file, step_folders
 from slipstream.train.samples import Sample
 from slipstream.train.trackers import read_lines
 

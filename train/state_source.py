@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.models.frozen_target import FrozenTarget
-from slipstream.models.state_store import DTYPES, StateStore
+from slipstream.models.files.state_store import DTYPES, StateStore
+from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.batches import Batch, PackedRows
 from slipstream.train.cached_states import CachedStates
 from slipstream.train.options import DataOptions

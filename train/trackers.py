@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slipstream.models.atomic import atomic_file
+from slipstream.models.files.atomic import atomic_file
 from slipstream.train.options import TrackerOptions
 from slipstream.train.samples import Sample
 

@@ -9,9 +9,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from slipstream.models.draft import DraftNetwork, write_draft
-from slipstream.models.frozen_target import FrozenTarget
-from slipstream.models.layers import RotaryEmbedding
+from slipstream.models.drafts.base import DraftNetwork, write_draft
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.acceptance import walk_answers, walk_metrics
 from slipstream.train.batches import Batch
 from slipstream.train.samples import Sample, SampleAnswers

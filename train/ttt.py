@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention.packed import KeyValue, Runs, packed_attention, takes
+from slipstream.kernels.kv.rope import rotate
 from slipstream.kernels.norm import HeadNorms, norm_heads
-from slipstream.kernels.packed_attention import KeyValue, Runs, packed_attention, takes
-from slipstream.kernels.rope import rotate
-from slipstream.models.layers import Mask, RotaryEmbedding
+from slipstream.models.layers.attention import Mask
+from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch, possible_roots
 from slipstream.train.state_source import target_states

@@ -9,9 +9,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.kv.rope import rotate_and_store
 from slipstream.kernels.norm import HeadNorms
-from slipstream.kernels.rope import rotate_and_store
-from slipstream.models.layers import Attention, RotaryEmbedding
+from slipstream.models.layers.attention import Attention
+from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.serve.batch import Batch
 
 logger = logging.getLogger(__name__)

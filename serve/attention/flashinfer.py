@@ -29,9 +29,10 @@ except ImportError as error:
     ) from error
 
 from slipstream import runtime
+from slipstream.kernels.attention.tree import tree_attention
 from slipstream.kernels.norm import HeadNorms
-from slipstream.kernels.tree_attention import tree_attention
-from slipstream.models.layers import Mask, RotaryEmbedding
+from slipstream.models.layers.attention import Mask
+from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.serve.attention import base
 from slipstream.serve.attention.base import PHASES, KVFormat
 from slipstream.serve.batch import Batch

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from slipstream.kernels.kv.rope import rotate_halves
 from slipstream.kernels.norm import HeadNorms, norm_heads
-from slipstream.kernels.rope import rotate_halves
-from slipstream.kernels.verify import unpack
-from slipstream.models.layers import Mask
+from slipstream.kernels.speculation.verify import unpack
+from slipstream.models.layers.attention import Mask
 from slipstream.serve.attention import base
 from slipstream.serve.batch import Batch
 

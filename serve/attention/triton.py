@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from slipstream.kernels.attention.tree import MAX_HEAD_DIM, tree_attention
 from slipstream.kernels.norm import HeadNorms
-from slipstream.kernels.tree_attention import MAX_HEAD_DIM, tree_attention
-from slipstream.models.layers import Mask
+from slipstream.models.layers.attention import Mask
 from slipstream.serve.attention import base
 
 

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.models.checkpoint import is_checkpoint, read_json, resolve
-from slipstream.models.draft import DraftNetwork, drafter_of, load_draft
-from slipstream.models.target import Target
+from slipstream.models.drafts.base import DraftNetwork, drafter_of, load_draft
+from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve
+from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, HostProposal, KVSpec, PassRows, Proposal, RequestState, VerifyResult
 from slipstream.serve.draft_vocabulary import DraftVocabulary, find_vocabulary

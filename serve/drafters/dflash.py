@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gathered_head import head_topk
-from slipstream.kernels.linear import linear
-from slipstream.kernels.rope import store_context
-from slipstream.kernels.verify import MAX_NODES
-from slipstream.models.dflash import DFlash
-from slipstream.models.target import Target
+from slipstream.kernels.gemm.gathered_head import head_topk
+from slipstream.kernels.gemm.linear import linear
+from slipstream.kernels.kv.rope import store_context
+from slipstream.kernels.speculation.verify import MAX_NODES
+from slipstream.models.drafts.dflash import DFlash
+from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, KVSpec, PassRows, Proposal, RequestState, VerifyResult
 from slipstream.serve.draft_vocabulary import DraftVocabulary, TokenMapOptions

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.models.eagle import Eagle
+from slipstream.models.drafts.eagle import Eagle
 from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
 from slipstream.serve.draft_vocabulary import TokenMapOptions
 

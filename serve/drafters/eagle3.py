@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.models.eagle3 import Eagle3
+from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
 
 

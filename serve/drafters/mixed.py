@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.models.target import Target
+from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, HostProposal, PassRows, Proposal, RequestState, VerifyResult
 from slipstream.serve.drafters import base, ngram

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.kernels.verify import MAX_NODES
-from slipstream.models.target import Target
+from slipstream.kernels.speculation.verify import MAX_NODES
+from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import HostProposal, RequestState
 from slipstream.serve.drafters import base

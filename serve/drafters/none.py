@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slipstream.models.target import Target
+from slipstream.models.targets.decoder import Target
 from slipstream.serve.drafters import base
 
 

@@ -14,12 +14,12 @@ from slipstream.bench.inflate import InflateConfig, inflate, load_small_draft
 from slipstream.bench.inflate_weights import CONSTANT, LIFT, QUIET, SHAPES, SPREAD, Inflation
 from slipstream.bench.workload import read_questions
 from slipstream.kernels.norm import HeadNorms, norm_heads
-from slipstream.models.checkpoint import read_json, read_tensors
-from slipstream.models.dflash import DFlash
-from slipstream.models.draft import load_draft
-from slipstream.models.frozen_target import load_frozen_target
-from slipstream.models.layers import RotaryEmbedding
-from slipstream.models.target import load_config
+from slipstream.models.drafts.base import load_draft
+from slipstream.models.drafts.dflash import DFlash
+from slipstream.models.files.checkpoint import read_json, read_tensors
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.decoder import load_config
+from slipstream.models.targets.frozen import load_frozen_target
 from slipstream.serve.llm import LLM, Generation
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.naive_dflash import NaiveDFlash

@@ -13,12 +13,12 @@ from torch.nn import Module
 from slipstream.bench import inflate as program
 from slipstream.bench.inflate import DFlashDraft, Eagle3Draft, InflateConfig, inflate, main, write_shards
 from slipstream.bench.inflate_weights import CONSTANT, SHAPES, SPREAD, places, target_json
-from slipstream.models.checkpoint import read_json, read_tensors, weights_fingerprint
-from slipstream.models.config import ModelConfig
-from slipstream.models.dflash import DFlash, DFlashConfig
-from slipstream.models.draft import load_draft
-from slipstream.models.eagle3 import Eagle3, Eagle3Config
-from slipstream.models.target import Target, load_config, load_target
+from slipstream.models.drafts.base import load_draft
+from slipstream.models.drafts.dflash import DFlash, DFlashConfig
+from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
+from slipstream.models.files.checkpoint import read_json, read_tensors, weights_fingerprint
+from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from slipstream.data_tools.capture_states import main as capture
 from slipstream.data_tools.dataset import write_dataset
-from slipstream.models.checkpoint import tokenizer_hash
+from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.tests.data_tools.chats import CHATML_TAGGED, build_tokenizer
 
 MAX_LENGTH = 40  # of captures

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.data_tools.convert import main
-from slipstream.models.draft import write_draft
-from slipstream.models.eagle3 import Eagle3, Eagle3Config
-from slipstream.models.target import load_config
+from slipstream.models.drafts.base import write_draft
+from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
+from slipstream.models.targets.decoder import load_config
 
 
 class Runs:

@@ -16,8 +16,8 @@ import torch
 
 from slipstream.data_tools import capture_states
 from slipstream.data_tools.capture_states import main
-from slipstream.models.atomic import staging_path
-from slipstream.models.state_store import StateIndex, shard_path, write_shard
+from slipstream.models.files.atomic import staging_path
+from slipstream.models.files.state_store import StateIndex, shard_path, write_shard
 from slipstream.tests.data_tools.conftest import Flags, shards
 
 ROOT = Path(__file__).parents[2]

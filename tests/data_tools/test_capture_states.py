@@ -18,7 +18,7 @@ from slipstream.data_tools import capture_states
 from slipstream.data_tools.capture_states import CaptureConfig, choose_format, main
 from slipstream.data_tools.dataset import write_dataset
 from slipstream.data_tools.state_shards import measure, plan_shards
-from slipstream.models.state_store import StateFormat, StateStore, needed_tokens
+from slipstream.models.files.state_store import StateFormat, StateStore, needed_tokens
 from slipstream.tests.data_tools.conftest import MAX_LENGTH, Flags, random_row, shards
 from slipstream.tests.random_targets import change_json
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from slipstream.data_tools.convert import main
-from slipstream.models.dflash import DFlash
-from slipstream.models.draft import load_draft
-from slipstream.models.eagle3 import Eagle3
-from slipstream.models.speculators_layout import AUX_LAYERS
-from slipstream.models.target import load_config
+from slipstream.models.drafts.base import load_draft
+from slipstream.models.drafts.dflash import DFlash
+from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.drafts.speculators_layout import AUX_LAYERS
+from slipstream.models.targets.decoder import load_config
 from slipstream.serve.drafters.base import find_drafter
 from slipstream.tests.data_tools.conversion import Runs, assert_equal_checkpoints, save_eagle3_draft
 from slipstream.tests.models.saved_drafts import fused

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from slipstream.models.config import default_aux_layers
-from slipstream.models.draft import load_draft
-from slipstream.models.eagle3 import Eagle3
-from slipstream.models.frozen_target import FrozenTarget
-from slipstream.models.layers import RotaryEmbedding
-from slipstream.models.target import load_config
+from slipstream.models.drafts.base import load_draft
+from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.config import default_aux_layers
+from slipstream.models.targets.decoder import load_config
+from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.tests.data_tools.conversion import Runs, save_eagle3_draft
 from slipstream.tests.random_targets import LLAMA3_ROPE, SHAPE, save_random_target
 from slipstream.train.batches import collate

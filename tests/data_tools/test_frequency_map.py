@@ -11,7 +11,7 @@ from datasets import load_from_disk
 
 from slipstream.data_tools import frequency_map, prepare
 from slipstream.data_tools.dataset import write_dataset
-from slipstream.models.token_map import TokenMap
+from slipstream.models.drafts.token_map import TokenMap
 from slipstream.tests.data_tools.chats import CHATML, chat, write_jsonl
 
 ROWS = [{"messages": chat(f"What is {n}?", f"It is {n * n}. Hello there")} for n in range(300)]

@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.data_tools.masking import mask_conversation
 from slipstream.data_tools.target_tokenizer import ChatTemplate, RowDropped, has_generation_tag
-from slipstream.models.chat_template import freeze_date
+from slipstream.models.chat.template import freeze_date
 from slipstream.tests.data_tools.chats import (
     CHATML,
     CHATML_TAGGED,

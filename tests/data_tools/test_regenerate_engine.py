@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from slipstream.data_tools import prepare, regenerate
-from slipstream.models.checkpoint import tokenizer_hash
+from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.serve.request import Output
 from slipstream.tests.data_tools.chats import CHATML, build_tokenizer, chat, write_jsonl
 from slipstream.tests.data_tools.fake_answers import EXPECTED, ROWS, FakeLLM, answered, error, lines, report, run

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.activation import silu_mul
+from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
 
 KERNELS = [silu_mul.reference, silu_mul.triton]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels import draft_tree
-from slipstream.kernels.draft_tree import Candidates, Frontier, Place, TreeShape
-from slipstream.kernels.verify import unpack
+from slipstream.kernels.speculation import draft_tree
+from slipstream.kernels.speculation.draft_tree import Candidates, Frontier, Place, TreeShape
+from slipstream.kernels.speculation.verify import unpack
 from slipstream.tests.kernels.triton_runs import cover
 
 VOCAB = 40

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.filters import Filters, filter_thresholds_reference, filter_thresholds_triton
+from slipstream.kernels.sampling.filters import Filters, filter_thresholds_reference, filter_thresholds_triton
 from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, poisoned, replayed
 
 Shape = tuple[int, int]

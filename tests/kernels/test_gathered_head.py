@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.filters import Filters
-from slipstream.kernels.gathered_head import (
+from slipstream.kernels.gemm.gathered_head import (
     MOST_ROWS,
     DraftHead,
     choose_tiling,
@@ -13,8 +12,9 @@ from slipstream.kernels.gathered_head import (
     head_logits,
     head_topk,
 )
-from slipstream.kernels.sampling import Sampling
-from slipstream.kernels.small_m_gemm import Tiling
+from slipstream.kernels.gemm.small_m import Tiling
+from slipstream.kernels.sampling.filters import Filters
+from slipstream.kernels.sampling.sample import Sampling
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, exact_scores, keys_of, poisoned, replayed
 
 # The interpreter has no product of bfloat16.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.kv import chain_slots, move_rows
+from slipstream.kernels.kv.cache import chain_slots, move_rows
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, replayed
 
 HEADS = [(1, 8), (3, 20), pytest.param((8, 128), marks=pytest.mark.gpu)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slipstream.kernels.linear import FEW_ROWS, linear
+from slipstream.kernels.gemm.linear import FEW_ROWS, linear
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, FEW_ROWS, FEW_ROWS + 1, 40])

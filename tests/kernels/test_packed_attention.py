@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.packed_attention import extend_attention, own_keys_gradients
+from slipstream.kernels.attention.packed import extend_attention, own_keys_gradients
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned
 
 NUM_OTHERS = 6

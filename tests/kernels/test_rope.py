@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.kv.rope import rotate, rotate_and_store, store_context
 from slipstream.kernels.norm import HeadNorms, rms_norm
-from slipstream.kernels.rope import rotate, rotate_and_store, store_context
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
 
 MAX_LEN, THETA, EPS = 300, 100.0, 1e-6

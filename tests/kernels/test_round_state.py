@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.round_state import end_round, start_round, store_proposal
+from slipstream.kernels.speculation.round_state import end_round, start_round, store_proposal
 from slipstream.tests.kernels.triton_runs import DEVICES
 
 NULL = 9

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from slipstream.kernels.filters import Filters, filter_logits
-from slipstream.kernels.sampling import Sampling, gumbel, noise_key, sample
+from slipstream.kernels.sampling.filters import Filters, filter_logits
+from slipstream.kernels.sampling.sample import Sampling, gumbel, noise_key, sample
 from slipstream.tests.kernels.triton_runs import keys_of
 
 

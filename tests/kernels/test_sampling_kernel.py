@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.filters import Filters
-from slipstream.kernels.sampling import Sampling, bits_to_gumbel, gumbel, noise_bits, row_noise_bits, sample
+from slipstream.kernels.sampling.filters import Filters
+from slipstream.kernels.sampling.sample import Sampling, bits_to_gumbel, gumbel, noise_bits, row_noise_bits, sample
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, keys_of, poisoned, replayed
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels import small_m_gemm
-from slipstream.kernels.activation import silu_mul
-from slipstream.kernels.linear import gated_linear, linear
-from slipstream.kernels.small_m_gemm import Tiling
+from slipstream.kernels.gemm import small_m
+from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.linear import gated_linear, linear
+from slipstream.kernels.gemm.small_m import Tiling
 from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, TOLERANCES, cover, poisoned, replayed
 
 # The interpreter has no product of bfloat16.
@@ -46,7 +46,7 @@ def test_small(tiling: Tiling | None, shape: tuple[int, int, int], dtype: torch.
     x, weight, bias = random(*shape, dtype, device)
     for own_bias in (None, bias):
         with poisoned():
-            out = small_m_gemm.linear_few_rows_triton(x, weight, own_bias, tiling)
+            out = small_m.linear_few_rows_triton(x, weight, own_bias, tiling)
         added = 0 if own_bias is None else own_bias.double()
         check(out, x.double() @ weight.double().t() + added, dtype)
 
@@ -62,7 +62,7 @@ def test_small_gated(tiling: Tiling | None, shape: tuple[int, int, int], dtype: 
     rows, outputs, inputs = shape
     x, weight, _ = random(rows, 2 * outputs, inputs, dtype, device)
     with poisoned():
-        out = small_m_gemm.gated_linear_few_rows_triton(x, weight, tiling)
+        out = small_m.gated_linear_few_rows_triton(x, weight, tiling)
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
     check(out, F.silu(gate) * up, dtype)
 
@@ -71,8 +71,8 @@ def test_small_gated(tiling: Tiling | None, shape: tuple[int, int, int], dtype: 
 def test_gated_rounds_as_the_two_kernels(device: str) -> None:
     x, weight, _ = random(5, 64, 48, torch.float16, device)
     tiling = Tiling(16, 16, 1)
-    apart = silu_mul.triton(small_m_gemm.linear_few_rows_triton(x, weight, None, tiling))
-    assert torch.equal(small_m_gemm.gated_linear_few_rows_triton(x, weight, tiling), apart)
+    apart = silu_mul.triton(small_m.linear_few_rows_triton(x, weight, None, tiling))
+    assert torch.equal(small_m.gated_linear_few_rows_triton(x, weight, tiling), apart)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -80,21 +80,21 @@ def test_gated_rounds_as_the_two_kernels(device: str) -> None:
 def test_a_row_does_not_depend_on_the_others(tiling: Tiling, device: str) -> None:
     most = 16 if device == "cpu" else 32  # the interpreter's product of 32 rows adds in another order
     x, weight, bias = random(most, 40, 72, torch.float16, device)
-    out = small_m_gemm.linear_few_rows_triton(x, weight, bias, tiling)
+    out = small_m.linear_few_rows_triton(x, weight, bias, tiling)
     for rows in (1, 2, 5, 8, most):
-        assert torch.equal(small_m_gemm.linear_few_rows_triton(x[:rows], weight, bias, tiling), out[:rows])
+        assert torch.equal(small_m.linear_few_rows_triton(x[:rows], weight, bias, tiling), out[:rows])
 
 
 def test_tilings_fill_the_device_once() -> None:
-    for outputs, inputs in (shape for shape in LLAMA + DRAFT if 4000 < shape[0] <= small_m_gemm.MAX_OUTPUTS):
-        tiling = small_m_gemm.choose_tiling(outputs, inputs)
+    for outputs, inputs in (shape for shape in LLAMA + DRAFT if 4000 < shape[0] <= small_m.MAX_OUTPUTS):
+        tiling = small_m.choose_tiling(outputs, inputs)
         programs = -(-outputs // tiling.outputs) * tiling.split
-        assert small_m_gemm.PROGRAMS / 2 < programs <= small_m_gemm.PROGRAMS
+        assert small_m.PROGRAMS / 2 < programs <= small_m.PROGRAMS
 
 
 def test_no_rows_and_the_cpu() -> None:
     x, weight, bias = torch.randn(4, 24), torch.randn(10, 24), torch.randn(10)
-    assert small_m_gemm.linear_few_rows_triton(x[:0], weight, bias).shape == (0, 10)
+    assert small_m.linear_few_rows_triton(x[:0], weight, bias).shape == (0, 10)
     expected = silu_mul.reference(F.linear(x, weight))
     torch.testing.assert_close(gated_linear(x.view(2, 2, 24), weight), expected.view(2, 2, 5))
 
@@ -103,12 +103,12 @@ def test_no_rows_and_the_cpu() -> None:
 @pytest.mark.parametrize("shape", REAL)
 def test_real_shapes(shape: tuple[int, int], rows: int) -> None:
     x, weight, bias = random(rows, *shape, torch.bfloat16, "cuda")
-    first = small_m_gemm.linear_few_rows_triton(x, weight, bias)
+    first = small_m.linear_few_rows_triton(x, weight, bias)
     check(first, (x.float() @ weight.float().t() + bias.float()).double(), torch.bfloat16)
-    assert torch.equal(small_m_gemm.linear_few_rows_triton(x[:1], weight, bias), first[:1])
+    assert torch.equal(small_m.linear_few_rows_triton(x[:1], weight, bias), first[:1])
     for _ in range(5):
-        assert torch.equal(small_m_gemm.linear_few_rows_triton(x, weight, bias), first)
-    gated = small_m_gemm.gated_linear_few_rows_triton(x, weight)
+        assert torch.equal(small_m.linear_few_rows_triton(x, weight, bias), first)
+    gated = small_m.gated_linear_few_rows_triton(x, weight)
     apart = silu_mul.triton(F.linear(x.float(), weight.float()).to(torch.bfloat16))
     torch.testing.assert_close(gated, apart, atol=3e-2, rtol=3e-2)
 
@@ -119,18 +119,18 @@ def test_real_shapes(shape: tuple[int, int], rows: int) -> None:
 def test_gated_products_of_more_rows(shape: tuple[int, int], rows: int) -> None:
     """They round as few rows do, whatever their tiling."""
     x, weight, _ = random(rows, *shape, torch.bfloat16, "cuda")
-    gated = small_m_gemm.gated_linear_few_rows_triton(x, weight)
+    gated = small_m.gated_linear_few_rows_triton(x, weight)
     apart = silu_mul.triton(F.linear(x.float(), weight.float()).to(torch.bfloat16))
     torch.testing.assert_close(gated, apart, atol=3e-2, rtol=3e-2)
     for few in (1, 32, 50):
         few = min(few, rows)
-        assert torch.equal(small_m_gemm.gated_linear_few_rows_triton(x[:few], weight), gated[:few])
+        assert torch.equal(small_m.gated_linear_few_rows_triton(x[:few], weight), gated[:few])
     with torch.inference_mode():
         assert torch.equal(gated_linear(x, weight), gated)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("run", [small_m_gemm.linear_few_rows_triton, linear])
+@pytest.mark.parametrize("run", [small_m.linear_few_rows_triton, linear])
 def test_a_graph_replays_a_chain(run: Callable[..., Tensor]) -> None:
     """Each kernel starts while the one before it runs, and reads what that one writes."""
     x, down, _ = random(4, 4096, 14336, torch.bfloat16, "cuda")
@@ -141,13 +141,13 @@ def test_a_graph_replays_a_chain(run: Callable[..., Tensor]) -> None:
 
     def chain(x: Tensor) -> Tensor:
         for _ in range(8):
-            x = bounded(small_m_gemm.gated_linear_few_rows_triton(run(x, down), gate_up))
+            x = bounded(small_m.gated_linear_few_rows_triton(run(x, down), gate_up))
         return x
 
     with torch.inference_mode():
         expected = x
         for _ in range(8):
-            expected = bounded(small_m_gemm.gated_linear_few_rows_triton(run(expected, down), gate_up))
+            expected = bounded(small_m.gated_linear_few_rows_triton(run(expected, down), gate_up))
             torch.cuda.synchronize()
         assert expected.isfinite().all()
         assert torch.equal(replayed(lambda: chain(x)), expected)
@@ -157,6 +157,6 @@ def test_a_graph_replays_a_chain(run: Callable[..., Tensor]) -> None:
 def test_the_dispatch() -> None:
     x, weight, _ = random(4, 4096, 4096, torch.bfloat16, "cuda")
     with torch.inference_mode():
-        assert torch.equal(linear(x, weight), small_m_gemm.linear_few_rows_triton(x, weight))
+        assert torch.equal(linear(x, weight), small_m.linear_few_rows_triton(x, weight))
         shaped = linear(x.view(2, 2, 4096), weight)
-    assert torch.equal(shaped.view(4, 4096), small_m_gemm.linear_few_rows_triton(x, weight))
+    assert torch.equal(shaped.view(4, 4096), small_m.linear_few_rows_triton(x, weight))

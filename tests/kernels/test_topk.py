@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.filters import Filters
-from slipstream.kernels.sampling import MAX_K, TILE, Sampling, perturbed_topk, sample
+from slipstream.kernels.sampling.filters import Filters
+from slipstream.kernels.sampling.sample import MAX_K, TILE, Sampling, perturbed_topk, sample
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, exact_scores, keys_of, poisoned, replayed
 
 RUNS = [perturbed_topk.reference, perturbed_topk.triton]

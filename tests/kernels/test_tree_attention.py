@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels import tree_attention as module
-from slipstream.kernels.grid_sync import barriers, done_counters
-from slipstream.kernels.tree_attention import (
+from slipstream.kernels.attention import tree as module
+from slipstream.kernels.attention.tree import (
     Blocks,
     Parts,
     choose_blocks,
@@ -23,6 +22,7 @@ from slipstream.kernels.tree_attention import (
     fit_blocks,
     tree_attention,
 )
+from slipstream.kernels.grid_sync import barriers, done_counters
 from slipstream.tests.kernels.attention_scenes import CASES, GPU_CASES, LONG, Case, Scene
 from slipstream.tests.kernels.triton_runs import DEVICES, NO_INTERPRETER, SLOW, cover, poisoned
 

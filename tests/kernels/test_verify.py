@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.verify import ancestor_masks, unpack, verify
+from slipstream.kernels.speculation.verify import ancestor_masks, unpack, verify
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
 
 VOCAB = 4  # small, so that drafts are right now and then

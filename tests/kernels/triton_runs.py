@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.sampling import Sampling, gumbel, noise_key
+from slipstream.kernels.sampling.sample import Sampling, gumbel, noise_key
 
 NO_INTERPRETER = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
 DEVICES = [pytest.param("cpu", marks=NO_INTERPRETER), pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slipstream.kernels.kv.rope import rotate_halves
 from slipstream.kernels.norm import HeadNorms, norm_heads
-from slipstream.kernels.rope import rotate_halves
-from slipstream.models.config import ModelConfig
-from slipstream.models.draft import load_draft, write_draft
-from slipstream.models.layers import RotaryEmbedding
+from slipstream.models.drafts.base import load_draft, write_draft
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.config import ModelConfig
 from slipstream.tests.random_targets import change_json
 
 CPU = torch.device("cpu")

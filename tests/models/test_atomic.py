@@ -10,9 +10,9 @@ from typing import BinaryIO
 
 import pytest
 
-from slipstream.models import atomic
-from slipstream.models.atomic import InUseError, atomic_file, atomic_folder, open_locked, recover, remove_folder
-from slipstream.models.outputs import FolderKind
+from slipstream.models.files import atomic
+from slipstream.models.files.atomic import InUseError, atomic_file, atomic_folder, open_locked, recover, remove_folder
+from slipstream.models.files.outputs import FolderKind
 
 KIND = FolderKind("a pair", ("a", "b"))
 

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.models import checkpoint
-from slipstream.models.checkpoint import (
+from slipstream.models.files import checkpoint
+from slipstream.models.files.checkpoint import (
     is_checkpoint,
     read_json,
     read_tensors,

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.models.config import ModelConfig, RopeConfig
-from slipstream.models.dflash import UNSUPPORTED, DFlash, DFlashConfig, default_block_aux_layers
-from slipstream.models.draft import OWN_FIELDS
-from slipstream.models.speculators_layout import to_speculators
-from slipstream.models.target import load_config
+from slipstream.models.drafts.base import OWN_FIELDS
+from slipstream.models.drafts.dflash import UNSUPPORTED, DFlash, DFlashConfig, default_block_aux_layers
+from slipstream.models.drafts.speculators_layout import to_speculators
+from slipstream.models.targets.config import ModelConfig, RopeConfig
+from slipstream.models.targets.decoder import load_config
 from slipstream.tests.models.saved_drafts import ORIGIN, SavedDraft, Values
 
 

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slipstream.models import draft
-from slipstream.models.dflash import DFlash
-from slipstream.models.draft import DraftNetwork, drop_copy, is_copy, load_draft
-from slipstream.models.eagle import Eagle
-from slipstream.models.eagle3 import Eagle3
-from slipstream.models.target import load_config
+from slipstream.models.drafts import base
+from slipstream.models.drafts.base import DraftNetwork, drop_copy, is_copy, load_draft
+from slipstream.models.drafts.dflash import DFlash
+from slipstream.models.drafts.eagle import Eagle
+from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.targets.decoder import load_config
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft, "ROWS", 7)
+    monkeypatch.setattr(base, "ROWS", 7)
 
 
 @pytest.mark.parametrize("served", FLOATS)

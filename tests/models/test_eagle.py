@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.models.eagle import Eagle, EagleConfig
-from slipstream.models.layers import RotaryEmbedding
-from slipstream.models.target import load_config
+from slipstream.models.drafts.eagle import Eagle, EagleConfig
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.decoder import load_config
 from slipstream.tests.models.saved_drafts import ORIGIN, CausalAttention, SavedDraft
 from slipstream.tests.naive_eagle import NaiveEagle
 

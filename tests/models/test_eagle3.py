@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.models.config import ModelConfig, RopeConfig, default_aux_layers
-from slipstream.models.draft import HEAD, OWN_FIELDS, write_draft
-from slipstream.models.eagle3 import UNSUPPORTED_FLAGS, Eagle3, Eagle3Config
-from slipstream.models.layers import RotaryEmbedding
-from slipstream.models.speculators_layout import AUX_LAYERS
-from slipstream.models.target import load_config, load_target
+from slipstream.models.drafts.base import HEAD, OWN_FIELDS, write_draft
+from slipstream.models.drafts.eagle3 import UNSUPPORTED_FLAGS, Eagle3, Eagle3Config
+from slipstream.models.drafts.speculators_layout import AUX_LAYERS
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.config import ModelConfig, RopeConfig, default_aux_layers
+from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import ORIGIN, CausalAttention, SavedDraft, Tensors, Values, fused
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 

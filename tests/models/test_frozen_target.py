@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, MistralConfig, PreTrainedModel
 
-from slipstream.models import frozen_target
-from slipstream.models.config import ModelConfig
-from slipstream.models.frozen_target import FrozenTarget, load_frozen_target
+from slipstream.models.targets import frozen
+from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.frozen import FrozenTarget, load_frozen_target
 from slipstream.tests.expert_targets import EXPERT_FAMILIES, EXPERTS
 from slipstream.tests.random_targets import FAMILIES, SHAPE, change_json
 
@@ -84,7 +84,7 @@ def test_compiled_layers_give_the_same_states(device: str) -> None:
 
 
 def test_logits_in_chunks_equal_the_whole_head(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen_target, "VOCABULARY_CHUNK", 7)
+    monkeypatch.setattr(frozen, "VOCABULARY_CHUNK", 7)
     states, ids = torch.randn(6, 32), torch.tensor([0, 3, 6, 7, 8, 20, 21, 48, 49])
     expected = model.get_output_embeddings()(states)
     logits, best = FrozenTarget(model, (1,)).logits(states, ids)
@@ -95,7 +95,7 @@ def test_logits_in_chunks_equal_the_whole_head(model: PreTrainedModel, monkeypat
 @pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_logits_are_what_the_head_gives_in_its_own_dtype(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Rounded by the matrix product alone: fp32 ones of the same hold the same values, and the same token is best."""
-    monkeypatch.setattr(frozen_target, "VOCABULARY_CHUNK", 16)
+    monkeypatch.setattr(frozen, "VOCABULARY_CHUNK", 16)
     torch.manual_seed(0)
     model = random_model("qwen2").to(device, torch.bfloat16)
     states, ids = torch.randn(64, 32, device=device).bfloat16(), torch.arange(1, 120, 2)
@@ -109,7 +109,7 @@ def test_logits_are_what_the_head_gives_in_its_own_dtype(monkeypatch: pytest.Mon
 
 
 def test_equal_logits_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen_target, "VOCABULARY_CHUNK", 7)
+    monkeypatch.setattr(frozen, "VOCABULARY_CHUNK", 7)
     model = random_model("llama")
     model.lm_head.weight.data[[12, 30]] = 9.0  # in different chunks
     assert FrozenTarget(model, (1,)).logits(torch.ones(1, 32), torch.arange(120))[1].tolist() == [12]

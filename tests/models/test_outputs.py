@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.models.outputs import (
+from slipstream.models.files.outputs import (
     CHECKPOINT,
     DATASET,
     STEP,

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.models import state_store
-from slipstream.models.state_store import (
+from slipstream.models.files import state_store
+from slipstream.models.files.state_store import (
     DTYPES,
     ShardRange,
     ShardTensors,

@@ -9,9 +9,9 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
-from slipstream.models.config import NEEDED, ModelConfig, check_aux_layers, default_aux_layers
-from slipstream.models.layers import RotaryEmbedding
-from slipstream.models.target import load_config, load_target
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.config import NEEDED, ModelConfig, check_aux_layers, default_aux_layers
+from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import CPU, CausalAttention
 from slipstream.tests.random_targets import FAMILIES
 

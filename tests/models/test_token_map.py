@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.models.token_map import (
+from slipstream.models.drafts.token_map import (
     TokenMap,
     check_stop_ids,
     check_tokenizer,

@@ -13,12 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slipstream.models import layers
-from slipstream.models.checkpoint import read_tensors
-from slipstream.models.dflash import DFlash
-from slipstream.models.layers import GatedMLP, Head, Linear
-from slipstream.models.target import load_config, load_target
-from slipstream.models.weights import load_weights, public_tensors
+from slipstream.models.drafts.dflash import DFlash
+from slipstream.models.files.checkpoint import read_tensors
+from slipstream.models.files.weights import load_weights, public_tensors
+from slipstream.models.layers import linear
+from slipstream.models.layers.linear import Head, Linear
+from slipstream.models.layers.mlp import GatedMLP
+from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import CPU, fused
 from slipstream.tests.random_drafts import random_dflash
 
@@ -55,7 +56,7 @@ def test_parts_of_a_projection_are_joined_and_taken_apart_again(
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the file has them apart or joined, and however few rows are converted at once."""
-    monkeypatch.setattr(layers, "CHUNK", chunk)
+    monkeypatch.setattr(linear, "CHUNK", chunk)
     tensors = file_of(empty_block())
     rows = {"q_proj": 8, "k_proj": 4, "v_proj": 4, "mlp.gate_proj": 12, "mlp.up_proj": 12}
     assert {name: len(tensors[f"{name}.weight"]) for name in rows} == rows

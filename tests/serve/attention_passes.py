@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.norm import HeadNorms
-from slipstream.kernels.verify import ancestor_masks
-from slipstream.models.config import RopeConfig
-from slipstream.models.layers import Mask, RotaryEmbedding
+from slipstream.kernels.speculation.verify import ancestor_masks
+from slipstream.models.layers.attention import Mask
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.config import RopeConfig
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, RequestState
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.rope import rotate_and_store
-from slipstream.kernels.tree_attention import tree_attention
+from slipstream.kernels.attention.tree import tree_attention
+from slipstream.kernels.kv.rope import rotate_and_store
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend

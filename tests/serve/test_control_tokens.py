@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from slipstream.models.messages import Message
+from slipstream.models.chat.messages import Message
 from slipstream.serve.control_tokens import PlainTextTokenizer
 from slipstream.serve.frontend import Frontend
 from slipstream.serve.options import ServeConfig

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slipstream.kernels.sampling import noise_key
-from slipstream.models.layers import RotaryEmbedding
-from slipstream.models.target import Target, load_config, load_target
+from slipstream.kernels.sampling.sample import noise_key
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.batch import Batch, PassRows, RequestState, VerifyResult
 from slipstream.serve.drafters.base import build_options, find_drafter

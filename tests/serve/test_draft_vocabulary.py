@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gathered_head import DraftHead
-from slipstream.models.token_map import TokenMap
+from slipstream.kernels.gemm.gathered_head import DraftHead
+from slipstream.models.drafts.token_map import TokenMap
 from slipstream.serve.autoregressive import TreeOptions
 from slipstream.serve.batch import Batch, RequestState, VerifyResult
 from slipstream.serve.draft_vocabulary import HALF_LIFE, DraftVocabulary, RecentTokens

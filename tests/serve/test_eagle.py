@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slipstream.kernels.draft_tree import TreeShape
-from slipstream.kernels.sampling import noise_key
+from slipstream.kernels.sampling.sample import noise_key
+from slipstream.kernels.speculation.draft_tree import TreeShape
 from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
 from slipstream.serve.batch import PassRows, VerifyResult
 from slipstream.serve.request import Request

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.models.checkpoint import weights_fingerprint
-from slipstream.models.pretrained import load_tokenizer, warn_if_changed
+from slipstream.models.files.checkpoint import weights_fingerprint
+from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve import sizing
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import change_json

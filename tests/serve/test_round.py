@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slipstream.models.config import RopeConfig
-from slipstream.models.target import Target
+from slipstream.models.targets.config import RopeConfig
+from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.batch import Batch, KVSpec, PassRows, Proposal, RequestState, SamplingMode, VerifyResult
 from slipstream.serve.drafters import base

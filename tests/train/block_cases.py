@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from slipstream.models.dflash import DFlash
+from slipstream.models.drafts.dflash import DFlash
 from slipstream.tests.train.conftest import AUX_STATE_LAYERS, Document, documents, random_parts
 from slipstream.train.batches import Batch, collate
 from slipstream.train.dflash import DFlashTraining, DraftOptions

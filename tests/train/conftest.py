@@ -13,13 +13,13 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from slipstream.data_tools.capture_states import main as capture
-from slipstream.models.checkpoint import tokenizer_hash
-from slipstream.models.config import ModelConfig
-from slipstream.models.draft import DraftNetwork
-from slipstream.models.eagle3 import Eagle3
-from slipstream.models.frozen_target import FrozenTarget
-from slipstream.models.layers import RotaryEmbedding
-from slipstream.models.token_map import TokenMap
+from slipstream.models.drafts.base import DraftNetwork
+from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.drafts.token_map import TokenMap
+from slipstream.models.files.checkpoint import tokenizer_hash
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.tests.random_targets import FAMILIES, save_random_target
 from slipstream.train.eagle3 import DraftOptions, Eagle3Training, main
 

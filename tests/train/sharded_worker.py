@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
-from slipstream.models.frozen_target import FrozenTarget, decoder_layers, empty_model, load_frozen_target, read_model
-from slipstream.models.sharded_target import sharding_mesh, share_out
+from slipstream.models.targets.frozen import FrozenTarget, decoder_layers, empty_model, load_frozen_target, read_model
+from slipstream.models.targets.sharded import sharding_mesh, share_out
 from slipstream.train import dflash, eagle3
 
 PROGRAMS = {"eagle3": eagle3.main, "dflash": dflash.main}

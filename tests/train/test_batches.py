@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from slipstream.models.checkpoint import tokenizer_hash
+from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.tests.train.conftest import SaveData, random_dataset
 from slipstream.train.batches import (
     Batch,

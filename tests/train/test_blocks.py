@@ -8,8 +8,8 @@ import torch.nn.attention.flex_attention as flex
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.models.config import RopeConfig
-from slipstream.models.layers import RotaryEmbedding
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.config import RopeConfig
 from slipstream.tests.train.block_cases import BLOCK_SIZE, flat_documents, packed
 from slipstream.tests.train.conftest import Document
 from slipstream.train.batches import collate

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.models.frozen_target import FrozenTarget
-from slipstream.models.token_map import TokenMap
+from slipstream.models.drafts.token_map import TokenMap
+from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.random_targets import shared_weights, target_aux_states
 from slipstream.tests.train.block_cases import BLOCK_SIZE, MAX_LENGTH, flat_documents, make_training, packed

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from slipstream.models.dflash import DFlash, default_mask_token
-from slipstream.models.draft import load_draft
-from slipstream.models.target import load_config
-from slipstream.models.token_map import TokenMap
+from slipstream.models.drafts.base import load_draft
+from slipstream.models.drafts.dflash import DFlash, default_mask_token
+from slipstream.models.drafts.token_map import TokenMap
+from slipstream.models.targets.decoder import load_config
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.tests.train.runs import assert_like_run, assert_same_run, records
 from slipstream.train.dflash import main

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.models.eagle import Eagle
-from slipstream.models.token_map import TokenMap
+from slipstream.models.drafts.eagle import Eagle
+from slipstream.models.drafts.token_map import TokenMap
 from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.random_targets import shared_weights, target_aux_states
 from slipstream.tests.train.conftest import Document, documents, random_parts

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.models.token_map import TokenMap
+from slipstream.models.drafts.token_map import TokenMap
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.random_targets import target_aux_states
 from slipstream.tests.train.conftest import Document, documents

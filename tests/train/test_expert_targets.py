@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from slipstream.models.checkpoint import read_json
+from slipstream.models.files.checkpoint import read_json
 from slipstream.tests.expert_targets import EXPERT_FAMILIES
 from slipstream.tests.random_targets import save_random_target
 from slipstream.tests.train.runs import ROOT, Arguments, refusal

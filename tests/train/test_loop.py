@@ -14,10 +14,10 @@ from accelerate import DistributedType
 from torch import Tensor
 from transformers import AutoConfig
 
-from slipstream.models.config import ModelConfig
-from slipstream.models.draft import load_draft
-from slipstream.models.eagle3 import Eagle3
-from slipstream.models.token_map import TokenMap
+from slipstream.models.drafts.base import load_draft
+from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.drafts.token_map import TokenMap
+from slipstream.models.targets.config import ModelConfig
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.tests.train.runs import (
     ROOT,

@@ -12,9 +12,9 @@ import pytest
 import torch
 from datasets import DatasetDict, load_from_disk
 
-from slipstream.models.checkpoint import named_target
-from slipstream.models.outputs import step_folders
-from slipstream.models.token_map import TokenMap
+from slipstream.models.drafts.token_map import TokenMap
+from slipstream.models.files.checkpoint import named_target
+from slipstream.models.files.outputs import step_folders
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.tests.train.runs import Arguments, refusal
 from slipstream.train import checkpoints, dflash, eagle, eagle3

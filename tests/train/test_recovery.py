@@ -13,7 +13,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from slipstream.models.outputs import step_folders
+from slipstream.models.files.outputs import step_folders
 from slipstream.tests.train.conftest import SaveData
 from slipstream.tests.train.runs import ROOT, Arguments, records, start_program
 from slipstream.train.eagle3 import main

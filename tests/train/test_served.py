@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.models.dflash import DFlash
-from slipstream.models.draft import load_draft
-from slipstream.models.eagle import Eagle
-from slipstream.models.frozen_target import load_frozen_target
-from slipstream.models.layers import RotaryEmbedding
-from slipstream.models.target import load_config
+from slipstream.models.drafts.base import load_draft
+from slipstream.models.drafts.dflash import DFlash
+from slipstream.models.drafts.eagle import Eagle
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.decoder import load_config
+from slipstream.models.targets.frozen import load_frozen_target
 from slipstream.serve.llm import LLM
 from slipstream.serve.request import SamplingParams
 from slipstream.tests.random_drafts import save_random_dflash, save_random_eagle

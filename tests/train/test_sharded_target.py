@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from slipstream.models import sharded_target
-from slipstream.models.sharded_target import sharding_mesh
+from slipstream.models.targets import sharded
+from slipstream.models.targets.sharded import sharding_mesh
 from slipstream.tests.expert_targets import EXPERT_FAMILIES
 from slipstream.tests.random_targets import save_random_target
 from slipstream.tests.train.runs import end_program, records, refusal, start_program, weights
@@ -115,9 +115,9 @@ def test_who_shares_with_whom(
         asked.append(sizes)
         return dict.fromkeys(mesh_dim_names)
 
-    monkeypatch.setattr(sharded_target, "init_device_mesh", mesh)
-    monkeypatch.setattr(sharded_target.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(sharded_target.distributed, "get_world_size", lambda: world)
+    monkeypatch.setattr(sharded, "init_device_mesh", mesh)
+    monkeypatch.setattr(sharded.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(sharded.distributed, "get_world_size", lambda: world)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     if shape is None:
         with pytest.raises(ValueError, match="target_sharding is 'machine', but"):

@@ -16,7 +16,7 @@ import torch
 from datasets import load_from_disk
 from torch import Tensor
 
-from slipstream.models.state_store import shard_path
+from slipstream.models.files.state_store import shard_path
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.train.conftest import MAX_LENGTH, CaptureTo, random_dataset
 from slipstream.tests.train.runs import Arguments, assert_like_run, assert_same_run, refusal, run_interrupted

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels import packed_attention
-from slipstream.kernels.packed_attention import Runs
-from slipstream.models.config import RopeConfig
-from slipstream.models.layers import RotaryEmbedding
+from slipstream.kernels.attention import packed as module
+from slipstream.kernels.attention.packed import Runs
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.config import RopeConfig
 from slipstream.tests.naive_eagle3 import attended, turned
 from slipstream.tests.train.conftest import random_document
 from slipstream.train.batches import Batch, collate
@@ -152,9 +152,9 @@ def plain_backward(
 @pytest.fixture
 def plain_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention, which only GPUs have, by its formulas, for any dtype."""
-    monkeypatch.setattr(packed_attention, "flash_forward", plain)
-    monkeypatch.setattr(packed_attention, "flash_backward", plain_backward)
-    monkeypatch.setattr(packed_attention, "DTYPES", (torch.float32, torch.float64))
+    monkeypatch.setattr(module, "flash_forward", plain)
+    monkeypatch.setattr(module, "flash_backward", plain_backward)
+    monkeypatch.setattr(module, "DTYPES", (torch.float32, torch.float64))
 
 
 @pytest.mark.usefixtures("plain_flash")
@@ -179,7 +179,7 @@ def test_documents_of_one_answer_share_their_keys() -> None:
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_queries_and_keys_take_the_dtype_of_values(is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a network without autocast may differ."""
-    monkeypatch.setattr(packed_attention, "DTYPES", (torch.bfloat16,))
+    monkeypatch.setattr(module, "DTYPES", (torch.bfloat16,))
     rows = find_rows(packed(3), 2)
     rope, inputs = RotaryEmbedding(RopeConfig(), HEAD_DIM, 128), Inputs.random(rows, 2, torch.float32)
     attention = TTTAttention(rows, rope, is_packed=is_packed)

@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.checkpoint import read_draft_tensors, read_json, write_checkpoint
-from slipstream.models.config import DecoderShape, ModelConfig
-from slipstream.models.layers import Embedding
-from slipstream.models.speculators_layout import from_speculators
-from slipstream.models.weights import load_weights, public_tensors
+from slipstream.models.drafts.speculators_layout import from_speculators
+from slipstream.models.files.checkpoint import read_draft_tensors, read_json, write_checkpoint
+from slipstream.models.files.weights import load_weights, public_tensors
+from slipstream.models.layers.linear import Embedding
+from slipstream.models.targets.config import DecoderShape, ModelConfig
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's, which some files copy
 ROWS = 4096  # compared at once: bounds the memory of dtype conversions

@@ -18,8 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.config import ModelConfig
-from slipstream.models.draft import (
+from slipstream.models.drafts.base import (
     DraftConfig,
     DraftNetwork,
     Tensors,
@@ -28,7 +27,11 @@ from slipstream.models.draft import (
     decoder_from_json,
     decoder_to_json,
 )
-from slipstream.models.layers import Attention, GatedMLP, Linear, Mask, RMSNorm, SelfAttention
+from slipstream.models.layers.attention import Attention, Mask, SelfAttention
+from slipstream.models.layers.linear import Linear
+from slipstream.models.layers.mlp import GatedMLP
+from slipstream.models.layers.norm import RMSNorm
+from slipstream.models.targets.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,7 @@ class EagleConfig(DraftConfig):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The state after the final norm alone (models/config.py)."""
+        """The state after the final norm alone (models/targets/config.py)."""
         return (self.target_num_layers,)
 
     def layer_config(self) -> ModelConfig:

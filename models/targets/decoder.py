@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.compile_ahead import is_short
-from slipstream.models.checkpoint import read_json, read_tensors
-from slipstream.models.config import ModelConfig, is_complete
-from slipstream.models.draft import EMBEDDING, HEAD
-from slipstream.models.layers import Attention, DecoderLayer, Embedding, Head, Mask, RMSNorm
-from slipstream.models.pretrained import end_of_text_ids, find_tokenizer, read_config
-from slipstream.models.weights import load_weights
+from slipstream.models.drafts.base import EMBEDDING, HEAD
+from slipstream.models.files.checkpoint import read_json, read_tensors
+from slipstream.models.files.weights import load_weights
+from slipstream.models.layers.attention import Attention, Mask
+from slipstream.models.layers.decoder_layer import DecoderLayer
+from slipstream.models.layers.linear import Embedding, Head
+from slipstream.models.layers.norm import RMSNorm
+from slipstream.models.targets.config import ModelConfig, is_complete
+from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.launch import Op, pdl_options, use_triton, wait_for_inputs
-from slipstream.kernels.sampling import MAX_K, NO_SCORE, rank_column, score_order, score_rank
+from slipstream.kernels.sampling.sample import MAX_K, NO_SCORE, rank_column, score_order, score_rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.kernels.grid_sync import MAX_ROWS, all_resident, barrier_wait, barriers, done_counters, is_last_done
 from slipstream.kernels.launch import Op, pdl_options, shared_memory
-from slipstream.kernels.verify import MAX_NODES, unpack
+from slipstream.kernels.speculation.verify import MAX_NODES, unpack
 
 Mask = Literal["causal", "tree", "block"]
 

@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from slipstream.kernels.filters import Filters, filter_logits, filter_thresholds_triton, parameter_entry
 from slipstream.kernels.grid_sync import MAX_ROWS, done_counters, is_last_done
 from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
+from slipstream.kernels.sampling.filters import Filters, filter_logits, filter_thresholds_triton, parameter_entry
 
 MASK32 = 0xFFFFFFFF
 MAX_K = 16

@@ -14,7 +14,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from slipstream.models.messages import Message, date_of
+from slipstream.models.chat.messages import Message, date_of
 
 PROBE: list[Message] = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is four."}]
 DATE_FUNCTION = "strftime_now"  # of transformers

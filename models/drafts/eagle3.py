@@ -3,7 +3,7 @@
 The same module trains and serves: attention is an argument. Draft ids are positions in the reduced vocabulary.
 
 On disk: the public config.json fields and key names, ours beside them. Reads the files of SafeAILab's EAGLE, SpecForge
-and SGLang, vLLM, and of speculators (models/speculators_layout.py). Layer ids have the same name in two places: in
+and SGLang, vLLM, and of speculators (speculators_layout.py). Layer ids have the same name in two places: in
 eagle_config (SGLang) they count layer outputs, as ours do; at the top level (vLLM) layer inputs, one higher. Without
 any, servers follow EAGLE-3's rule.
 """
@@ -15,8 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.config import ModelConfig, check_aux_layers, default_aux_layers
-from slipstream.models.draft import (
+from slipstream.models.drafts.base import (
     EMBEDDING,
     HEAD,
     DraftConfig,
@@ -28,9 +27,13 @@ from slipstream.models.draft import (
     decoder_to_json,
     ids_of,
 )
-from slipstream.models.layers import Attention, GatedMLP, Head, Linear, Mask, RMSNorm, SelfAttention
-from slipstream.models.speculators_layout import AUX_LAYERS, without_last_layer
-from slipstream.models.weights import public_tensors
+from slipstream.models.drafts.speculators_layout import AUX_LAYERS, without_last_layer
+from slipstream.models.files.weights import public_tensors
+from slipstream.models.layers.attention import Attention, Mask, SelfAttention
+from slipstream.models.layers.linear import Head, Linear
+from slipstream.models.layers.mlp import GatedMLP
+from slipstream.models.layers.norm import RMSNorm
+from slipstream.models.targets.config import ModelConfig, check_aux_layers, default_aux_layers
 
 # Flags of other trainers that change the network; checkpoints that set one are refused.
 UNSUPPORTED_FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "use_aux_norm", "mlp_bias")
@@ -39,7 +42,7 @@ MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(DraftConfig):
-    """`aux_layers` are output ids (models/config.py)."""
+    """`aux_layers` are output ids (models/targets/config.py)."""
 
     draft_vocab_size: int
     aux_layers: tuple[int, ...]

@@ -24,8 +24,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slipstream.models.atomic import atomic_file
-from slipstream.models.checkpoint import disk_errors
+from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.checkpoint import disk_errors
 
 METADATA_KEY = "token_map"
 SMALLEST_REPORTED_SIZE = 1024
@@ -248,7 +248,7 @@ def is_listed(path: Path, kind: type) -> bool:
 
 def check_tokenizer(token_map: TokenMap, tokenizer_hash: str, source: str = "the token map") -> None:
     """Raises ValueError if `token_map`, called `source` in the message, was counted with another tokenizer than that of
-    `tokenizer_hash` (models/checkpoint.py). Public files do not name their tokenizer and pass."""
+    `tokenizer_hash` (models/files/checkpoint.py). Public files do not name their tokenizer and pass."""
     counted = token_map.metadata.get("tokenizer_hash", tokenizer_hash)
     if counted != tokenizer_hash:
         raise ValueError(

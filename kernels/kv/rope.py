@@ -1,6 +1,7 @@
 """Rotary embedding (RoFormer, arXiv 2104.09864) in one launch each: of queries and keys after their norms, with the
 write of keys and values into the paged cache; of the keys of context rows, in every layer of a block draft at once
-(models/dflash.py projects one context state of each committed token to the KV of all its layers); alone, for training.
+(models/drafts/dflash.py projects one context state of each committed token to the KV of all its layers); alone, for
+training.
 
 Letters: T packed tokens, L layers, Q/G query and KV heads, D head dim, P positions of the tables.
 """

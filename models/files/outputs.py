@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from slipstream.models.atomic import LOCK, NEW, OLD, check_staging, recover, staged_name
+from slipstream.models.files.atomic import LOCK, NEW, OLD, check_staging, recover, staged_name
 
 Inputs = Mapping[str, Iterable[str | None]]  # option -> its paths; hub ids and None are ignored
 SHOWN = 3

@@ -4,7 +4,7 @@ The set may be rows of the target's head, read through an index: nothing is copi
 layer is bound by reading weights, four times fewer for 32,768 tokens than for 128,256 (FR-Spec, arXiv 2502.14856). The
 fused kernels round a logit to the dtype of `hidden` and continue in fp32, as if it had been stored: they equal the two
 separate steps up to the summation order of the product. Weights stream through shared memory as in
-kernels/small_m_gemm.py. A program computes OUTPUTS logits (axis 1) of ROWS rows (axis 0). Programs that read the same
+kernels/gemm/small_m.py. A program computes OUTPUTS logits (axis 1) of ROWS rows (axis 0). Programs that read the same
 weights are neighbours, so more than ROWS rows find them in the L2 cache.
 Letters: R rows, H hidden size, V target and Vd draft vocabulary.
 """
@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.filters import parameter_entry
+from slipstream.kernels.gemm.linear import few_on_gpu, linear
+from slipstream.kernels.gemm.small_m import Tiling
 from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
-from slipstream.kernels.linear import few_on_gpu, linear
-from slipstream.kernels.sampling import (
+from slipstream.kernels.sampling.filters import parameter_entry
+from slipstream.kernels.sampling.sample import (
     MAX_K,
     NO_ORDER,
     Sampling,
@@ -33,7 +34,6 @@ from slipstream.kernels.sampling import (
     score_order,
     score_rank,
 )
-from slipstream.kernels.small_m_gemm import Tiling
 
 MOST_ROWS = 64  # per program
 FUSED_ROWS = 32  # with more, the fused kernels' epilogue takes too many registers

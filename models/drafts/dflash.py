@@ -5,7 +5,7 @@ that passes through no layer, those of the block from its own states. Embedding 
 embeddings and apply the head to final states. The same module trains and serves: attention is an argument.
 
 On disk: the public config.json fields and key names (z-lab's, SpecForge's), ours beside them. Reads these, DeepSpec's
-and the layout of speculators (models/speculators_layout.py).
+and the layout of speculators (models/drafts/speculators_layout.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.config import ModelConfig, check_aux_layers, default_aux_layers
-from slipstream.models.draft import DraftConfig, DraftNetwork, Tensors, check_target, decoder_from_json, decoder_to_json
-from slipstream.models.layers import Attention, DecoderLayer, Linear, Mask, RMSNorm, SelfAttention, derive
-from slipstream.models.speculators_layout import without_last_layer
+from slipstream.models.drafts.base import (
+    DraftConfig,
+    DraftNetwork,
+    Tensors,
+    check_target,
+    decoder_from_json,
+    decoder_to_json,
+)
+from slipstream.models.drafts.speculators_layout import without_last_layer
+from slipstream.models.layers.attention import Attention, Mask, SelfAttention
+from slipstream.models.layers.decoder_layer import DecoderLayer
+from slipstream.models.layers.linear import Linear, derive
+from slipstream.models.layers.norm import RMSNorm
+from slipstream.models.targets.config import ModelConfig, check_aux_layers, default_aux_layers
 
 if TYPE_CHECKING:  # serving a draft needs no tokenizer's type
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +48,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashConfig(DraftConfig):
-    """`aux_layers` are output ids (models/config.py)."""
+    """`aux_layers` are output ids (models/targets/config.py)."""
 
     num_layers: int
     aux_layers: tuple[int, ...]

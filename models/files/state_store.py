@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from xxhash import xxh3_64
 
-from slipstream.models.atomic import atomic_file
-from slipstream.models.checkpoint import read_header, read_json
+from slipstream.models.files.atomic import atomic_file
+from slipstream.models.files.checkpoint import read_header, read_json
 
 INDEX = "index.json"
 VERSION = 1
@@ -50,7 +50,7 @@ READ_AHEAD_BYTES = 128 * 1024  # Linux cuts longer requests at a device's readah
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFormat:
-    """Layer ids are those of models/config.py: 0..n-1 the output of a layer, n the state after the final norm."""
+    """Layer ids: 0..n-1 is the output of a layer, n the state after the final norm (models/targets/config.py)."""
 
     layers: tuple[int, ...]
     num_layers: int  # n

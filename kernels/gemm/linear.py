@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.activation import silu_mul
-from slipstream.kernels.launch import shared_memory, use_triton
-from slipstream.kernels.small_m_gemm import (
+from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.small_m import (
     MAX_GATED_ROWS,
     MAX_OUTPUTS,
     MAX_ROWS,
     gated_linear_few_rows_triton,
     linear_few_rows_triton,
 )
+from slipstream.kernels.launch import shared_memory, use_triton
 
 FEW_ROWS = 8
 SHARED_MEMORY = 200 << 10  # bytes that our largest tiles need: sm_90 and sm_100 have them

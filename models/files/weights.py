@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.layers import Linear, copy_converted, remake_derived
+from slipstream.models.layers.linear import Linear, copy_converted, remake_derived
 
 Network = TypeVar("Network", bound=nn.Module)
 

@@ -166,7 +166,7 @@ def _load(weights, k, num_inputs, EVEN: tl.constexpr):
 
 @triton.jit
 def _silu_mul(gate, up):
-    """Rounded as the kernel of kernels/activation.py rounds."""
+    """Rounded as the kernel of kernels/gemm/activation.py rounds."""
     gate32 = gate.to(tl.float32)
     silu = (gate32 / (1.0 + tl.exp(-gate32))).to(gate.dtype)
     return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)

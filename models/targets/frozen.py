@@ -1,6 +1,6 @@
 """The target in training: a frozen transformers causal LM with hooks on the captured layers.
 
-Layer ids are those of models/config.py: 0..n-1 is the output of that layer, n the hidden state after the final norm.
+Layer ids are those of config.py: 0..n-1 is the output of that layer, n the hidden state after the final norm.
 """
 
 from pathlib import Path
@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.quantization_config import Mxfp4Config
 
-from slipstream.models.config import check_aux_layers
-from slipstream.models.draft import HEAD
-from slipstream.models.sharded_target import share_out
+from slipstream.models.drafts.base import HEAD
+from slipstream.models.targets.config import check_aux_layers
+from slipstream.models.targets.sharded import share_out
 
 VOCABULARY_CHUNK = 16384  # head rows per product: bounds full logits to (N, 16384)
 

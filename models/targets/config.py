@@ -25,7 +25,7 @@ NEEDED_TOO: dict[str, frozenset[str]] = {
     "Qwen2ForCausalLM": frozenset({"use_sliding_window"}),
     "Qwen3ForCausalLM": frozenset({"use_sliding_window", "head_dim"}),
 }
-# Run in training by transformers (frozen_target.py); models/target.py cannot serve them.
+# Run in training by transformers (frozen_target.py); models/targets/decoder.py cannot serve them.
 EXPERT_ARCHITECTURES = {"Qwen3MoeForCausalLM": True, "GptOssForCausalLM": False}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -114,8 +114,8 @@ class ModelConfig(DecoderShape):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], *, is_served: bool = True) -> "ModelConfig":
-        """`values`: the fields of a transformers config, defaults included. `is_served`: models/target.py is to run it;
-        else it is only what drafts are trained for.
+        """`values`: the fields of a transformers config, defaults included. `is_served`: decoder.py
+        is to run it; else it is only what drafts are trained for.
 
         Raises ValueError for another architecture or activation.
         """

@@ -1,0 +1,86 @@
+"""Modules that own their weights: linear layers, embedding and output head.
+
+Letters: I and O input and output channels, H hidden, V target and Vd draft vocabulary.
+"""
+
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+
+from torch import Tensor, nn
+
+from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.gathered_head import DraftHead
+from slipstream.kernels.gemm.linear import gated_linear, linear
+
+CHUNK = 64 << 20  # bytes converted at once: the most that loading needs beside the weights
+
+
+def copy_converted(place: Tensor, tensor: Tensor) -> None:
+    """Copies `tensor`, which may be a view of a mapped file, to `place`; converts it on the device of `place`."""
+    rows = max(1, CHUNK // max(1, tensor[:1].nbytes))
+    for own, theirs in zip(place.split(rows), tensor.split(rows), strict=True):
+        own.copy_(theirs if own.dtype == theirs.dtype else theirs.to(own.device))
+
+
+def derive(owner: nn.Module, make: Callable[[], Tensor]) -> Tensor:
+    """make(), a copy of weights of `owner`, which follows them when they are loaded again."""
+    tensor = make()
+    owner.__dict__.setdefault("derived", []).append((tensor, make))
+    return tensor
+
+
+def remake_derived(module: nn.Module) -> None:
+    """Computes anew, in place, what modules within `module` have derived of their weights."""
+    for owner in module.modules():
+        for tensor, make in owner.__dict__.get("derived", []):
+            tensor.copy_(make())
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Leaves the weights as they are: they are loaded. torch's way, on a meta device, imports its compiler."""
+
+
+class Linear(nn.Linear):
+    """x (..., I) -> x @ weight.T + bias (..., O). Projections of one input may be fused: `out_features` then gives the
+    output rows of each, by its name in files, such as q_proj.
+
+    It alone knows how weights are stored. A quantised one overrides `load` and what multiplies; one that tensor
+    parallelism splits would keep a slice of each part, or of the inputs, in `__init__` and `load`.
+    """
+
+    def __init__(self, in_features: int, out_features: int | Mapping[str, int], bias: bool = False) -> None:
+        sizes = {} if isinstance(out_features, int) else out_features
+        super().__init__(in_features, out_features if isinstance(out_features, int) else sum(sizes.values()), bias)
+        ends = zip(sizes.items(), accumulate(sizes.values()), strict=True)
+        self.parts: dict[str | None, slice] = {part: slice(end - size, end) for (part, size), end in ends}
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(first half of the outputs) * second half: (..., I) -> (..., O / 2)."""
+        return gated_linear(x, self.weight) if self.bias is None else silu_mul(self(x))
+
+    def load(self, part: str | None, name: str, tensor: Tensor) -> None:
+        """Stores a file's "weight" or "bias" of a part, or of all."""
+        copy_converted(self.get_parameter(name)[self.parts.get(part, slice(None))], tensor)
+
+
+class Head(Linear):
+    """Logits (..., V) of hidden states (..., H); and, for drafters, of rows that they choose."""
+
+    def tie(self, embedding: Embedding) -> None:
+        self.weight = embedding.weight
+
+    def whole(self, ids: Tensor | None = None) -> DraftHead:
+        """All rows; `ids` (V,) are the target's ids of a draft's own head."""
+        return DraftHead(self.weight, ids)
+
+    def cut(self, ids: Tensor) -> DraftHead:
+        """Copies of the rows `ids` (Vd,)."""
+        return DraftHead(derive(self, lambda: self.weight[ids]), ids)
+
+    def gathered(self, ids: Tensor) -> DraftHead:
+        """The rows `ids` (Vd,) in their place; ids may change between rounds, -1 marks an unused one."""
+        return DraftHead(self.weight, ids, gathered=True)

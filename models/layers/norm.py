@@ -1,0 +1,24 @@
+import torch
+from torch import Tensor, nn
+
+from slipstream.kernels.norm import add_rms_norm, rms_norm, rms_norm_pair
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in fp32 inside (Zhang & Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, residual: Tensor, delta: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(norm(summed), summed) with summed = residual + delta (..., H), written to `out` if given."""
+        return add_rms_norm(residual, delta, self.weight, self.eps, out)
+
+    def pair(self, x: Tensor, other: "RMSNorm", y: Tensor) -> Tensor:
+        """[self(x) ; other(y)] (..., 2 * H), in one kernel."""
+        return rms_norm_pair(x, y, (self.weight, other.weight), self.eps)

@@ -1,0 +1,43 @@
+import torch
+from torch import Tensor
+
+from slipstream.models.targets.config import RopeConfig
+
+
+class RotaryEmbedding:
+    """Tables of cos and sin for every position (RoFormer; scaling types as transformers computes them)."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int) -> None:
+        inverse_frequencies, scale = _inverse_frequencies(rope, head_dim)
+        angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies)  # (P, D / 2)
+        angles = torch.cat((angles, angles), dim=-1)
+        self.cos = angles.cos() * scale  # (P, D) fp32
+        self.sin = angles.sin() * scale
+
+    def to(self, device: torch.device) -> "RotaryEmbedding":
+        self.cos, self.sin = self.cos.to(device), self.sin.to(device)
+        return self
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin (..., 1, D) fp32 for integer positions (...), broadcastable over heads."""
+        return self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
+
+
+def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    if rope.rope_type == "default":
+        return 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
+    from transformers import PretrainedConfig  # here: the import takes a second
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    # They take a model config: one with a single head has the fields that they read.
+    parameters = {"rope_theta": rope.theta, "rope_type": rope.rope_type, **rope.scaling}
+    length = int(rope.scaling.get("original_max_position_embeddings", 2048) * rope.scaling.get("factor", 1))
+    config = PretrainedConfig.from_dict(
+        {
+            "hidden_size": head_dim,
+            "num_attention_heads": 1,
+            "max_position_embeddings": length,
+            "rope_parameters": parameters,
+        }
+    )
+    return ROPE_INIT_FUNCTIONS[rope.rope_type](config, torch.device("cpu"))
