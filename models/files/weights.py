@@ -50,8 +50,8 @@ def load_weights(
 ) -> Network:
     """Fills `module` with the `tensors` of `source`, by their names in files, and freezes it.
 
-    What is on the meta device is allocated on `device` in `dtype` (None: the file's). `tensors` is emptied, so that
-    mapped files (checkpoint.read_tensors) are released one after another. Fused projections may be whole or in parts.
+    What is on the meta device is allocated on `device` in `dtype` (None: the file's), or as Linear.dtypes says. Empties
+    `tensors`, so that mapped files (checkpoint.read_tensors) are released in turn. Fused projections may be in parts.
     Raises ValueError that names every missing, unexpected or misshapen key, before anything is filled.
     """
     own, places = _own(module), _places(module, whole=tensors)
@@ -67,8 +67,11 @@ def load_weights(
         raise ValueError(f"{source} does not fit its config: {'; '.join(faults)}")
     for key, tensor in own.items():
         if tensor.is_meta:
+            path, _, name = key.rpartition(".")
+            owner = module.get_submodule(path)
+            chosen = owner.dtypes.get(name, dtype) if isinstance(owner, Linear) else dtype
             parts = (tensors[name].dtype for name, place in places.items() if place.key == key)
-            kept = (dtype or reduce(torch.promote_types, parts)) if tensor.is_floating_point() else tensor.dtype
+            kept = (chosen or reduce(torch.promote_types, parts)) if tensor.is_floating_point() else tensor.dtype
             empty = torch.empty(tensor.shape, dtype=kept, device=device)
             torch.utils.swap_tensors(tensor, nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty)
     for name in list(tensors):

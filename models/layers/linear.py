@@ -5,7 +5,9 @@ Letters: I and O input and output channels, H hidden, V target and Vd draft voca
 
 from collections.abc import Callable, Mapping
 from itertools import accumulate
+from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.gemm.activation import silu_mul
@@ -48,6 +50,8 @@ class Linear(nn.Linear):
     It alone knows how weights are stored. A quantised one overrides `load` and what multiplies; one that tensor
     parallelism splits would keep a slice of each part, or of the inputs, in `__init__` and `load`.
     """
+
+    dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of parameters that are not stored in the network's dtype
 
     def __init__(self, in_features: int, out_features: int | Mapping[str, int], bias: bool = False) -> None:
         sizes = {} if isinstance(out_features, int) else out_features

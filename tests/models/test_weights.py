@@ -81,6 +81,16 @@ def test_without_a_dtype_tensors_keep_theirs_and_integers_always_do() -> None:
     assert block.d2t.dtype == load(tensors, torch.bfloat16).d2t.dtype == torch.int64
 
 
+def test_a_linear_says_in_which_dtype_it_stores_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Linear, "dtypes", {"bias": torch.float64})
+    tensors = file_of(empty_block())
+    for dtype in (torch.bfloat16, None):
+        block = load(tensors, dtype)
+        assert block.qkv_proj.bias.dtype == torch.float64
+        assert block.qkv_proj.weight.dtype == block.lm_head.weight.dtype == (dtype or torch.float32)
+        assert torch.equal(public_tensors(block)["k_proj.bias"], tensors["k_proj.bias"].double())
+
+
 def test_every_fault_is_named_before_anything_is_filled() -> None:
     tensors = file_of(empty_block())
     del tensors["k_proj.weight"], tensors["mlp.down_proj.weight"]
