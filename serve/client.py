@@ -103,10 +103,10 @@ class EngineClient:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
         try:
             process.start()
+            self._process = process  # before a Ctrl-C that waits is raised
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             engine_end.close()  # here, so that it closes with the engine's process
-        self._process = process
 
     def kill(self) -> None:
         """Ends a process that was spawned and not stopped, without an event loop."""
