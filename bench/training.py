@@ -148,7 +148,7 @@ def build(config: StepConfig, device: torch.device) -> DraftTraining:
         head_dim=shape.hidden_size // shape.num_heads,
         architectures=["Qwen3ForCausalLM"],
     )
-    model = ModelConfig.from_hf(hf)
+    model = ModelConfig.from_json(hf.to_dict())
     torch.manual_seed(0)
     with device:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -32,12 +32,6 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float
     # They take a model config: one with a single head has the fields that they read.
     parameters = {"rope_theta": rope.theta, "rope_type": rope.rope_type, **rope.scaling}
     length = int(rope.scaling.get("original_max_position_embeddings", 2048) * rope.scaling.get("factor", 1))
-    config = PretrainedConfig.from_dict(
-        {
-            "hidden_size": head_dim,
-            "num_attention_heads": 1,
-            "max_position_embeddings": length,
-            "rope_parameters": parameters,
-        }
-    )
+    sizes = {"hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": length}
+    config = PretrainedConfig.from_dict({**sizes, "rope_parameters": parameters})
     return ROPE_INIT_FUNCTIONS[rope.rope_type](config, torch.device("cpu"))

@@ -2,10 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from typing import Any
 
 # Architecture -> has it q/k norms? All other differences within the family are config fields.
 DENSE_ARCHITECTURES = {
@@ -106,11 +103,6 @@ class ModelConfig(DecoderShape):
     qk_norm: bool = False
     tie_word_embeddings: bool = False
     sliding_window: int | None = None
-
-    @classmethod
-    def from_hf(cls, config: "PretrainedConfig", *, is_served: bool = True) -> "ModelConfig":
-        """Of a transformers config; see `from_json`."""
-        return cls.from_json(config.to_dict(), is_served=is_served)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], *, is_served: bool = True) -> "ModelConfig":

@@ -66,7 +66,7 @@ def random_parts(
     """What a DraftTraining is made of: a random draft, the target and positions. `ids` are the draft's vocabulary,
     `fields` of its config."""
     torch.manual_seed(3)
-    config = ModelConfig.from_hf(AutoConfig.for_model(**target.config.to_dict()))
+    config = ModelConfig.from_json(AutoConfig.for_model(**target.config.to_dict()).to_dict())
     size = None if ids is None else len(ids)
     draft: Any = network(network.Config.from_target(config, draft_vocab_size=size, **fields))
     if ids is not None:

@@ -38,7 +38,7 @@ from slipstream.train.loop import Loop
 
 def test_a_run_leaves_servable_checkpoints_and_a_log(finished: Path, target_path: Path) -> None:
     assert sorted(path.name for path in finished.iterdir()) == ["best", "metrics.jsonl", "step-4", "step-6"]
-    target = ModelConfig.from_hf(AutoConfig.from_pretrained(target_path))
+    target = ModelConfig.from_json(AutoConfig.from_pretrained(target_path).to_dict())
     for name in ("best", "step-6"):
         draft = load_draft(Eagle3, finished / name, target, torch.float32, torch.device("cpu"))
         assert draft.config.draft_vocab_size == DRAFT_VOCAB_SIZE
