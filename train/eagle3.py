@@ -9,6 +9,7 @@ import slipstream.runtime  # noqa: F401  before torch, for which it sets the thr
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 from torch import Tensor
 
@@ -27,6 +28,8 @@ class DraftOptions(ChainDraftOptions):
     """target states that the draft reads: 0..n-1 is a layer's output, n after the final norm; default: by depth"""
     init_from_target: bool = True
     """start with the target's head, final norm and last MLP, and pass the last aux hidden state through"""
+    head: Literal["trained", "frozen"] = "trained"
+    """frozen: the head stays the target's rows, as in speculators"""
     step_weights: tuple[float, ...] | None = None
     """weights of the steps, one for each; default: by ttt_decay"""
     loss: Kind = "soft_ce"
@@ -34,6 +37,8 @@ class DraftOptions(ChainDraftOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.head == "frozen" and not self.init_from_target:
+            raise ValueError("draft.head is frozen and draft.init_from_target false: a random head; change one of them")
         steps, weights = self.ttt_steps, self.step_weights
         if weights is not None and (len(weights) != steps or min(weights) < 0 or not any(weights)):
             raise ValueError(
@@ -64,6 +69,7 @@ class Eagle3Training(ChainTraining):
     def start(self) -> None:
         if self.options.init_from_target:
             self.draft.init_from_target(self.target.initial_weights(1))
+        self.draft.lm_head.requires_grad_(self.options.head == "trained")
 
     def teach(self, states: Tensor) -> tuple[Tensor, Tensor]:
         return self.target.logits(states, self.target_ids)

@@ -52,21 +52,22 @@ class Schedule:
         else:
             done = progress.rows / self.rows_per_step
             total = math.ceil(self.optim.epochs * self.num_rows / self.rows_per_step)
-        return self.optim.lr * lr_factor(done, total, self.optim.warmup_ratio)
+        return self.optim.lr * lr_factor(done, total, self.optim.warmup_ratio, self.optim.schedule)
 
     def _rows_left(self, progress: Progress) -> int:
         return self.rows_per_step if self.last_row is None else self.last_row - progress.rows
 
 
-def lr_factor(step: float, num_steps: int, warmup_ratio: float) -> float:
-    """Share of the peak learning rate in step 0..num_steps-1: linear up, then a cosine that ends just above zero.
+def lr_factor(step: float, num_steps: int, warmup_ratio: float, schedule: str = "cosine") -> float:
+    """Share of the peak learning rate in step 0..num_steps-1: linear up, then a decay that ends just above zero.
 
     `step` is no whole number where steps were of another size before.
     """
     warmup = math.ceil(warmup_ratio * num_steps)
     if step < warmup:
         return min(1.0, (step + 1) / warmup)
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, num_steps - warmup)))
+    done = (step - warmup) / max(1, num_steps - warmup)
+    return 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
 
 def build_optimizers(model: nn.Module, options: OptimOptions) -> list[torch.optim.Optimizer]:
@@ -85,6 +86,12 @@ def build_optimizers(model: nn.Module, options: OptimOptions) -> list[torch.opti
     ]
     if matrices:
         optimizers.append(
-            torch.optim.Muon(matrices, lr=options.lr, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw")
+            torch.optim.Muon(
+                matrices,
+                lr=options.lr,
+                weight_decay=options.weight_decay,
+                momentum=options.momentum,
+                adjust_lr_fn="match_rms_adamw",
+            )
         )
     return optimizers

@@ -37,13 +37,17 @@ class OptimOptions:
     accumulation: int = 1
     """forward passes per optimizer step"""
     warmup_ratio: float = 0.015
-    """share of the steps with linear warm-up; a cosine to zero follows"""
+    """share of the steps with linear warm-up; a decay to zero follows"""
+    schedule: Literal["cosine", "linear"] = "cosine"
+    """shape of that decay"""
     clip: float = 0.5
     """largest gradient norm"""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay of the two moments"""
     weight_decay: float = 0.0
-    """AdamW's decoupled decay"""
+    """decoupled decay"""
+    momentum: float = 0.95
+    """Muon's; a run of a few hundred steps is better off with less"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +124,11 @@ class RunOptions:
                 raise ValueError(f"{name} is {number}; give a positive number")
         if not 0 <= self.optim.warmup_ratio < 1:
             raise ValueError(f"optim.warmup_ratio is {self.optim.warmup_ratio}; give a share such as 0.015")
-        betas, decay = self.optim.betas, self.optim.weight_decay
-        if not all(0 <= beta < 1 for beta in betas) or decay < 0:
+        betas, momentum, decay = self.optim.betas, self.optim.momentum, self.optim.weight_decay
+        if not all(0 <= share < 1 for share in (*betas, momentum)) or decay < 0:
             raise ValueError(
-                f"optim.betas is {list(betas)} and optim.weight_decay {decay}; give betas from 0 to below 1, and "
-                "a decay of 0 or more"
+                f"optim.betas is {list(betas)}, optim.momentum {momentum} and optim.weight_decay {decay}; give betas "
+                "and a momentum from 0 to below 1, and a decay of 0 or more"
             )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; give 0 or more, below 2**63")

@@ -147,14 +147,15 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     """The three target states that an EAGLE3 draft reads, as layer outputs (num_layers = after the final norm).
 
     Deep targets follow EAGLE-3: outputs of layers 1, N//2 - 1 and N - 4. Below 11 layers that rule repeats a layer or
-    stops far from the end, so shallow targets give an early, a middle and the last layer's output, before the final
-    norm because drafts learnt faster from it (docs/benchmarks.md, "What decides the accept length").
+    stops far from the end, so shallow targets give an early, a middle and the last but one layer's output, from which
+    drafts learnt fastest (docs/benchmarks.md, "What decides the accept length").
     """
     if num_layers >= 11:
         return (1, num_layers // 2 - 1, num_layers - 4)
     if num_layers < 3:
         raise ValueError(f"num_layers is {num_layers}; below 3 layers name aux_layers explicitly")
-    return (num_layers // 4, num_layers // 2, num_layers - 1)
+    middle = num_layers // 2
+    return (num_layers // 4, middle, max(num_layers - 2, middle + 1))
 
 
 def check_aux_layers(layers: tuple[int, ...], num_layers: int) -> None:

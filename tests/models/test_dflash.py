@@ -27,7 +27,7 @@ from slipstream.tests.models.saved_drafts import ORIGIN, SavedDraft, Values
         (48, 5, (1, 12, 23, 34, 45)),
         (36, 1, (18,)),
         (4, 2, (1, 2, 3)),
-        (6, 5, (1, 3, 5)),
+        (6, 5, (1, 3, 4)),
     ],
 )
 def test_default_layers_are_those_of_the_peers_on_deep_targets(

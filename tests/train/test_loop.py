@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import DistributedType
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -188,6 +189,16 @@ def test_an_interrupt_before_the_first_step_ends_in_a_word(
 def test_a_draft_of_other_width_starts_at_random(tmp_path: Path, arguments: Arguments) -> None:
     main(arguments(tmp_path, draft__intermediate_size=64, draft__init_from_target="false", optim__steps=1))
     assert weights(tmp_path, 1)["draft.midlayer.mlp.down_proj.weight"].shape == (32, 64)
+
+
+def test_a_frozen_head_stays_the_targets(tmp_path: Path, arguments: Arguments, target_path: Path) -> None:
+    main(arguments(tmp_path, draft__head="frozen", optim__name="muon"))
+    state, target = weights(tmp_path), load_file(target_path / "model.safetensors")
+    ids = state["draft.d2t"] + torch.arange(DRAFT_VOCAB_SIZE)
+    head = target.get("lm_head.weight", target["model.embed_tokens.weight"])
+    torch.testing.assert_close(state["draft.lm_head.weight"], head[ids].float(), rtol=0, atol=0)
+    fresh = torch.eye(state["draft.fc.weight"].shape[0])
+    assert not torch.equal(state["draft.fc.weight"][:, -len(fresh) :], fresh)  # the rest has moved
 
 
 def test_a_map_of_another_target_is_refused(tmp_path: Path, arguments: Arguments) -> None:

@@ -69,15 +69,18 @@ def test_a_number_of_steps_stays_on_any_number_of_processes() -> None:
     assert progress.rows == 12 * 2 + 8 * 8
 
 
-def test_learning_rate_is_torchs_cosine_after_the_warm_up() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=90)
-    for step in range(10, 100):
-        assert lr_factor(step, 100, 0.1) == pytest.approx(cosine.get_last_lr()[0], abs=1e-9)
-        optimizer.step()
-        cosine.step()
-    assert [lr_factor(step, 100, 0.1) for step in range(10)] == pytest.approx([(step + 1) / 10 for step in range(10)])
+def test_learning_rate_is_torchs_after_the_warm_up() -> None:
+    first, second = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0) for _ in range(2))
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(first, T_max=90)
+    linear = torch.optim.lr_scheduler.LinearLR(second, 1.0, 0.0, total_iters=90)
+    for name, oracle in {"cosine": cosine, "linear": linear}.items():
+        for step in range(10, 100):
+            assert lr_factor(step, 100, 0.1, name) == pytest.approx(oracle.get_last_lr()[0], abs=1e-9)
+            oracle.optimizer.step()
+            oracle.step()
+        rising = [lr_factor(step, 100, 0.1, name) for step in range(10)]
+        assert rising == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert schedule(10, steps=3, schedule="linear").lr(Progress(step=2)) == pytest.approx(1e-4 * (1 - 1 / 2))
 
 
 def test_adamw_has_everything(training: Eagle3Training) -> None:
@@ -90,7 +93,8 @@ def test_adamw_has_everything(training: Eagle3Training) -> None:
 
 def test_muon_has_the_hidden_matrices_only(training: Eagle3Training) -> None:
     names = {id(parameter): name for name, parameter in training.named_parameters()}
-    adamw, muon = build_optimizers(training, OptimOptions(name="muon"))
+    adamw, muon = build_optimizers(training, OptimOptions(name="muon", momentum=0.7, weight_decay=0.1))
+    assert (muon.defaults["momentum"], muon.defaults["weight_decay"]) == (0.7, 0.1)
     parts = [sorted(names[id(p)] for group in part.param_groups for p in group["params"]) for part in (adamw, muon)]
     assert sorted(parts[0] + parts[1]) == sorted(names.values())
     assert parts[1] == [

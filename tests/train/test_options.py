@@ -15,12 +15,12 @@ from slipstream.train.options import RunOptions
 
 ROOT = Path(__file__).parents[2]
 SHARED_OPTIONS = """
-    checkpoint.every checkpoint.keep data.batch_size data.aux_states data.aux_states_missing data.max_length data.path
-    draft.intermediate_size draft.vocabulary dry_run evaluation.depth evaluation.documents
-    evaluation.every evaluation.samples optim.accumulation optim.betas optim.clip optim.epochs optim.lr optim.name
-    optim.steps optim.warmup_ratio optim.weight_decay output precision resume revision seed target target_compile
-    target_sharding tracker.artifacts tracker.entity tracker.name tracker.project tracker.tags tracker.tensorboard
-    tracker.wandb trust_remote_code
+    checkpoint.every checkpoint.keep data.aux_states data.aux_states_missing data.batch_size data.max_length
+    data.path draft.intermediate_size draft.vocabulary dry_run evaluation.depth evaluation.documents
+    evaluation.every evaluation.samples optim.accumulation optim.betas optim.clip optim.epochs optim.lr
+    optim.momentum optim.name optim.schedule optim.steps optim.warmup_ratio optim.weight_decay output precision
+    resume revision seed target target_compile target_sharding tracker.artifacts tracker.entity tracker.name
+    tracker.project tracker.tags tracker.tensorboard tracker.wandb trust_remote_code
 """
 PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "eagle": (
@@ -29,7 +29,8 @@ PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     ),
     "eagle3": (
         Eagle3Options,
-        "draft.aux_layers draft.init_from_target draft.loss draft.step_weights draft.ttt_decay draft.ttt_steps",
+        "draft.aux_layers draft.head draft.init_from_target draft.loss draft.step_weights draft.ttt_decay "
+        "draft.ttt_steps",
     ),
     "dflash": (
         DFlashOptions,
@@ -72,6 +73,9 @@ BAD_VALUES = [  # program, flags, what the message names
     ("eagle3", ["--optim.warmup_ratio=1.5"], "optim.warmup_ratio is 1.5"),
     ("eagle3", ["--optim.betas=[0.9, 1.0]"], "optim.betas is [0.9, 1.0]"),
     ("eagle3", ["--optim.weight_decay=-0.1"], "optim.weight_decay -0.1"),
+    ("eagle3", ["--optim.momentum=1"], "optim.momentum 1.0"),
+    ("eagle3", ["--optim.schedule=constant"], "optim.schedule"),
+    ("eagle3", ["--draft.head=frozen", "--draft.init_from_target=false"], "draft.head is frozen and draft.init_from"),
     ("eagle3", ["--seed=-1"], "seed is -1; give 0 or more"),
     ("eagle3", ["--draft.ttt_steps=0"], "draft.ttt_steps is 0"),
     ("eagle3", ["--draft.aux_layers=[]"], "draft.aux_layers is []; name at least one state"),
