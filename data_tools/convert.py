@@ -122,7 +122,7 @@ def changes(before: Iterable[str], after: Iterable[str]) -> str:
 
 
 def form_of(values: Mapping[str, Any], config: ConvertConfig) -> Form:
-    drafter = str(values.get("speculators_model_type") or drafter_of(values, config.input))
+    drafter = drafter_of(values, config.input)
     if drafter not in FORMS:
         raise ValueError(f"input {config.input} is a draft of the kind {drafter}; convert knows {', '.join(FORMS)}")
     form = FORMS[drafter]

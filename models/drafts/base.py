@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.drafts.speculators_layout import from_speculators
+from slipstream.models.drafts.speculators_layout import from_speculators, speculators_kind
 from slipstream.models.files.checkpoint import read_draft_tensors, read_json, write_checkpoint
 from slipstream.models.files.weights import load_weights, public_tensors
 from slipstream.models.layers.linear import Embedding
@@ -32,12 +32,10 @@ OWN_FIELDS = ("target", "target_revision", "target_fingerprint", "tokenizer_hash
 FOREIGN_ARCHITECTURES = {
     "LlamaForCausalLMEagle3": "eagle3",
     "Eagle3LlamaForCausalLM": "eagle3",
-    "Eagle3Speculator": "eagle3",
     "LlamaForCausalLMEagle": "eagle",
     "EagleLlamaForCausalLM": "eagle",
     "Qwen2ForCausalLMEagle": "eagle",
     "DFlashDraftModel": "dflash",
-    "DFlashSpeculator": "dflash",
     "Qwen3DSparkModel": "dflash",
 }
 
@@ -137,10 +135,15 @@ def ids_of(d2t: Tensor) -> Tensor:
 
 
 def drafter_of(config: Mapping[str, Any], draft: str) -> str:
-    """The drafter that config.json names: ours directly, other trainers' by architecture.
+    """The drafter that config.json calls for. `draft` names the checkpoint.
 
-    Raises ValueError for an unknown architecture; `draft` names the checkpoint.
+    First asked is `speculators_model_type`, which says how the whole file is laid out: that library keeps fields that
+    it does not know, so a draft that it trained on from one of ours still has our `drafter`. `drafter` comes second,
+    other trainers' architectures last. Raises ValueError for a kind or an architecture that is not supported.
     """
+    kind = speculators_kind(config)
+    if kind is not None:
+        return kind
     if "drafter" in config:
         return str(config["drafter"])
     architecture = (config.get("architectures") or ["(none)"])[0]

@@ -89,15 +89,20 @@ def _eagle3_fields(values: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     return EAGLE3_TOKENS, {**target_size, **layers, **dict.fromkeys(EAGLE3_FLAGS, False)}
 
 
+def speculators_kind(values: Mapping[str, Any]) -> str | None:
+    """The kind of draft in a config.json of this layout; None for another layout. Raises ValueError for other kinds."""
+    kind = values.get("speculators_model_type")
+    if kind is not None and kind not in PUBLIC_ARCHITECTURES:
+        raise ValueError(f"speculators_model_type is {kind!r}; supported: {', '.join(PUBLIC_ARCHITECTURES)}")
+    return kind
+
+
 def from_speculators(values: dict[str, Any]) -> dict[str, Any]:
     """The inverse; a config of another layout stays as it is. Raises ValueError for another kind of draft or a config
     that lacks what the public fields need."""
-    kind = values.get("speculators_model_type")
+    kind = speculators_kind(values)
     if kind is None:
         return values
-    if kind not in PUBLIC_ARCHITECTURES:
-        known = ", ".join(PUBLIC_ARCHITECTURES)
-        raise ValueError(f"speculators_model_type is {kind!r}; supported: {known}")
     missing = [name for name in REQUIRED[kind] if not values.get(name)]
     if kind == "eagle3" and "norm_before_residual" not in values:  # true for vLLM, false for the library
         missing.append("norm_before_residual")

@@ -275,10 +275,7 @@ def test_what_the_layout_of_speculators_cannot_hold_is_refused(
         ({"norm_before_residual": True}, "draft config sets norm_before_residual, which is not supported"),
         ({"norm_before_residual": None}, "draft config lacks norm_before_residual"),
         ({"fc_norm": True}, "draft config sets fc_norm"),
-        (
-            {"speculators_model_type": "peagle", "drafter": "peagle"},
-            "is a draft of the kind peagle; convert knows",
-        ),
+        ({"speculators_model_type": "peagle"}, "speculators_model_type is 'peagle'; supported: dflash, eagle3"),
         (
             {"transformer_layer_config": {"model_type": "qwen3", "vocab_size": 120}},
             "model_type is 'qwen3', whose norms",

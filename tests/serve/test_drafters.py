@@ -34,6 +34,10 @@ def test_drafters_are_found_by_name_and_by_checkpoint(make_target: Callable[[str
         ({"architectures": ["Qwen2ForCausalLMEagle"]}, "eagle"),
         ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, "eagle"),
         ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "draft_vocab_size": 32000}, "eagle3"),
+        ({"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}, "eagle3"),
+        ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}, "eagle3"),
+        ({"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash"}, "dflash"),
+        ({"drafter": "dflash", "speculators_model_type": "eagle3"}, "eagle3"),
     ],
 )
 def test_published_drafts_are_told_apart(config: dict[str, Any], name: str, tmp_path: Path) -> None:
@@ -55,6 +59,10 @@ def test_published_drafts_are_told_apart(config: dict[str, Any], name: str, tmp_
             "drafter 'medusa' does not exist; name a checkpoint folder or one of: .*eagle3, .*none",
         ),
         ({"drafter": "base"}, "drafter 'base' does not exist"),
+        (
+            {"drafter": "eagle3", "speculators_model_type": "peagle"},
+            "speculators_model_type is 'peagle'; supported: dflash, eagle3",
+        ),
     ],
 )
 def test_unknown_checkpoints_are_refused_with_the_known_ones(
