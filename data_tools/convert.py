@@ -57,6 +57,8 @@ class ConvertConfig:
     """sglang: the public layout, ours too (SGLang, SpecForge, vLLM). speculators: what vLLM and that library load"""
     target: str = ""
     """The draft's target (folder or hub id). Default: the one that the draft names."""
+    aux_layers: tuple[int, ...] | None = None
+    """Target states that an EAGLE3 draft reads, as layer outputs, e.g. [1, 3, 5]; for files that do not name them."""
 
     def __post_init__(self) -> None:
         check_named(self, input="a draft checkpoint to read", output="the folder to write")
@@ -101,7 +103,7 @@ def convert(config: ConvertConfig) -> None:
     if not name:
         raise ValueError("the draft names no target; add --target with the model it was trained for")
     target = read_target(name)
-    written = form.layouts[config.layout](read_draft(form, path, target), target)
+    written = form.layouts[config.layout](read_draft(form, path, target, config.aux_layers), target)
     provenance: dict[str, Any] = {"argv": sys.argv, "converted": config.input}
     if (path / "run.json").exists():
         provenance["run"] = read_json(path / "run.json")
@@ -144,9 +146,9 @@ def read_target(name: str) -> TargetFiles:
     return TargetFiles(name, config, read_json(path / "config.json").get("architectures") or [], shared)
 
 
-def read_draft(form: Form, path: Path, target: TargetFiles) -> Draft:
+def read_draft(form: Form, path: Path, target: TargetFiles, aux_layers: tuple[int, ...] | None) -> Draft:
     """In the public layout, with the file's dtypes; names its target."""
-    module: Any = load_draft(form.network, path, target.config, None, CPU, target.shared)
+    module: Any = load_draft(form.network, path, target.config, None, CPU, target.shared, aux_layers)
     values, tensors = module.config.to_json(), public_tensors(module)
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     values |= {"torch_dtype": dtype, "target": values["target"] or target.name}

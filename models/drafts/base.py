@@ -81,6 +81,12 @@ class DraftConfig(DecoderShape, ABC):
         Raises ValueError for what the network here cannot run and for a draft that does not fit `target`.
         """
 
+    @classmethod
+    def with_aux_layers(cls, values: Mapping[str, Any], aux_layers: Sequence[int]) -> Mapping[str, Any]:
+        """`values` of a config.json, which name these states if they named none. Raises ValueError for a kind of draft
+        whose files always say what it reads."""
+        raise ValueError(f"aux_layers is {list(aux_layers)}; it is for EAGLE3 drafts, so leave it out")
+
 
 class DraftNetwork(nn.Module):
     """Has the buffers d2t and t2d if its vocabulary is reduced, initially to the first target ids.
@@ -240,19 +246,29 @@ def load_draft(
     dtype: torch.dtype | None,
     device: torch.device,
     shared: Mapping[str, Tensor] | None = None,
+    aux_layers: Sequence[int] | None = None,
 ) -> Network:
     """Reads a draft for `target`, strictly: the ValueError names every missing or unexpected key, and values that are
     not finite.
 
     dtype None keeps the file's. `shared`: the target's EMBEDDING and HEAD (V, H), by which copies of them are known;
     without it, every tensor of these names counts as a copy. Copies are dropped, another embedding becomes the draft's
-    own if `network` allows one, and other tensors in their place are refused.
+    own if `network` allows one, and other tensors in their place are refused. `aux_layers`: output ids of the states
+    that the draft reads, for a file that does not name them; one that names others is refused.
     """
     for name, content in network.unsupported_files.items():
         if (path / name).exists():
             raise ValueError(f"{path} has {content} ({name}), which is not supported")
     tensors = {_public_name(network, key): tensor for key, tensor in read_draft_tensors(path).items()}
-    config: Any = network.Config.from_json(from_speculators(read_json(path / "config.json")), target, tensors)
+    values: Mapping[str, Any] = from_speculators(read_json(path / "config.json"))
+    if aux_layers is not None:
+        values = network.Config.with_aux_layers(values, aux_layers)
+    config: Any = network.Config.from_json(values, target, tensors)
+    if aux_layers is not None and config.aux_layers != tuple(aux_layers):
+        raise ValueError(
+            f"aux_layers is {list(aux_layers)}, but the config.json of {path} names the layer outputs "
+            f"{list(config.aux_layers)}; leave the option out"
+        )
     if network.layers_field:
         check_fc(tensors, target.hidden_size, config.aux_layers, network.layers_field, path)
     if config.draft_vocab_size is not None:

@@ -4,11 +4,12 @@ The same module trains and serves: attention is an argument. Draft ids are posit
 
 On disk: the public config.json fields and key names, ours beside them. Reads the files of SafeAILab's EAGLE, SpecForge
 and SGLang, vLLM, and of speculators (speculators_layout.py). Layer ids have the same name in two places: in
-eagle_config (SGLang) they count layer outputs, as ours do; at the top level (vLLM) layer inputs, one higher. Without
-any, servers follow EAGLE-3's rule.
+eagle_config (SGLang) they count layer outputs, as ours do; at the top level (vLLM) layer inputs, one higher. A
+file without any means EAGLE-3's three layers, where the target is deep enough for its rule; elsewhere it says too
+little, and the reader has to name them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -33,7 +34,7 @@ from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.linear import Head, Linear
 from slipstream.models.layers.mlp import GatedMLP
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.targets.config import ModelConfig, check_aux_layers, default_aux_layers
+from slipstream.models.targets.config import ModelConfig, check_aux_layers
 
 # Flags of other trainers that change the network; checkpoints that set one are refused.
 UNSUPPORTED_FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "use_aux_norm", "mlp_bias")
@@ -85,11 +86,24 @@ class Eagle3Config(DraftConfig):
             attention_bias=bool(values.get("attention_bias", False)),
         )
 
+    @classmethod
+    def with_aux_layers(cls, values: Mapping[str, Any], aux_layers: Sequence[int]) -> Mapping[str, Any]:
+        eagle = values.get("eagle_config") or {}
+        if values.get(AUX_LAYERS) or eagle.get(AUX_LAYERS):
+            return values
+        return {**values, "eagle_config": {**eagle, AUX_LAYERS: list(aux_layers)}}
+
+
+def published_layers(num_layers: int) -> tuple[int, ...] | None:
+    """The outputs that EAGLE-3, SpecForge, SGLang, vLLM and speculators all mean where a file names none. None below 11
+    layers, where this rule repeats a layer or stops far from the end, and trainers differ."""
+    return (1, num_layers // 2 - 1, num_layers - 4) if num_layers >= 11 else None
+
 
 def _layers_to_json(config: Eagle3Config) -> dict[str, Any]:
-    """Layer ids for SGLang and for vLLM; omitted if they follow the default rule of both and of our loader."""
-    layers, count = config.aux_layers, config.target_num_layers
-    if layers == (1, count // 2 - 1, count - 4) == default_aux_layers(count):
+    """Layer ids for SGLang and for vLLM; omitted if they are those that all readers take by themselves."""
+    layers = config.aux_layers
+    if layers == published_layers(config.target_num_layers):
         return {}
     return {
         "eagle_config": {AUX_LAYERS: list(layers), "use_aux_hidden_state": True},
@@ -98,10 +112,10 @@ def _layers_to_json(config: Eagle3Config) -> dict[str, Any]:
 
 
 def _layers_from_json(values: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Output ids. Raises ValueError if the two fields name different states."""
+    """Output ids. Raises ValueError if the two fields name different states, or neither any that are certain."""
     outputs = (values.get("eagle_config") or {}).get(AUX_LAYERS)
     if not values.get(AUX_LAYERS):
-        return tuple(outputs or default_aux_layers(target.num_layers))
+        return tuple(outputs or _unnamed_layers(target, tensors))
     inputs = without_last_layer(values[AUX_LAYERS], target.num_layers, tensors, target.hidden_size)
     layers = tuple(layer - 1 for layer in inputs)
     if outputs and tuple(outputs) != layers:
@@ -110,6 +124,19 @@ def _layers_from_json(values: Mapping[str, Any], target: ModelConfig, tensors: M
             "layer inputs: these are different states; delete the wrong one"
         )
     return layers
+
+
+def _unnamed_layers(target: ModelConfig, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Those of a file without layer ids. Raises ValueError unless a published rule makes them certain."""
+    published, size = published_layers(target.num_layers), target.hidden_size
+    count = tensors["fc.weight"].shape[-1] // size if "fc.weight" in tensors else 3
+    if published is None or count != len(published):
+        raise ValueError(
+            f"draft config lacks {AUX_LAYERS}, which {count} states of the target's {target.num_layers} layers fc "
+            f"reads; name the {count} layer outputs of its training, counted from 0, by the option aux_layers "
+            "(serve: --drafter.aux-layers, convert: --aux-layers)"
+        )
+    return published
 
 
 class Midlayer(nn.Module):

@@ -99,7 +99,8 @@ class NetworkDrafter(Drafter):
 
     @classmethod
     def load(cls, draft: str, options: Any, target: Target) -> Self:
-        module = load_draft(cls.Network, resolve(draft), target.config, target.dtype, target.device, target.shared)
+        weights = target.config, target.dtype, target.device, target.shared
+        module = load_draft(cls.Network, resolve(draft), *weights, getattr(options, "aux_layers", None))
         return cls(module, find_vocabulary(module, target, options), options)
 
     def check(self, request: Request) -> None:

@@ -12,6 +12,8 @@ from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
 class Eagle3Options(TreeOptions):
     token_map: str | None = None
     """Refused: EAGLE3 drafts have their own vocabulary and head."""
+    aux_layers: tuple[int, ...] | None = None
+    """Target states that the draft reads, as layer outputs, e.g. [1, 3, 5]; for files that do not name them."""
 
     def __post_init__(self) -> None:
         TreeOptions.__post_init__(self)

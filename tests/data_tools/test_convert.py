@@ -227,6 +227,21 @@ def test_the_layout_of_speculators(llama: Runs) -> None:
     assert f"tensors  {len(tensors)}: {kept} of the {len(before)} that were read" in printed
 
 
+def test_ids_that_the_converter_of_speculators_lost_have_to_be_named(llama: Runs) -> None:
+    """`speculators convert` writes null for the ids of a public draft."""
+    folder, _ = llama.convert(save_eagle3_draft(llama, (0, 1, 2)), "speculators")
+    values = values_of(folder) | {AUX_LAYERS: None}
+    (folder / "config.json").write_text(json.dumps(values))
+    assert "3 states of the target's 4 layers fc reads" in llama.refused(folder, "sglang")
+    back, _ = llama.convert(folder, "sglang", "--aux-layers", "[0, 1, 2]")
+    assert_equal_checkpoints(llama.root / "draft", back)
+
+
+def test_only_eagle3_drafts_have_layers_to_name(llama: Runs) -> None:
+    refused = llama.refused(save_eagle_draft(llama), "sglang", "--aux-layers", "[0, 1]")
+    assert "aux_layers is [0, 1]; it is for EAGLE3 drafts, so leave it out" in refused
+
+
 def test_a_full_vocabulary_has_no_map_there(llama: Runs) -> None:
     folder, _ = llama.convert(save_eagle3_draft(llama, (0, 1, 2), 120), "speculators")
     assert not {"d2t", "t2d"} & load_file(folder / "model.safetensors").keys()
@@ -247,13 +262,15 @@ def test_a_checkpoint_as_safeailab_publishes_it(llama: Runs) -> None:
         architectures=["LlamaForCausalLM"],
     )
     assert "the draft names no target; add --target" in llama.refused(draft, "sglang")
-    folder, _ = llama.convert(draft, "sglang", "--target", str(llama.target))
+    assert f"draft config lacks {AUX_LAYERS}" in llama.refused(draft, "sglang", "--target", str(llama.target))
+    named = "--target", str(llama.target), "--aux-layers", "[1, 2, 3]"
+    folder, _ = llama.convert(draft, "sglang", *named)
     written = load_file(folder / "model.safetensors")
     assert torch.equal(
         fused(written)["midlayer.self_attn.qkv_proj.weight"], tensors["midlayer.self_attn.qkv_proj.weight"]
     )
     assert {x.dtype for x in written.values() if x.is_floating_point()} == {torch.float32}, "as in the file"
-    assert values_of(folder)["eagle_config"][AUX_LAYERS] == [1, 2, 3], "the default for 4 layers, which others lack"
+    assert values_of(folder)["eagle_config"][AUX_LAYERS] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """A draft on disk, to be changed and loaded, and attention of one sequence for networks alone."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,13 @@ class SavedDraft:
             save_file(tensors(load_file(file)), file)
         change_json(self.folder / "config.json", **values or {})
 
-    def load(self, dtype: torch.dtype | None = torch.bfloat16, shared: Tensors | None = None) -> Any:
-        return load_draft(type(self.module), self.folder, self.target, dtype, CPU, shared)
+    def load(
+        self,
+        dtype: torch.dtype | None = torch.bfloat16,
+        shared: Tensors | None = None,
+        aux_layers: Sequence[int] | None = None,
+    ) -> Any:
+        return load_draft(type(self.module), self.folder, self.target, dtype, CPU, shared, aux_layers)
 
     def assert_loads_equal(self) -> None:
         loaded, original = self.load().state_dict(), self.module.state_dict()

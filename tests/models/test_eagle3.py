@@ -217,9 +217,33 @@ def test_a_foreign_config_loads(draft: SavedDraft) -> None:
     absent = (*OWN_FIELDS, "target_num_layers", "drafter", "eagle_config", AUX_LAYERS, "head_dim")
     absent += ("target_hidden_size", "attention_bias")
     draft.change(values=dict.fromkeys(absent))
+    draft.target = replace(draft.target, num_layers=12)
     config = draft.load().config
-    assert config.aux_layers == default_aux_layers(4)
-    assert (config.target, config.target_num_layers, config.target_hidden_size, config.head_dim) == ("", 4, 32, 8)
+    assert config.aux_layers == (1, 5, 8)
+    assert (config.target, config.target_num_layers, config.target_hidden_size, config.head_dim) == ("", 12, 32, 8)
+
+
+@pytest.mark.parametrize(("num_layers", "layers"), [(10, (1, 4, 6)), (12, (3, 11))])
+def test_layers_that_no_rule_makes_certain_have_to_be_named(
+    num_layers: int, layers: tuple[int, ...], draft: SavedDraft
+) -> None:
+    """Too few layers for EAGLE-3's rule, or another number of states than its three."""
+    count = len(layers)
+    draft.target = replace(draft.target, num_layers=num_layers)
+    draft.change(
+        lambda tensors: tensors | {"fc.weight": tensors["fc.weight"][:, : 32 * count].clone()},
+        {"target_num_layers": num_layers, "eagle_config": None, AUX_LAYERS: None},
+    )
+    message = f"lacks {AUX_LAYERS}, which {count} states of the target's {num_layers} layers .* --drafter.aux-layers"
+    with pytest.raises(ValueError, match=message):
+        draft.load()
+    assert draft.load(aux_layers=list(layers)).config.aux_layers == layers
+    with pytest.raises(ValueError, match=f"for {count} target states of 32, and the config means 1"):
+        draft.load(aux_layers=[2])
+    draft.change(values={AUX_LAYERS: [layer + 1 for layer in layers]})
+    assert draft.load(aux_layers=layers).config.aux_layers == layers
+    with pytest.raises(ValueError, match=r"aux_layers is \[0, 1\], but .* names the layer outputs .*; leave"):
+        draft.load(aux_layers=[0, 1])
 
 
 @pytest.mark.parametrize(
