@@ -48,7 +48,7 @@ from slipstream.bench.inflate_weights import (
 from slipstream.config import run
 from slipstream.models.drafts.base import DraftNetwork, ids_of, load_draft
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig
-from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.drafts.eagle3 import FLAGS, Eagle3
 from slipstream.models.files.atomic import atomic_folder
 from slipstream.models.files.checkpoint import (
     INDEX,
@@ -178,6 +178,12 @@ class Draft:
 
 class Eagle3Draft(Draft):
     network = Eagle3
+
+    def check(self, model: ModelConfig, shape: Shape) -> None:
+        super().check(model, shape)
+        for flag in FLAGS:
+            if getattr(self.config, flag):
+                raise ValueError(f"draft sets {flag}; only EAGLE3 drafts without such flags can be inflated")
 
 
 class DFlashDraft(Draft):

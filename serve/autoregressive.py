@@ -6,7 +6,6 @@ Letters: B requests, N nodes of a proposal, k frontier nodes of a tree's level, 
 """
 
 import logging
-from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -88,10 +87,6 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         nodes = options.verified_nodes
         self.widths = (*(2**power for power in range(6) if 2**power < nodes), nodes)
 
-    @abstractmethod
-    def head_input(self, hidden: Tensor) -> Tensor:
-        """The network's hidden states (..., H) as the head reads them."""
-
     def scratch(self, width: int) -> int:
         """A chain drafts from `hidden` and feeds back all tokens but the last; a tree all levels but the last."""
         shape = self.shape.within(width) if width > 1 else TreeShape(1, 1)
@@ -130,7 +125,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
                 self.attention.plan(batch.uniform(positions[step - 1], 1, spare=step))
                 hidden = self.module(self.embed(chain[-1]), hidden, self.attention)
             positions.append(batch.lengths + (step + 1))
-            values, columns = head_topk(self.head, self.head_input(hidden), 1, positions[-1], sampling)
+            values, columns = head_topk(self.head, self.module.head_input(hidden), 1, positions[-1], sampling)
             log_probs.append(values)
             chain.append(self.vocabulary.target_ids(columns[:, 0]))
         parents = base.chain_parents(len(batch.roots), width, batch.roots.device)
@@ -148,7 +143,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
                 hidden = self._expand(batch, frontier, hidden, (level - 1) * shape.topk)
                 positions = frontier.sampled_at
             own = sampling if frontier is None else sampling.repeat(shape.topk)
-            best = head_topk(self.head, self.head_input(hidden), shape.topk, positions, own)
+            best = head_topk(self.head, self.module.head_input(hidden), shape.topk, positions, own)
             frontier = grow(candidates, frontier, *best, self.head.ids, place, level, level == shape.depth - 1)
         return Proposal(*choose(candidates, batch.roots, width))
 

@@ -72,19 +72,26 @@ class NaiveEagle3(NaiveLayers):
     attention = "midlayer.self_attn"
 
     def fuse(self, aux_states: Tensor) -> Tensor:
-        return self._project(aux_states.double(), "fc")
+        aux_states = aux_states.double()
+        if self.config.get("norm_before_fc"):
+            aux_states = self._norm(aux_states, "input_norm")
+        if self.config.get("fc_norm"):
+            count = len([name for name in self.weights if name.startswith("fc_norm.")])
+            states = aux_states.split(aux_states.shape[-1] // count, dim=-1)
+            aux_states = torch.cat([self._norm(state, f"fc_norm.{i}") for i, state in enumerate(states)], dim=-1)
+        return self._project(aux_states, "fc")
 
     def states(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """The layer over a whole sequence: embeds and hidden (n, H) -> (n, H) before the final norm."""
-        x = hidden + self._attention(
-            torch.cat(
-                (self._norm(embeds, "midlayer.input_layernorm"), self._norm(hidden, "midlayer.hidden_norm")), dim=-1
-            )
-        )
-        return x + self._project(self._gated(x, "midlayer"), "midlayer.mlp.down_proj")
+        """The layer over a whole sequence: embeds and hidden (n, H) -> (n, H), which the next step reads."""
+        embeds, normed = self._norm(embeds, "midlayer.input_layernorm"), self._norm(hidden, "midlayer.hidden_norm")
+        residual = normed if self.config.get("norm_before_residual") else hidden
+        x = residual + self._attention(torch.cat((embeds, normed), dim=-1))
+        x = x + self._project(self._gated(x, "midlayer"), "midlayer.mlp.down_proj")
+        return self._norm(x, "norm") if self.config.get("norm_output") else x
 
     def logits(self, states: Tensor) -> Tensor:
-        return self._project(self._norm(states.double(), "norm"), "lm_head")
+        states = states.double()
+        return self._project(states if self.config.get("norm_output") else self._norm(states, "norm"), "lm_head")
 
     def chains(self, aux_states: Tensor, tokens: Tensor, num_steps: int) -> dict[tuple[int, int], Tensor]:
         """(row, step) -> state (H,) in fp32, by target states (n, K * H) of a text's `tokens` (n,): from step 1 on the

@@ -29,8 +29,9 @@ def choose_vocabulary(module: DraftNetwork) -> None:
         module.set_vocabulary(torch.randperm(module.config.vocab_size)[:size].sort().values)
 
 
-def random_draft(target: Path, draft_vocab_size: int | None = None, seed: int = SEED) -> Eagle3:
-    """A draft as wide as the target in the folder `target`; a reduced vocabulary leaves out ids all over the range."""
+def random_draft(target: Path, draft_vocab_size: int | None = None, seed: int = SEED, **flags: bool) -> Eagle3:
+    """A draft as wide as the target in the folder `target`; a reduced vocabulary leaves out ids all over the range.
+    `flags` of EAGLE-3.1."""
     config = load_config(target)
     model = load_target(target, config, torch.float32, torch.device("cpu"))
     torch.manual_seed(seed)
@@ -40,17 +41,23 @@ def random_draft(target: Path, draft_vocab_size: int | None = None, seed: int = 
             draft_vocab_size=draft_vocab_size or config.vocab_size,
             aux_layers=(1, 2, config.num_layers),
             target=str(target),
+            **flags,
         )
     )
     choose_vocabulary(module)
     last = f"layers.{config.num_layers - 1}."
     weights = {name.replace(last, "layers.0."): tensor for name, tensor in public_tensors(model).items()}
     module.init_from_target(weights | model.shared)
+    for norm in (module.input_norm, module.fc_norm):
+        if norm is not None:
+            roughen(norm)
     return module
 
 
-def save_random_draft(target: Path, folder: Path, draft_vocab_size: int | None = None, seed: int = SEED) -> None:
-    module = random_draft(target, draft_vocab_size, seed)
+def save_random_draft(
+    target: Path, folder: Path, draft_vocab_size: int | None = None, seed: int = SEED, **flags: bool
+) -> None:
+    module = random_draft(target, draft_vocab_size, seed, **flags)
     folder.mkdir(parents=True)
     write_draft(module, module.state_dict(), folder, {})
 

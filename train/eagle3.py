@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.config import run
 from slipstream.kernels.cross_entropy import Kind, soft_cross_entropy
-from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.drafts.eagle3 import FLAGS, Eagle3
 from slipstream.models.targets.config import default_aux_layers
 from slipstream.train.draft_setup import ChainDraftOptions, DraftRunOptions, TargetFiles, train
 from slipstream.train.training import Metrics
@@ -34,6 +34,14 @@ class DraftOptions(ChainDraftOptions):
     """weights of the steps, one for each; default: by ttt_decay"""
     loss: Kind = "soft_ce"
     """distance to the target's distribution: soft_ce, forward_kl, reverse_kl, tv or lk (docs/eagle3.md)"""
+    norm_before_residual: bool = False
+    """the layer adds to the norm of its hidden state (this and the next three: EAGLE-3.1, docs/eagle3.md)"""
+    norm_before_fc: bool = False
+    """one norm over all target states, before fc"""
+    fc_norm: bool = False
+    """a norm of each target state, before fc; not together with norm_before_fc"""
+    norm_output: bool = False
+    """the next step reads the state after the final norm"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,7 +72,8 @@ class Eagle3Training(ChainTraining):
     @classmethod
     def new_draft(cls, options: DraftOptions, files: TargetFiles) -> Eagle3:
         layers = options.aux_layers or default_aux_layers(files.config.num_layers)
-        return files.new_draft(Eagle3, options, aux_layers=layers)
+        flags = {flag: getattr(options, flag) for flag in FLAGS}
+        return files.new_draft(Eagle3, options, aux_layers=layers, **flags)
 
     def start(self) -> None:
         if self.options.init_from_target:

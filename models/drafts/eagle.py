@@ -122,5 +122,9 @@ class Eagle(DraftNetwork):
         """embeds and hidden (..., H) -> the next feature (..., H), input of the head and of the next step."""
         return self.layer(self.join(embeds, hidden), attention, mask)
 
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """Features (..., H) as the head reads them: unchanged."""
+        return hidden
+
     def join(self, embeds: Tensor, hidden: Tensor) -> Tensor:
         return self.fc(torch.cat((embeds, hidden), dim=-1))

@@ -9,6 +9,7 @@ file without any means EAGLE-3's three layers, where the target is deep enough f
 little, and the reader has to name them.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -36,22 +37,31 @@ from slipstream.models.layers.mlp import GatedMLP
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.targets.config import ModelConfig, check_aux_layers
 
+logger = logging.getLogger(__name__)
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3.1, by their public names
 # Flags of other trainers that change the network; checkpoints that set one are refused.
-UNSUPPORTED_FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "use_aux_norm", "mlp_bias")
+UNSUPPORTED_FLAGS = ("use_aux_norm", "mlp_bias")
 MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(DraftConfig):
-    """`aux_layers` are output ids (models/targets/config.py)."""
+    """`aux_layers` are output ids (models/targets/config.py). The last four fields are the FLAGS."""
 
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
     attention_bias: bool = False
+    norm_before_residual: bool = False  # the layer adds to hidden_norm(hidden), not to hidden
+    norm_before_fc: bool = False  # one norm over all target states, before fc
+    fc_norm: bool = False  # a norm of each target state, before fc
+    norm_output: bool = False  # the next step reads the state after the final norm
 
     def __post_init__(self) -> None:
         DraftConfig.__post_init__(self)
         check_aux_layers(self.aux_layers, self.target_num_layers)
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm are both set; a draft norms its target states in one way only")
 
     def layer_config(self) -> ModelConfig:
         """The draft's one layer seen as a one-layer model."""
@@ -66,6 +76,7 @@ class Eagle3Config(DraftConfig):
             "attention_bias": self.attention_bias,
             **decoder_to_json(self),
             **_layers_to_json(self),
+            **{flag: True for flag in FLAGS if getattr(self, flag)},
             "target_num_layers": self.target_num_layers,
             "drafter": "eagle3",
         }
@@ -80,10 +91,13 @@ class Eagle3Config(DraftConfig):
         own_size = {"target_hidden_size": values.get("target_hidden_size") or values["hidden_size"]}
         expected = {"vocab_size": target.vocab_size, "target_num_layers": target.num_layers}
         check_target({**values, **own_size}, **expected, target_hidden_size=target.hidden_size)
+        _check_norm_output(values, tensors or {})
+        flags: dict[str, Any] = {flag: _flag(flag, values) for flag in FLAGS}
         return cls(
             **decoder | {"draft_vocab_size": decoder["draft_vocab_size"] or values["vocab_size"]},
             aux_layers=_layers_from_json(values, target, tensors or {}),
             attention_bias=bool(values.get("attention_bias", False)),
+            **flags,
         )
 
     @classmethod
@@ -92,6 +106,36 @@ class Eagle3Config(DraftConfig):
         if values.get(AUX_LAYERS) or eagle.get(AUX_LAYERS):
             return values
         return {**values, "eagle_config": {**eagle, AUX_LAYERS: list(aux_layers)}}
+
+
+def _flag(name: str, values: Mapping[str, Any]) -> bool:
+    """From the top level or eagle_config, where vLLM also looks. Raises ValueError if they differ."""
+    outer, inner = values.get(name), (values.get("eagle_config") or {}).get(name)
+    if None not in (outer, inner) and bool(outer) != bool(inner):
+        raise ValueError(f"draft config: {name} is {outer} and, in eagle_config, {inner}; delete the wrong one")
+    return bool(outer or inner)
+
+
+def _check_norm_output(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Until September 2026 (its pull request 879) SpecForge meant something else by norm_output: whether the head reads
+    the state after the final norm; the next step always read the one before it. Nothing in a file tells which is meant,
+    but a final norm that no step used is as it was initialised.
+
+    Raises ValueError for such a norm; warns of a draft that may be served unlike it was trained.
+    """
+    if "drafter" in values or values.get("norm_output") is None:  # ours and speculators' mean what servers do
+        return
+    weight = tensors.get("norm.weight")
+    if values["norm_output"]:
+        logger.warning(
+            "draft config sets norm_output: as in SGLang and vLLM the next step reads the state after the final norm. "
+            "SpecForge meant another thing until September 2026; set norm_output to false for a draft of that time"
+        )
+    elif weight is not None and bool((weight == 1).all()):
+        raise ValueError(
+            "draft config: norm_output is false and norm.weight all ones, as SpecForge until September 2026 trained "
+            "drafts without a norm before the head, which is not supported; delete norm_output if this is not one"
+        )
 
 
 def published_layers(num_layers: int) -> tuple[int, ...] | None:
@@ -140,7 +184,8 @@ def _unnamed_layers(target: ModelConfig, tensors: Mapping[str, Tensor]) -> tuple
 
 
 class Midlayer(nn.Module):
-    """The decoder layer: attention reads [norm(embedding) ; norm(hidden)], the residual stream is `hidden`."""
+    """The decoder layer: attention reads [norm(embedding) ; norm(hidden)], the residual stream is `hidden`,
+    with norm_before_residual its norm."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -150,9 +195,13 @@ class Midlayer(nn.Module):
         self.self_attn = SelfAttention(layer, 0, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = GatedMLP(size, config.intermediate_size)
+        self.norm_before_residual = config.norm_before_residual
 
     def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention, mask: Mask) -> Tensor:
-        attended = self.self_attn(self.attention_input(embeds, hidden), attention, mask)
+        normed = self.attention_input(embeds, hidden)
+        if self.norm_before_residual:
+            hidden = normed[..., hidden.shape[-1] :]
+        attended = self.self_attn(normed, attention, mask)
         normed, x = self.post_attention_layernorm.add(hidden, attended)
         return x + self.mlp(normed)
 
@@ -172,10 +221,13 @@ class Eagle3(DraftNetwork):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
-        size = config.hidden_size
-        self.fc = Linear(config.target_hidden_size * len(config.aux_layers), size, bias=False)
+        size, target_size, count = config.hidden_size, config.target_hidden_size, len(config.aux_layers)
+        eps = config.rms_norm_eps
+        self.input_norm = RMSNorm(target_size * count, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(target_size, eps) for _ in range(count)) if config.fc_norm else None
+        self.fc = Linear(target_size * count, size, bias=False)
         self.midlayer = Midlayer(config)
-        self.norm = RMSNorm(size, config.rms_norm_eps)
+        self.norm = RMSNorm(size, eps)
         self.lm_head = Head(size, config.draft_vocab_size)
 
     @property
@@ -209,6 +261,11 @@ class Eagle3(DraftNetwork):
 
     def fuse(self, aux_states: Tensor) -> Tensor:
         """Target states (..., K * Ht) -> (..., H)."""
+        if self.input_norm is not None:
+            aux_states = self.input_norm(aux_states)
+        if self.fc_norm is not None:
+            states = zip(self.fc_norm, aux_states.chunk(len(self.fc_norm), dim=-1), strict=True)
+            aux_states = torch.cat([norm(state) for norm, state in states], dim=-1)
         return self.fc(aux_states)
 
     def write_context(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> None:
@@ -216,9 +273,15 @@ class Eagle3(DraftNetwork):
         self.midlayer.self_attn.write(self.midlayer.attention_input(embeds, hidden), attention)
 
     def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
-        """embeds and hidden (..., H) -> (..., H) before the final norm: `hidden` of the next step."""
-        return self.midlayer(embeds, hidden, attention, mask)
+        """embeds and hidden (..., H) -> (..., H), `hidden` of the next step: before the final norm, with norm_output
+        after it."""
+        states = self.midlayer(embeds, hidden, attention, mask)
+        return self.norm(states) if self.config.norm_output else states
+
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """States (..., H) that `forward` gave, after the final norm."""
+        return hidden if self.config.norm_output else self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., H) before the final norm -> (..., Vd)."""
-        return self.lm_head(self.norm(hidden))
+        """States (..., H) that `forward` gave -> (..., Vd)."""
+        return self.lm_head(self.head_input(hidden))

@@ -16,14 +16,15 @@ OWN = (
     *("target", "target_revision", "target_fingerprint", "tokenizer_hash"),
 )
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
 # Public fields of a draft that are not its decoder's.
 OUTSIDE = (
     *("architectures", "block_size", "dflash_config", "draft_vocab_size", "sample_from_anchor", "torch_dtype"),
     *("eagle_config", AUX_LAYERS, "target_hidden_size"),
+    *EAGLE3_FLAGS,
 )
 PUBLIC_ARCHITECTURES = {"dflash": "DFlashDraftModel", "eagle3": "LlamaForCausalLMEagle3"}
 EAGLE3_TOKENS = 3  # per round by default, also ours
-EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
 REQUIRED = {
     "dflash": ("transformer_layer_config", "aux_hidden_state_layer_ids"),
     "eagle3": ("transformer_layer_config",),
@@ -76,7 +77,7 @@ def _dflash_fields(values: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
 
 
 def _eagle3_fields(values: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """As above. Writes flags that are off, since vLLM takes a missing norm_before_residual as on."""
+    """As above. Writes flags that are off, too, since vLLM takes a missing norm_before_residual as on."""
     if values.get("attention_bias"):
         raise ValueError("this draft has biases for q, k and v alone (attention_bias); speculators has one for o, too")
     if values["target_hidden_size"] != values["hidden_size"]:
@@ -86,7 +87,7 @@ def _eagle3_fields(values: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         )
     layers = {AUX_LAYERS: values[AUX_LAYERS]} if values.get(AUX_LAYERS) else {}
     target_size = {"target_hidden_size": values["target_hidden_size"]}
-    return EAGLE3_TOKENS, {**target_size, **layers, **dict.fromkeys(EAGLE3_FLAGS, False)}
+    return EAGLE3_TOKENS, {**target_size, **layers, **{flag: values.get(flag, False) for flag in EAGLE3_FLAGS}}
 
 
 def speculators_kind(values: Mapping[str, Any]) -> str | None:
@@ -104,14 +105,17 @@ def from_speculators(values: dict[str, Any]) -> dict[str, Any]:
     if kind is None:
         return values
     missing = [name for name in REQUIRED[kind] if not values.get(name)]
-    if kind == "eagle3" and "norm_before_residual" not in values:  # true for vLLM, false for the library
-        missing.append("norm_before_residual")
     if missing:
         raise ValueError(f"draft config lacks {', '.join(missing)}")
+    if kind == "eagle3" and "norm_before_residual" not in values:
+        raise ValueError(
+            "draft config lacks norm_before_residual, which vLLM then takes as true and the library as false; add it "
+            "as the draft was trained"
+        )
     inside = values["transformer_layer_config"]
     if not isinstance(inside, dict):
         raise ValueError(f"transformer_layer_config is a {type(inside).__name__}; it must be an object")
-    public = {**inside, **values, "architectures": [PUBLIC_ARCHITECTURES[kind]]}
+    public = {**inside, **values, "architectures": [PUBLIC_ARCHITECTURES[kind]], "drafter": kind}
     if kind == "dflash":
         public["dflash_config"] = {
             "mask_token_id": values.get("mask_token_id"),

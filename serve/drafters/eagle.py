@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
 from slipstream.serve.draft_vocabulary import TokenMapOptions
@@ -18,6 +16,3 @@ class EagleOptions(TokenMapOptions, TreeOptions):
 
 class Drafter(AutoregressiveDrafter):
     Options, Network = EagleOptions, Eagle
-
-    def head_input(self, hidden: Tensor) -> Tensor:
-        return hidden

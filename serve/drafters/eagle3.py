@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
 
@@ -26,7 +24,3 @@ class Eagle3Options(TreeOptions):
 
 class Drafter(AutoregressiveDrafter):
     Options, Network = Eagle3Options, Eagle3
-    module: Eagle3
-
-    def head_input(self, hidden: Tensor) -> Tensor:
-        return self.module.norm(hidden)

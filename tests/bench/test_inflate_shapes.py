@@ -115,6 +115,7 @@ def test_the_big_draft_is_an_eagle3_head_of_the_targets_sizes() -> None:
         ({}, partial(small_dflash, num_layers=6), {}, "draft num_layers: 6 do not fit .* has room for 5"),
         ({}, partial(small_dflash, aux_layers=tuple(range(6))), {}, "draft aux_layers: 6 do not fit"),
         ({}, partial(small_dflash, attention_bias=True), {}, "draft has attention_bias; only drafts without"),
+        ({}, partial(small_eagle3, norm_output=True), {}, "draft sets norm_output; only EAGLE3 drafts without"),
     ],
 )
 def test_what_does_not_fit_is_named(model: dict[str, Any], draft: Any, shape: dict[str, Any], message: str) -> None:

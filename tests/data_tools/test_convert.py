@@ -183,7 +183,11 @@ def values_of(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("layers", "draft_vocab_size", "fields"),
-    [((1, 5, 8), 50, {}), ((0, 5, 9), 120, {}), ((2, 1), 120, {"intermediate_size": 80}), ((11, 4, 0), 50, {})],
+    [
+        *(((1, 5, 8), 50, {}), ((0, 5, 9), 120, {}), ((2, 1), 120, {"intermediate_size": 80}), ((11, 4, 0), 50, {})),
+        ((1, 5, 8), 50, {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}),
+        ((4, 0), 120, {"fc_norm": True}),
+    ],
 )
 def test_a_round_trip_is_bit_identical(
     layers: tuple[int, ...], draft_vocab_size: int, fields: dict[str, Any], deep_runs: Runs
@@ -217,6 +221,7 @@ def test_the_layout_of_speculators(llama: Runs) -> None:
     values = values_of(folder)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
     assert [values[flag] for flag in flags] == [False] * 5, "vLLM takes a missing norm_before_residual as true"
+    assert not set(flags) & values["transformer_layer_config"].keys()
     assert values["transformer_layer_config"]["model_type"] == "llama"
     assert values["speculators_config"]["verifier"] == {
         "name_or_path": str(llama.target),
@@ -289,9 +294,9 @@ def test_what_the_layout_of_speculators_cannot_hold_is_refused(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"norm_before_residual": True}, "draft config sets norm_before_residual, which is not supported"),
-        ({"norm_before_residual": None}, "draft config lacks norm_before_residual"),
-        ({"fc_norm": True}, "draft config sets fc_norm"),
+        ({"norm_before_residual": None}, "lacks norm_before_residual, which vLLM then takes as true"),
+        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm are both set"),
+        ({"use_aux_norm": True}, "draft config sets use_aux_norm, which is not supported"),
         ({"speculators_model_type": "peagle"}, "speculators_model_type is 'peagle'; supported: dflash, eagle3"),
         (
             {"transformer_layer_config": {"model_type": "qwen3", "vocab_size": 120}},

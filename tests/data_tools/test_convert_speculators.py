@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from slipstream.models.drafts.base import load_draft
-from slipstream.models.drafts.eagle3 import Eagle3
+from slipstream.models.drafts.eagle3 import FLAGS, Eagle3
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import default_aux_layers
 from slipstream.models.targets.decoder import load_config
@@ -28,15 +28,25 @@ STEPS, LENGTH = 3, 24
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=[(12, None, 50), (12, None, 120), (12, (0, 5, 10), 50), (6, (1, 5), 50)])
+DEFAULTS = ("norm_before_residual", "norm_before_fc", "norm_output")  # flags of their own recipe
+
+
+@pytest.fixture(
+    params=[
+        *((12, None, 50, ()), (12, None, 120, DEFAULTS), (12, (0, 5, 10), 50, DEFAULTS), (6, (1, 5), 50, ())),
+        *((12, None, 50, (flag,)) for flag in FLAGS),
+        (6, (4, 1), 50, ("fc_norm", "norm_output")),
+    ],
+    ids=str,
+)
 def runs(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
-    """A target and a draft that reads the default or these layers, with a vocabulary of that size."""
-    num_layers, layers, draft_vocab_size = request.param
+    """A target and a draft that reads the default or these layers, with a vocabulary of that size and these flags."""
+    num_layers, layers, draft_vocab_size, flags = request.param
     shape = SHAPE | {"num_hidden_layers": num_layers}
     save_random_target(LlamaConfig(**shape, rope_parameters=LLAMA3_ROPE), tmp_path / "target")
     round_to_bf16(tmp_path / "target" / "model.safetensors")
     runs = Runs(tmp_path / "target", tmp_path, capsys)
-    save_eagle3_draft(runs, layers or default_aux_layers(num_layers), draft_vocab_size)
+    save_eagle3_draft(runs, layers or default_aux_layers(num_layers), draft_vocab_size, **dict.fromkeys(flags, True))
     return runs
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.models.drafts.base import HEAD, OWN_FIELDS, write_draft
-from slipstream.models.drafts.eagle3 import UNSUPPORTED_FLAGS, Eagle3, Eagle3Config
+from slipstream.models.drafts.eagle3 import FLAGS, UNSUPPORTED_FLAGS, Eagle3, Eagle3Config
 from slipstream.models.drafts.speculators_layout import AUX_LAYERS
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import ModelConfig, RopeConfig, default_aux_layers
@@ -20,6 +20,11 @@ from slipstream.tests.models.saved_drafts import ORIGIN, CausalAttention, SavedD
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 
 LENGTH = 23
+FLAGGED: list[dict[str, bool]] = [
+    *({flag: True} for flag in FLAGS),
+    {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},  # the defaults of speculators
+    {"fc_norm": True, "norm_output": True},  # of others' EAGLE-3.1 recipes
+]
 LAST_MLP = [f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
 
 
@@ -38,7 +43,9 @@ def random_module(target: Path, **fields: Any) -> Eagle3:
     return module.requires_grad_(False)
 
 
-@pytest.mark.parametrize("fields", [{}, {"attention_bias": True}, {"num_kv_heads": 1}, {"intermediate_size": 20}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"attention_bias": True}, {"num_kv_heads": 1}, {"intermediate_size": 20}, *FLAGGED]
+)
 def test_the_module_equals_its_formula(
     fields: dict[str, Any], make_target: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -108,9 +115,9 @@ def test_a_draft_of_other_size_cannot_start_from_the_target(
     assert "switch init_from_target off" in str(caught.value)
 
 
-def save_draft(target: ModelConfig, folder: Path, draft_vocab_size: int) -> SavedDraft:
+def save_draft(target: ModelConfig, folder: Path, draft_vocab_size: int, **flags: bool) -> SavedDraft:
     torch.manual_seed(4)
-    fields = {"draft_vocab_size": draft_vocab_size, "aux_layers": (1, 2, 4)}
+    fields = {"draft_vocab_size": draft_vocab_size, "aux_layers": (1, 2, 4), **flags}
     return SavedDraft(Eagle3(Eagle3Config.from_target(target, **fields, **ORIGIN)), target, folder)
 
 
@@ -183,6 +190,51 @@ def test_the_config_holds_the_public_fields(draft: SavedDraft) -> None:
     assert public.items() <= config.items()
     assert config["eagle_config"][AUX_LAYERS] == [1, 2, 4], "outputs of layers, which SGLang reads"
     assert config[AUX_LAYERS] == [2, 3, 5], "layer inputs, which vLLM reads"
+
+
+@pytest.mark.parametrize("flags", FLAGGED)
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_flags_of_eagle_3_1(
+    flags: dict[str, bool], nested: bool, make_target: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Only those that are set are written, with their norms; eagle_config may hold them too, as for vLLM."""
+    draft = save_draft(load_config(make_target("llama")), tmp_path, 50, **flags)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert {flag: values[flag] for flag in FLAGS if flag in values} == flags
+    shapes = {key: tuple(x.shape) for key, x in load_file(tmp_path / "model.safetensors").items()}
+    assert shapes.get("input_norm.weight") == ((96,) if "norm_before_fc" in flags else None)
+    norms = [shapes[key] for key in sorted(shapes) if key.startswith("fc_norm.")]
+    assert norms == ([(32,)] * 3 if "fc_norm" in flags else [])
+    if nested:
+        draft.change(values={**dict.fromkeys(flags), "eagle_config": {**values["eagle_config"], **flags}})
+    draft.check_round_trip()
+
+
+def test_flags_that_contradict_are_refused(draft: SavedDraft) -> None:
+    draft.change(values={"norm_before_fc": True, "fc_norm": True})
+    with pytest.raises(ValueError, match="norm_before_fc and fc_norm are both set"):
+        draft.load()
+    draft.change(values={"fc_norm": False, "eagle_config": {"norm_before_fc": False}})
+    with pytest.raises(ValueError, match="norm_before_fc is True and, in eagle_config, False; delete the wrong one"):
+        draft.load()
+    draft.change(values={"eagle_config": None})
+    with pytest.raises(ValueError, match=r"missing input_norm\.weight"):
+        draft.load()
+
+
+def test_what_specforge_once_meant_by_norm_output(draft: SavedDraft, caplog: pytest.LogCaptureFixture) -> None:
+    """Whether the head reads a normed state: a final norm that no step ever used is as it was initialised."""
+    draft.change(values={"norm_output": False})
+    draft.assert_loads_equal()
+    draft.change(values={"drafter": None})
+    with pytest.raises(ValueError, match="norm_output is false and norm.weight all ones, as SpecForge"):
+        draft.load()
+    draft.change(lambda tensors: tensors | {"norm.weight": tensors["norm.weight"] * 1.5})
+    assert not draft.load().config.norm_output
+    assert not caplog.text
+    draft.change(values={"norm_output": True})
+    assert draft.load().config.norm_output
+    assert "SpecForge meant another thing until September 2026; set norm_output to false" in caplog.text
 
 
 LAYOUTS: dict[str, Callable[[Tensors], Tensors]] = {

@@ -39,6 +39,11 @@ from slipstream.tests.serve.engine_runs import (
 )
 
 MakeDraft = Callable[[str, str], Path]
+FLAGS: dict[str, tuple[str, ...]] = {  # of EAGLE3 drafts
+    "eagle3": (),
+    "eagle3.1": ("norm_before_residual", "norm_before_fc", "norm_output"),
+    "eagle3.1 fc_norm": ("fc_norm", "norm_output"),
+}
 
 
 class Oracle:
@@ -69,8 +74,8 @@ def make_draft(make_target: Callable[[str], Path], tmp_path_factory: pytest.Temp
     @cache
     def make(family: str, drafter: str) -> Path:
         target, folder = make_target(family), tmp_path_factory.mktemp("drafts") / drafter
-        if drafter == "eagle3":
-            save_random_draft(target, folder, draft_vocab_size=100)
+        if drafter in FLAGS:
+            save_random_draft(target, folder, draft_vocab_size=100, **dict.fromkeys(FLAGS[drafter], True))
         else:
             texts = [text for heat in (0.0, 0.8) for text in texts_of(target, sized_requests(temperature=heat))[::2]]
             fields = {"draft_vocab_size": 100} if drafter == "reduced eagle" else {"fc_bias": False}
@@ -90,6 +95,9 @@ DRAFTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # drafter, it
     "eagle3 chain of 1": ("eagle3", {"depth": 1}, {"page_size": 16}),
     "eagle3 tree": ("eagle3", {"depth": 3, "topk": 4, "nodes": 16}, {"page_size": 32}),
     "eagle3 tree, flat": ("eagle3", {"depth": 2, "topk": 5, "nodes": 5}, {"page_size": 1}),
+    "eagle3.1 chain of 5": ("eagle3.1", {"depth": 5}, {"page_size": 1, "prefill_budget": 7}),
+    "eagle3.1 tree": ("eagle3.1", {"depth": 3, "topk": 4, "nodes": 16}, {"page_size": 32}),
+    "eagle3.1 tree, fc_norm": ("eagle3.1 fc_norm", {"depth": 4, "topk": 2, "nodes": 9}, {"page_size": 16}),
 }
 
 

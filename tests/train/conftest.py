@@ -77,15 +77,23 @@ def random_parts(
     return draft, frozen, RotaryEmbedding(config.rope, config.head_dim, 128)
 
 
-def make_eagle3(target: PreTrainedModel, ids: torch.Tensor) -> Eagle3Training:
-    """A random draft in training: 4 steps, depth 3."""
-    parts = random_parts(Eagle3, target, ids, aux_layers=AUX_STATE_LAYERS)
+def make_eagle3(target: PreTrainedModel, ids: torch.Tensor, **flags: bool) -> Eagle3Training:
+    """A random draft in training: 4 steps, depth 3. `flags` of EAGLE-3.1."""
+    parts = random_parts(Eagle3, target, ids, aux_layers=AUX_STATE_LAYERS, **flags)
     return Eagle3Training(*parts, DraftOptions(ttt_steps=4), depth=3)
 
 
 @pytest.fixture
 def training(target_model: PreTrainedModel, token_map: TokenMap) -> Eagle3Training:
     return make_eagle3(target_model, token_map.ids)
+
+
+@pytest.fixture(params=[("norm_before_residual", "norm_before_fc", "norm_output"), ("fc_norm", "norm_output")])
+def flagged_training(
+    request: pytest.FixtureRequest, target_model: PreTrainedModel, token_map: TokenMap
+) -> Eagle3Training:
+    """With flags of EAGLE-3.1."""
+    return make_eagle3(target_model, token_map.ids, **dict.fromkeys(request.param, True))
 
 
 def random_document(generator: torch.Generator, vocab_size: int = 120) -> Document:

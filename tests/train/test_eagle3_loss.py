@@ -105,20 +105,32 @@ def test_loss_gradient_and_metrics_equal_the_loops(
     token_map: TokenMap,
 ) -> None:
     training.options = DraftOptions(ttt_steps=STEPS, loss=kind, step_weights=step_weights)
+    check_batch(training, target_model, token_map.ids, FORMULAS[kind])
+
+
+def test_flags_of_eagle_3_1_are_trained(
+    flagged_training: Eagle3Training, target_model: PreTrainedModel, token_map: TokenMap
+) -> None:
+    check_batch(flagged_training, target_model, token_map.ids, FORMULAS["soft_ce"])
+    naive = NaiveEagle3(flagged_training.draft, target_model.get_input_embeddings().weight)
+    check_walk(flagged_training, naive, target_model, documents(1), DEPTH)
+
+
+def check_batch(training: Eagle3Training, target_model: PreTrainedModel, ids: Tensor, distance: Distance) -> None:
+    """Loss, gradients and metrics against the loops."""
     rows = documents(4)
     terms = [
         term
         for row in rows
         for document in row
-        for term in naive_terms(training, target_model, token_map.ids, document, FORMULAS[kind])
+        for term in naive_terms(training, target_model, ids, document, distance)
     ]
     expected = torch.zeros(())
-    for step, distance, _ in terms:
-        weight = DECAY**step if step_weights is None else step_weights[step]
-        expected = expected + (0.0 if distance is None else weight * distance)
+    for step, term, _ in terms:
+        expected = expected + (0.0 if term is None else training.options.weight(step) * term)
     loss, metrics = training.loss(collate(rows, 64))
     assert_same_gradients(loss, expected, training.draft)
     for step in range(STEPS):
         agreements = [agrees for s, _, agrees in terms if s == step]
         assert metrics[f"accept_rate_{step}"].tolist() == [sum(agreements), len(agreements)]
-    assert any(distance is None for _, distance, _ in terms)
+    assert any(term is None for _, term, _ in terms)

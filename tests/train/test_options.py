@@ -29,8 +29,8 @@ PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     ),
     "eagle3": (
         Eagle3Options,
-        "draft.aux_layers draft.head draft.init_from_target draft.loss draft.step_weights draft.ttt_decay "
-        "draft.ttt_steps",
+        "draft.aux_layers draft.fc_norm draft.head draft.init_from_target draft.loss draft.norm_before_fc "
+        "draft.norm_before_residual draft.norm_output draft.step_weights draft.ttt_decay draft.ttt_steps",
     ),
     "dflash": (
         DFlashOptions,
