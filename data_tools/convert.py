@@ -22,10 +22,18 @@ from torch import Tensor
 from slipstream.config import run
 from slipstream.data_tools.options import check_named, show_table
 from slipstream.models.drafts.base import EMBEDDING, HEAD, DraftNetwork, drafter_of, load_draft
-from slipstream.models.drafts.dflash import DFlash
+from slipstream.models.drafts.dflash import OFF, UNSUPPORTED, DFlash
 from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import Eagle3
-from slipstream.models.drafts.speculators_layout import layer_name, to_speculators
+from slipstream.models.drafts.speculators_layout import (
+    AUX_LAYERS,
+    DECODER_FIELDS,
+    EAGLE3_FLAGS,
+    OWN,
+    from_speculators,
+    layer_name,
+    to_speculators,
+)
 from slipstream.models.files.atomic import atomic_folder
 from slipstream.models.files.checkpoint import (
     named_target,
@@ -41,6 +49,18 @@ from slipstream.models.targets.config import ModelConfig
 from slipstream.models.targets.decoder import load_config
 
 CPU = torch.device("cpu")
+# Fields of config.json that drafts of every kind may have. The last two lines say nothing about the network.
+FIELDS = (
+    *(*DECODER_FIELDS, *OWN, "architectures", "draft_vocab_size", "rope_parameters", "partial_rotary_factor"),
+    *("mlp_bias", "max_window_layers", "target_hidden_size", "eagle_config", "dflash_config"),
+    *("dtype", "torch_dtype", "transformers_version", "auto_map", "_name_or_path", "initializer_range", "use_cache"),
+    *("attention_dropout", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
+MODELOPT_FIELDS = (  # of EAGLE3 drafts of NVIDIA's ModelOpt, in eagle_config: the tensors show the same
+    *("use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular", "parallel_draft_step"),
+    "parallel_draft_heads_num_layers",
+)
+DEEPSPEC_FIELDS = ("num_anchors", "markov_head_type", "confidence_head_with_markov")  # idle where markov_rank is 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +106,7 @@ class Form(NamedTuple):
 
     network: type[DraftNetwork]
     layouts: Mapping[str, Callable[[Draft, TargetFiles], Draft]]
+    fields: tuple[str, ...]  # of config.json, besides FIELDS
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -103,7 +124,10 @@ def convert(config: ConvertConfig) -> None:
     if not name:
         raise ValueError("the draft names no target; add --target with the model it was trained for")
     target = read_target(name)
-    written = form.layouts[config.layout](read_draft(form, path, target, config.aux_layers), target)
+    draft = read_draft(form, path, target, config.aux_layers)
+    check_fields(from_speculators(values), form)
+    check_fields(draft.values, form)
+    written = form.layouts[config.layout](draft, target)
     provenance: dict[str, Any] = {"argv": sys.argv, "converted": config.input}
     if (path / "run.json").exists():
         provenance["run"] = read_json(path / "run.json")
@@ -133,6 +157,19 @@ def form_of(values: Mapping[str, Any], config: ConvertConfig) -> Form:
             f"layout {config.layout} cannot hold drafts such as {config.input}; use {', '.join(form.layouts)}"
         )
     return form
+
+
+def check_fields(values: Mapping[str, Any], form: Form) -> None:
+    """Raises ValueError for fields of a public config.json that no layout has a place for: what they say would be lost,
+    or stand where no reader looks. Those that are off, null or empty say nothing."""
+    nested = [values.get(name) or {} for name in ("eagle_config", "dflash_config")]
+    given = {name: value for fields in (values, *nested) for name, value in fields.items() if value not in OFF}
+    unknown = sorted(given.keys() - {*FIELDS, *form.fields})
+    if unknown:
+        raise ValueError(
+            f"the draft's config.json has {', '.join(unknown)}, which no layout here has a place for; take out what "
+            "its network does not depend on"
+        )
 
 
 def read_target(name: str) -> TargetFiles:
@@ -195,9 +232,17 @@ def _speculators_draft(
 
 
 FORMS = {
-    "dflash": Form(DFlash, {"sglang": dflash_to_sglang, "speculators": dflash_to_speculators}),
-    "eagle3": Form(Eagle3, {"sglang": as_it_is, "speculators": eagle3_to_speculators}),
-    "eagle": Form(Eagle, {"sglang": as_it_is}),
+    "dflash": Form(
+        DFlash,
+        {"sglang": dflash_to_sglang, "speculators": dflash_to_speculators},
+        ("block_size", "mask_token_id", "target_layer_ids", "sample_from_anchor", *UNSUPPORTED, *DEEPSPEC_FIELDS),
+    ),
+    "eagle3": Form(
+        Eagle3,
+        {"sglang": as_it_is, "speculators": eagle3_to_speculators},
+        (AUX_LAYERS, "use_aux_hidden_state", "num_aux_hidden_states", *EAGLE3_FLAGS, *MODELOPT_FIELDS),
+    ),
+    "eagle": Form(Eagle, {"sglang": as_it_is}, ("bias", "qkv_bias")),
 }
 
 

@@ -17,11 +17,11 @@ OWN = (
 )
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
-# Public fields of a draft that are not its decoder's.
-OUTSIDE = (
-    *("architectures", "block_size", "dflash_config", "draft_vocab_size", "sample_from_anchor", "torch_dtype"),
-    *("eagle_config", AUX_LAYERS, "target_hidden_size"),
-    *EAGLE3_FLAGS,
+# Public fields of a draft's decoder, which stand in transformer_layer_config there.
+DECODER_FIELDS = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "attention_bias", "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_theta"),
+    *("rope_scaling", "layer_types", "sliding_window", "use_sliding_window", "vocab_size", "tie_word_embeddings"),
 )
 PUBLIC_ARCHITECTURES = {"dflash": "DFlashDraftModel", "eagle3": "LlamaForCausalLMEagle3"}
 EAGLE3_TOKENS = 3  # per round by default, also ours
@@ -55,7 +55,7 @@ def to_speculators(values: Mapping[str, Any], verifier: str, architectures: list
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": verifier, "architectures": architectures},
         },
-        "transformer_layer_config": {name: value for name, value in values.items() if name not in (*OUTSIDE, *OWN)},
+        "transformer_layer_config": {name: values[name] for name in DECODER_FIELDS if name in values},
         "draft_vocab_size": values.get("draft_vocab_size") or values["vocab_size"],
         **fields,
         "tie_word_embeddings": False,

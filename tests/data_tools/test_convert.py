@@ -159,6 +159,26 @@ def test_a_broken_config_is_refused_by_field(fields: dict[str, Any], message: st
     assert "config.json holds a list, not a JSON object" in runs.refused(draft, "sglang")
 
 
+@pytest.mark.parametrize("source", ["sglang", "speculators"])
+@pytest.mark.parametrize("place", [None, "dflash_config", "transformer_layer_config"])
+def test_a_field_without_a_place_in_any_layout_is_refused(source: str, place: str | None, runs: Runs) -> None:
+    """Neither written where no reader looks nor lost; what is off says nothing, and bookkeeping is left out."""
+    folder, _ = runs.convert(save(runs), source)
+    file = folder / "config.json"
+    values = json.loads(file.read_text())
+    if place is not None and place not in values:
+        place = None
+    inner = values if place is None else values[place]
+    inner |= {"logits_temperature": 0.5, "score_head": {}, "initializer_range": 0.02}
+    file.write_text(json.dumps(values))
+    for layout in ("sglang", "speculators"):
+        message = "config.json has logits_temperature, which no layout here has a place for"
+        assert message in runs.refused(folder, layout)
+    del inner["logits_temperature"]
+    file.write_text(json.dumps(values))
+    assert_equal_checkpoints(runs.root / "draft", runs.convert(folder, "sglang")[0])
+
+
 @pytest.fixture
 def llama(make_target: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runs:
     return Runs(make_target("llama"), tmp_path, capsys)
