@@ -181,9 +181,9 @@ class Eagle3Draft(Draft):
 
     def check(self, model: ModelConfig, shape: Shape) -> None:
         super().check(model, shape)
-        for flag in FLAGS:
-            if getattr(self.config, flag):
-                raise ValueError(f"draft sets {flag}; only EAGLE3 drafts without such flags can be inflated")
+        for name in (*FLAGS, "sliding_window"):
+            if getattr(self.config, name):
+                raise ValueError(f"draft sets {name}; only EAGLE3 drafts without it can be inflated")
 
 
 class DFlashDraft(Draft):

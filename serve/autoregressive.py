@@ -81,7 +81,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.module, self.vocabulary, self.head = module, vocabulary, vocabulary.head
         self.shape = options.shape
         self.branches = options.topk > 1
-        self.aux_layers = module.config.aux_layers
+        self.aux_layers, self.longest_context = module.config.aux_layers, module.config.sliding_window
         layer = module.config.layer_config()
         self.kv = KVSpec(1, layer.num_kv_heads, layer.head_dim, layer.rope)
         nodes = options.verified_nodes

@@ -73,7 +73,7 @@ class Engine:
         max_reserve = self.reserve * (MAX_ROUNDS_IN_FLIGHT if self.overlap else 1)
         with runtime.stage("sizing the KV cache"):
             sizing = Sizing(config, specs, dtype, self.device, max_reserve)
-            longest = pick_max_model_len(config.max_model_len, model)
+            longest = pick_max_model_len(config.max_model_len, model, self.drafter.longest_context)
             workspace = self._measure(specs, dtype, sizing.pages_for(longest)) if self.device.type == "cuda" else 0
             num_pages = sizing.num_pages(longest, workspace)
             max_model_len = sizing.fit_to_cache(longest, num_pages)
@@ -285,12 +285,21 @@ class Engine:
         return capture_all(runner, self.config, self.widths)
 
 
-def pick_max_model_len(asked: int | None, model: ModelConfig) -> int:
-    """The context length: at most the target's positions and its sliding window, since windows are not implemented."""
+def pick_max_model_len(asked: int | None, model: ModelConfig, of_draft: int | None) -> int:
+    """The context length: at most the target's positions and its sliding window, since windows are not implemented.
+
+    Raises ValueError if the drafter is not made for that many: `of_draft` (None: for any), its sliding window.
+    """
     limit = min(model.max_position_embeddings, model.sliding_window or model.max_position_embeddings)
     if asked is not None and asked > limit:
         raise ValueError(f"max_model_len is {asked}; this target allows at most {limit}")
-    return asked or limit
+    longest = asked or limit
+    if of_draft is not None and longest > of_draft:
+        raise ValueError(
+            f"contexts of {longest} tokens do not fit the draft's sliding_window of {of_draft}, which may never "
+            f"bind here; serve with --max-model-len {of_draft} or less"
+        )
+    return longest
 
 
 def pick_widths(asked: int | None, offered: tuple[int, ...]) -> tuple[int, ...]:

@@ -50,6 +50,7 @@ class DraftConfig(DecoderShape, ABC):
     target_hidden_size: int
     target_num_layers: int
     draft_vocab_size: int | None = None  # None: the target's
+    sliding_window: int | None = None  # tokens that a windowed layer sees, its own included
     target: str = ""
     target_revision: str | None = None
     target_fingerprint: str = ""
@@ -211,10 +212,24 @@ def check_llama_layer(values: Mapping[str, Any]) -> None:
     """Raises ValueError unless the decoder is one plain layer."""
     if values.get("num_hidden_layers", 1) != 1 or values.get("hidden_act", "silu") != "silu":
         raise ValueError("draft config: num_hidden_layers must be 1 and hidden_act 'silu'")
-    if values.get("sliding_window") and values.get("use_sliding_window", True):
-        raise ValueError(f"draft config sets sliding_window {values['sliding_window']}, which is not supported")
     if values.get("mlp_bias"):
         raise ValueError("draft config sets mlp_bias, which is not supported")
+
+
+def window_from_json(values: Mapping[str, Any]) -> int | None:
+    """The window of the one layer of an EAGLE draft. Serving lets the layer see all, so the engine refuses contexts
+    that are longer."""
+    types = values.get("layer_types")
+    is_used = "sliding_attention" in types if types else values.get("use_sliding_window", True)
+    return (values.get("sliding_window") or None) if is_used else None
+
+
+def window_to_json(config: DraftConfig) -> dict[str, Any]:
+    """The inverse; nothing without a window."""
+    if config.sliding_window is None:
+        return {}
+    fields = {"layer_types": ["sliding_attention"], "use_sliding_window": True}
+    return {**fields, "sliding_window": config.sliding_window}
 
 
 def check_target(values: Mapping[str, Any], **expected: int) -> None:

@@ -55,7 +55,6 @@ class DFlashConfig(DraftConfig):
     mask_token_id: int
     block_size: int = 16  # tokens of a block, the anchor (last emitted token) included
     sample_from_anchor: bool = False  # slot k predicts the next token, as in DeepSpec's drafts; never in ours
-    sliding_window: int | None = None  # tokens that a windowed layer sees, its own included
     windowed_layers: tuple[int, ...] = ()  # which layers have the window; inside the block these are causal
     attention_bias: bool = False
 

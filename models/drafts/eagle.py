@@ -26,6 +26,8 @@ from slipstream.models.drafts.base import (
     check_target,
     decoder_from_json,
     decoder_to_json,
+    window_from_json,
+    window_to_json,
 )
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.linear import Linear
@@ -58,6 +60,7 @@ class EagleConfig(DraftConfig):
             "bias": self.fc_bias,
             "qkv_bias": self.qkv_bias,
             **decoder_to_json(self),
+            **window_to_json(self),
             "num_target_layers": self.target_num_layers,
             "drafter": "eagle",
         }
@@ -73,6 +76,7 @@ class EagleConfig(DraftConfig):
         is_qwen2 = values.get("architectures") == ["Qwen2ForCausalLMEagle"]
         return cls(
             **decoder,
+            sliding_window=window_from_json(values),
             fc_bias=bool(values.get("bias", has_bias)),
             qkv_bias=bool(values.get("qkv_bias", values.get("attention_bias", is_qwen2))),
         )

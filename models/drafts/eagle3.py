@@ -28,6 +28,8 @@ from slipstream.models.drafts.base import (
     decoder_from_json,
     decoder_to_json,
     ids_of,
+    window_from_json,
+    window_to_json,
 )
 from slipstream.models.drafts.speculators_layout import AUX_LAYERS, without_last_layer
 from slipstream.models.files.weights import public_tensors
@@ -75,6 +77,7 @@ class Eagle3Config(DraftConfig):
             "num_hidden_layers": 1,
             "attention_bias": self.attention_bias,
             **decoder_to_json(self),
+            **window_to_json(self),
             **_layers_to_json(self),
             **{flag: True for flag in FLAGS if getattr(self, flag)},
             "target_num_layers": self.target_num_layers,
@@ -97,6 +100,7 @@ class Eagle3Config(DraftConfig):
             **decoder | {"draft_vocab_size": decoder["draft_vocab_size"] or values["vocab_size"]},
             aux_layers=_layers_from_json(values, target, tensors or {}),
             attention_bias=bool(values.get("attention_bias", False)),
+            sliding_window=window_from_json(values),
             **flags,
         )
 

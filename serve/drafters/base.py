@@ -31,6 +31,7 @@ class Drafter(ABC):
     aux_layers: tuple[int, ...] = ()  # target states it reads: 0..n-1 a layer's output, n after the final norm
     kv: KVSpec | None = None  # its own per-token KV, kept at the target's slots
     lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
+    longest_context: int | None = None  # tokens of a context up to which it drafts as trained; None: any
     branches: bool = False  # False: proposals are chains, which need neither tree mask nor KV moves
     on_host: ClassVar[bool] = False  # `draft` runs on the host between rounds, which wait for it while that pays
     widths: tuple[int, ...] = (1,)  # supported values of N; always with 1

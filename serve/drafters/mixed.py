@@ -68,6 +68,7 @@ class Drafter(base.Drafter):
         self.network, self.ngram = network, ngram.Drafter(options.ngram_options(), vocab_size)
         self.first = options.ngram_first
         self.aux_layers, self.kv, self.lookahead = network.aux_layers, network.kv, network.lookahead
+        self.longest_context = network.longest_context
         self.widths = tuple(sorted({*network.widths, *self.ngram.widths}))
 
     @property

@@ -329,7 +329,6 @@ def test_flags_that_change_the_network_are_refused_by_name(flag: str, nested: bo
     [
         ({"num_hidden_layers": 2}, "num_hidden_layers must be 1"),
         ({"hidden_act": "gelu"}, "hidden_act 'silu'"),
-        ({"sliding_window": 512}, "sliding_window 512, which is not supported"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope'; supported"),
         ({"hidden_size": None, "rms_norm_eps": None}, "draft config lacks hidden_size, rms_norm_eps"),
         ({"draft_vocab_size": 121}, "draft_vocab_size is 121; the target has 120 tokens"),
@@ -356,9 +355,20 @@ def test_misfits_name_field_and_values(values: Values, message: str, draft: Save
         draft.load()
 
 
-def test_an_unused_sliding_window_is_accepted(draft: SavedDraft) -> None:
-    draft.change(values={"sliding_window": 4096, "use_sliding_window": False})
-    draft.assert_loads_equal()
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"use_sliding_window": False}, None),
+        ({"layer_types": ["full_attention"], "use_sliding_window": True}, None),
+        ({}, 4096),
+        ({"layer_types": ["sliding_attention"], "use_sliding_window": True}, 4096),
+    ],
+)
+def test_a_sliding_window_is_read_where_it_is_used(values: Values, expected: int | None, draft: SavedDraft) -> None:
+    draft.change(values={"sliding_window": 4096, **values})
+    config = draft.load().config
+    assert config.sliding_window == expected
+    assert Eagle3Config.from_json(config.to_json(), draft.target) == config
 
 
 def without(*names: str) -> Callable[[Tensors], Tensors]:

@@ -138,6 +138,18 @@ def test_a_sliding_window_limits_the_context(make_target: MakeTarget, tmp_path: 
         build_engine(tmp_path / "windowed", max_model_len=65)
 
 
+@pytest.mark.parametrize("options", [{}, {"ngram_first": 5}])
+def test_a_drafts_sliding_window_must_never_bind(target: Path, draft: Path, options: dict[str, int]) -> None:
+    """Contexts of the target hold 256 tokens."""
+    change_json(draft / "config.json", sliding_window=256, layer_types=["sliding_attention"])
+    assert build_engine(target, draft, drafter=options).info.max_model_len == 256
+    change_json(draft / "config.json", sliding_window=255)
+    assert build_engine(target, draft, drafter=options, max_model_len=255).info.max_model_len == 255
+    message = "of 256 tokens do not fit the draft's sliding_window of 255, .* --max-model-len 255 or less"
+    with pytest.raises(ValueError, match=message):
+        build_engine(target, draft, drafter=options)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_runs(dtype: str, target: Path, draft: Path) -> None:
     """Rounding may pick other tokens than fp32, but without a draft and with it the counts are right."""
