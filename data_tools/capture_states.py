@@ -1,6 +1,7 @@
 """Runs the target once over a prepared dataset and keeps the states that drafts read, for training without it.
 
     slipstream capture-states --target Qwen/Qwen3-8B --data data/qwen3-8b --output features/qwen3-8b
+    slipstream capture-states ... --layout speculators                        (for the trainer of that library)
     accelerate launch data_tools/capture_states.py ... --dtype fp8 --yes      (each process takes some shards)
 
 Shows size and time first and asks before it writes. A run that was stopped continues with the missing shards.
@@ -26,16 +27,17 @@ from tqdm import tqdm
 from slipstream.config import run
 from slipstream.data_tools.dataset import read_report
 from slipstream.data_tools.options import ConversationOptions, check_at_least, check_named, show_table
-from slipstream.data_tools.state_shards import Capturer, measure, plan_shards, read_documents
+from slipstream.data_tools.state_folders import ShardFolder, SpeculatorsFolder, StateFolder, states_of_speculators
+from slipstream.data_tools.state_shards import Capturer, Document, measure, plan_shards, read_documents
 from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.models.drafts.dflash import default_block_aux_layers
-from slipstream.models.files.atomic import recover
 from slipstream.models.files.checkpoint import resolve, weights_fingerprint
 from slipstream.models.files.outputs import check_working_folder
-from slipstream.models.files.state_store import INDEX, StateFormat, StateIndex, StateStore, shard_path, write_shard
+from slipstream.models.files.state_store import INDEX, ShardRange, StateFormat, StateIndex
 from slipstream.models.targets.config import check_aux_layers, default_aux_layers
 from slipstream.models.targets.pretrained import read_config
 
+LAYOUTS: dict[str, type[StateFolder]] = {"slipstream": ShardFolder, "speculators": SpeculatorsFolder}
 BLOCK_DRAFT_LAYERS = 5  # train/dflash.py's default; it decides which states a draft reads
 
 
@@ -55,6 +57,8 @@ class CaptureConfig:
     """Run Python code that comes with the target."""
     drafters: tuple[Literal["eagle", "eagle3", "dflash"], ...] = ("eagle3",)
     """Drafts that will be trained from the states; decides which are kept. Several share what they can."""
+    layout: Literal["slipstream", "speculators"] = "slipstream"
+    """speculators: the folder that this library's trainer reads offline. Keeps whole documents."""
     layers: tuple[int, ...] = ()
     """States to keep instead: 0..n-1 is the output of that layer, n the state after the final norm."""
     last_hidden: bool = False
@@ -84,6 +88,11 @@ class CaptureConfig:
         check_at_least(self, 1, "batch_tokens", "train_documents", "heldout_documents")
         if self.shard_gb <= 0:
             raise ValueError(f"shard_gb is {self.shard_gb}; give a positive number such as 2")
+        if self.layout == "speculators" and (self.dtype == "fp8" or self.last_hidden or len(self.drafters) > 1):
+            raise ValueError(
+                "layout speculators holds the states of one draft in bf16 or fp32 and the last one before the final "
+                "norm; name one of --drafters, and leave out --dtype fp8 and --last-hidden"
+            )
 
     def command(self) -> str:
         """The command line of this capture, without the options that may change when it is continued."""
@@ -103,6 +112,7 @@ class Job:
     config: CaptureConfig
     splits: dict[str, Dataset]
     index: StateIndex
+    folder: StateFolder
     pending: list[int]  # numbers of the shards to write
 
     @property
@@ -112,6 +122,9 @@ class Job:
     @property
     def num_bytes(self) -> int:
         return sum(map(self.index.num_bytes, self.pending))
+
+    def documents(self, span: ShardRange) -> list[Document]:
+        return read_documents(self.splits[span.split], span, self.config.max_length, self.index.whole_documents)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -124,37 +137,38 @@ def capture_states(config: CaptureConfig) -> None:
     splits = load_splits(config)
     path = resolve(config.target, config.revision, trust_remote_code=config.trust_remote_code)
     index = build_index(config, path, splits)
-    check_output(output, index)
-    if not any(shard.num_tokens for shard in index.shards):
+    folder = LAYOUTS[config.layout](output, index, splits)
+    check_output(folder, output, index)
+    if not any(shard.num_supervised if index.whole_documents else shard.num_tokens for shard in index.shards):
         raise ValueError(
             f"data {config.data} has nothing to capture: no document has a supervised token after its first within "
             f"max_length {config.max_length}; raise --max-length or prepare other data"
         )
     if config.verify:
-        verify_all(StateStore(output))
+        verify_all(folder, output, index)
         return
     if not set(config.shards) <= set(range(len(index.shards))):
         raise ValueError(f"shards is {list(config.shards)}; there are shards 0 to {len(index.shards) - 1}")
-    job = Job(config, splits, index, sorted(set(config.shards)) or index.missing(output))
+    job = Job(config, splits, index, folder, sorted(set(config.shards)) or folder.missing())
     if job.pending:
         check_working_folder(config.output, {"data": [config.data], "target": [config.target]})
     accelerator.wait_for_everyone()  # shards appear from here on
     if not job.pending:
-        accelerator.print(f"{output} is complete: {len(index.shards)} shards")
+        accelerator.print(f"{output} is complete: {len(index.shards)} shards; {folder.use()}")
         return
     is_main = accelerator.is_main_process
     if is_main:
-        check_room(output, job.num_bytes)
+        check_room(output, job.num_bytes, index.layout)
     capturer = Capturer(path, index.form, accelerator.device, config.batch_tokens, config.trust_remote_code)
     if is_main:
         describe(job)
         estimate_time(job, capturer, accelerator.num_processes)
         confirm(config)
-        prepare_folder(output, index)
+        folder.prepare()
     accelerator.wait_for_everyone()
     capture_shards(job, job.pending[accelerator.process_index :: accelerator.num_processes], capturer, show=is_main)
     accelerator.wait_for_everyone()
-    accelerator.print(f"{output}: {len(job.pending)} shards written; train with --data.aux_states {output}")
+    accelerator.print(f"{output}: {len(job.pending)} shards written; {folder.use()}")
 
 
 def load_splits(config: CaptureConfig) -> dict[str, Dataset]:
@@ -179,7 +193,7 @@ def build_index(config: CaptureConfig, path: Path, splits: dict[str, Dataset]) -
             f"target's is {tokenizer_hash[:12]}); prepare it again with --target set to this target"
         )
     form, size = choose_format(config, path), int(config.shard_gb * 1e9)
-    needs = {name: measure(split, config.max_length) for name, split in splits.items()}
+    needs = {name: measure(split, config.max_length, config.layout == "speculators") for name, split in splits.items()}
     return StateIndex(
         target_fingerprint=weights_fingerprint(path),
         tokenizer_hash=tokenizer_hash,
@@ -188,6 +202,7 @@ def build_index(config: CaptureConfig, path: Path, splits: dict[str, Dataset]) -
         form=form,
         shards=tuple(shard for name in needs for shard in plan_shards(name, needs[name], form, size)),
         command=config.command(),
+        layout=config.layout,
     )
 
 
@@ -202,6 +217,8 @@ def choose_format(config: CaptureConfig, path: Path) -> StateFormat:
     layers = config.layers or tuple(sorted({layer for name in config.drafters for layer in defaults[name]()}))
     check_aux_layers(layers, num_layers)
     last_hidden = (config.last_hidden or "eagle3" in config.drafters) and num_layers not in layers
+    if config.layout == "speculators":
+        layers, last_hidden = states_of_speculators(layers, num_layers), False
     return StateFormat(
         layers=layers,
         num_layers=num_layers,
@@ -211,15 +228,13 @@ def choose_format(config: CaptureConfig, path: Path) -> StateFormat:
     )
 
 
-def check_output(output: Path, index: StateIndex) -> None:
-    """Raises ValueError if `output` holds another capture, or shards without an index."""
+def check_output(folder: StateFolder, output: Path, index: StateIndex) -> None:
+    """Raises ValueError if `output` holds another capture, or files of others."""
     if not (output / INDEX).exists():
-        foreign = sorted(path.name for path in output.glob("shard-*.safetensors"))
-        if foreign:
-            raise ValueError(f"output {output} holds {foreign[0]} but no {INDEX}; name another folder")
+        folder.check_new()
         return
     there, here = StateIndex.read(output).to_json(), index.to_json()
-    different = [name for name in here if name != "command" and there[name] != here[name]]
+    different = [name for name in here | there if name != "command" and there.get(name) != here.get(name)]
     if different:
         raise ValueError(
             f"output {output} holds states with another {', '.join(different)}; give the options they were captured "
@@ -227,13 +242,14 @@ def check_output(output: Path, index: StateIndex) -> None:
         )
 
 
-def check_room(output: Path, needed: int) -> None:
+def check_room(output: Path, needed: int, layout: str) -> None:
     existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise ValueError(
-            f"output {output} needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; use --dtype fp8, fewer "
-            "--train-documents, a smaller --max-length or another disk"
+            f"output {output} needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; use "
+            f"{'' if layout == 'speculators' else '--dtype fp8, '}fewer --train-documents, a smaller --max-length or "
+            "another disk"
         )
 
 
@@ -259,8 +275,7 @@ def estimate_time(job: Job, capturer: Capturer, num_processes: int) -> None:
     span = next((shards[number] for number in job.pending if shards[number].num_tokens), None)
     if span is None:  # training reads nothing of the missing shards' documents
         return
-    documents = read_documents(job.splits[span.split], span, job.config.max_length)
-    rate = capturer.measure_rate(span, documents) * num_processes
+    rate = capturer.measure_rate(span, job.documents(span)) * num_processes
     minutes = job.num_tokens / rate / 60
     show_table(
         {"time": f"{minutes:.1f} minutes at {rate:,.0f} tokens per second ({num_processes} processes, a few passes)"}
@@ -276,43 +291,33 @@ def confirm(config: CaptureConfig) -> None:
         raise ValueError("nothing was written")
 
 
-def prepare_folder(output: Path, index: StateIndex) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    for path in (output / INDEX, *(shard_path(output, number) for number in range(len(index.shards)))):
-        recover(path)
-    if not (output / INDEX).exists():
-        index.write(output)
-
-
 def capture_shards(job: Job, numbers: list[int], capturer: Capturer, show: bool) -> None:
     """Writes one shard while the next is computed."""
-    output, index, capture = Path(job.config.output), job.index, job.index.digest
-    total = sum(index.shards[number].num_tokens for number in numbers)
+    total = sum(job.index.shards[number].num_tokens for number in numbers)
     written: Future[None] | None = None
     with ThreadPoolExecutor(1) as writer, tqdm(total=total, unit="token", unit_scale=True, disable=not show) as bar:
         for number in numbers:
-            span = index.shards[number]
-            documents = read_documents(job.splits[span.split], span, job.config.max_length)
-            shard = capturer.capture(span, documents, bar.update)
+            span = job.index.shards[number]
+            shard = capturer.capture(span, job.documents(span), bar.update)
             if written is not None:
                 written.result()
-            written = writer.submit(write_shard, output, number, shard, capture)
+            written = writer.submit(job.folder.write, number, shard)
         if written is not None:
             written.result()
 
 
-def verify_all(store: StateStore) -> None:
+def verify_all(folder: StateFolder, output: Path, index: StateIndex) -> None:
     """Raises ValueError naming every missing or damaged shard and the command that rebuilds it."""
+    StateIndex.read(output)  # the folder must hold a capture
     faults = []
-    for number, shard in enumerate(tqdm(store.index.shards, "verifying", unit="shard")):
+    for number in tqdm(range(len(index.shards)), "verifying", unit="shard"):
         try:
-            for slot in range(shard.count):
-                store.read(number, slot)
+            folder.verify(number)
         except ValueError as error:
             faults.append(str(error))
     if faults:
         raise ValueError("\n".join(faults))
-    print(f"{store.folder}: all {len(store.index.shards)} shards are whole")
+    print(f"{output}: all {len(index.shards)} shards are whole")
 
 
 if __name__ == "__main__":

@@ -25,24 +25,26 @@ SCAN_ROWS = 4096  # documents measured at once
 TIMED_PASSES = 3
 
 
-def measure(dataset: Dataset, max_length: int) -> np.ndarray:
+def measure(dataset: Dataset, max_length: int, whole: bool = False) -> np.ndarray:
     """(D, 2) int64: per document cut at `max_length`, the tokens whose states training reads and the supervised ones
-    among them (models/state_store.needed_tokens, here for many documents at once)."""
+    among them (models/state_store.needed_tokens, here for many documents at once). `whole`: of all its tokens."""
     tables = dataset.with_format("arrow").iter(batch_size=SCAN_ROWS)
     num_tables = -(-len(dataset) // SCAN_ROWS)
     bar = tqdm(tables, "measuring documents", num_tables, unit="batch", disable=num_tables <= 1)
-    return np.concatenate([np.zeros((0, 2), np.int64), *(measure_table(table, max_length) for table in bar)])
+    return np.concatenate([np.zeros((0, 2), np.int64), *(measure_table(table, max_length, whole) for table in bar)])
 
 
-def measure_table(table: pyarrow.Table, max_length: int) -> np.ndarray:
+def measure_table(table: pyarrow.Table, max_length: int, whole: bool) -> np.ndarray:
     lengths = pc.list_value_length(table["loss_mask"]).to_numpy().astype(np.int64)
     mask = pc.list_flatten(table["loss_mask"]).to_numpy()
     document = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(len(document)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     chosen = np.flatnonzero(mask & (position > 0) & (position < max_length))
+    supervised = np.bincount(document[chosen], minlength=len(lengths))
+    if whole:
+        return np.stack([np.minimum(lengths, max_length), supervised], axis=1)
     tokens = np.zeros(len(lengths), np.int64)
     np.maximum.at(tokens, document[chosen], position[chosen])
-    supervised = np.bincount(document[chosen], minlength=len(lengths))
     return np.stack([tokens, np.maximum(supervised - 1, 0)], axis=1)  # nothing reads the state of the last one
 
 
@@ -61,19 +63,19 @@ def plan_shards(split: str, needs: np.ndarray, form: StateFormat, shard_bytes: i
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The part of a document that training reads."""
+    """The part of a document whose states are kept."""
 
     slot: int  # in its shard
     tokens: Tensor  # (S,) int64
     supervised: Tensor  # (S,) bool
 
 
-def read_documents(dataset: Dataset, span: ShardRange, max_length: int) -> list[Document]:
+def read_documents(dataset: Dataset, span: ShardRange, max_length: int, whole: bool = False) -> list[Document]:
     documents = []
     for slot, row in enumerate(dataset.select(range(span.first, span.first + span.count))):
         supervised = torch.tensor(row["loss_mask"][:max_length], dtype=torch.bool)
         supervised[:1] = False  # nothing predicts the first token
-        length = needed_tokens(supervised)
+        length = len(supervised) if whole else needed_tokens(supervised)
         documents.append(Document(slot, torch.tensor(row["input_ids"][:length]).long(), supervised[:length]))
     return documents
 

@@ -177,10 +177,14 @@ def write_shard(folder: Path, number: int, shard: ShardTensors, capture: str) ->
     for slot in range(len(tensors["documents"])):
         tensors["checksums"][slot] = checksum(shard.document(slot))
     label = json.dumps([capture, number, table_checksum(tensors)])  # one entry, since several have no fixed order
-    path = shard_path(folder, number)
+    save_tensors(shard_path(folder, number), tensors, {"shard": label})
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Raises ValueError, and leaves no file, if it cannot be written."""
     try:
         with atomic_file(path) as temporary:
-            save_file(tensors, temporary, {"shard": label})
+            save_file(tensors, temporary, metadata)
             temporary.chmod(0o644)  # safetensors creates files that only their owner may read
     except (SafetensorError, OSError) as error:
         size = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
@@ -243,10 +247,18 @@ class StateIndex:
     form: StateFormat
     shards: tuple[ShardRange, ...]
     command: str
+    layout: Literal["slipstream", "speculators"] = "slipstream"  # speculators: data_tools/speculators_states.py
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
+        if not self.whole_documents:
+            del values["layout"]  # captures made before there were two keep their digest
         return {"version": VERSION, "format": values.pop("form"), **values}
+
+    @property
+    def whole_documents(self) -> bool:
+        """Whether states after the last supervised token are kept, too, which training here does not read."""
+        return self.layout == "speculators"
 
     @classmethod
     def read(cls, folder: Path) -> "StateIndex":
@@ -263,6 +275,7 @@ class StateIndex:
             **{name: values[name] for name in names},
             form=StateFormat(**form | {"layers": tuple(form["layers"])}),
             shards=tuple(ShardRange(**shard) for shard in values["shards"]),
+            layout=values.get("layout", "slipstream"),
         )
 
     def write(self, folder: Path) -> None:
@@ -293,6 +306,11 @@ class StateStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.index = StateIndex.read(folder)
+        if self.index.layout != "slipstream":
+            raise ValueError(
+                f"states {folder} have the layout of {self.index.layout}, which its own trainer reads; capture again "
+                "without --layout"
+            )
         self.capture = self.index.digest
         self._opened: dict[int, ShardTensors] = {}
         self._verified = [np.zeros(shard.count, bool) for shard in self.index.shards]

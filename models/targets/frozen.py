@@ -30,7 +30,7 @@ class FrozenTarget:
         self.decoder = model.get_decoder()
         self.layers = decoder_layers(model)
         self.aux_layers = aux_layers
-        check_aux_layers(aux_layers, len(self.layers))
+        check_aux_layers(tuple(dict.fromkeys(aux_layers)), len(self.layers))  # a state may be wanted twice
         check_head(model)
         self.read_as: torch.dtype | None = None  # dtype of a draft's inputs; None: the model's
         self._states: dict[int, Tensor] = {}

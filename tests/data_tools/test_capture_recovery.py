@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.data_tools import capture_states
+from slipstream.data_tools import capture_states, state_folders
 from slipstream.data_tools.capture_states import main
 from slipstream.models.files.atomic import staging_path
 from slipstream.models.files.state_store import StateIndex, shard_path, write_shard
@@ -35,7 +35,7 @@ def test_a_stopped_capture_continues_with_what_is_missing(
 
     (tmp_path / ".notes.tmp").touch()
     with monkeypatch.context() as patch:
-        patch.setattr(capture_states, "write_shard", write_three)
+        patch.setattr(state_folders, "write_shard", write_three)
         with pytest.raises(SystemExit):
             main(flags(tmp_path))
     assert sorted(shards(tmp_path)) == [f"shard-0000{number}.safetensors" for number in range(3)]
