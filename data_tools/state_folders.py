@@ -12,6 +12,7 @@ layer ids count inputs of layers: its id i is our i - 1.
 Invariant: the rows appear with the folder, and a file of states under its final name is complete.
 """
 
+import shlex
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
@@ -173,13 +174,7 @@ class SpeculatorsFolder(StateFolder):
         return "" if states.isfinite().all() else "holds states that are not finite"
 
     def use(self) -> str:
-        """The ratio lies between two rows, since its trainer cuts a product to a whole number."""
-        count, total = len(self.splits["train"]), sum(map(len, self.splits.values()))
-        layers = " ".join(map(str, target_layer_ids(self.index.form.layers)))
-        return (
-            f"train with speculators train --data-path {self.path} --target-layer-ids {layers} --train-data-ratio "
-            f"{round((count + 0.5) / total, 9)} --on-missing raise"
-        )
+        return "train with speculators train " + shlex.join(trainer_flags(self.path, self.index))
 
     @property
     def states(self) -> Path:
@@ -208,9 +203,16 @@ def states_of_speculators(layers: tuple[int, ...], num_layers: int) -> tuple[int
     return (*layers, num_layers - 1)
 
 
-def target_layer_ids(states: tuple[int, ...]) -> list[int]:
-    """speculators' ids of the states that a draft reads, from `states_of_speculators`."""
-    return [layer + 1 for layer in states[:-1]]
+def trainer_flags(path: Path, index: StateIndex) -> list[str]:
+    """What `speculators train` must be told of the folder `path`.
+
+    The ratio lies between two rows, since the trainer cuts its product with their number to a whole number.
+    """
+    sizes = [sum(span.count for span in index.shards if span.split == name) for name in ("train", "heldout")]
+    layers = [str(layer + 1) for layer in index.form.layers[:-1]]
+    ratio = round((sizes[0] + 0.5) / sum(sizes), 9)
+    words = ["--data-path", str(path.resolve()), "--target-layer-ids", *layers]
+    return [*words, "--train-data-ratio", str(ratio), "--on-missing", "raise"]
 
 
 def cut_rows(rows: Mapping[str, list[list[int]]], max_length: int) -> dict[str, list]:

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.data_tools import state_folders
 from slipstream.data_tools.capture_states import main
-from slipstream.data_tools.state_folders import SpeculatorsFolder
+from slipstream.data_tools.state_folders import trainer_flags
 from slipstream.models.files.atomic import staging_path
-from slipstream.models.files.state_store import StateStore, save_tensors
+from slipstream.models.files.state_store import ShardRange, StateStore, save_tensors
 from slipstream.tests.data_tools.conftest import MAX_LENGTH, Flags
 
 LAYOUT = "--layout=speculators"
@@ -114,10 +114,10 @@ def test_the_flags_name_its_layers_and_cut_between_the_splits(
 
 @pytest.mark.parametrize("total", [2, 3, 70, 1140, 7092, 999_983])
 def test_the_ratio_survives_rounding(total: int, tmp_path: Path) -> None:
-    index = SimpleNamespace(form=SimpleNamespace(layers=(1, 3)))
     for count in {1, total // 3, total // 2, total - 1} - {0}:
-        splits: Any = {"train": range(count), "heldout": range(total - count)}
-        words = SpeculatorsFolder(tmp_path, index, splits).use().split()  # type: ignore[arg-type]
+        shards = [ShardRange("train", 0, count, 0, 0), ShardRange("heldout", 0, total - count, 0, 0)]
+        index: Any = SimpleNamespace(form=SimpleNamespace(layers=(1, 3)), shards=shards)
+        words = trainer_flags(tmp_path, index)
         assert int(total * float(words[words.index("--train-data-ratio") + 1])) == count
 
 
