@@ -153,10 +153,12 @@ def capture_states(config: CaptureConfig) -> None:
     if job.pending:
         check_working_folder(config.output, {"data": [config.data], "target": [config.target]})
     accelerator.wait_for_everyone()  # shards appear from here on
+    is_main = accelerator.is_main_process
     if not job.pending:
+        if is_main:
+            folder.prepare()  # cleans up after a writer that was killed right after its last shard
         accelerator.print(f"{output} is complete: {len(index.shards)} shards; {folder.use()}")
         return
-    is_main = accelerator.is_main_process
     if is_main:
         check_room(output, job.num_bytes, index.layout)
     capturer = Capturer(path, index.form, accelerator.device, config.batch_tokens, config.trust_remote_code)

@@ -3,6 +3,7 @@ share."""
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -91,6 +92,8 @@ def start(target: str, engine: str = "FakeEngine") -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell's background jobs ignore Ctrl-C, and so do their children, these tests' servers among them.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

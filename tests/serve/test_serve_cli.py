@@ -207,7 +207,7 @@ def test_a_signal_ends_both_processes(byte_target: str, end: signal.Signals) -> 
 @pytest.mark.slow  # tests/serve/test_worker.py stops a loading engine within this process
 def test_ctrl_c_while_the_engine_loads(byte_target: str) -> None:
     with start(byte_target, "never_start") as server:
-        # Not any child: imports have some for a moment, and may swallow a KeyboardInterrupt.
+        # Not just any child: multiprocessing's resource tracker starts before it.
         children = psutil.Process(server.pid).children
         wait_until(lambda: any("spawn_main" in " ".join(x.cmdline()) for x in children()), "the engine's process runs")
         time.sleep(0.5)
