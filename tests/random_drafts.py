@@ -29,21 +29,14 @@ def choose_vocabulary(module: DraftNetwork) -> None:
         module.set_vocabulary(torch.randperm(module.config.vocab_size)[:size].sort().values)
 
 
-def random_draft(target: Path, draft_vocab_size: int | None = None, seed: int = SEED, **flags: bool) -> Eagle3:
+def random_draft(target: Path, draft_vocab_size: int | None = None, seed: int = SEED, **fields: Any) -> Eagle3:
     """A draft as wide as the target in the folder `target`; a reduced vocabulary leaves out ids all over the range.
-    `flags` of EAGLE-3.1."""
+    `fields` of the config."""
     config = load_config(target)
     model = load_target(target, config, torch.float32, torch.device("cpu"))
     torch.manual_seed(seed)
-    module = Eagle3(
-        Eagle3Config.from_target(
-            config,
-            draft_vocab_size=draft_vocab_size or config.vocab_size,
-            aux_layers=(1, 2, config.num_layers),
-            target=str(target),
-            **flags,
-        )
-    )
+    fields = {"aux_layers": (1, 2, config.num_layers), "target": str(target)} | fields
+    module = Eagle3(Eagle3Config.from_target(config, draft_vocab_size=draft_vocab_size or config.vocab_size, **fields))
     choose_vocabulary(module)
     last = f"layers.{config.num_layers - 1}."
     weights = {name.replace(last, "layers.0."): tensor for name, tensor in public_tensors(model).items()}
@@ -55,9 +48,9 @@ def random_draft(target: Path, draft_vocab_size: int | None = None, seed: int = 
 
 
 def save_random_draft(
-    target: Path, folder: Path, draft_vocab_size: int | None = None, seed: int = SEED, **flags: bool
+    target: Path, folder: Path, draft_vocab_size: int | None = None, seed: int = SEED, **fields: Any
 ) -> None:
-    module = random_draft(target, draft_vocab_size, seed, **flags)
+    module = random_draft(target, draft_vocab_size, seed, **fields)
     folder.mkdir(parents=True)
     write_draft(module, module.state_dict(), folder, {})
 

@@ -1,0 +1,177 @@
+"""Drafts as other trainers save them, through the engine: every proposal is what the network computes from nothing, and
+answers are the target's own. Their files: tests/peer_drafts.py, and the package speculators itself where installed."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from slipstream.serve.autoregressive import TreeOptions
+from slipstream.serve.cli import read_config
+from slipstream.serve.engine import Engine
+from slipstream.serve.options import EngineConfig
+from slipstream.tests.peer_drafts import (
+    save_as_specforge,
+    save_as_speculators_dflash,
+    save_as_speculators_eagle3,
+    save_as_zlab,
+)
+from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
+from slipstream.tests.random_targets import SHAPE, save_random_target
+from slipstream.tests.serve import engine_runs, test_dflash, test_eagle
+from slipstream.tests.serve.engine_runs import build_engine, run, run_checked, sized_requests, texts_of, tokens_of
+
+LAYERS = (0, 2, 3)
+DEFAULTS = ("norm_before_residual", "norm_before_fc", "norm_output")  # flags of the recipe of speculators
+requests_of = partial(sized_requests, temperature=0.7)
+CONFIG: dict[str, Any] = {"max_running": 8, "kv_cache_tokens": 2048}
+
+
+def save_eagle3(target: Path, folder: Path, layers: tuple[int, ...] = LAYERS, *flags: str) -> test_eagle.Oracle:
+    """Saves a draft in our layout and returns what it should propose."""
+    save_random_draft(target, folder, 100, aux_layers=layers, **dict.fromkeys(flags, True))
+    oracle = test_eagle.Oracle(target, folder, TreeOptions())
+    oracle.layers = list(layers)
+    return oracle
+
+
+def save_dflash(target: Path, folder: Path, **fields: Any) -> test_dflash.Oracle:
+    save_random_dflash(target, folder, texts_of(target, requests_of()[:2]), aux_layers=LAYERS, **fields)
+    return test_dflash.Oracle(target, folder, 4)
+
+
+def check(engine: Engine, oracle: engine_runs.Oracle, target: Path) -> None:
+    """Every proposal is the oracle's, and some are accepted."""
+    answers = run_checked(engine, oracle, requests_of())
+    assert tokens_of(answers) == tokens_of(run(build_engine(target), requests_of()))
+    counts = [answer.counts for answer in answers.values()]
+    assert 0 < sum(one.accepted_tokens for one in counts) < sum(one.drafted_tokens for one in counts)
+
+
+def test_specforge_eagle3(target: Path, tmp_path: Path) -> None:
+    oracle = save_eagle3(target, tmp_path / "ours")
+    save_as_specforge(tmp_path / "ours", tmp_path / "theirs", LAYERS)
+    check(build_engine(target, tmp_path / "theirs"), oracle, target)
+
+
+def test_specforge_eagle3_that_names_no_layers(target: Path, tmp_path: Path) -> None:
+    """The user has to, on the command line as in Python."""
+    oracle = save_eagle3(target, tmp_path / "ours")
+    save_as_specforge(tmp_path / "ours", tmp_path / "theirs", None)
+    with pytest.raises(ValueError, match="which 3 states of the target's 4 layers fc reads; .* --drafter.aux-layers"):
+        build_engine(target, tmp_path / "theirs")
+    words = ["--draft", str(tmp_path / "theirs"), "--target", str(target), "--drafter.aux-layers", "[0, 2, 3]"]
+    options = read_config(words).drafter
+    assert tuple(options["aux_layers"]) == LAYERS
+    check(build_engine(target, tmp_path / "theirs", drafter=options), oracle, target)
+    check(build_engine(target, tmp_path / "theirs", drafter={"aux_layers": [0, 2, 3]}), oracle, target)
+
+
+def test_specforge_eagle3_of_a_deep_target_follows_the_published_rule(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    save_random_target(LlamaConfig(**SHAPE | {"num_hidden_layers": 12}), target)
+    oracle = save_eagle3(target, tmp_path / "ours", (1, 5, 8))
+    save_as_specforge(tmp_path / "ours", tmp_path / "theirs", None)
+    run_checked(build_engine(target, tmp_path / "theirs"), oracle, requests_of())
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"sliding_window": 6, "windowed_layers": (0, 1)}, {"sliding_window": 8, "windowed_layers": (1,)}]
+)
+def test_zlab_dflash(fields: dict[str, Any], target: Path, tmp_path: Path) -> None:
+    oracle = save_dflash(target, tmp_path / "ours", **fields)
+    save_as_zlab(tmp_path / "ours", tmp_path / "theirs")
+    check(build_engine(target, tmp_path / "theirs"), oracle, target)
+
+
+@pytest.mark.parametrize(("flags", "window"), [((), None), (DEFAULTS, 2048), (("fc_norm", "norm_output"), 256)])
+def test_speculators_eagle3(flags: tuple[str, ...], window: int | None, target: Path, tmp_path: Path) -> None:
+    """The file names its target."""
+    oracle = save_eagle3(target, tmp_path / "ours", LAYERS, *flags)
+    save_as_speculators_eagle3(tmp_path / "ours", target, tmp_path / "theirs", LAYERS, window)
+    check(Engine(EngineConfig(draft=str(tmp_path / "theirs"), **CONFIG)), oracle, target)
+
+
+def test_speculators_eagle3_with_a_window_that_binds_is_refused(target: Path, tmp_path: Path) -> None:
+    oracle = save_eagle3(target, tmp_path / "ours")
+    save_as_speculators_eagle3(tmp_path / "ours", target, tmp_path / "theirs", LAYERS, 128)
+    with pytest.raises(ValueError, match="sliding_window of 128, .* --max-model-len 128 or less"):
+        build_engine(target, tmp_path / "theirs")
+    check(build_engine(target, tmp_path / "theirs", max_model_len=128), oracle, target)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"draft_vocab_size": 100}, {"sliding_window": 6, "windowed_layers": (0, 1)}], ids=["reduced", "windows"]
+)
+def test_speculators_dflash(fields: dict[str, Any], target: Path, tmp_path: Path) -> None:
+    oracle = save_dflash(target, tmp_path / "ours", **fields)
+    save_as_speculators_dflash(tmp_path / "ours", target, tmp_path / "theirs")
+    check(Engine(EngineConfig(draft=str(tmp_path / "theirs"), **CONFIG)), oracle, target)
+
+
+def save_with_package(kind: str, draft: Path, target: Path, folder: Path, layers: tuple[int, ...]) -> None:
+    """As their trainer does: a model from its arguments, here with the weights of `draft`, saved in bf16."""
+    speculators = pytest.importorskip("speculators", reason="the package speculators is not installed")
+    from speculators.train.cli import create_transformer_layer_config
+
+    tensors = load_file(draft / "model.safetensors")
+    values = json.loads((draft / "config.json").read_text())
+    shape = {"num_layers": values["num_hidden_layers"], "draft_arch": "llama" if kind == "eagle3" else "qwen3"}
+    decoder = create_transformer_layer_config(
+        str(target), hidden_act=None, sliding_window=2048, full_attention_indices=[], **shape
+    )
+    model = speculators.SpeculatorModel.registry[kind].from_training_args(
+        decoder,
+        t2d=tensors["t2d"],
+        d2t=tensors["d2t"],
+        verifier_name_or_path=str(target),
+        draft_vocab_size=len(tensors["d2t"]),
+        target_layer_ids=[layer + 1 for layer in layers],
+        ttt_steps=3,
+        block_size=values.get("block_size"),
+        mask_token_id=values.get("dflash_config", {}).get("mask_token_id"),
+        draft_attn_impl="eager",
+        **dict.fromkeys(DEFAULTS, True),
+    )
+    renamed = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()}
+    assert not model.load_state_dict(renamed, strict=False).unexpected_keys
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    """But for the versions of libraries."""
+    first, second = (json.loads((folder / "config.json").read_text()) for folder in (one, other))
+    for values in (first, second):
+        del values["transformers_version"], values["transformer_layer_config"]["initializer_range"]
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            del values["transformer_layer_config"][name]
+    assert first == second
+    tensors, others = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert tensors.keys() == others.keys()
+    for key, tensor in tensors.items():
+        assert tensor.dtype == others[key].dtype
+        assert torch.equal(tensor, others[key]), key
+
+
+def test_eagle3_saved_by_the_package(target: Path, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    oracle = save_eagle3(target, ours, LAYERS, *DEFAULTS)
+    save_with_package("eagle3", ours, target, theirs, LAYERS)
+    check(Engine(EngineConfig(draft=str(theirs), **CONFIG)), oracle, target)
+    save_as_speculators_eagle3(ours, target, tmp_path / "written", LAYERS, 2048)
+    assert_same_files(tmp_path / "written", theirs)
+
+
+def test_dflash_saved_by_the_package(target: Path, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    windows = {"sliding_window": 2048, "windowed_layers": (0, 1)}
+    oracle = save_dflash(target, ours, draft_vocab_size=100, intermediate_size=48, **windows)
+    save_with_package("dflash", ours, target, theirs, LAYERS)
+    check(Engine(EngineConfig(draft=str(theirs), **CONFIG)), oracle, target)
+    save_as_speculators_dflash(ours, target, tmp_path / "written")
+    assert_same_files(tmp_path / "written", theirs)
