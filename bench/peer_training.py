@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -124,14 +125,15 @@ class Peer:
     @classmethod
     def find(cls, python: str) -> "Peer":
         """Raises ValueError unless `python` runs and has speculators."""
-        try:
-            asked = subprocess.run([python, "-c", ASK], capture_output=True, text=True, env=environment())
-        except OSError as error:
-            raise ValueError(f"peer_python {python} does not run ({error.strerror}); {INSTALL}") from error
+        found = shutil.which(python)
+        if found is None:
+            raise ValueError(f"peer_python {python} is not a program; {INSTALL}")
+        path = str(Path(found).absolute())  # its links not followed: they lead out of the environment
+        asked = subprocess.run([path, "-c", ASK], capture_output=True, text=True, env=environment())
         if asked.returncode:
             last = (asked.stderr.strip().splitlines() or ["no message"])[-1]
             raise ValueError(f"peer_python {python} has no speculators ({last}); {INSTALL}")
-        return cls(python, *json.loads(asked.stdout))
+        return cls(path, *json.loads(asked.stdout))
 
     def command(self, flags: Sequence[str]) -> list[str]:
         if self.on_accelerator:
@@ -237,7 +239,7 @@ def recipe(config: PeerConfig) -> list[str]:
 
 def train(config: PeerConfig, peer: Peer, flags: Sequence[str]) -> tuple[Path, float]:
     """The folder of its checkpoints and the seconds that they took; a run that was stopped begins again."""
-    target = str(resolve(config.target))
+    target = str(resolve(config.target).absolute())
     name = hashlib.sha256(shlex.join([peer.version, target, *flags]).encode()).hexdigest()[:8]
     folder = (Path(config.output) / f"{config.drafter}-{name}").resolve()
     if not (folder / TRAINED).exists():

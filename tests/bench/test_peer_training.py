@@ -1,6 +1,7 @@
 """Drafts of speculators' trainer: the commands, what is kept and how it is measured; and the trainer itself."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,11 @@ def words(data: Path, output: Path, *more: str) -> list[str]:
     return ["--target", str(TINY), "--data", str(data), "--output", str(output), "--questions", "3", *more]
 
 
-def test_drafts_are_trained_once_and_measured_with_ours(data: Path, fake: Path, tmp_path: Path) -> None:
-    flags = words(data, tmp_path, "--peer-python", str(fake), "--draft", str(fake.parent / "draft"))
+def test_drafts_are_trained_once_and_measured_with_ours(
+    data: Path, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(fake.parent)
+    flags = words(data, tmp_path, "--peer-python", "./python", "--draft", "draft", "--target", os.path.relpath(TINY))
     flags += ["--plain", "--lr", "6e-3", "--seeds", "0", "1"]
     main(flags)
     log = fake.with_name("log").read_text().splitlines()
@@ -67,7 +71,7 @@ def test_drafts_are_trained_once_and_measured_with_ours(data: Path, fake: Path, 
     for command in commands:
         assert command[command.index("--data-path") + 1] == str(tmp_path / "states-eagle3")
         assert command[command.index("--target-layer-ids") + 1 :][:3] == ["2", "4", "6"]
-        assert command[command.index("--verifier-name-or-path") + 1] == str(TINY)
+        assert Path(command[command.index("--verifier-name-or-path") + 1]).is_absolute()
         assert "--no-norm-output" in command
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [line["seed"] for line in lines] == [0, 1, None] * 2
@@ -93,7 +97,7 @@ def test_what_is_missing_is_named(data: Path, tmp_path: Path, capsys: pytest.Cap
     without.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
     without.chmod(0o755)
     for python, message in (
-        ("/nowhere/python", "peer_python /nowhere/python does not run (No such file or directory)"),
+        ("/nowhere/python", "peer_python /nowhere/python is not a program"),
         (str(without), f"peer_python {without} has no speculators (ModuleNotFoundError: No module named 'torch')"),
     ):
         with pytest.raises(SystemExit):
