@@ -61,7 +61,7 @@ def test_drafts_are_trained_once_and_measured_with_ours(
 ) -> None:
     monkeypatch.chdir(fake.parent)
     flags = words(data, tmp_path, "--peer-python", "./python", "--draft", "draft", "--target", os.path.relpath(TINY))
-    flags += ["--plain", "--lr", "6e-3", "--seeds", "0", "1"]
+    flags += ["--plain", "--lr", "6e-3", "--seeds", "0", "1", "--layers", "1", "3", "5"]
     main(flags)
     log = fake.with_name("log").read_text().splitlines()
     main(flags)

@@ -22,19 +22,20 @@ from slipstream.models.files.state_store import ShardRange, StateStore, save_ten
 from slipstream.tests.data_tools.conftest import MAX_LENGTH, Flags
 
 LAYOUT = "--layout=speculators"
+STATES = (LAYOUT, "--layers", "1", "2", "3")
 
 
 @pytest.fixture(scope="module")
 def folder(flags: Flags, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """States 1, 2, 3 of a target with four layers."""
     output = tmp_path_factory.mktemp("speculators") / "states"
-    main(flags(output, LAYOUT))
+    main(flags(output, *STATES))
     return output
 
 
 def printed_flags(folder: Path, flags: Flags, capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
     """What a finished capture says is to be given to speculators' trainer: flag -> values."""
-    main(flags(folder, LAYOUT))
+    main(flags(folder, *STATES))
     words = shlex.split(capsys.readouterr().out.split("speculators train ")[1])
     starts = [place for place, word in enumerate(words) if word.startswith("--")]
     return {words[i]: words[i + 1 : j] for i, j in zip(starts, [*starts[1:], len(words)], strict=True)}
@@ -135,11 +136,11 @@ def test_a_stopped_capture_continues_with_what_is_missing(
     with monkeypatch.context() as patch:
         patch.setattr(state_folders, "save_tensors", write_some)
         with pytest.raises(SystemExit):
-            main(flags(output, LAYOUT))
+            main(flags(output, *STATES))
     written = read_states(output)
     assert written.items() < read_states(folder).items()
     before = {name: (output / "hidden_states" / name).stat().st_mtime_ns for name in written}
-    main(flags(output, LAYOUT))
+    main(flags(output, *STATES))
     assert read_states(output) == read_states(folder)
     kept = [name for name, time in before.items() if (output / "hidden_states" / name).stat().st_mtime_ns == time]
     assert len(kept) >= 15  # all but those of the shard that was being written
@@ -151,7 +152,7 @@ def test_damage_is_named_and_repaired(
 ) -> None:
     output = tmp_path / "states"
     shutil.copytree(folder, output)
-    main(flags(output, LAYOUT, "--verify"))
+    main(flags(output, *STATES, "--verify"))
     assert "shards are whole" in capsys.readouterr().out
     path = output / "hidden_states"
     states = load_file(path / "hs_1.safetensors")
@@ -159,14 +160,14 @@ def test_damage_is_named_and_repaired(
     (path / "hs_30.safetensors").write_bytes(b"half")
     (path / "hs_69.safetensors").unlink()
     with pytest.raises(SystemExit):
-        main(flags(output, LAYOUT, "--verify"))
+        main(flags(output, *STATES, "--verify"))
     message = capsys.readouterr().err
     for number, fault in ((1, "its tokens are not those of row 1"), (30, "is damaged ("), (69, "is missing")):
         assert f"hs_{number}.safetensors" in message
         assert fault in message
     shards = re.findall(r"--shards (\d+) --yes", message)
     assert len(shards) == 3
-    main(flags(output, LAYOUT, "--shards", *shards))
+    main(flags(output, *STATES, "--shards", *shards))
     assert read_states(output) == read_states(folder)
 
 
@@ -193,8 +194,8 @@ def test_each_layout_keeps_to_its_folders(
     (tmp_path / "mine").touch()
     for output, words, message in (
         (folder, (), "holds states with another format, shards, layout;"),
-        (captured, (LAYOUT,), "holds states with another format, shards, layout;"),
-        (tmp_path, (LAYOUT,), "exists and is not empty; name another folder"),
+        (captured, STATES, "holds states with another format, shards, layout;"),
+        (tmp_path, STATES, "exists and is not empty; name another folder"),
     ):
         with pytest.raises(SystemExit):
             main(flags(output, *words))
