@@ -273,7 +273,11 @@ def ours(name: str) -> dict[str, Any]:
 
 def answer(config: PeerConfig, draft: str, prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[Generation]:
     params = [SamplingParams(max_tokens=length, temperature=0.0) for length in lengths]
-    with LLM(config.target, draft, max_running=config.concurrency) as llm:
+    try:
+        llm = LLM(config.target, draft, max_running=config.concurrency)
+    except ValueError as error:
+        raise ValueError(f"{draft} is not served: {error}") from error
+    with llm:
         answers = llm.generate(prompts, params, progress=True)
     del llm  # free the memory before the next engine measures it
     gc.collect()

@@ -92,6 +92,14 @@ def test_a_failed_training_is_not_kept(
     assert not (tmp_path / "results.jsonl").exists()
 
 
+def test_a_draft_that_cannot_be_served_is_named(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text('{"architectures": ["Other"]}')
+    with pytest.raises(SystemExit):
+        main(words(data, tmp_path / "output", "--draft", str(tmp_path / "draft")))
+    assert f"{tmp_path / 'draft'} is not served: " in capsys.readouterr().err
+
+
 def test_what_is_missing_is_named(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     without = tmp_path / "python"
     without.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
