@@ -89,9 +89,12 @@ class NaiveEagle3(NaiveLayers):
         x = x + self._project(self._gated(x, "midlayer"), "midlayer.mlp.down_proj")
         return self._norm(x, "norm") if self.config.get("norm_output") else x
 
-    def logits(self, states: Tensor) -> Tensor:
+    def head_input(self, states: Tensor) -> Tensor:
         states = states.double()
-        return self._project(states if self.config.get("norm_output") else self._norm(states, "norm"), "lm_head")
+        return states if self.config.get("norm_output") else self._norm(states, "norm")
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self._project(self.head_input(states), "lm_head")
 
     def chains(self, aux_states: Tensor, tokens: Tensor, num_steps: int) -> dict[tuple[int, int], Tensor]:
         """(row, step) -> state (H,) in fp32, by target states (n, K * H) of a text's `tokens` (n,): from step 1 on the

@@ -18,6 +18,7 @@ from slipstream.kernels.cross_entropy import Kind, soft_cross_entropy
 from slipstream.models.drafts.eagle3 import FLAGS, Eagle3
 from slipstream.models.targets.config import default_aux_layers
 from slipstream.train.draft_setup import ChainDraftOptions, DraftRunOptions, TargetFiles, train
+from slipstream.train.losses import regression_losses
 from slipstream.train.training import Metrics
 from slipstream.train.ttt import ChainStep, ChainTraining
 
@@ -34,6 +35,8 @@ class DraftOptions(ChainDraftOptions):
     """weights of the steps, one for each; default: by ttt_decay"""
     loss: Kind = "soft_ce"
     """distance to the target's distribution: soft_ce, forward_kl, reverse_kl, tv or lk (docs/eagle3.md)"""
+    state_weight: float = 0.0
+    """weight of a smooth L1 loss between the states that the heads of draft and target read, beside `loss`"""
     norm_before_residual: bool = False
     """the layer adds to the norm of its hidden state (this and the next three: EAGLE-3.1, docs/eagle3.md)"""
     norm_before_fc: bool = False
@@ -47,6 +50,8 @@ class DraftOptions(ChainDraftOptions):
         super().__post_init__()
         if self.head == "frozen" and not self.init_from_target:
             raise ValueError("draft.head is frozen and draft.init_from_target false: a random head; change one of them")
+        if self.state_weight < 0:
+            raise ValueError(f"draft.state_weight is {self.state_weight}; give 0 or more")
         steps, weights = self.ttt_steps, self.step_weights
         if weights is not None and (len(weights) != steps or min(weights) < 0 or not any(weights)):
             raise ValueError(
@@ -84,10 +89,17 @@ class Eagle3Training(ChainTraining):
         return self.target.logits(states, self.target_ids)
 
     def objective(self, index: int, step: ChainStep) -> tuple[Tensor, Tensor, Metrics]:
-        options, logits = self.options, self.draft.logits(step.states)
+        options, states = self.options, self.draft.head_input(step.states)
         weights = options.weight(index) * step.weights
-        losses, drafted = soft_cross_entropy(logits, step.teacher, weights, options.loss, in_place=True)
-        return losses.sum(), drafted + self.draft.d2t[drafted], {}
+        losses, drafted = soft_cross_entropy(
+            self.draft.lm_head(states), step.teacher, weights, options.loss, in_place=True
+        )
+        loss, sums = losses.sum(), Metrics()
+        if options.state_weight:
+            regression = regression_losses(states, step.final)
+            sums["state_loss"] = (regression * step.counts).sum()
+            loss = loss + options.state_weight * options.weight(index) * sums["state_loss"]
+        return loss, drafted + self.draft.d2t[drafted], sums
 
     def predictions(self, states: Tensor) -> Tensor:
         best = self.draft.logits(states).argmax(dim=-1)

@@ -206,7 +206,8 @@ class ChainStep:
     """Step s of the chain at its first n = N - s asking rows; entry i is taught by the target's state at row i + s."""
 
     states: Tensor  # (n, H) the draft's
-    teacher: Tensor  # (n, ...) what `ChainTraining.teach` makes of the target's states
+    final: Tensor  # (n, Ht) the target's states after its final norm
+    teacher: Tensor  # (n, ...) what `ChainTraining.teach` makes of them
     best: Tensor  # (n,) the target's best tokens
     counts: Tensor  # (n,) bool
     weights: Tensor  # (n,) fp32: 1 where the row counts and the draft's vocabulary has the best token, else 0
@@ -257,13 +258,14 @@ class ChainTraining(DraftTraining):
         """The draft's chain over the batch, with what it is taught."""
         num_steps = self.options.ttt_steps
         rows, tokens, aux_states, final = self.read(batch, num_steps)
-        teacher, best = self.teach(final[rows.asking + 1])
+        taught = final[rows.asking + 1]
+        teacher, best = self.teach(taught)
         is_known = self.is_known[best]
         for index, states in enumerate(self.chain(rows, tokens, self.augment(batch, aux_states, final), num_steps)):
             length = max(len(states) - index, 0)
             counts = rows.counts[index, :length]
             weights = (counts & is_known[index:]).float()
-            yield ChainStep(states[:length], teacher[index:], best[index:], counts, weights)
+            yield ChainStep(states[:length], taught[index:], teacher[index:], best[index:], counts, weights)
 
     def read(self, batch: Batch, num_steps: int) -> tuple[Rows, Tensor, Tensor, Tensor]:
         """Rows, and flattened over the batch: tokens (B * S,), aux states (B * S, K * Ht), final states (B * S, Ht)."""

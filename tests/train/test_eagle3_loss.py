@@ -1,17 +1,20 @@
 """Loss, mask, metrics and the simulated walk against naive loops over documents, tokens and steps."""
 
+import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import smooth_l1_loss
 from transformers import PreTrainedModel
 
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.random_targets import target_aux_states
-from slipstream.tests.train.conftest import Document, documents
+from slipstream.tests.train.conftest import Document, documents, make_eagle3
 from slipstream.tests.train.naive_walk import check_walk
 from slipstream.tests.train.runs import assert_same_gradients
 from slipstream.train.batches import collate
@@ -106,6 +109,35 @@ def test_loss_gradient_and_metrics_equal_the_loops(
 ) -> None:
     training.options = DraftOptions(ttt_steps=STEPS, loss=kind, step_weights=step_weights)
     check_batch(training, target_model, token_map.ids, FORMULAS[kind])
+
+
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_states_are_taught_too(target_model: PreTrainedModel, token_map: TokenMap, norm_output: bool) -> None:
+    """At every counting (row, step), whether or not the draft's vocabulary has the target's best token."""
+    training, rows = make_eagle3(target_model, token_map.ids, norm_output=norm_output), documents(4)
+    training.options = replace(training.options, state_weight=2.5)
+    loss, metrics = training.loss(collate(rows, 64))
+    naive = NaiveEagle3(training.draft, target_model.get_input_embeddings().weight)
+    expected, sums = torch.zeros(()), [0.0] * STEPS
+    for tokens, mask in (document for row in rows for document in row):
+        for step, term, _ in naive_terms(training, target_model, token_map.ids, (tokens, mask)):
+            expected = expected + training.options.weight(step) * (0.0 if term is None else term)
+        states = naive.chains(
+            target_aux_states(target_model, torch.tensor(tokens), training.draft.config.aux_layers),
+            torch.tensor(tokens),
+            STEPS,
+        )
+        with torch.no_grad():
+            final = target_model(input_ids=torch.tensor(tokens)[None], output_hidden_states=True).hidden_states[-1][0]
+        for t, step in itertools.product(range(len(tokens)), range(STEPS)):
+            if all([*mask[t + 1 : t + 3 + step], t + 2 + step < len(mask)]):
+                read = naive.head_input(states[t, step])
+                term = smooth_l1_loss(read, final[t + 1 + step].double())
+                expected = expected + 2.5 * training.options.weight(step) * term
+                sums[step] += float(term)
+    assert_same_gradients(loss, expected, training.draft)
+    found = [float(metrics[f"state_loss_{step}"][0]) for step in range(STEPS)]
+    assert found == pytest.approx(sums, rel=1e-4)
 
 
 def test_flags_of_eagle_3_1_are_trained(

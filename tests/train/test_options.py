@@ -30,7 +30,8 @@ PROGRAMS: dict[str, tuple[type[RunOptions], str]] = {
     "eagle3": (
         Eagle3Options,
         "draft.aux_layers draft.fc_norm draft.head draft.init_from_target draft.loss draft.norm_before_fc "
-        "draft.norm_before_residual draft.norm_output draft.step_weights draft.ttt_decay draft.ttt_steps",
+        "draft.norm_before_residual draft.norm_output draft.state_weight draft.step_weights draft.ttt_decay "
+        "draft.ttt_steps",
     ),
     "dflash": (
         DFlashOptions,
@@ -75,6 +76,7 @@ BAD_VALUES = [  # program, flags, what the message names
     ("eagle3", ["--optim.weight_decay=-0.1"], "optim.weight_decay -0.1"),
     ("eagle3", ["--optim.momentum=1"], "optim.momentum 1.0"),
     ("eagle3", ["--optim.schedule=constant"], "optim.schedule"),
+    ("eagle3", ["--draft.state_weight=-1"], "draft.state_weight is -1.0; give 0 or more"),
     ("eagle3", ["--draft.head=frozen", "--draft.init_from_target=false"], "draft.head is frozen and draft.init_from"),
     ("eagle3", ["--seed=-1"], "seed is -1; give 0 or more"),
     ("eagle3", ["--draft.ttt_steps=0"], "draft.ttt_steps is 0"),
