@@ -211,6 +211,14 @@ def dflash_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
     return _speculators_draft(draft, draft.tensors, copies, target)
 
 
+def eagle3_to_sglang(draft: Draft, _target: TargetFiles) -> Draft:
+    if draft.values["model_type"] == "qwen3":
+        raise ValueError(
+            "this draft has norms of queries and keys (qk_norm); SGLang's EAGLE3 has none: use layout speculators"
+        )
+    return draft
+
+
 def eagle3_to_speculators(draft: Draft, target: TargetFiles) -> Draft:
     """With its own embedding or a copy of the target's; without a token map if it drafts the whole vocabulary."""
     if target.config.num_layers in draft.layers:
@@ -239,7 +247,7 @@ FORMS = {
     ),
     "eagle3": Form(
         Eagle3,
-        {"sglang": as_it_is, "speculators": eagle3_to_speculators},
+        {"sglang": eagle3_to_sglang, "speculators": eagle3_to_speculators},
         (AUX_LAYERS, "use_aux_hidden_state", "num_aux_hidden_states", *EAGLE3_FLAGS, *MODELOPT_FIELDS),
     ),
     "eagle": Form(Eagle, {"sglang": as_it_is}, ("bias", "qkv_bias")),

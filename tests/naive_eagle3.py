@@ -153,6 +153,8 @@ class NaiveEagle3(NaiveLayers):
         q, k, v = (
             self._project(x, f"{name}.{part}_proj").view(n, -1, self.config["head_dim"]) for part in ("q", "k", "v")
         )
+        if f"{name}.q_norm.weight" in self.weights:
+            q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
         hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
         outputs = attended(self._turn(q), self._turn(k), v, hidden)
         return self._project(outputs.flatten(1), f"{name}.o_proj")

@@ -45,6 +45,8 @@ class DraftOptions(ChainDraftOptions):
     """a norm of each target state, before fc; not together with norm_before_fc"""
     norm_output: bool = False
     """the next step reads the state after the final norm"""
+    qk_norm: bool = False
+    """norms of queries and keys, as in Qwen3's layers; SGLang cannot read such a draft"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,7 +79,7 @@ class Eagle3Training(ChainTraining):
     @classmethod
     def new_draft(cls, options: DraftOptions, files: TargetFiles) -> Eagle3:
         layers = options.aux_layers or default_aux_layers(files.config.num_layers)
-        flags = {flag: getattr(options, flag) for flag in FLAGS}
+        flags = {flag: getattr(options, flag) for flag in (*FLAGS, "qk_norm")}
         return files.new_draft(Eagle3, options, aux_layers=layers, **flags)
 
     def start(self) -> None:

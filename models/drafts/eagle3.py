@@ -44,12 +44,13 @@ logger = logging.getLogger(__name__)
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3.1, by their public names
 # Flags of other trainers that change the network; checkpoints that set one are refused.
 UNSUPPORTED_FLAGS = ("use_aux_norm", "mlp_bias")
+Q_NORM = "midlayer.self_attn.q_norm.weight"
 MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(DraftConfig):
-    """`aux_layers` are output ids (models/targets/config.py). The last four fields are the FLAGS."""
+    """`aux_layers` are output ids (models/targets/config.py). Four fields are the FLAGS."""
 
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
@@ -58,6 +59,7 @@ class Eagle3Config(DraftConfig):
     norm_before_fc: bool = False  # one norm over all target states, before fc
     fc_norm: bool = False  # a norm of each target state, before fc
     norm_output: bool = False  # the next step reads the state after the final norm
+    qk_norm: bool = False  # norms of queries and keys, as in Qwen3's layers
 
     def __post_init__(self) -> None:
         DraftConfig.__post_init__(self)
@@ -67,12 +69,14 @@ class Eagle3Config(DraftConfig):
 
     def layer_config(self) -> ModelConfig:
         """The draft's one layer seen as a one-layer model."""
-        return self.decoder_config(architecture="eagle3", num_layers=1, qkv_bias=self.attention_bias)
+        return self.decoder_config(
+            architecture="eagle3", num_layers=1, qkv_bias=self.attention_bias, qk_norm=self.qk_norm
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
+            "architectures": ["Qwen3ForCausalLMEagle3" if self.qk_norm else "LlamaForCausalLMEagle3"],
+            "model_type": "qwen3" if self.qk_norm else "llama",
             "target_hidden_size": self.target_hidden_size,
             "num_hidden_layers": 1,
             "attention_bias": self.attention_bias,
@@ -101,6 +105,7 @@ class Eagle3Config(DraftConfig):
             aux_layers=_layers_from_json(values, target, tensors or {}),
             attention_bias=bool(values.get("attention_bias", False)),
             sliding_window=window_from_json(values),
+            qk_norm=Q_NORM in tensors if tensors else values.get("model_type") == "qwen3",
             **flags,
         )
 

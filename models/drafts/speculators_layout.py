@@ -121,10 +121,10 @@ def from_speculators(values: dict[str, Any]) -> dict[str, Any]:
             "mask_token_id": values.get("mask_token_id"),
             "target_layer_ids": [layer - 1 for layer in values["aux_hidden_state_layer_ids"]],
         }
-    elif inside.get("model_type") != "llama":
+    elif inside.get("model_type", "qwen3") not in ("llama", "qwen3"):  # without one it is the library's default
         raise ValueError(
-            f"transformer_layer_config.model_type is {inside.get('model_type', 'qwen3 by default')!r}, whose norms of "
-            "queries and keys EAGLE3 drafts do not have here; only 'llama' is supported"
+            f"transformer_layer_config.model_type is {inside['model_type']!r}; an EAGLE3 draft's layer must be 'llama' "
+            "or 'qwen3'"
         )
     verifier = (values.get("speculators_config") or {}).get("verifier") or {}
     public.setdefault("target", verifier.get("name_or_path") or "")

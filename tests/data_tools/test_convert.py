@@ -319,8 +319,8 @@ def test_what_the_layout_of_speculators_cannot_hold_is_refused(
         ({"use_aux_norm": True}, "draft config sets use_aux_norm, which is not supported"),
         ({"speculators_model_type": "peagle"}, "speculators_model_type is 'peagle'; supported: dflash, eagle3"),
         (
-            {"transformer_layer_config": {"model_type": "qwen3", "vocab_size": 120}},
-            "model_type is 'qwen3', whose norms",
+            {"transformer_layer_config": {"model_type": "gemma3", "vocab_size": 120}},
+            "model_type is 'gemma3'; an EAGLE3 draft's layer must be 'llama' or 'qwen3'",
         ),
         ({"transformer_layer_config": ["llama"]}, "transformer_layer_config is a list; it must be an object"),
         ({"transformer_layer_config": {"model_type": "llama"}}, "draft config lacks hidden_size, intermediate_size"),

@@ -43,6 +43,7 @@ FLAGS: dict[str, tuple[str, ...]] = {  # of EAGLE3 drafts
     "eagle3": (),
     "eagle3.1": ("norm_before_residual", "norm_before_fc", "norm_output"),
     "eagle3.1 fc_norm": ("fc_norm", "norm_output"),
+    "eagle3 qk_norm": ("qk_norm",),
 }
 
 
@@ -97,6 +98,7 @@ DRAFTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # drafter, it
     "eagle3 tree, flat": ("eagle3", {"depth": 2, "topk": 5, "nodes": 5}, {"page_size": 1}),
     "eagle3.1 chain of 5": ("eagle3.1", {"depth": 5}, {"page_size": 1, "prefill_budget": 7}),
     "eagle3.1 tree": ("eagle3.1", {"depth": 3, "topk": 4, "nodes": 16}, {"page_size": 32}),
+    "eagle3 chain, qk_norm": ("eagle3 qk_norm", {"depth": 4}, {"page_size": 16, "prefill_budget": 9}),
     "eagle3.1 tree, fc_norm": ("eagle3.1 fc_norm", {"depth": 4, "topk": 2, "nodes": 9}, {"page_size": 16}),
 }
 

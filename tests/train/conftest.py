@@ -88,11 +88,13 @@ def training(target_model: PreTrainedModel, token_map: TokenMap) -> Eagle3Traini
     return make_eagle3(target_model, token_map.ids)
 
 
-@pytest.fixture(params=[("norm_before_residual", "norm_before_fc", "norm_output"), ("fc_norm", "norm_output")])
+@pytest.fixture(
+    params=[("norm_before_residual", "norm_before_fc", "norm_output"), ("fc_norm", "norm_output"), ("qk_norm",)]
+)
 def flagged_training(
     request: pytest.FixtureRequest, target_model: PreTrainedModel, token_map: TokenMap
 ) -> Eagle3Training:
-    """With flags of EAGLE-3.1."""
+    """With flags of EAGLE-3.1, or norms of queries and keys."""
     return make_eagle3(target_model, token_map.ids, **dict.fromkeys(request.param, True))
 
 

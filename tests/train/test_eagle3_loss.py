@@ -134,7 +134,7 @@ def test_states_are_taught_too(target_model: PreTrainedModel, token_map: TokenMa
                 read = naive.head_input(states[t, step])
                 term = smooth_l1_loss(read, final[t + 1 + step].double())
                 expected = expected + 2.5 * training.options.weight(step) * term
-                sums[step] += float(term)
+                sums[step] += float(term.detach())
     assert_same_gradients(loss, expected, training.draft)
     found = [float(metrics[f"state_loss_{step}"][0]) for step in range(STEPS)]
     assert found == pytest.approx(sums, rel=1e-4)
