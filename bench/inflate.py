@@ -181,7 +181,7 @@ class Eagle3Draft(Draft):
 
     def check(self, model: ModelConfig, shape: Shape) -> None:
         super().check(model, shape)
-        for name in (*FLAGS, "sliding_window", "qk_norm"):
+        for name in (*FLAGS, "sliding_window"):
             if getattr(self.config, name):
                 raise ValueError(f"draft sets {name}; only EAGLE3 drafts without it can be inflated")
 

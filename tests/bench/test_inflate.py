@@ -156,8 +156,16 @@ def aux_ids(folder: Path) -> tuple[int, ...]:
     return tuple(read_json(folder / "config.json")["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
 
 
-def test_draft_logits_are_the_small_drafts_and_the_others_far_below(pair: Path, draft: Path) -> None:
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_draft_logits_are_the_small_drafts_and_the_others_far_below(
+    pairs: Pairs, tmp_path: Path, qk_norm: bool
+) -> None:
     """In fp64: the enlargement itself is exact. States as the big target gives them, one behind its final norm."""
+    draft, pair = pairs["eagle3"]
+    if qk_norm:
+        draft, pair = tmp_path / "draft", tmp_path / "pair"
+        save_random_draft(TINY, draft, DRAFT_VOCAB, qk_norm=True)
+        inflate(InflateConfig(draft=str(draft), target=str(TINY), shape="mid", output=str(pair)))
     tables = [read_tensors(path)["model.embed_tokens.weight"] for path in (TINY, pair / "target")]
     small, big = (NaiveEagle3(path, table) for path, table in zip((draft, pair / "draft"), tables, strict=True))
     aux_states = 3.0 * torch.randn(40, 3, 256, generator=torch.Generator().manual_seed(0))
