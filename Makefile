@@ -30,7 +30,7 @@ lint: .venv/.installed
 		-p slipstream.train -p slipstream.data_tools
 
 # Wheels of torch's CPU build are small; on a machine with a GPU install torch first and it stays as it is.
-.venv/.installed: pyproject.toml setup.py $(wildcard serve/drafters/csrc/*)
+.venv/.installed: pyproject.toml setup.py $(wildcard serve/drafters/ngram/csrc/*)
 	@start=$$(date +%s); set -e; \
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
 	if $(BIN)/python -m pip show --quiet torch 2> /dev/null; \

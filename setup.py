@@ -6,7 +6,7 @@ from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import setup
 from setuptools.errors import CompileError
 
-CORE = "serve/drafters/csrc"
+CORE = "serve/drafters/ngram/csrc"
 
 
 class BuildCore(build_ext):
@@ -25,7 +25,7 @@ class BuildCore(build_ext):
 setup(
     ext_modules=[
         Pybind11Extension(
-            "slipstream.serve.drafters.ngram_core",
+            "slipstream.serve.drafters.ngram.ngram_core",
             sorted(str(path) for path in Path(CORE).glob("*.cpp")),
             include_dirs=[CORE],
             depends=sorted(str(path) for path in Path(CORE).glob("*.h")),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from slipstream.serve.engine import Engine
+from slipstream.serve.engine.engine import Engine
 
 
 class HostTimes(NamedTuple):

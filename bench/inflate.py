@@ -62,7 +62,7 @@ from slipstream.models.files.outputs import CHECKPOINT, FolderKind, check_output
 from slipstream.models.files.weights import public_tensors
 from slipstream.models.targets.config import ModelConfig
 from slipstream.models.targets.decoder import Target, load_config, load_target
-from slipstream.serve.drafters.base import drafter_name
+from slipstream.serve.drafters.registry import drafter_name
 from slipstream.serve.options import EngineConfig, find_target
 
 CPU = torch.device("cpu")

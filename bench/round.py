@@ -22,10 +22,10 @@ from torch import Tensor
 from slipstream.bench.gpu import copy_bandwidth, milliseconds, print_kernels, profile_kernels
 from slipstream.bench.lines import Lines, origin, table
 from slipstream.config import run
-from slipstream.serve.engine import Engine
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.memory import bytes_per_token
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams
-from slipstream.serve.sizing import bytes_per_token
 
 COLUMNS = (  # heading, key of a line, format
     ("draft", "draft", "s"),

@@ -48,7 +48,7 @@ from slipstream.config import run
 from slipstream.data_tools.options import check_at_least
 from slipstream.models.files.checkpoint import is_checkpoint, resolve
 from slipstream.models.targets.pretrained import load_tokenizer
-from slipstream.serve.engine import Engine
+from slipstream.serve.engine.engine import Engine
 from slipstream.serve.load import read_levels
 from slipstream.serve.options import EngineConfig, find_target
 

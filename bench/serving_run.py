@@ -11,7 +11,7 @@ from tqdm import tqdm
 from slipstream.bench.host_clock import HostClock, HostTimes, host_figures
 from slipstream.bench.lines import milliseconds
 from slipstream.bench.workload import Task
-from slipstream.serve.engine import Engine
+from slipstream.serve.engine.engine import Engine
 from slipstream.serve.load import Answer, LoadResult, run_load
 from slipstream.serve.request import Output, Request, SamplingParams
 

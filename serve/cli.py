@@ -14,8 +14,8 @@ from dataclasses import asdict, fields, make_dataclass
 from typing import Any
 
 from slipstream.config import parse, read_options
-from slipstream.serve.client import EngineClient, EngineError
-from slipstream.serve.listener import bind
+from slipstream.serve.http.engine_client import EngineClient, EngineError
+from slipstream.serve.http.listener import bind
 from slipstream.serve.options import NoOptions, ServeConfig
 
 DESCRIPTION = (
@@ -40,7 +40,7 @@ def run(config: ServeConfig, engine: EngineClient) -> int:
     """Serves until a signal or the engine's end; the process's exit status."""
     try:
         listener = bind(config.host, config.port)
-        from slipstream.serve.launch import serve
+        from slipstream.serve.http.launch import serve
 
         return asyncio.run(serve(config, listener, engine))
     except KeyboardInterrupt:
@@ -70,7 +70,7 @@ def options_class(draft: str) -> Any:
     """ServeConfig with `drafter` typed as the Options of this draft's drafter."""
     own: type = NoOptions
     if draft != ServeConfig().draft:
-        from slipstream.serve.drafters.base import options_of
+        from slipstream.serve.drafters.registry import options_of
 
         own = options_of(draft)
     drafter = ("drafter", own)

@@ -13,7 +13,7 @@ from slipstream import runtime
 from slipstream.models.chat.messages import check_text
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.detokenize import Decoder, TextStream
-from slipstream.serve.engine import Engine
+from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams, prompt_seed
 

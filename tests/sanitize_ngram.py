@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import pybind11
 
 TESTS = Path(__file__).resolve().parent
-CORE = TESTS.parent / "serve" / "drafters" / "csrc"
+CORE = TESTS.parent / "serve" / "drafters" / "ngram" / "csrc"
 FLAGS = ("-std=c++17", "-O1", "-g", "-UNDEBUG", "-Wall", "-Wextra", "-Werror", "-fno-omit-frame-pointer", f"-I{CORE}")
 ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 THREAD = ("-fsanitize=thread",)

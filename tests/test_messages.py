@@ -10,9 +10,9 @@ from slipstream.data_tools.options import ConversationOptions
 from slipstream.data_tools.rows import Row
 from slipstream.data_tools.target_tokenizer import ChatTemplate
 from slipstream.serve.bench import read_prompt
-from slipstream.serve.frontend import Frontend
+from slipstream.serve.http.frontend import Frontend
+from slipstream.serve.http.schemas import ChatBody
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.protocol import ChatBody
 from slipstream.tests.data_tools.chats import build_tokenizer, chat
 from slipstream.tests.serve.fake_engine import CONTEXT, info
 

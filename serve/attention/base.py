@@ -13,7 +13,7 @@ from slipstream.kernels.kv.rope import rotate_and_store
 from slipstream.kernels.norm import HeadNorms
 from slipstream.models.layers.attention import Attention
 from slipstream.models.layers.rope import RotaryEmbedding
-from slipstream.serve.batch import Batch
+from slipstream.serve.runner.batch import Batch
 
 logger = logging.getLogger(__name__)
 

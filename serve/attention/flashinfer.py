@@ -35,7 +35,7 @@ from slipstream.models.layers.attention import Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.serve.attention import base
 from slipstream.serve.attention.base import PHASES, KVFormat
-from slipstream.serve.batch import Batch
+from slipstream.serve.runner.batch import Batch
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from slipstream.kernels.norm import HeadNorms, norm_heads
 from slipstream.kernels.speculation.verify import unpack
 from slipstream.models.layers.attention import Mask
 from slipstream.serve.attention import base
-from slipstream.serve.batch import Batch
+from slipstream.serve.runner.batch import Batch
 
 # Without cuDNN, which prepares about 40 ms for every new prompt length.
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -1,10 +1,8 @@
-"""The drafter interface, and how a draft finds its drafter."""
+"""The drafter interface."""
 
 import functools
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -12,16 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.models.drafts.base import DraftNetwork, drafter_of, load_draft
-from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve
+from slipstream.models.drafts.base import DraftNetwork, load_draft
+from slipstream.models.files.checkpoint import resolve
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, HostProposal, KVSpec, PassRows, Proposal, RequestState, VerifyResult
-from slipstream.serve.draft_vocabulary import DraftVocabulary, find_vocabulary
+from slipstream.serve.drafters.vocabulary import DraftVocabulary, find_vocabulary
+from slipstream.serve.engine.plan import HostProposal
 from slipstream.serve.options import NoOptions
 from slipstream.serve.request import Request
-
-DRAFTERS = ("dflash", "eagle", "eagle3", "mixed", "ngram", "none")  # modules of this folder with a class `Drafter`
+from slipstream.serve.runner.batch import Batch, KVSpec, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.request_state import RequestState
 
 
 class Drafter(ABC):
@@ -106,47 +104,6 @@ class NetworkDrafter(Drafter):
 
     def check(self, request: Request) -> None:
         self.vocabulary.check(request)
-
-
-def find_drafter(draft: str) -> type[Drafter]:
-    """The drafter class for a name or a checkpoint (its config.json names the drafter)."""
-    name = drafter_name(draft)
-    if name not in DRAFTERS:
-        raise ValueError(f"drafter {name!r} does not exist; name a checkpoint folder or one of: {', '.join(DRAFTERS)}")
-    return importlib.import_module(f"slipstream.serve.drafters.{name}").Drafter
-
-
-def options_of(draft: str) -> type:
-    """The options dataclass of the draft's drafter; for a checkpoint with those of n-gram lookahead."""
-    own = find_drafter(draft).Options
-    if not is_checkpoint(draft):
-        return own
-    return importlib.import_module("slipstream.serve.drafters.mixed").options_class(own)
-
-
-def load_drafter(draft: str, values: dict[str, Any], target: Target) -> Drafter:
-    """Builds the drafter. Raises ValueError for a wrong option name or value, and if draft and target do not fit."""
-    options = build_options(options_of(draft), values)
-    drafter = find_drafter(draft).load(draft, options, target)
-    if not is_checkpoint(draft) or not options.ngram_first:
-        return drafter
-    mixed = importlib.import_module("slipstream.serve.drafters.mixed")
-    return mixed.Drafter(drafter, options, target.config.vocab_size)
-
-
-def drafter_name(draft: str) -> str:
-    if not is_checkpoint(draft):
-        return draft
-    return drafter_of(read_json(resolve(draft) / "config.json"), draft)
-
-
-def build_options(options: type, values: dict[str, Any]) -> Any:
-    """Raises ValueError for an unknown name, with the valid ones."""
-    names = [field.name for field in fields(options)]
-    unknown = sorted(values.keys() - set(names))
-    if unknown:
-        raise ValueError(f"drafter option {unknown[0]!r} does not exist; valid: {', '.join(names) or '(none)'}")
-    return options(**values)
 
 
 def chain_parents(batch_size: int, width: int, device: torch.device) -> Tensor:

@@ -16,9 +16,10 @@ from slipstream.kernels.speculation.verify import MAX_NODES
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, KVSpec, PassRows, Proposal, RequestState, VerifyResult
-from slipstream.serve.draft_vocabulary import DraftVocabulary, TokenMapOptions
 from slipstream.serve.drafters import base
+from slipstream.serve.drafters.vocabulary import DraftVocabulary, TokenMapOptions
+from slipstream.serve.runner.batch import Batch, KVSpec, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from slipstream.models.drafts.eagle import Eagle
-from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
-from slipstream.serve.draft_vocabulary import TokenMapOptions
+from slipstream.serve.drafters.autoregressive import AutoregressiveDrafter, TreeOptions
+from slipstream.serve.drafters.vocabulary import TokenMapOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slipstream.models.drafts.eagle3 import Eagle3
-from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
+from slipstream.serve.drafters.autoregressive import AutoregressiveDrafter, TreeOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,12 @@ from torch.nn.functional import pad
 
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, HostProposal, PassRows, Proposal, RequestState, VerifyResult
-from slipstream.serve.drafters import base, ngram
+from slipstream.serve.drafters import base
+from slipstream.serve.drafters.ngram import drafter as ngram
+from slipstream.serve.engine.plan import HostProposal
 from slipstream.serve.request import Request
+from slipstream.serve.runner.batch import Batch, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.request_state import RequestState
 
 
 @dataclass(frozen=True)  # without slots: it is a second base of others

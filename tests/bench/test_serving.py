@@ -18,7 +18,7 @@ from slipstream.bench.serving import COLUMNS, HOST_COLUMNS, ServingConfig, compa
 from slipstream.bench.serving_run import Run, pool, run_http, run_offline
 from slipstream.bench.workload import Question, Task, Workload, final_number, read_questions
 from slipstream.serve.cli import read_config
-from slipstream.serve.engine import Engine
+from slipstream.serve.engine.engine import Engine
 from slipstream.serve.llm import LLM
 from slipstream.serve.load import Answer
 from slipstream.serve.options import EngineConfig, ServeConfig

@@ -16,7 +16,7 @@ from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.drafts.speculators_layout import AUX_LAYERS
 from slipstream.models.targets.decoder import load_config
-from slipstream.serve.drafters.base import find_drafter
+from slipstream.serve.drafters.registry import find_drafter
 from slipstream.tests.data_tools.conversion import Runs, assert_equal_checkpoints, save_eagle3_draft
 from slipstream.tests.models.saved_drafts import fused
 from slipstream.tests.random_drafts import save_random_dflash, save_random_eagle

@@ -16,7 +16,7 @@ from slipstream.data_tools.target_tokenizer import load_target_tokenizer
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.models.targets.pretrained import end_of_text_ids, load_tokenizer, read_config
-from slipstream.serve.frontend import Frontend
+from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.random_drafts import save_random_eagle
 from slipstream.tests.serve.engine_runs import build_engine

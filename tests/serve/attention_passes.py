@@ -12,7 +12,8 @@ from slipstream.models.layers.attention import Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import RopeConfig
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, RequestState
+from slipstream.serve.runner.batch import Batch
+from slipstream.serve.runner.request_state import RequestState
 
 NUM_LAYERS, LAYER = 2, 1
 STALE = 1e3  # fills slots that hold nothing: whoever reads them shows it

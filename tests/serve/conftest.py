@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from slipstream.serve import round_times
-from slipstream.serve.launch import Server
+from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
+from slipstream.serve.runner import round_times
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.fake_server import MODEL, serving, write_target
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from slipstream.serve.batch import Batch, Proposal
 from slipstream.serve.drafters.base import Drafter
-from slipstream.serve.engine import Engine
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
-from slipstream.serve.scheduler import Sequence
+from slipstream.serve.runner.batch import Batch, Proposal
 
 VOCAB = 120  # of the tiny targets
 Nodes = tuple[list[int], list[int], list[float]]  # tokens, parents and scores of a proposal

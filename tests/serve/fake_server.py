@@ -17,9 +17,9 @@ import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.serve.client import EngineClient
-from slipstream.serve.launch import Server, prepare
-from slipstream.serve.listener import bind
+from slipstream.serve.http.engine_client import EngineClient
+from slipstream.serve.http.launch import Server, prepare
+from slipstream.serve.http.listener import bind
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine
 
@@ -38,7 +38,7 @@ TEMPLATE = (
 
 SCRIPT = """
 from slipstream.serve.cli import run
-from slipstream.serve.client import EngineClient
+from slipstream.serve.http.engine_client import EngineClient
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine, never_start
 raise SystemExit(run(ServeConfig(target={target!r}, port=0), EngineClient({engine})))

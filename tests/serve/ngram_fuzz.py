@@ -168,7 +168,7 @@ class Fuzz:
 
 def load_core(path: str | None) -> Any:
     if path is None:
-        return importlib.import_module("slipstream.serve.drafters.ngram_core").NgramCore
+        return importlib.import_module("slipstream.serve.drafters.ngram.ngram_core").NgramCore
     spec = importlib.util.spec_from_file_location("ngram_core", path)
     assert spec is not None
     assert spec.loader is not None

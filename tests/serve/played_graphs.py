@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from slipstream.serve.batch import SamplingMode
-from slipstream.serve.engine import Engine
-from slipstream.serve.graphs import MODES, Capturer, RoundGraphs, TimeTables, buckets
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.plan import SamplingMode
+from slipstream.serve.engine.scheduler import Chunk
 from slipstream.serve.options import PREFILL_BLOCK
-from slipstream.serve.prompt_graphs import PromptGraphs, num_blocks
-from slipstream.serve.round import Runner
-from slipstream.serve.scheduler import Chunk
+from slipstream.serve.runner.cuda_graphs import MODES, Capturer, RoundGraphs, TimeTables, buckets
+from slipstream.serve.runner.prompt_graphs import PromptGraphs, num_blocks
+from slipstream.serve.runner.round import Runner
 
 
 class Replay:

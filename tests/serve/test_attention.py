@@ -14,8 +14,8 @@ from slipstream.kernels.kv.rope import rotate_and_store
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend
-from slipstream.serve.batch import Batch
-from slipstream.serve.round import Runner
+from slipstream.serve.runner.batch import Batch
+from slipstream.serve.runner.round import Runner
 from slipstream.tests.pairwise import gate_of
 from slipstream.tests.serve.attention_passes import LAYER, Pass, Scene
 

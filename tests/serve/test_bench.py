@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slipstream.serve.bench import main, read_prompts
-from slipstream.serve.launch import Server
+from slipstream.serve.http.launch import Server
 from slipstream.serve.load import Answer, LoadResult, percentiles, run_load
 from slipstream.tests.serve.fake_engine import ROUND
 from slipstream.tests.serve.fake_server import HELLO

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from slipstream.serve import connections
-from slipstream.serve.connections import RESERVED_FILES, LoopErrors, connection_limit, raise_file_limit
-from slipstream.serve.launch import Server
+from slipstream.serve.http import connections
+from slipstream.serve.http.connections import RESERVED_FILES, LoopErrors, connection_limit, raise_file_limit
+from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import COMPLETIONS, serving, wait_until
 

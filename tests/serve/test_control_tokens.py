@@ -10,10 +10,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from slipstream.models.chat.messages import Message
-from slipstream.serve.control_tokens import PlainTextTokenizer
-from slipstream.serve.frontend import Frontend
+from slipstream.serve.http.control_tokens import PlainTextTokenizer
+from slipstream.serve.http.frontend import Frontend
+from slipstream.serve.http.schemas import ChatBody, CompletionBody
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.protocol import ChatBody, CompletionBody
 from slipstream.tests.data_tools.chats import CHATML, LLAMA, build_tokenizer
 from slipstream.tests.serve.fake_engine import info
 from slipstream.tests.test_packaging import ROOT

@@ -20,12 +20,13 @@ from slipstream.kernels.sampling.sample import noise_key
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
-from slipstream.serve.batch import Batch, PassRows, RequestState, VerifyResult
-from slipstream.serve.drafters.base import build_options, find_drafter
 from slipstream.serve.drafters.dflash import Drafter
-from slipstream.serve.engine import Engine
+from slipstream.serve.drafters.registry import build_options, find_drafter
+from slipstream.serve.engine.engine import Engine
 from slipstream.serve.request import Request
-from slipstream.serve.round import accepted_rows
+from slipstream.serve.runner.batch import Batch, PassRows, VerifyResult
+from slipstream.serve.runner.request_state import RequestState
+from slipstream.serve.runner.round import accepted_rows
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_dflash

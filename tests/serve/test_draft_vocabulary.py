@@ -10,12 +10,13 @@ from torch import Tensor
 
 from slipstream.kernels.gemm.gathered_head import DraftHead
 from slipstream.models.drafts.token_map import TokenMap
-from slipstream.serve.autoregressive import TreeOptions
-from slipstream.serve.batch import Batch, RequestState, VerifyResult
-from slipstream.serve.draft_vocabulary import HALF_LIFE, DraftVocabulary, RecentTokens
-from slipstream.serve.drafters.base import build_options, find_drafter
-from slipstream.serve.engine import Engine
+from slipstream.serve.drafters.autoregressive import TreeOptions
+from slipstream.serve.drafters.registry import build_options, find_drafter
+from slipstream.serve.drafters.vocabulary import HALF_LIFE, DraftVocabulary, RecentTokens
+from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig
+from slipstream.serve.runner.batch import Batch, VerifyResult
+from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.pairwise import pairwise, rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 from slipstream.tests.serve.engine_runs import (

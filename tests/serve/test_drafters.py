@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.serve.drafters.base import build_options, drafter_name, find_drafter
 from slipstream.serve.drafters.eagle import Drafter as EagleDrafter
 from slipstream.serve.drafters.eagle3 import Drafter as Eagle3Drafter
 from slipstream.serve.drafters.none import Drafter as NoneDrafter
+from slipstream.serve.drafters.registry import build_options, drafter_name, find_drafter
 from slipstream.tests.random_drafts import save_random_draft, save_random_eagle
 from slipstream.tests.serve.engine_runs import build_engine
 

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.kernels.sampling.sample import noise_key
 from slipstream.kernels.speculation.draft_tree import TreeShape
-from slipstream.serve.autoregressive import AutoregressiveDrafter, TreeOptions
-from slipstream.serve.batch import PassRows, VerifyResult
+from slipstream.serve.drafters.autoregressive import AutoregressiveDrafter, TreeOptions
 from slipstream.serve.request import Request
+from slipstream.serve.runner.batch import PassRows, VerifyResult
 from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.pairwise import rotating

@@ -11,7 +11,7 @@ import torch
 
 from slipstream.models.files.checkpoint import weights_fingerprint
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
-from slipstream.serve import sizing
+from slipstream.serve.engine import memory
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run, tokens_of
@@ -96,9 +96,9 @@ def test_requests_that_can_never_run_are_refused(
 
 def test_the_cache_holds_what_memory_allows(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token of this target takes 2 x 4 layers x 2 heads x 8 x 4 bytes = 512 bytes."""
-    monkeypatch.setattr(sizing, "free_bytes", lambda *_: 1000 * 512)
+    monkeypatch.setattr(memory, "free_bytes", lambda *_: 1000 * 512)
     assert build_engine(target, kv_cache_tokens=None).info.kv_cache_tokens == 1000 // 16 * 16
-    monkeypatch.setattr(sizing, "free_bytes", lambda *_: 10**9)
+    monkeypatch.setattr(memory, "free_bytes", lambda *_: 10**9)
     assert build_engine(target, kv_cache_tokens=None).info.kv_cache_tokens == 8 * 272, "all that 8 rows can use"
 
 
@@ -111,7 +111,7 @@ def test_a_small_cache_limits_the_context(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A request as long as the limit runs; a limit that was asked for is kept or refused."""
-    monkeypatch.setattr(sizing, "free_bytes", lambda *_: 200 * 640)
+    monkeypatch.setattr(memory, "free_bytes", lambda *_: 200 * 640)
     engine = build_engine(target, draft, **options)
     assert engine.info.max_model_len == 192 - 6
     assert "max_model_len is 186 instead of 256: the KV cache holds no more" in caplog.text
@@ -126,7 +126,7 @@ def test_a_small_cache_limits_the_context(
 
 
 def test_a_drafts_own_cache_counts(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizing, "free_bytes", lambda *_: 1000 * 512)
+    monkeypatch.setattr(memory, "free_bytes", lambda *_: 1000 * 512)
     assert build_engine(target, draft, kv_cache_tokens=None).info.kv_cache_tokens == 1000 * 4 // 5 // 16 * 16
 
 
@@ -195,6 +195,6 @@ def test_a_context_shorter_than_a_round_is_measured_by_prompts_of_one_token(
 ) -> None:
     options: dict[str, Any] = {"max_model_len": 2, "width": 16, "page_size": page_size, "overlap": overlap}
     runner = build_engine(make_target("qwen3"), "ngram", **options).executor.runner
-    sizing._prefill_padding(runner, 40, 16)
-    assert set(sizing._padding_batch(runner, 40).query_lens) == {1}
+    memory._prefill_padding(runner, 40, 16)
+    assert set(memory._padding_batch(runner, 40).query_lens) == {1}
     assert not runner.state.lengths.any()

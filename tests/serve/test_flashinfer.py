@@ -10,7 +10,7 @@ import torch
 
 from slipstream.serve.attention.base import Backend, KVFormat, find_backends
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
-from slipstream.serve.batch import Batch
+from slipstream.serve.runner.batch import Batch
 from slipstream.tests.serve import fake_flashinfer
 from slipstream.tests.serve.attention_passes import LAYER, PASSES, Scene
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.serve.engine import Engine
-from slipstream.serve.graphs import RoundGraphs
-from slipstream.serve.prompt_graphs import PromptGraphs
+from slipstream.serve.engine.engine import Engine
 from slipstream.serve.request import Request
+from slipstream.serve.runner.cuda_graphs import RoundGraphs
+from slipstream.serve.runner.prompt_graphs import PromptGraphs
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
     build_engine,

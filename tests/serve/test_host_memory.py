@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from slipstream.serve import sizing
-from slipstream.serve.host_memory import available_bytes
+from slipstream.serve.engine import memory
+from slipstream.serve.engine.host_memory import available_bytes
 from slipstream.tests.serve.engine_runs import build_engine
 
 FREE = 9_000  # on the machine
@@ -59,10 +59,10 @@ def test_the_cache_takes_a_quarter_and_errors_name_what_acts(
     make_target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token of this target takes 2 x 4 layers x 2 heads x 8 x 4 bytes = 512 bytes."""
-    monkeypatch.setattr(sizing, "available_bytes", lambda: 4 * 1000 * 512)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 4 * 1000 * 512)
     assert build_engine(make_target("llama"), kv_cache_tokens=None).info.kv_cache_tokens == 1000 // 16 * 16
     with pytest.raises(ValueError, match=r"max_model_len, or raise kv_cache_tokens$"):
         build_engine(make_target("llama"), kv_cache_tokens=32, max_model_len=100)
-    monkeypatch.setattr(sizing, "available_bytes", lambda: 4 * 15 * 512)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 4 * 15 * 512)
     with pytest.raises(ValueError, match=r"a quarter of what is free, .* holds no page .* or set kv_cache_tokens$"):
         build_engine(make_target("llama"), kv_cache_tokens=None)

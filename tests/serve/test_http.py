@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from slipstream.serve.launch import Server
+from slipstream.serve.http.launch import Server
 from slipstream.tests.serve.fake_engine import CONTEXT, ROUND
 from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, events, gauge, wait_until
 

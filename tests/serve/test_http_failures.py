@@ -15,11 +15,11 @@ import httpx
 import psutil
 import pytest
 
-from slipstream.serve import launch
-from slipstream.serve.completion import Call
-from slipstream.serve.connections import raise_file_limit
-from slipstream.serve.launch import Server
-from slipstream.serve.limits import MAX_BODIES_BYTES, SHORT_BODY_BYTES, BodyReader, BoundedPool
+from slipstream.serve.http import launch
+from slipstream.serve.http.completions import Call
+from slipstream.serve.http.connections import raise_file_limit
+from slipstream.serve.http.launch import Server
+from slipstream.serve.http.limits import MAX_BODIES_BYTES, SHORT_BODY_BYTES, BodyReader, BoundedPool
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_server import COMPLETIONS, gauge, serving, wait_until
 

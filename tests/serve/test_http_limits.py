@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from slipstream.serve import limits
-from slipstream.serve.frontend import Frontend
-from slipstream.serve.launch import Server
-from slipstream.serve.limits import ApiError, longest_text
+from slipstream.serve.http import limits
+from slipstream.serve.http.frontend import Frontend
+from slipstream.serve.http.launch import Server
+from slipstream.serve.http.limits import ApiError, longest_text
+from slipstream.serve.http.schemas import CompletionBody
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.protocol import CompletionBody
 from slipstream.tests.serve.fake_engine import CONTEXT, info
 from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO
 from slipstream.tests.serve.test_detokenize import byte_fallback, byte_level

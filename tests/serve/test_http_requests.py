@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
-from slipstream.serve.frontend import Frontend
-from slipstream.serve.limits import ApiError
+from slipstream.serve.http.frontend import Frontend
+from slipstream.serve.http.limits import ApiError
+from slipstream.serve.http.schemas import NEUTRAL, NEUTRAL_IN_STREAM_OPTIONS, ChatBody, CompletionBody
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.protocol import NEUTRAL, NEUTRAL_IN_STREAM_OPTIONS, ChatBody, CompletionBody
 from slipstream.tests.serve.fake_engine import CONTEXT, VOCABULARY, info
 from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, events, write_target
 

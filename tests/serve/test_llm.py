@@ -11,11 +11,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slipstream import runtime
-from slipstream.serve.drafters.ngram_core import NgramCore
-from slipstream.serve.frontend import Frontend
+from slipstream.serve.drafters.ngram.ngram_core import NgramCore
+from slipstream.serve.http.frontend import Frontend
+from slipstream.serve.http.schemas import CompletionBody
 from slipstream.serve.llm import LLM, Generation
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.protocol import CompletionBody
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import FAMILIES, save_random_target

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slipstream.serve.engine import Engine
+from slipstream.serve.drafters.registry import MODULES
+from slipstream.serve.engine.engine import Engine
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import gate_of, pairwise, rotating
 from slipstream.tests.random_drafts import save_random_draft
@@ -54,8 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 LEARNING = ("mixed", "ngram")  # drafters that know what earlier requests of the engine have said
 BY_NETWORK = ("dflash", "eagle", "eagle tree", "eagle3")
-FOLDER = Path(__file__).parents[2] / "serve/drafters"
-DRAFTERS = [*sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "base"), "eagle tree"]
+DRAFTERS = ["eagle tree", *MODULES]
 BuildDrafted = Callable[..., Engine]
 
 

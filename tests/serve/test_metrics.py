@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.serve.metrics import Histogram, Metrics
+from slipstream.serve.http.metrics import Histogram, Metrics
 from slipstream.serve.request import RequestStats
 
 HEAD = re.compile(r"# HELP (\w+) [^\n]+\n# TYPE \1 (counter|gauge|histogram)\n")

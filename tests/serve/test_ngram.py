@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from slipstream.serve.cli import read_config
-from slipstream.serve.engine import Engine
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.widths import WidthPolicy
 from slipstream.serve.request import Request
-from slipstream.serve.widths import WidthPolicy
 from slipstream.tests.serve.engine_runs import Answer, build_engine, make_request, random_prompt, run, tokens_of
 
 

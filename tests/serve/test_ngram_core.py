@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.serve.drafters.ngram_core import NgramCore
+from slipstream.serve.drafters.ngram.ngram_core import NgramCore
 from slipstream.tests.serve.ngram_fuzz import Fuzz, Tree, advance, random_texts
 from slipstream.tests.serve.ngram_model import NgramModel
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from slipstream.serve import llm as llm_module
-from slipstream.serve.engine import Engine
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.widths import PATIENCE
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
-from slipstream.serve.widths import PATIENCE
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run, run_aborting, tokens_of
 

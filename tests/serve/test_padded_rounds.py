@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from slipstream.serve.engine.widths import WidthPolicy
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
-from slipstream.serve.widths import WidthPolicy
 from slipstream.tests.random_drafts import save_random_dflash
 from slipstream.tests.serve.engine_runs import (
     build_engine,

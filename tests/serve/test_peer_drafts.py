@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from slipstream.serve.autoregressive import TreeOptions
 from slipstream.serve.cli import read_config
-from slipstream.serve.engine import Engine
+from slipstream.serve.drafters.autoregressive import TreeOptions
+from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.tests.peer_drafts import (
     save_as_specforge,

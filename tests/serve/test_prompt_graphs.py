@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.serve.batch import SamplingMode
-from slipstream.serve.executor import PendingResult
+from slipstream.serve.engine.plan import SamplingMode
+from slipstream.serve.engine.scheduler import Chunk, Sequence
 from slipstream.serve.options import PREFILL_BLOCK, EngineConfig
-from slipstream.serve.prompt_graphs import MOST_REQUESTS, num_blocks, sizes
-from slipstream.serve.scheduler import Chunk, Sequence
+from slipstream.serve.runner.executor import PendingResult
+from slipstream.serve.runner.prompt_graphs import MOST_REQUESTS, num_blocks, sizes
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.serve.engine_runs import (
@@ -117,7 +117,7 @@ def test_long_prompts_are_captured_ones_until_their_kernels_are_compiled(
 ) -> None:
     prompts = playing(target, "none", 96).executor.prompts
     assert isinstance(prompts, PlayedPrompts)
-    monkeypatch.setattr("slipstream.serve.prompt_graphs.MOST_PAIRS", 0)
+    monkeypatch.setattr("slipstream.serve.runner.prompt_graphs.MOST_PAIRS", 0)
     chunk = chunk_of(0, 33)
     chunk.sequence.slot = 0
     for is_ready in (False, True):

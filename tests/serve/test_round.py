@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM
 from slipstream.models.targets.config import RopeConfig
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, KVSpec, PassRows, Proposal, RequestState, SamplingMode, VerifyResult
 from slipstream.serve.drafters import base
-from slipstream.serve.engine import Engine
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.plan import SamplingMode
 from slipstream.serve.request import Request
-from slipstream.serve.round import Runner, simulate
+from slipstream.serve.runner.batch import Batch, KVSpec, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.request_state import RequestState
+from slipstream.serve.runner.round import Runner, simulate
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import (

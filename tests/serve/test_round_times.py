@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.serve import round_times
-from slipstream.serve.engine import Engine
-from slipstream.serve.round_times import time_rounds, width_policy
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.runner import round_times
+from slipstream.serve.runner.round_times import time_rounds, width_policy
 from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run, tokens_of
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from slipstream.serve.cache import PageCache
+from slipstream.serve.engine.kv_cache import PageCache
+from slipstream.serve.engine.scheduler import Scheduler, Sequence
 from slipstream.serve.request import Output, Request, SamplingParams
-from slipstream.serve.scheduler import Scheduler, Sequence
 
 STOP_ID = 99
 RESERVE = 4

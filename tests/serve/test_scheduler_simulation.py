@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from slipstream.serve.cache import PageCache
+from slipstream.serve.engine.kv_cache import PageCache
+from slipstream.serve.engine.scheduler import Scheduler, Sequence
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
-from slipstream.serve.scheduler import Scheduler, Sequence
 from slipstream.tests.pairwise import pairwise
 
 VOCAB_SIZE = 40

@@ -17,7 +17,7 @@ import pytest
 
 from slipstream.config import build_parser, option_names
 from slipstream.serve.cli import options_class, read_config, run
-from slipstream.serve.client import EngineClient
+from slipstream.serve.http.engine_client import EngineClient
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine, refuse_to_start
 from slipstream.tests.serve.fake_server import read_banner, start, wait_until, write_target

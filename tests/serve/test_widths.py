@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from slipstream.serve.widths import DECAY, PATIENCE, PRIOR, PROBE_ROUNDS, Acceptance, WidthPolicy
+from slipstream.serve.engine.widths import DECAY, PATIENCE, PRIOR, PROBE_ROUNDS, Acceptance, WidthPolicy
 from slipstream.tests.pairwise import rotating
 
 WIDTHS = (1, 2, 4, 8)

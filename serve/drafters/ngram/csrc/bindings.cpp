@@ -1,4 +1,4 @@
-// slipstream.serve.drafters.ngram_core: the core for Python. Signatures and documentation: ../ngram_core.pyi.
+// slipstream.serve.drafters.ngram.ngram_core: the core for Python. Signatures and documentation: ../ngram_core.pyi.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

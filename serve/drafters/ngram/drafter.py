@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from slipstream.kernels.speculation.verify import MAX_NODES
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import HostProposal, RequestState
 from slipstream.serve.drafters import base
-from slipstream.serve.drafters.ngram_core import NgramCore
+from slipstream.serve.drafters.ngram.ngram_core import NgramCore
+from slipstream.serve.engine.plan import HostProposal
+from slipstream.serve.runner.request_state import RequestState
 
 Ints = NDArray[np.int32]
 CORE_OPTIONS = ("capacity", "branch_length", "min_match", "max_match", "order", "breadth", "queue_tokens")

@@ -31,7 +31,7 @@ HEADER = struct.Struct("!Q")
 
 
 class EngineLike(Protocol):
-    """What this process needs of an engine. The real one is in serve/engine.py."""
+    """What this process needs of an engine. The real one is in serve/engine/engine.py."""
 
     info: EngineInfo
 
@@ -109,7 +109,7 @@ class Pipe:
 
 
 def build_engine(config: EngineConfig) -> EngineLike:
-    from slipstream.serve.engine import Engine  # here, so that only the engine's process loads it
+    from slipstream.serve.engine.engine import Engine  # here, so that only the engine's process loads it
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("slipstream").setLevel(logging.INFO)  # logs the chosen backends and captured rounds
@@ -121,7 +121,7 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
     inbox: Inbox = SimpleQueue()
     pipe = Pipe(end)
     if make_engine is build_engine:
-        import slipstream.serve.engine  # noqa: F401  which takes seconds, while the server reads its options
+        import slipstream.serve.engine.engine  # noqa: F401  which takes seconds, while the server reads its options
     try:
         config = pipe.receive()
     except EOFError:

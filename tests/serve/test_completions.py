@@ -7,10 +7,10 @@ from unittest.mock import call as mock_call
 
 import pytest
 
-from slipstream.serve.client import EngineError
-from slipstream.serve.completion import Completion, Delta, RequestFailed
 from slipstream.serve.detokenize import Decoder
-from slipstream.serve.metrics import Metrics
+from slipstream.serve.http.completions import Completion, Delta, RequestFailed
+from slipstream.serve.http.engine_client import EngineError
+from slipstream.serve.http.metrics import Metrics
 from slipstream.serve.request import Output, Request, RequestStats, SamplingParams
 from slipstream.tests.serve.test_detokenize import byte_level
 

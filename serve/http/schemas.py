@@ -20,8 +20,8 @@ from pydantic import (
 
 from slipstream.models.chat import messages as chat
 from slipstream.models.chat.messages import TEXT_PARTS, Message, MessageError
-from slipstream.serve import limits
-from slipstream.serve.limits import ApiError
+from slipstream.serve.http import limits
+from slipstream.serve.http.limits import ApiError
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI for /v1/completions; a chat answer may fill the context
 ROLES = ("system", "developer", "user", "assistant")

@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.serve.batch import Batch, HostProposal, SamplingMode
-from slipstream.serve.graphs import RoundGraphs
-from slipstream.serve.prompt_graphs import PromptGraphs
-from slipstream.serve.round import Runner
-from slipstream.serve.scheduler import Chunk, Sequence
-from slipstream.serve.widths import Offer
+from slipstream.serve.engine.plan import HostProposal, SamplingMode
+from slipstream.serve.engine.scheduler import Chunk, Sequence
+from slipstream.serve.engine.widths import Offer
+from slipstream.serve.runner.batch import Batch
+from slipstream.serve.runner.cuda_graphs import RoundGraphs
+from slipstream.serve.runner.prompt_graphs import PromptGraphs
+from slipstream.serve.runner.round import Runner
 
 
 @dataclass(frozen=True, slots=True)

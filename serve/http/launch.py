@@ -13,12 +13,12 @@ from types import FrameType
 
 import uvicorn
 
-from slipstream.serve.client import STOP_SECONDS, EngineClient
-from slipstream.serve.connections import ConnectionTracker, LoopErrors, connection_limit, raise_file_limit
-from slipstream.serve.frontend import Frontend, read_tokenizer
-from slipstream.serve.listener import address
+from slipstream.serve.http.app import Api, create_app
+from slipstream.serve.http.connections import ConnectionTracker, LoopErrors, connection_limit, raise_file_limit
+from slipstream.serve.http.engine_client import STOP_SECONDS, EngineClient
+from slipstream.serve.http.frontend import Frontend, read_tokenizer
+from slipstream.serve.http.listener import address
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.server import Api, create_app
 
 GRACE_SECONDS = 3  # for open connections to receive their last error at shutdown
 FAILURE_SECONDS = 5.0  # /health reports the engine's failure for so long before the server exits

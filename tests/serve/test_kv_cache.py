@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from slipstream.serve.cache import PageCache, PageTable
+from slipstream.serve.engine.kv_cache import PageCache, PageTable
 from slipstream.tests.pairwise import pairwise
 
 Text = tuple[str, tuple[int, ...]]

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from slipstream import runtime
 from slipstream.kernels.compile_ahead import compile_ahead
-from slipstream.serve.batch import Batch, SamplingMode
-from slipstream.serve.graphs import MODES, Capturer, RoundGraphs
+from slipstream.serve.engine.plan import SamplingMode
+from slipstream.serve.engine.scheduler import Chunk
 from slipstream.serve.options import PREFILL_BLOCK as BLOCK
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.round import Runner
-from slipstream.serve.scheduler import Chunk
+from slipstream.serve.runner.batch import Batch
+from slipstream.serve.runner.cuda_graphs import MODES, Capturer, RoundGraphs
+from slipstream.serve.runner.round import Runner
 
 MOST_REQUESTS = 16  # of a captured pass
 MOST_PAIRS = 2**24  # of a query and a key that it sees, 1,024 after 16,384: beyond, kernels made for prompts are faster

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from slipstream.serve.client import EngineClient, EngineError
+from slipstream.serve.engine.process import EngineFactory
+from slipstream.serve.http.engine_client import EngineClient, EngineError
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Output, Request, SamplingParams
-from slipstream.serve.worker import EngineFactory
 from slipstream.tests.serve.fake_engine import VOCABULARY, FakeEngine, break_at_start, never_start, refuse_to_start
 from slipstream.tests.serve.fake_server import wait_until
 
@@ -156,7 +156,7 @@ def test_stopping_while_the_engine_loads() -> None:
 
 SERVER = """
 import asyncio
-from slipstream.serve.client import EngineClient
+from slipstream.serve.http.engine_client import EngineClient
 from slipstream.serve.options import EngineConfig
 from slipstream.tests.serve.fake_engine import FakeEngine, never_start
 

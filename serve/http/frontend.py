@@ -9,11 +9,11 @@ from typing import Any
 from slipstream.models.chat.template import PromptTemplate, TemplateFailed, TemplateRefused
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
-from slipstream.serve.control_tokens import PlainTextTokenizer
 from slipstream.serve.detokenize import Decoder
-from slipstream.serve.limits import ApiError, Limits
+from slipstream.serve.http.control_tokens import PlainTextTokenizer
+from slipstream.serve.http.limits import ApiError, Limits
+from slipstream.serve.http.schemas import DEFAULT_COMPLETION_TOKENS, Body, ChatBody, CompletionBody
 from slipstream.serve.options import ServeConfig, find_target
-from slipstream.serve.protocol import DEFAULT_COMPLETION_TOKENS, Body, ChatBody, CompletionBody
 from slipstream.serve.request import EngineInfo, Request, SamplingParams, draw_seed, prompt_seed
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")

@@ -14,9 +14,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
-from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import EngineInfo, Output, Request
-from slipstream.serve.worker import (
+from slipstream.serve.engine.process import (
     Abort,
     EngineFactory,
     Failed,
@@ -28,6 +26,8 @@ from slipstream.serve.worker import (
     receive,
     run_engine,
 )
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import EngineInfo, Output, Request
 
 STOP_SECONDS = 10.0  # for the current step to end before the process is killed
 EXIT_SECONDS = 2.0  # to wait for the exit status after the process closed the pipe; delays errors of open requests

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from slipstream.serve.client import EngineClient, EngineError
 from slipstream.serve.detokenize import Decoder, TextStream
-from slipstream.serve.frontend import Frontend
-from slipstream.serve.metrics import Metrics
-from slipstream.serve.protocol import ChatBody, CompletionBody
+from slipstream.serve.http.engine_client import EngineClient, EngineError
+from slipstream.serve.http.frontend import Frontend
+from slipstream.serve.http.metrics import Metrics
+from slipstream.serve.http.schemas import ChatBody, CompletionBody
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats
 
 DONE = "data: [DONE]\n\n"

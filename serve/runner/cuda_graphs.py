@@ -19,8 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from slipstream.kernels.compile_ahead import short_run
-from slipstream.serve.batch import SamplingMode
-from slipstream.serve.round import Runner
+from slipstream.serve.engine.plan import SamplingMode
+from slipstream.serve.runner.round import Runner
 
 logger = logging.getLogger(__name__)
 

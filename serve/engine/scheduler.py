@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from slipstream.serve.cache import PageCache, PageTable
+from slipstream.serve.engine.kv_cache import PageCache, PageTable
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats
 
 
@@ -119,7 +119,7 @@ class Scheduler:
         max_model_len: int,  # prompt + answer, in tokens
         prefill_budget: int,  # tokens per next_prefill, padding of last blocks included
         stop_ids: frozenset[int],  # the model's end-of-text ids
-        lookahead: int,  # of the drafter's KV: see serve/cache.py
+        lookahead: int,  # of the drafter's KV: see serve/engine/kv_cache.py
         max_reserve: int,  # most KV tokens that the passes in flight write beyond the committed ones
         on_admit: Callable[[Sequence], None],
         on_release: Callable[[Sequence], None],

@@ -16,8 +16,10 @@ from slipstream.kernels.speculation.round_state import end_round, start_round, s
 from slipstream.kernels.speculation.verify import ancestor_masks, unpack, verify
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, PassRows, RequestState, SamplingMode, VerifyResult
 from slipstream.serve.drafters.base import Drafter
+from slipstream.serve.engine.plan import SamplingMode
+from slipstream.serve.runner.batch import Batch, PassRows, VerifyResult
+from slipstream.serve.runner.request_state import RequestState
 
 GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: its multiples modulo 2^32 spread evenly
 

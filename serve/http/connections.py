@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from slipstream.serve.limits import ApiError
+from slipstream.serve.http.limits import ApiError
 
 MIN_CONNECTION_LIMIT = 4096  # about 15 kB each
 CONNECTIONS_PER_REQUEST = 2  # times max_running + max_waiting, since clients also keep idle connections

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.kernels.compile_ahead import dry_run
-from slipstream.serve.batch import Batch, KVSpec
-from slipstream.serve.graphs import MODES, Capturer, buckets
-from slipstream.serve.host_memory import available_bytes
+from slipstream.serve.engine.host_memory import available_bytes
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.prompt_graphs import PromptGraphs
-from slipstream.serve.prompt_graphs import sizes as prefill_sizes
-from slipstream.serve.round import Runner
+from slipstream.serve.runner.batch import Batch, KVSpec
+from slipstream.serve.runner.cuda_graphs import MODES, Capturer, buckets
+from slipstream.serve.runner.prompt_graphs import PromptGraphs
+from slipstream.serve.runner.prompt_graphs import sizes as prefill_sizes
+from slipstream.serve.runner.round import Runner
 
 logger = logging.getLogger(__name__)
 

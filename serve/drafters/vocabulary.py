@@ -17,8 +17,8 @@ from slipstream.models.drafts.base import DraftNetwork
 from slipstream.models.drafts.token_map import check_tokenizer, read_token_map
 from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.models.targets.decoder import Target
-from slipstream.serve.batch import Batch, VerifyResult
 from slipstream.serve.request import Request
+from slipstream.serve.runner.batch import Batch, VerifyResult
 
 HALF_LIFE = 8192  # prompt and answer tokens after which an occurrence counts half
 

@@ -19,19 +19,20 @@ from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import ModelConfig
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.serve.attention.base import KVFormat, find_backends
-from slipstream.serve.batch import KVSpec, RequestState
-from slipstream.serve.cache import PageCache
-from slipstream.serve.drafters.base import load_drafter
-from slipstream.serve.executor import Executor, PendingResult, Planned, Recipients
-from slipstream.serve.graphs import RoundGraphs
+from slipstream.serve.drafters.registry import load_drafter
+from slipstream.serve.engine.kv_cache import PageCache
+from slipstream.serve.engine.memory import Sizing, measure_workspace
+from slipstream.serve.engine.scheduler import Scheduler, Sequence
+from slipstream.serve.engine.widths import PATIENCE
 from slipstream.serve.options import PREFILL_BLOCK, EngineConfig, find_target
-from slipstream.serve.prompt_graphs import PromptGraphs, capture_all
 from slipstream.serve.request import EngineInfo, Output, Request
-from slipstream.serve.round import Runner
-from slipstream.serve.round_times import width_policy
-from slipstream.serve.scheduler import Scheduler, Sequence
-from slipstream.serve.sizing import Sizing, measure_workspace
-from slipstream.serve.widths import PATIENCE
+from slipstream.serve.runner.batch import KVSpec
+from slipstream.serve.runner.cuda_graphs import RoundGraphs
+from slipstream.serve.runner.executor import Executor, PendingResult, Planned, Recipients
+from slipstream.serve.runner.prompt_graphs import PromptGraphs, capture_all
+from slipstream.serve.runner.request_state import RequestState
+from slipstream.serve.runner.round import Runner
+from slipstream.serve.runner.round_times import width_policy
 
 MAX_ROUNDS_IN_FLIGHT = 2  # with overlap: one runs, the next one is queued
 WAIT_DECAY = 0.95  # per round, of the mean time in which rounds wait for the host

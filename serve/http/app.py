@@ -15,13 +15,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from slipstream.serve.client import EngineClient, EngineError, EngineStopped
-from slipstream.serve.completion import DONE, Call, Completion, RequestFailed, sse
-from slipstream.serve.frontend import Frontend
-from slipstream.serve.limits import MAX_LONG_WAITING, SHORT_BODY_BYTES, ApiError, BodyReader, BoundedPool, parse_json
-from slipstream.serve.metrics import CONTENT_TYPE, Metrics
+from slipstream.serve.http.completions import DONE, Call, Completion, RequestFailed, sse
+from slipstream.serve.http.engine_client import EngineClient, EngineError, EngineStopped
+from slipstream.serve.http.frontend import Frontend
+from slipstream.serve.http.limits import (
+    MAX_LONG_WAITING,
+    SHORT_BODY_BYTES,
+    ApiError,
+    BodyReader,
+    BoundedPool,
+    parse_json,
+)
+from slipstream.serve.http.metrics import CONTENT_TYPE, Metrics
+from slipstream.serve.http.schemas import ChatBody, CompletionBody, read_body
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.protocol import ChatBody, CompletionBody, read_body
 
 CLIENT_LEFT = 499  # nginx's status for "client closed request"
 

@@ -1,14 +1,14 @@
-"""Times of rounds, by which serve/widths.py chooses widths: replays of captured rounds, else rounds timed here."""
+"""Times of rounds, for serve/engine/widths.py to choose by: replays of captured rounds, else rounds timed here."""
 
 import time
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from slipstream.serve.batch import SamplingMode
-from slipstream.serve.graphs import RoundGraphs
-from slipstream.serve.round import Runner
-from slipstream.serve.widths import WidthPolicy
+from slipstream.serve.engine.plan import SamplingMode
+from slipstream.serve.engine.widths import WidthPolicy
+from slipstream.serve.runner.cuda_graphs import RoundGraphs
+from slipstream.serve.runner.round import Runner
 
 SECONDS = 0.5  # of rounds of one sampling mode that are timed: half as much again goes into making them ready
 REPEATS = 4  # the best of them counts

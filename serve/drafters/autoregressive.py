@@ -19,9 +19,10 @@ from slipstream.models.drafts.eagle import Eagle
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.batch import Batch, KVSpec, PassRows, Proposal, RequestState, VerifyResult
-from slipstream.serve.draft_vocabulary import DraftVocabulary
 from slipstream.serve.drafters import base
+from slipstream.serve.drafters.vocabulary import DraftVocabulary
+from slipstream.serve.runner.batch import Batch, KVSpec, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.request_state import RequestState
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,99 @@
+"""Per-request state on the device.
+
+Letters: B requests of a batch, N tree nodes per request (root included), R request slots, P pages per request.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from slipstream.kernels.kv.cache import chain_slots
+from slipstream.kernels.sampling.sample import Filters, Sampling, noise_key
+from slipstream.serve.engine.plan import HostProposal, SamplingMode
+from slipstream.serve.request import Request
+
+
+class RequestState:
+    """Per-request device state, one slot per running request.
+
+    The padding slot, `padding`, has length 0 and the dump page only. It pads a batch to the size of a captured one.
+    """
+
+    def __init__(self, num_slots: int, num_pages: int, page_size: int, width: int, device: torch.device) -> None:
+        self.page_size = page_size
+        self.device = device
+        self.padding = num_slots
+        num_slots += 1
+        self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)  # (R,) committed KV tokens
+        self.pages = torch.zeros(num_slots, num_pages, dtype=torch.int64, device=device)  # (R, P); 0 = dump page
+        self.nodes = torch.full((2, num_slots, width), -1, dtype=torch.int32, device=device)  # stored proposals
+        self.tokens, self.parents = self.nodes  # (R, N) each
+        self.keys = torch.zeros(num_slots, dtype=torch.int64, device=device)  # (R,) noise keys
+        self.temperature = torch.zeros(num_slots, device=device)  # (R,)
+        self.top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(num_slots, device=device)
+        self.min_p = torch.zeros(num_slots, device=device)
+
+    def admit(self, slot: int, request: Request) -> None:
+        params = request.params
+        values = (
+            (self.lengths, 0),
+            (self.keys, noise_key(request.seed, request.choice)),
+            (self.temperature, params.temperature),
+            (self.top_k, params.top_k),
+            (self.top_p, params.top_p),
+            (self.min_p, params.min_p),
+        )
+        for column, value in values:
+            column[slot].fill_(value)  # an assignment would wait for the device
+
+    def upload(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """Copies values to the device as int64. The host does not wait; the copy runs after the work queued there."""
+        if self.device.type != "cuda":
+            return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(self.device, non_blocking=True)
+
+    def set_pages(self, changes: Sequence[tuple[int, int, int]]) -> None:
+        """Writes each (row, index, page) into the page table."""
+        if changes:
+            requests, indices, pages = self.upload(list(zip(*changes, strict=True)))
+            self.pages[requests, indices] = pages
+
+    def store(self, requests: Tensor, proposal: HostProposal) -> None:
+        """Replaces the stored proposals of the requests in `requests` (B,), except where the count is 0."""
+        if not any(proposal.counts):
+            return
+        nodes = proposal.nodes.to(self.device, non_blocking=True)
+        if 0 in proposal.counts:
+            chosen = self.upload([index for index, count in enumerate(proposal.counts) if count])
+            requests, nodes = requests[chosen], nodes[:, chosen]
+        unused = self.nodes.shape[2] - nodes.shape[2]
+        nodes = pad(nodes, (0, unused), value=-1) if unused else nodes
+        self.nodes.index_copy_(1, requests, nodes)
+
+    def sampling(self, requests: Tensor, mode: SamplingMode) -> Sampling:
+        temperature = None if mode == "greedy" else self.temperature
+        filters = Filters(self.top_k, self.top_p, self.min_p) if mode == "full" else None
+        return Sampling(self.keys, temperature, filters, requests)
+
+    @contextmanager
+    def filtered_padding(self) -> Iterator[None]:
+        """Inside, the padding slot samples with common filters, so that timed passes do the work of real ones."""
+        for column, value in ((self.temperature, 0.6), (self.top_k, 20), (self.top_p, 0.95)):
+            column[self.padding].fill_(value)
+        try:
+            yield
+        finally:
+            for column, value in ((self.temperature, 0), (self.top_k, 0), (self.top_p, 1)):
+                column[self.padding].fill_(value)
+
+    def chain(self, requests: Tensor, starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Positions starts (B,) + 0..count-1 of `requests` (B,), and their KV slots, each (B * count,) int64."""
+        return chain_slots(self.pages, self.page_size, requests, starts, count)
+
+    def slots(self, requests: Tensor, positions: Tensor) -> Tensor:
+        """KV slot (...) int64 of each position (...); `requests` (...) broadcasts against it."""
+        return self.pages[requests, positions // self.page_size] * self.page_size + positions % self.page_size
