@@ -22,6 +22,7 @@ from torch import Tensor
 from slipstream.bench.gpu import copy_bandwidth, milliseconds, print_kernels, profile_kernels
 from slipstream.bench.lines import Lines, origin, table
 from slipstream.config import run
+from slipstream.serve.engine.build import build_engine
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.memory import bytes_per_token
 from slipstream.serve.options import EngineConfig
@@ -97,7 +98,7 @@ def build(config: RoundConfig, draft: str, width: int) -> Engine:
         options |= {"simulate_accept_length": config.simulate_accept_length}
     length = config.prompt_len + config.new_tokens
     start = time.monotonic()
-    engine = Engine(EngineConfig(draft=draft, max_running=max(config.batch), max_model_len=length, **options))
+    engine = build_engine(EngineConfig(draft=draft, max_running=max(config.batch), max_model_len=length, **options))
     print(f"{draft}: ready after {time.monotonic() - start:.1f} s; {engine.info.kv_cache_tokens} tokens of KV cache")
     return engine
 
@@ -116,7 +117,7 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
         "target": config.target,
         "draft": engine.config.draft,
         "batch": batch,
-        "width": engine.width,
+        "width": engine.planner.widths.most,
         "ms": round(ms, 3),
         "graph_ms": graph_ms,
         "parts_ms": parts,
@@ -141,8 +142,7 @@ def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:
     started: set[str] = set()
     while len(started) < batch:
         started |= {output.request_id for output in engine.step() if output.tokens}
-    while engine._in_flight:  # their rounds would be counted although they end before the clock starts
-        engine._finish(engine._in_flight.popleft())
+    engine.drain()  # these rounds would be counted although they end before the clock starts
 
 
 def decode(engine: Engine, config: RoundConfig, batch: int) -> tuple[float, int, int]:
@@ -163,39 +163,38 @@ def decode(engine: Engine, config: RoundConfig, batch: int) -> tuple[float, int,
 
 def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | None, dict[str, float]]:
     """Milliseconds of a captured round alone, of its target pass, and of the rest."""
-    graphs = engine.executor.graphs
+    graphs = engine.runner.graphs
     if graphs is None:
         return None, {}
     start_requests(engine, config, batch)
-    sequences = engine.scheduler.next_round(engine.reserve)
-    rows = [sequence.slot for sequence in sequences]
-    state, lengths = engine.state, engine.state.lengths.clone()
+    plan = engine.planner.plan_round()
+    assert plan is not None
+    engine.runner.prepare(plan)
+    rows, state, lengths = list(plan.slots), engine.runner.state, engine.runner.state.lengths.clone()
 
     def restore() -> None:
         state.lengths.copy_(lengths)
 
     def one_round() -> None:
-        graphs.round(rows, "greedy", engine.width)
+        graphs.round(rows, "greedy", engine.planner.widths.most)
 
     whole = milliseconds(one_round, restore)
     if config.profile:
         print_kernels(profile_kernels(one_round))
     restore()
     target = milliseconds(capture_target(engine, state.upload(rows)).replay, restore)
-    for sequence in sequences:
-        engine.abort(sequence.request.id)
-    while engine._in_flight:
-        engine.step()
+    for index in range(batch):
+        engine.abort(str(index))
     return round(whole, 3), {"target": round(target, 3), "rest": round(whole - target, 3)}
 
 
 def capture_target(engine: Engine, rows: Tensor) -> torch.cuda.CUDAGraph:
     """Captures the target's pass over the stored proposals, without sampling."""
-    runner = engine.executor.runner
+    runner = engine.runner.passes
 
     @torch.inference_mode()
     def target_pass() -> Tensor:
-        batch, _, _, inputs = runner._begin(rows, (0,) * len(rows), "plain", engine.width)
+        batch, _, _, inputs = runner._begin(rows, (0,) * len(rows), "plain", engine.planner.widths.most)
         mask = "causal" if batch.ancestors is None else "tree"
         hidden, _ = runner.target(inputs, runner.attention_for(batch), runner.drafter.aux_layers, mask)
         return runner.target.logits(hidden)
@@ -220,15 +219,15 @@ def passes(engine: Engine) -> Iterator[tuple[int, int]]:
     A draft without a head of its own fills a block in one pass and reads the target's head; others take a pass a token,
     of which only the first fuses target states.
     """
-    target, specs = engine.target, engine.specs
+    target, specs = engine.runner.target, engine.specs
     item, head = target.dtype, sum(x.nbytes for x in target.lm_head.parameters())
     yield bytes_per_token(specs[:1], item), sum(x.nbytes for x in target.layers.parameters()) + head
-    module = getattr(engine.drafter, "module", None)
-    if module is None or engine.width == 1:
+    module = getattr(engine.runner.drafter, "module", None)
+    if module is None or engine.planner.widths.most == 1:
         return
     weights = dict(module.named_parameters())
     is_block = "lm_head.weight" not in weights
-    for step in range(1 if is_block else engine.width - 1):
+    for step in range(1 if is_block else engine.planner.widths.most - 1):
         read = sum(x.nbytes for name, x in weights.items() if step == 0 or not name.startswith("fc."))
         yield bytes_per_token(specs[1:], item), read + is_block * head
 

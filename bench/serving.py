@@ -48,7 +48,7 @@ from slipstream.config import run
 from slipstream.data_tools.options import check_at_least
 from slipstream.models.files.checkpoint import is_checkpoint, resolve
 from slipstream.models.targets.pretrained import load_tokenizer
-from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.build import build_engine
 from slipstream.serve.load import read_levels
 from slipstream.serve.options import EngineConfig, find_target
 
@@ -71,7 +71,7 @@ COLUMNS = (  # heading, key of a line, format
 HOST_COLUMNS = (
     ("speed-up by CPU time", "speed_up_cpu", ".2f"),
     ("host, us", "host_us", ".0f"),
-    ("drafter, us", "drafter_us", ".0f"),
+    ("stages, us", "stages_us", ".0f"),
     ("host's share", "host_share", ".3f"),
 )
 
@@ -287,8 +287,8 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
         with running_server([str(Path(sys.executable).parent / "serve"), *flags(options)]) as url:
             yield lambda tasks, level, name, seed: run_http(url, tasks, level, seed, cache_salt=name, **params)
         return
-    held: dict[str, Any] = {"engine": Engine(EngineConfig(**options))}
-    if held["engine"].drafter.on_host:
+    held: dict[str, Any] = {"engine": build_engine(EngineConfig(**options))}
+    if held["engine"].stages:
         held["clock"] = HostClock(held["engine"])
     yield lambda tasks, level, name, seed: run_offline(
         held["engine"], tasks, level, f"{Path(draft).name} at {level}", name, seed, held.get("clock"), **params

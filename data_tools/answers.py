@@ -81,8 +81,8 @@ class EngineAnswers(Answers):
         identity, reason = output.request_id, output.finish_reason
         tokens = self._tokens[identity]
         tokens += output.tokens
-        if reason == "abort":
-            self._end(Result(id=identity, failed="the engine ended the request"))
+        if reason in ("abort", "error"):
+            self._end(Result(id=identity, failed=output.error or "the engine ended the request"))
         elif reason is not None:
             text_ids = tokens[:-1] if reason == "stop" else tokens
             text = str(self.llm.tokenizer.decode(text_ids, skip_special_tokens=True))

@@ -13,7 +13,7 @@ from slipstream import runtime
 from slipstream.models.chat.messages import check_text
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.detokenize import Decoder, TextStream
-from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.build import build_engine
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams, prompt_seed
 
@@ -25,13 +25,14 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One answer. `tokens` includes the end-of-text token, if there is one; `text` does not. Its prompt alone gets the
-    same answer with `seed`."""
+    same answer with `seed`. `error` says what failed where `finish_reason` is "error"; other answers are whole."""
 
     tokens: list[int]
     text: str
     finish_reason: FinishReason
     stats: RequestStats
     seed: int
+    error: str = ""
 
 
 class LLM:
@@ -41,10 +42,10 @@ class LLM:
         config = EngineConfig(target=target, draft=draft, **options)
         _, path = find_target(config)
         self.tokenizer = load_tokenizer(path, config.trust_remote_code)
-        self.engine = Engine(config)
+        self.engine = build_engine(config)
         warn_if_changed(draft, path, self.tokenizer)
         self._decoder = Decoder(self.tokenizer)
-        if runtime.THREADS_SPIN and self.engine.device.type == "cpu":
+        if runtime.THREADS_SPIN and self.engine.runner.state.device.type == "cpu":
             logger.warning(
                 "torch was imported before slipstream, so its threads spin while they wait, which is slow next to "
                 "other busy programs; import slipstream first, or set GOMP_SPINCOUNT=1000"
@@ -182,4 +183,4 @@ def _generation(request: Request, tokens: list[int], pieces: list[str], text: Te
     assert ended.finish_reason is not None
     reason: FinishReason = "stop" if text.stopped else ended.finish_reason
     stats = text.cut(replace(ended.stats))
-    return Generation(tokens[: text.num_tokens], "".join(pieces), reason, stats, request.seed)
+    return Generation(tokens[: text.num_tokens], "".join(pieces), reason, stats, request.seed, ended.error)

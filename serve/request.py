@@ -7,7 +7,7 @@ from itertools import zip_longest
 from numbers import Integral, Real
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 INTEGERS = ("max_tokens", "top_k", "seed")
 NUMBERS = ("temperature", "top_p", "min_p")
 SEED_BITS = 53  # of drawn seeds: JSON readers that parse numbers as doubles keep them exactly
@@ -113,12 +113,14 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """New tokens of one request. Only its last Output has `finish_reason` and `stats`."""
+    """New tokens of one request. Only its last Output has `finish_reason` and `stats`, and, where that is "error", the
+    sentence that says what failed."""
 
     request_id: str
     tokens: list[int]
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

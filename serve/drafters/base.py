@@ -2,12 +2,9 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.models.drafts.base import DraftNetwork, load_draft
@@ -15,7 +12,6 @@ from slipstream.models.files.checkpoint import resolve
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters.vocabulary import DraftVocabulary, find_vocabulary
-from slipstream.serve.engine.plan import HostProposal
 from slipstream.serve.options import NoOptions
 from slipstream.serve.request import Request
 from slipstream.serve.runner.batch import Batch, KVSpec, PassRows, Proposal, VerifyResult
@@ -31,13 +27,7 @@ class Drafter(ABC):
     lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
     longest_context: int | None = None  # tokens of a context up to which it drafts as trained; None: any
     branches: bool = False  # False: proposals are chains, which need neither tree mask nor KV moves
-    on_host: ClassVar[bool] = False  # `draft` runs on the host between rounds, which wait for it while that pays
     widths: tuple[int, ...] = (1,)  # supported values of N; always with 1
-
-    @property
-    def device_width(self) -> int:
-        """Most nodes that `propose` returns."""
-        return max(self.widths)
 
     @classmethod
     @abstractmethod
@@ -54,9 +44,6 @@ class Drafter(ABC):
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that the drafter cannot serve as promised."""
 
-    def admit(self, slot: int, tokens: list[int], namespace: str) -> None:
-        """A request starts (or resumes) in `slot` with these tokens, cached ones included."""
-
     def propose(self, batch: Batch, width: int) -> Proposal:
         """Proposes at most N = `width` nodes per request, after batch.lengths (B,) committed tokens and the
         roots batch.roots (B,). The default proposes the roots alone."""
@@ -67,24 +54,6 @@ class Drafter(ABC):
     def extend(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
         """Extends the drafter's KV and state by rows of a target pass with the aux hidden states (C, K * H) that
         `aux_layers` names; not called without such layers. `result`: None after prompts."""
-
-    def draft(self, slots: Sequence[int], emitted: NDArray[np.int32], width: int) -> HostProposal:
-        """Runs on the host. The requests in `slots` (B,) have gained the first emitted[:, 0] of emitted[:, 1:];
-        proposes what follows.
-
-        A request may end within these tokens: `release` then tells how many belong to it.
-        """
-        raise NotImplementedError(f"{type(self).__module__} sets on_host and lacks a method draft")
-
-    def release(self, slot: int, tokens: list[int]) -> None:
-        """The request in `slot` ended or was preempted; `tokens` are all its tokens."""
-
-    def metrics(self) -> dict[str, int]:
-        """Gauges by name, for /metrics."""
-        return {}
-
-    def close(self) -> None:
-        """Called once when the engine closes, after all requests have ended."""
 
 
 class NetworkDrafter(Drafter):

@@ -8,41 +8,47 @@ from slipstream.models.drafts.base import drafter_of
 from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.drafters.base import Drafter
+from slipstream.serve.engine.host_stages import HostStage
 
 MODULES = {  # of this folder, each with a class `Drafter`; loaded when needed
     "dflash": "dflash",
     "eagle": "eagle",
     "eagle3": "eagle3",
-    "mixed": "mixed",
-    "ngram": "ngram.drafter",
     "none": "none",
 }
+NGRAM = "ngram"  # no drafter but a host stage (ngram/stage.py), alone or before a draft network
 
 
 def find_drafter(draft: str) -> type[Drafter]:
     """The drafter class for a name or a checkpoint (its config.json names the drafter)."""
     name = drafter_name(draft)
-    if name not in MODULES:
-        raise ValueError(f"drafter {name!r} does not exist; name a checkpoint folder or one of: {', '.join(MODULES)}")
-    return importlib.import_module(f"slipstream.serve.drafters.{MODULES[name]}").Drafter
+    if name not in MODULES and name != NGRAM:
+        known = ", ".join([*MODULES, NGRAM])
+        raise ValueError(f"drafter {name!r} does not exist; name a checkpoint folder or one of: {known}")
+    module = MODULES["none" if name == NGRAM else name]
+    return importlib.import_module(f"slipstream.serve.drafters.{module}").Drafter
 
 
 def options_of(draft: str) -> type:
     """The options dataclass of the draft's drafter; for a checkpoint with those of n-gram lookahead."""
     own = find_drafter(draft).Options
-    if not is_checkpoint(draft):
-        return own
-    return importlib.import_module("slipstream.serve.drafters.mixed").options_class(own)
+    if draft == NGRAM:
+        return _ngram().NgramOptions
+    return _ngram().with_ngram_first(own) if is_checkpoint(draft) else own
 
 
-def load_drafter(draft: str, values: dict[str, Any], target: Target) -> Drafter:
-    """Builds the drafter. Raises ValueError for a wrong option name or value, and if draft and target do not fit."""
-    options = build_options(options_of(draft), values)
-    drafter = find_drafter(draft).load(draft, options, target)
-    if not is_checkpoint(draft) or not options.ngram_first:
-        return drafter
-    mixed = importlib.import_module("slipstream.serve.drafters.mixed")
-    return mixed.Drafter(drafter, options, target.config.vocab_size)
+def load_drafter(draft: str, values: dict[str, Any], target: Target) -> tuple[Drafter, list[HostStage]]:
+    """Builds the drafter and the host stages that draft beside it, not yet attached.
+
+    Raises ValueError for a wrong option name or value, and if draft and target do not fit.
+    """
+    options, stages = build_options(options_of(draft), values), list[HostStage]()
+    if draft == NGRAM:
+        stages.append(_ngram().NgramStage(options, target.config.vocab_size))
+    elif is_checkpoint(draft) and options.ngram_first:
+        own = options.ngram_options()
+        stages.append(_ngram().NgramStage(own, target.config.vocab_size, options.ngram_first))
+    return find_drafter(draft).load(draft, options, target), stages
 
 
 def drafter_name(draft: str) -> str:
@@ -58,3 +64,8 @@ def build_options(options: type, values: dict[str, Any]) -> Any:
     if unknown:
         raise ValueError(f"drafter option {unknown[0]!r} does not exist; valid: {', '.join(names) or '(none)'}")
     return options(**values)
+
+
+def _ngram() -> Any:
+    """Loaded where it is needed: its core is compiled code."""
+    return importlib.import_module("slipstream.serve.drafters.ngram.stage")

@@ -1,20 +1,150 @@
-"""What scheduler and runner exchange."""
+"""What crosses between the engine's host side and its runner: a StepPlan in, a StepOutput back.
 
-from dataclasses import dataclass
-from typing import Literal
+Both are plain data: ints, tuples, NumPy arrays. They can be pickled, logged, replayed in another runner or sent to
+another process. Imports no torch.
+Letters: B requests of a step, N tree nodes per request (root included), M masks, V target vocabulary.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+
+from slipstream.serve.request import Request
 
 SamplingMode = Literal["greedy", "plain", "full"]  # all requests greedy | temperature only | filters too
 
 
 @dataclass(frozen=True, slots=True)
-class HostProposal:
-    """Proposals drafted on the host, in the layout of Proposal."""
+class Admission:
+    """A request gets a slot. `tokens` are its prompt and, where it was preempted, what it has emitted."""
 
-    nodes: Tensor  # (2, B, N) int32 on the CPU, pinned for a GPU: tokens, unused ones -1, and parents
+    slot: int
+    request: Request
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Tokens of a prompt to compute at positions start.."""
+
+    slot: int
+    start: int
+    tokens: list[int]
+    next_token: int | None  # the one after them; None where the chunk ends its prompt
+    is_last: bool  # a token is sampled after it
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostProposal:
+    """Proposals drafted on the host, in the layout of Proposal (serve/runner/batch.py)."""
+
+    slots: list[int]  # (B,) request slots
+    nodes: NDArray[np.int32]  # (2, B, N): tokens, unused ones -1, and parents; pinned memory for a GPU
     scores: NDArray[np.float32]  # (B, N)
     counts: list[int]  # nodes in use, root included; 0: the request keeps its stored proposal
     kinds: list[int]  # from 1 up, higher where surer; serve/engine/widths.py counts acceptance by kind
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NodeMasks:
+    """Tokens that a grammar allows after nodes of the proposal that a round verifies, or after a prompt (node 0)."""
+
+    slot: int
+    nodes: list[int]  # (M,); nodes that are not named may be followed by any token
+    allowed: NDArray[np.uint32]  # (M, ceil(V / 32)): bit i of word w stands for token 32 * w + i
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edits:
+    """What host stages bring to a step: proposals, stored before its pass, and masks for its sampling.
+
+    `errors`, by slot: requests for which a stage failed.
+    """
+
+    proposals: tuple[HostProposal, ...] = ()
+    masks: tuple[NodeMasks, ...] = ()
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def __add__(self, other: "Edits") -> "Edits":
+        return Edits(self.proposals + other.proposals, self.masks + other.masks, self.errors | other.errors)
+
+    def of(self, slots: Collection[int]) -> tuple["Edits", "Edits"]:
+        """The edits of a plan for `slots`, and those that a later plan brings. Proposals come with the next plan in any
+        case: they are kept on the device, while masks hold for one pass."""
+        masks, errors = self.masks, self.errors.items()
+        now = Edits(
+            self.proposals,
+            tuple(mask for mask in masks if mask.slot in slots),
+            {slot: error for slot, error in errors if slot in slots},
+        )
+        later = Edits(
+            masks=tuple(mask for mask in masks if mask.slot not in slots),
+            errors={slot: error for slot, error in errors if slot not in slots},
+        )
+        return now, later
+
+    def besides(self, slots: Collection[int]) -> "Edits":
+        """Without proposals and masks for `slots`."""
+        if not slots:
+            return self
+        each = [(one, zip(one.slots, one.counts, strict=True)) for one in self.proposals]
+        proposals = tuple(
+            replace(one, counts=[0 if slot in slots else count for slot, count in pairs]) for one, pairs in each
+        )
+        return Edits(proposals, tuple(mask for mask in self.masks if mask.slot not in slots), self.errors)
+
+    def without(self, slot: int) -> "Edits":
+        """For the time after the request in `slot` has left."""
+        if not self.masks and not self.errors:
+            return self
+        masks = tuple(mask for mask in self.masks if mask.slot != slot)
+        return Edits(self.proposals, masks, {other: error for other, error in self.errors.items() if other != slot})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """One pass: chunks of prompts, or a round of the requests in `slots`, never both.
+
+    A runner executes plans in the order of their numbers.
+    """
+
+    number: int
+    admissions: tuple[Admission, ...] = ()
+    pages: tuple[tuple[int, int, int], ...] = ()  # slot, index in its table, page
+    chunks: tuple[PromptChunk, ...] = ()
+    slots: tuple[int, ...] = ()
+    bounds: tuple[int, ...] = ()  # for each of `slots`: most tokens that it can have committed before the round
+    mode: SamplingMode = "greedy"
+    width: int = 1  # nodes that a round verifies, and then proposes; for chunks: that it proposes
+    returns_proposals: bool = False  # a host stage wants to see what the pass proposes
+    edits: Edits = field(default_factory=Edits)
+
+
+class StepOutput(NamedTuple):
+    """What a pass yields for its B chunks or slots."""
+
+    num_emitted: NDArray[np.int32]  # (B,) tokens; of a chunk that does not end its prompt, one without meaning
+    tokens: NDArray[np.int32]  # (B, N), -1 padded
+    accepted: NDArray[np.int32] | None  # (B, N) accepted nodes, -1 padded; None: chains, whose first nodes are
+    proposed: NDArray[np.int32] | None  # (2, B, N) tokens and parents of the next round, where the plan wants them
+    errors: dict[int, str]  # by slot: the request fails, the others go on
+    ms: float  # that the pass took
+
+    def emitted(self, index: int) -> list[int]:
+        """The tokens of chunk or slot `index`."""
+        return self.tokens[index, : self.num_emitted[index]].tolist()
+
+    def accepted_nodes(self) -> list[list[int]]:
+        """The drafted nodes that each request accepted."""
+        counts = self.num_emitted.tolist()
+        if self.accepted is None:
+            return [list(range(1, count)) for count in counts]
+        rows = self.accepted[:, 1:].tolist()  # after the roots
+        return [row[: count - 1] for row, count in zip(rows, counts, strict=True)]

@@ -109,11 +109,11 @@ class Pipe:
 
 
 def build_engine(config: EngineConfig) -> EngineLike:
-    from slipstream.serve.engine.engine import Engine  # here, so that only the engine's process loads it
+    from slipstream.serve.engine import build  # here, so that only the engine's process loads it
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("slipstream").setLevel(logging.INFO)  # logs the chosen backends and captured rounds
-    return Engine(config)
+    return build.build_engine(config)
 
 
 def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
@@ -121,7 +121,7 @@ def run_engine(make_engine: EngineFactory, end: socket.socket) -> None:
     inbox: Inbox = SimpleQueue()
     pipe = Pipe(end)
     if make_engine is build_engine:
-        import slipstream.serve.engine.engine  # noqa: F401  which takes seconds, while the server reads its options
+        import slipstream.serve.engine.build  # noqa: F401  which takes seconds, while the server reads its options
     try:
         config = pipe.receive()
     except EOFError:

@@ -121,8 +121,8 @@ class Scheduler:
         stop_ids: frozenset[int],  # the model's end-of-text ids
         lookahead: int,  # of the drafter's KV: see serve/engine/kv_cache.py
         max_reserve: int,  # most KV tokens that the passes in flight write beyond the committed ones
-        on_admit: Callable[[Sequence], None],
-        on_release: Callable[[Sequence], None],
+        on_admit: Callable[[Sequence], None] = lambda _: None,
+        on_release: Callable[[Sequence], None] = lambda _: None,
         prefill_block: int = 1,  # tokens of a block; captured passes compute whole blocks
         max_chunks: int | None = None,  # requests that a captured pass holds
     ) -> None:
@@ -168,6 +168,10 @@ class Scheduler:
         if sequence is None:
             return None
         return self._end(sequence, [], "abort")
+
+    def fail(self, sequence: Sequence, error: str) -> Output | None:
+        """Ends a running request that cannot go on. None if it has ended or was preempted."""
+        return replace(self._end(sequence, [], "error"), error=error) if sequence.slot >= 0 else None
 
     def next_prefill(self) -> list[Chunk]:
         """The next prompt tokens to compute, first come first served, at most `prefill_budget` in all."""

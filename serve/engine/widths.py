@@ -15,6 +15,7 @@ PRIOR = 4.0  # drafts per place that the prior counts as
 PROBE_SHARE = 0.01  # of the time is spent on rounds wider than the best one, to notice changes
 PROBE_ROUNDS = 3  # the first one only drafts
 PATIENCE = 2  # rounds without a draft of the host, after which rounds stop waiting for the host
+WAIT_DECAY = 0.95  # per round, of the mean time in which rounds wait for the host
 HYSTERESIS = 1.01  # switching costs one draft-less round; require at least 1 % gain
 
 
@@ -33,7 +34,7 @@ class WidthPolicy:
         self.ms = ms  # the table for the present batch
         self._tables = (ms, ms if filtered_ms is None else filtered_ms)
         self.sizes = sorted({size for size, _ in ms})
-        self.wait_ms = 0.0  # extra cost of a round that waits for the host's drafts; set by the engine
+        self.wait_ms = 0.0  # extra cost of a round that waits for the host's drafts; the planner sets it
         self.width = self.widths[-1]
         self._seen: dict[int, Acceptance] = {}  # by kind
         self._budget = 0.0  # ms that probes may cost

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineError(Exception):
-    """The engine cannot answer: it failed to start, failed in a step, or was killed."""
+    """The engine cannot answer: it failed to start, failed in a step or for one request, or was killed."""
 
 
 class EngineStopped(EngineError):
@@ -209,6 +209,9 @@ class EngineClient:
             return  # its receiver raised, and the engine has not seen the abort yet
         if output.finish_reason is not None:
             del self._receivers[output.request_id]
+        if output.finish_reason == "error":
+            self._fail(receiver, EngineError(output.error))
+            return
         try:
             receiver.receive(output)
         except Exception:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from slipstream import runtime
 from slipstream.kernels.compile_ahead import compile_ahead
-from slipstream.serve.engine.plan import SamplingMode
-from slipstream.serve.engine.scheduler import Chunk
+from slipstream.serve.engine.plan import PromptChunk, SamplingMode
 from slipstream.serve.options import PREFILL_BLOCK as BLOCK
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.batch import Batch
@@ -81,7 +80,7 @@ class PromptGraphs:
         sizes = ", ".join(str(size * BLOCK) for size in self.sizes)
         self.capturer.capture_all("prefills", f"tokens {sizes}", self._keys(), self._capture)
 
-    def prefill(self, chunks: Sequence[Chunk], mode: SamplingMode) -> Tensor | None:
+    def prefill(self, chunks: Sequence[PromptChunk], mode: SamplingMode) -> Tensor | None:
         """The tokens (B,) int64 sampled after the chunks, on the device. None where no graph takes them: the context is
         so long that kernels made for prompts are faster (and compiled by now), or memory held no graph."""
         mode = "full" if mode == "full" else "plain"
@@ -95,7 +94,7 @@ class PromptGraphs:
     def _keys(self) -> list[tuple[int, SamplingMode]]:
         return [(size, mode) for size in reversed(self.sizes) for mode in reversed(MODES)]
 
-    def _find(self, chunks: Sequence[Chunk], mode: SamplingMode) -> int | None:
+    def _find(self, chunks: Sequence[PromptChunk], mode: SamplingMode) -> int | None:
         pairs = sum((chunk.end - chunk.start) * (chunk.start + chunk.end) // 2 for chunk in chunks)
         is_long = pairs > MOST_PAIRS and self.runner.attention["prefill"].is_ready
         if is_long or len(chunks) > self.num_requests:
@@ -103,7 +102,7 @@ class PromptGraphs:
         needed = num_blocks(chunks)
         return next((size for size in self.sizes if size >= needed and (size, mode) in self._graphs), None)
 
-    def _hold(self, chunks: Sequence[Chunk], size: int) -> None:
+    def _hold(self, chunks: Sequence[PromptChunk], size: int) -> None:
         """Uploads what a pass of `size` blocks reads."""
         lengths = field_sizes(size, self.num_requests)
         packed = torch.zeros(sum(lengths), dtype=torch.int64, pin_memory=self.inputs.is_cuda)
@@ -176,26 +175,25 @@ def capture_all(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> 
     return graphs, prompts
 
 
-def num_blocks(chunks: Sequence[Chunk]) -> int:
+def num_blocks(chunks: Sequence[PromptChunk]) -> int:
     return sum(-(-(chunk.end - chunk.start) // BLOCK) for chunk in chunks)
 
 
-def pack(chunks: Sequence[Chunk], to: Fields[Any], padding: int) -> None:
+def pack(chunks: Sequence[PromptChunk], to: Fields[Any], padding: int) -> None:
     """Enters the chunks into `to`, on the host and zero; blocks and requests left over get the padding slot."""
     to.block_requests[:], to.requests[:] = padding, padding
     block = 0
     for index, chunk in enumerate(chunks):
-        sequence, start, end = chunk.sequence, chunk.start, chunk.end
-        first, count, known = block * BLOCK, end - start, sequence.tokens
-        to.tokens[first : first + count] = known[start:end]
-        following = known[start + 1 : end + 1]  # one less where the prompt ends
-        to.next_tokens[first : first + len(following)] = following
+        start, end = chunk.start, chunk.end
+        first, count = block * BLOCK, end - start
+        to.tokens[first : first + count] = chunk.tokens
+        to.next_tokens[first : first + count] = [*chunk.tokens[1:], chunk.next_token or 0]
         number = -(-count // BLOCK)
         own = slice(block, block + number)
-        to.block_requests[own] = sequence.slot
+        to.block_requests[own] = chunk.slot
         to.block_starts[own] = range(start, end, BLOCK)
         to.block_counts[own] = BLOCK
         to.block_counts[block + number - 1] = count - (number - 1) * BLOCK
-        to.requests[index], to.starts[index], to.ends[index] = sequence.slot, start, end
+        to.requests[index], to.starts[index], to.ends[index] = chunk.slot, start, end
         to.last[index], to.is_last[index] = first + count - 1, chunk.is_last
         block += number

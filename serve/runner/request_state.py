@@ -66,7 +66,7 @@ class RequestState:
         """Replaces the stored proposals of the requests in `requests` (B,), except where the count is 0."""
         if not any(proposal.counts):
             return
-        nodes = proposal.nodes.to(self.device, non_blocking=True)
+        nodes = torch.from_numpy(proposal.nodes).to(self.device, non_blocking=True)
         if 0 in proposal.counts:
             chosen = self.upload([index for index, count in enumerate(proposal.counts) if count])
             requests, nodes = requests[chosen], nodes[:, chosen]

@@ -33,8 +33,8 @@ class Runner:
     drafter: Drafter
     state: RequestState
     caches: tuple[Tensor, ...]  # (L, 2, slots, G, D) views of the pool's groups
+    branches: bool = False  # some proposals are trees, by the drafter or by the host
     accept_length: float | None = None  # simulated: see `simulate`
-    host_alone: bool = False  # the host drafts all proposals, so passes draft none
 
     @torch.inference_mode()
     def prefill(
@@ -67,7 +67,7 @@ class Runner:
         if aux_states is not None:
             assert batch.last is not None
             self.drafter.extend(PassRows(batch, successors, batch.last), aux_states, None)
-        if proposes and not self.host_alone:
+        if proposes:
             requests = torch.where(is_last, batch.requests, self.state.padding)
             lengths = torch.where(is_last, ends, 0)
             ones = (1,) * len(batch.query_lens)
@@ -97,8 +97,7 @@ class Runner:
         )
         if aux_states is not None:
             self.drafter.extend(*accepted_rows(batch, aux_states, verified), verified)
-        if not self.host_alone:
-            self._propose(replace(batch, lengths=end.lengths, roots=end.roots), width)
+        self._propose(replace(batch, lengths=end.lengths, roots=end.roots), width)
         return end.results if batch.ancestors is None else torch.cat((end.results, verified.nodes), dim=1)
 
     def attention_for(self, batch: Batch) -> Backend:
@@ -113,7 +112,7 @@ class Runner:
         state = self.state
         tokens, parents, lengths, inputs = start_round(state.tokens, state.parents, state.lengths, requests, width)
         positions, slots = state.chain(requests, lengths, width)  # nodes' KV in node order
-        ancestors = ancestor_masks(parents) if self.drafter.branches and width > 1 else None
+        ancestors = ancestor_masks(parents) if self.branches and width > 1 else None
         if ancestors is not None:
             positions = (lengths[:, None] + unpack(ancestors).sum(dim=-1) - 1).flatten()
         batch = Batch(
@@ -143,7 +142,7 @@ class Runner:
                 move_rows(cache, sources, slots)
 
     def _propose(self, batch: Batch, width: int) -> None:
-        proposal = self.drafter.propose(batch, width)
+        proposal = self.drafter.propose(batch, min(width, max(self.drafter.widths)))
         store_proposal(self.state.tokens, self.state.parents, batch.requests, proposal.tokens, proposal.parents)
 
 

@@ -16,13 +16,13 @@ CONTEXT = 256  # committed tokens of each request
 
 
 def width_policy(
-    runner: Runner, graphs: RoundGraphs | None, max_batch: int, widths: Sequence[int]
+    runner: Runner, graphs: RoundGraphs | None, max_batch: int, widths: Sequence[int], *, eager: bool
 ) -> WidthPolicy | None:
-    """None: all that is drafted is verified."""
+    """`eager`: time rounds also where they are not captured. None: all that is drafted is verified."""
     if graphs is not None:
         tables = graphs.time_all()
         return WidthPolicy(widths, tables["plain"], tables["full"])
-    if runner.drafter.on_host and len(widths) > 1:
+    if eager and len(widths) > 1:
         plain = time_rounds(runner, max_batch, widths, "plain")
         with runner.state.filtered_padding():
             return WidthPolicy(widths, plain, time_rounds(runner, max_batch, widths, "full"))

@@ -7,6 +7,9 @@ import pytest
 
 from slipstream.bench import host_clock
 from slipstream.bench.host_clock import HostClock, HostTimes, host_figures
+from slipstream.serve.engine.plan import PromptChunk, StepPlan
+
+PROMPT = StepPlan(0, chunks=(PromptChunk(0, 0, [5], None, True),))
 
 
 class Clock:
@@ -17,52 +20,43 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
-    def passes(self, seconds: float, result: Any = None) -> Any:
-        def work(*_: Any) -> Any:
-            self.now += seconds
-            return result
 
-        return work
+class PlayedEngine(SimpleNamespace):
+    """Rounds are received 2 s after they are ready and back after 10 s; stages take 4 s, other work 5 s."""
+
+    def launch(self, batch: int) -> None:
+        plan = StepPlan(1, slots=tuple(range(batch)))
+        self.trace("ready", plan)
+        self.clock.now += 2
+        self.runner.on_launch()
+        self.clock.now += 1
+        self.trace("launched", plan)
+
+    def land(self, batch: int) -> None:
+        plan = StepPlan(1, slots=tuple(range(batch)))
+        for event, seconds in (("read", 10), ("drafted", 4), ("committed", 5)):
+            self.clock.now += seconds
+            self.trace(event, plan)
 
 
-def test_the_host_has_the_time_between_landing_and_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches take 1 s, with a captured round 6 s more behind it, arrivals 10 s, drafting 4 + 5 s, other work 5 s."""
-    for device, captured, host, period in (
-        ("cpu", False, 14.0, 25.0),
-        ("cuda", False, 15.0, 25.0),
-        ("cuda", True, 15.0, 31.0),
-    ):
-        clock = Clock()
-        monkeypatch.setattr(host_clock, "time", clock)
-        flight = SimpleNamespace(read=clock.passes(10, "tokens"))
-        graphs = SimpleNamespace(round=clock.passes(1)) if captured else None
-        engine: Any = SimpleNamespace(
-            device=SimpleNamespace(type=device),
-            overlap=False,
-            _in_flight=[],
-            drafter=SimpleNamespace(draft=clock.passes(4)),
-            policy=None,
-            executor=SimpleNamespace(
-                store=clock.passes(5),
-                prefill=clock.passes(100),
-                graphs=graphs,
-                round=clock.passes(1, flight),
-            ),
-        )
-        if graphs is not None:
-            behind = clock.passes(6, flight)
-            engine.executor.round = lambda _, width, g=graphs, b=behind: (g.round([], "plain", width), b())[1]
-        watched = HostClock(engine)
-        watched.begin(2)
-        for index, batch in enumerate((2, 2, 2, 1, 2, 2)):
-            if index == 4:
-                engine.executor.prefill([])
-            assert engine.executor.round(SimpleNamespace(slots=[0] * batch), 8).read() == "tokens"
-            for work in (engine.drafter.draft, engine.executor.store, clock.passes(5)):
-                work()
-        expected = [HostTimes(period, host, 9.0)] * 3
-        assert watched.rounds == expected, "full batches without a prompt between"
-        assert host_figures(expected)["host_share"] == round(host / period, 4)
-        engine._in_flight.append("a round that runs")
-        engine.executor.round(SimpleNamespace(slots=[0, 0]), 8)
-        assert watched.rounds[3].host_s == 0.0, "launched while another ran"
+@pytest.mark.parametrize(("device", "host"), [("cpu", 9.0), ("cuda", 11.0)])
+def test_the_host_has_the_time_between_landing_and_launch(
+    device: str, host: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(host_clock, "time", clock)
+    state = SimpleNamespace(device=SimpleNamespace(type=device))
+    engine: Any = PlayedEngine(clock=clock, num_in_flight=0, runner=SimpleNamespace(state=state))
+    watched = HostClock(engine)
+    watched.begin(2)
+    for index, batch in enumerate((2, 2, 2, 1, 2, 2)):
+        if index == 4:
+            engine.trace("ready", PROMPT)
+        engine.launch(batch)
+        engine.land(batch)
+    expected = [HostTimes(22.0, host, 4.0)] * 3
+    assert watched.rounds == expected, "full batches without a prompt between"
+    assert host_figures(expected)["host_share"] == round(host / 22, 4)
+    engine.num_in_flight = 1
+    engine.launch(2)
+    assert watched.rounds[3].host_s == 0.0, "launched while another ran"

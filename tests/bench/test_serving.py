@@ -18,7 +18,7 @@ from slipstream.bench.serving import COLUMNS, HOST_COLUMNS, ServingConfig, compa
 from slipstream.bench.serving_run import Run, pool, run_http, run_offline
 from slipstream.bench.workload import Question, Task, Workload, final_number, read_questions
 from slipstream.serve.cli import read_config
-from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.build import build_engine
 from slipstream.serve.llm import LLM
 from slipstream.serve.load import Answer
 from slipstream.serve.options import EngineConfig, ServeConfig
@@ -85,7 +85,7 @@ def test_both_engines_answer_the_same_questions_in_turns(tmp_path: Path, capsys:
         assert (line["requests"], line["turns"], line["identical"], line["num_identical"]) == (4, 2, True, 8)
         assert 1 <= line["accept_length"] <= line["width"] <= 4
         assert len(line["speed_up_cpu_turns"]) == 2
-        assert 0 < line["drafter_us"] < line["host_us"] < 1000 * line["round_ms"]
+        assert 0 < line["stages_us"] < line["host_us"] < 1000 * line["round_ms"]
         assert line["host_share"] == pytest.approx(line["host_us"] / 1000 / line["round_ms"], abs=0.01)
     rows = [json.loads(row) for row in (tmp_path / "answers").read_text().splitlines()]
     for level in (1, 3):
@@ -231,7 +231,7 @@ def test_times_are_those_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_answer_has_noise_of_its_own() -> None:
     """One seed for all would let n-grams copy one answer into the next."""
-    engine = Engine(EngineConfig(target=str(TINY), kv_cache_tokens=512, max_model_len=64, max_running=2))
+    engine = build_engine(EngineConfig(target=str(TINY), kv_cache_tokens=512, max_model_len=64, max_running=2))
     params: dict[str, Any] = {"temperature": 8.0, "ignore_eos": True}
     tasks = [Task([5, 6, 7], 8)] * 4
     run = run_offline(engine, tasks, 2, "test", seed=3, **params)
@@ -351,7 +351,7 @@ def test_options_reach_the_engine_and_the_server(draft: Path) -> None:
     config = ServingConfig(**options)
     assert config.drafts == ["none", drafted]
     engine = EngineConfig(**config.engine_options(drafted))
-    assert (engine.max_running, engine.max_model_len, engine.drafter) == (16, 98, {"depth": 5, "topk": 2})
+    assert (engine.max_running, engine.max_model_len, engine.runner.drafter) == (16, 98, {"depth": 5, "topk": 2})
     baseline = EngineConfig(**config.engine_options("none"))
     assert (baseline.max_model_len, baseline.drafter) == (99, {})
     served = read_config(flags(ServingConfig(**options, mode="http").engine_options(drafted)))

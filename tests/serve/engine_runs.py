@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream.serve.drafters.base import Drafter
+from slipstream.serve.engine import build
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.options import EngineConfig
@@ -28,7 +29,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 def build_engine(target: Path, draft: Path | str = "none", **options: Any) -> Engine:
     config: dict[str, Any] = {"target": str(target), "draft": str(draft), "max_running": 8, "kv_cache_tokens": 2048}
-    return Engine(EngineConfig(**config | options))
+    return build.build_engine(EngineConfig(**config | options))
 
 
 def random_prompt(length: int, seed: int) -> list[int]:
@@ -59,6 +60,7 @@ class Answer:
     starts: list[int] = field(default_factory=list)  # index of the first token of each output
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
+    error: str = ""
 
     @property
     def counts(self) -> RequestStats:
@@ -72,7 +74,7 @@ def collect(outputs: list[Output], answers: dict[str, Answer]) -> None:
         assert answer.finish_reason is None, "an output after the last one"
         answer.starts.append(len(answer.tokens))
         answer.tokens += output.tokens
-        answer.finish_reason, answer.stats = output.finish_reason, output.stats
+        answer.finish_reason, answer.stats, answer.error = output.finish_reason, output.stats, output.error
 
 
 def run(
@@ -132,11 +134,11 @@ def record_proposals(drafter: Drafter) -> dict[int, tuple[list[int], list[float]
 def run_checked(engine: Engine, oracle: Oracle, requests: list[Request]) -> dict[str, Answer]:
     """As `run`. After every step each decoding request's stored proposal and its scores must be the oracle's for its
     text."""
-    proposed = record_proposals(engine.drafter)
+    proposed = record_proposals(engine.runner.drafter)
 
     def check(*_: object) -> None:
         for sequence in decoding(engine):
-            stored = tuple(nodes[sequence.slot].tolist() for nodes in (engine.state.tokens, engine.state.parents))
+            stored = tuple(engine.runner.state.nodes[:, sequence.slot].tolist())
             tokens, parents, expected = oracle(sequence.tokens, sequence.request)
             assert stored == (tokens, parents), sequence.request.id
             assert proposed[sequence.slot][1] == pytest.approx(expected, abs=1e-3), sequence.request.id

@@ -13,7 +13,7 @@ from slipstream.serve.request import EngineInfo, Output, Request, RequestStats
 ROUND = 3
 CONTEXT = 256
 VOCABULARY = 260  # 4 special tokens, 256 bytes
-MANNERS = ("refuse", "crash", "slow")
+MANNERS = ("refuse", "crash", "fail", "slow")
 SALTED = {blake2b(name.encode(), digest_size=16).hexdigest(): name for name in MANNERS}  # as the server sends salts
 
 
@@ -26,8 +26,9 @@ def manner(request: Request) -> str:
 
 
 class FakeEngine:
-    """By the namespace of a request, or the salt of a call: "refuse" is refused, "crash" fails in the step, "slow"
-    takes 10 ms per step, all others 1 ms: text that comes faster than it is sent would be joined."""
+    """By the namespace of a request, or the salt of a call: "refuse" is refused, "crash" fails in the step, "fail" ends
+    with an error after its first token, "slow" takes 10 ms per step, all others 1 ms: text that comes faster than it is
+    sent would be joined."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.info = info(config.max_model_len or CONTEXT)
@@ -62,6 +63,10 @@ class FakeEngine:
         if manner(request) == "crash":
             raise RuntimeError("the device is on fire")
         stats, params = self.stats[request.id], request.params
+        if manner(request) == "fail" and stats.completion_tokens:
+            del self.running[request.id]
+            final = self.stats.pop(request.id)
+            return Output(request_id=request.id, tokens=[], finish_reason="error", stats=final, error="no memory")
         num_done = stats.completion_tokens
         num_new = min(ROUND if num_done else 1, params.max_tokens - num_done)
         tokens = [request.prompt[(num_done + i) % len(request.prompt)] for i in range(num_new)]

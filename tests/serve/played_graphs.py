@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from slipstream.serve.engine.build import Builder
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.plan import SamplingMode
-from slipstream.serve.engine.scheduler import Chunk
-from slipstream.serve.options import PREFILL_BLOCK
+from slipstream.serve.engine.plan import PromptChunk, SamplingMode
+from slipstream.serve.options import PREFILL_BLOCK, EngineConfig
 from slipstream.serve.runner.cuda_graphs import MODES, Capturer, RoundGraphs, TimeTables, buckets
 from slipstream.serve.runner.prompt_graphs import PromptGraphs, num_blocks
 from slipstream.serve.runner.round import Runner
@@ -63,7 +63,7 @@ class PlayedPrompts(PromptGraphs):
             for mode in MODES:
                 self._capture(size, mode)
 
-    def prefill(self, chunks: Sequence[Chunk], mode: SamplingMode) -> Tensor | None:
+    def prefill(self, chunks: Sequence[PromptChunk], mode: SamplingMode) -> Tensor | None:
         sampled = super().prefill(chunks, mode)
         if sampled is None:
             return None
@@ -74,11 +74,15 @@ class PlayedPrompts(PromptGraphs):
         self._graphs[size, mode] = Replay(lambda: self.run(size, mode))  # type: ignore[assignment]
 
 
-class PlayingEngine(Engine):
-    def _pick_modes(self, phases: Iterable[str]) -> tuple[bool, bool]:
-        return True, not self.drafter.on_host
+class PlayingBuilder(Builder):
+    def pick_modes(self, phases: Iterable[str]) -> tuple[bool, bool]:
+        return True, not self.stages
 
-    def _capture(self, runner: Runner) -> tuple[RoundGraphs, PromptGraphs | None]:
-        graphs = PlayedGraphs(runner, self.config.max_running, self.widths)
+    def capture(self, runner: Runner) -> tuple[RoundGraphs, PromptGraphs | None]:
+        graphs = PlayedGraphs(runner, self.config.max_running, self.widths.offered)
         most_tokens = self.config.captured_tokens
-        return graphs, PlayedPrompts(runner, most_tokens, self.width) if most_tokens >= PREFILL_BLOCK else None
+        return graphs, PlayedPrompts(runner, most_tokens, self.widths.most) if most_tokens >= PREFILL_BLOCK else None
+
+
+def play(config: EngineConfig) -> Engine:
+    return PlayingBuilder(config).build()

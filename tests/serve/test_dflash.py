@@ -115,9 +115,9 @@ def test_proposals_of_a_batch_equal_the_oracle(
 ) -> None:
     target, draft = make_target(family), make_draft(family, variant)
     engine = build_engine(target, draft, **options)
-    answers = run_checked(engine, Oracle(target, draft, engine.width), requests_of())
+    answers = run_checked(engine, Oracle(target, draft, engine.planner.widths.most), requests_of())
     assert tokens_of(answers) == tokens_of(run(build_engine(target), requests_of()))
-    none, _, whole = partial_rounds(answers, depth=engine.width - 1)
+    none, _, whole = partial_rounds(answers, depth=engine.planner.widths.most - 1)
     assert none > 0
     assert whole > 0, "some rounds accept, some do not"
 
@@ -137,8 +137,8 @@ def test_blocks_are_as_long_as_asked(
 ) -> None:
     target, draft = make_target("qwen3"), make_draft("qwen3", "windows")
     engine = build_engine(target, draft, **options)
-    assert engine.width == width
-    assert engine.reserve == width + slots
+    assert engine.planner.widths.most == width
+    assert engine.planner.widths.reserve == width + slots
     run_checked(engine, Oracle(target, draft, width, slots), requests_of())
 
 
@@ -165,7 +165,7 @@ def test_behind_trees_of_ngrams_the_network_proposes_the_same(
     requests, oracle = requests_of(), Oracle(target, draft, 4)
     expected = tokens_of(run(build_engine(target), requests))
     engine = build_engine(target, draft, drafter={"ngram_first": 2, "ngram_nodes": 7})
-    proposed = record_proposals(engine.drafter.network)  # type: ignore[attr-defined]
+    proposed = record_proposals(engine.runner.drafter)
 
     def check(*_: object) -> None:
         for sequence in decoding(engine):
@@ -203,7 +203,7 @@ def test_replay_equals_eager_bit_for_bit(dtype: str, make_target: Callable[[str]
         engines.append(build_engine(make_target("qwen3"), make_draft("qwen3", "windows"), **options))
     replayed, eager = (run(engine, requests_of(ignore_eos=True)) for engine in engines)
     assert replayed == eager
-    for found, right in zip(*(engine.executor.runner.caches for engine in engines), strict=True):
+    for found, right in zip(*(engine.runner.passes.caches for engine in engines), strict=True):
         assert torch.equal(found[:, :, 16:], right[:, :, 16:]), "the dump page may differ"
 
 

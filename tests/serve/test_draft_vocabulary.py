@@ -30,7 +30,7 @@ from slipstream.tests.serve.engine_runs import (
     texts_of,
     tokens_of,
 )
-from slipstream.tests.serve.played_graphs import PlayingEngine
+from slipstream.tests.serve.played_graphs import play
 from slipstream.tests.serve.test_eagle import Oracle
 
 EOS = 2  # of the tiny targets
@@ -63,7 +63,7 @@ def drafted_tokens(engine: Engine) -> set[int]:
     """Runs a request; every token that was ever proposed for it."""
     tokens: set[int] = set()
     request = make_request("seen", random_prompt(9, 4), temperature=0.8, max_tokens=24)
-    run(engine, [request], lambda *_: tokens.update(engine.state.tokens[:, 1:].flatten().tolist()))
+    run(engine, [request], lambda *_: tokens.update(engine.runner.state.tokens[:, 1:].flatten().tolist()))
     return tokens - {-1}
 
 
@@ -187,7 +187,7 @@ def test_rounds_of_fixed_buffers(drafter: str, target: Path, drafts: dict[str, P
     """As captured ones: batches filled up with padding."""
     options = DRAFTERS[drafter] | {"token_map": save_map(tmp_path), "token_map_dynamic": 16}
     config: dict[str, Any] = {"draft": str(drafts[drafter]), "drafter": options, "kv_cache_tokens": 2048}
-    engine = PlayingEngine(EngineConfig(target=str(target), max_running=5, **config))
+    engine = play(EngineConfig(target=str(target), max_running=5, **config))
     requests = sized_requests(temperature=0.8)
     assert tokens_of(run(engine, requests)) == tokens_of(run(build_engine(target), requests))
 

@@ -186,7 +186,7 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str]
     target, draft = make_target("qwen3"), make_draft("qwen3", "eagle3")
     oracle = Oracle(target, draft, TreeOptions(depth=3))
     engine = build_engine(target, draft, drafter={"depth": 3, "ngram_first": 1, "ngram_nodes": 16})
-    network, branched, num_checked = engine.drafter.network, set[int](), 0
+    network, branched, num_checked = engine.runner.drafter, set[int](), 0
     extend, proposed = network.extend, record_proposals(network)
 
     def recorded(rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
@@ -228,8 +228,8 @@ def test_an_embedding_of_its_own_is_drafted_with(
     copy = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
     save_file(tensors | {"embed_tokens.weight": copy.bfloat16()}, folder / "model.safetensors")
     engine = build_engine(target, folder)
-    assert isinstance(engine.drafter, AutoregressiveDrafter)
-    assert engine.drafter.embed is engine.target.embed_tokens
+    assert isinstance(engine.runner.drafter, AutoregressiveDrafter)
+    assert engine.runner.drafter.embed is engine.runner.target.embed_tokens
     own = copy + 0.3 * torch.randn(copy.shape, generator=torch.Generator().manual_seed(0))
     save_file(tensors | {"embed_tokens.weight": own}, folder / "model.safetensors")
     oracle = Oracle(target, folder, TreeOptions())

@@ -156,7 +156,7 @@ def test_half_precision_runs(dtype: str, target: Path, draft: Path) -> None:
     requests = [make_request(str(seed), random_prompt(9, seed), temperature=1.0, seed=seed) for seed in range(3)]
     for name in ("none", draft):
         engine = build_engine(target, name, dtype=dtype)
-        assert next(iter(engine.target.parameters())).dtype == getattr(torch, dtype)
+        assert next(iter(engine.runner.target.parameters())).dtype == getattr(torch, dtype)
         answers = run(engine, requests)
         assert all(0 <= token < 120 for tokens in tokens_of(answers).values() for token in tokens)
 
@@ -194,7 +194,7 @@ def test_a_context_shorter_than_a_round_is_measured_by_prompts_of_one_token(
     make_target: Callable[[str], Path], page_size: int, overlap: bool
 ) -> None:
     options: dict[str, Any] = {"max_model_len": 2, "width": 16, "page_size": page_size, "overlap": overlap}
-    runner = build_engine(make_target("qwen3"), "ngram", **options).executor.runner
+    runner = build_engine(make_target("qwen3"), "ngram", **options).runner.passes
     memory._prefill_padding(runner, 40, 16)
     assert set(memory._padding_batch(runner, 40).query_lens) == {1}
     assert not runner.state.lengths.any()

@@ -58,7 +58,7 @@ def test_replay_equals_eager_bit_for_bit(dtype: str, name: str, target: Path, dr
     ]
     replayed, eager = (run(engine, requests) for engine in engines)
     assert replayed == eager
-    for found, expected in zip(*(engine.executor.runner.caches for engine in engines), strict=True):
+    for found, expected in zip(*(engine.runner.passes.caches for engine in engines), strict=True):
         assert torch.equal(found[:, :, 16:], expected[:, :, 16:]), "the dump page may differ"
 
 
@@ -102,11 +102,11 @@ def test_captured_prefills_leave_what_packed_ones_leave(target: Path, draft: Pat
     requests = requests_of({"temperature": 0.0}, max_tokens=1)
     options = {"overlap": False, "prefill_budget": 96, "page_size": 1}
     engines = [on_gpu(target, draft, prefill_graph_tokens=captured, **options) for captured in (96, 0)]
-    assert [engine.executor.prompts is not None for engine in engines] == [True, False]
+    assert [engine.runner.prompts is not None for engine in engines] == [True, False]
     cut_alike(packed=engines[1], captured=engines[0])
     for engine in engines:
         run(engine, requests)
-    caches = [engine.executor.runner.caches for engine in engines]
+    caches = [engine.runner.passes.caches for engine in engines]
     for found, expected in zip(*caches, strict=True):
         used = (expected != 0).flatten(3).any(-1).any(0).any(0)
         used[0] = False  # the dump page

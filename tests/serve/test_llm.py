@@ -94,7 +94,7 @@ def test_stop_strings_cut_text_tokens_and_counts(stride: int, plain: LLM, drafte
             assert counts.completion_tokens == end
             assert end <= 1 + counts.rounds + counts.accepted_tokens <= end + 1, "the last round may be cut"
             assert (counts.rounds > 0) == (end > 1)
-            assert counts.drafted_tokens == counts.rounds * (llm.engine.width - 1)
+            assert counts.drafted_tokens == counts.rounds * (llm.engine.planner.widths.most - 1)
             assert not llm.engine.has_work
             llm.engine.scheduler.check()
     for llm in (plain, drafted):
@@ -199,7 +199,7 @@ def test_what_a_broken_pass_has_not_computed_is_not_shared(
     last_pass: int, plain: LLM, drafted: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, params = random_prompt(40, last_pass), SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-    layer, num_passes = drafted.engine.target.layers[1], 0
+    layer, num_passes = drafted.engine.runner.target.layers[1], 0
 
     def interrupted(*args: object, forward: Callable[..., object] = layer.forward) -> object:
         nonlocal num_passes

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slipstream.serve.drafters.registry import MODULES
+from slipstream.serve.drafters.registry import MODULES, NGRAM
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import gate_of, pairwise, rotating
@@ -45,17 +45,17 @@ CHECKPOINTS: dict[str, Callable[[Path, Path], None] | None] = {
     "eagle": save_eagle,
     "eagle tree": save_eagle,
     "eagle3": save_eagle3,
-    "mixed": save_eagle3,
+    "ngram first": save_eagle3,
     "ngram": None,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle tree": {"depth": 3, "topk": 3, "nodes": 7},
-    "mixed": {"ngram_first": 2, "ngram_nodes": 7},
+    "ngram first": {"ngram_first": 2, "ngram_nodes": 7},
     "ngram": {"nodes": 9},
 }
-LEARNING = ("mixed", "ngram")  # drafters that know what earlier requests of the engine have said
+LEARNING = ("ngram first", "ngram")  # drafters that know what earlier requests of the engine have said
 BY_NETWORK = ("dflash", "eagle", "eagle tree", "eagle3")
-DRAFTERS = ["eagle tree", *MODULES]
+DRAFTERS = ["eagle tree", NGRAM, "ngram first", *MODULES]
 BuildDrafted = Callable[..., Engine]
 
 

@@ -53,16 +53,10 @@ def test_namespaces_do_not_see_each_other(target: Path) -> None:
     assert accept_length(run(engine, requests_of("mine"))) > 4 * alone
 
 
-def test_rounds_verify_no_more_than_was_drafted(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_verify_no_more_than_was_drafted(target: Path) -> None:
     engine = build_engine(target, "ngram", drafter={"nodes": 16, "min_match": 6})
     widths: list[int] = []
-    original = engine.executor.round
-
-    def recorded(sequences: Any, width: int) -> Any:
-        widths.append(width)
-        return original(sequences, width)
-
-    monkeypatch.setattr(engine.executor, "round", recorded)
+    engine.trace = lambda event, plan: widths.append(plan.width) if event == "launched" and plan.slots else None
     run(engine, requests_of())
     assert widths.count(1) > len(widths) / 2, "six tokens seldom occur twice"
     widths.clear()
@@ -73,8 +67,8 @@ def test_rounds_verify_no_more_than_was_drafted(target: Path, monkeypatch: pytes
 def test_rounds_verify_what_pays(target: Path) -> None:
     """Where a round costs by the node, the short matches of random text are left alone, long ones are not."""
     engine = build_engine(target, "ngram", drafter={"breadth": 1})
-    ms = {(8, width): 1.0 + 0.3 * (width - 1) for width in engine.widths}
-    engine.policy = WidthPolicy(engine.widths, ms)
+    ms = {(8, width): 1.0 + 0.3 * (width - 1) for width in engine.planner.widths.offered}
+    engine.planner.policy = WidthPolicy(engine.planner.widths.offered, ms)
     requests = requests_of(temperature=1.0)
     expected = tokens_of(run(build_engine(target), requests))
     first, again = run(engine, requests), run(engine, requests)
@@ -145,7 +139,7 @@ def test_metrics_tell_what_it_knows(target: Path) -> None:
     engine = build_engine(target, "ngram")
     run(engine, requests_of())
     run(engine, requests_of())
-    engine.drafter.core.flush()  # type: ignore[attr-defined]
+    engine.stages[0].core.flush()  # type: ignore[attr-defined]
     metrics = engine.metrics()
     assert metrics["ngram_nodes"] > 0
     assert metrics["ngram_hits"] > metrics["ngram_misses"] >= 0
@@ -155,14 +149,14 @@ def test_metrics_tell_what_it_knows(target: Path) -> None:
 # Mixed with a network
 
 
-def mixed(target: Path, draft: Path, **drafter: Any) -> Engine:
+def build_both(target: Path, draft: Path, **drafter: Any) -> Engine:
     return build_engine(target, draft, drafter={"ngram_first": 5, **drafter})
 
 
 def test_the_network_drafts_until_texts_repeat(target: Path, draft: Path) -> None:
     requests = requests_of(temperature=1.0)
     network = run(build_engine(target, draft), requests)
-    engine = mixed(target, draft)
+    engine = build_both(target, draft)
     first, again = run(engine, requests), run(engine, requests)
     assert tokens_of(first) == tokens_of(again) == tokens_of(network)
     assert accept_length(first) == pytest.approx(accept_length(network), rel=0.1)
@@ -171,7 +165,7 @@ def test_the_network_drafts_until_texts_repeat(target: Path, draft: Path) -> Non
 
 def test_each_request_chooses_for_itself(target: Path, draft: Path) -> None:
     """One repeats, one does not, in the same batch: both keep what they would have alone."""
-    engine, requests = mixed(target, draft, ngram_first=8), requests_of()
+    engine, requests = build_both(target, draft, ngram_first=8), requests_of()
     known = requests[0]
     run(engine, [known])
     alone = run(build_engine(target, draft), requests[1:2])["1"].counts
@@ -187,13 +181,11 @@ def test_the_draft_decides_which_options_there_are(draft: Path) -> None:
     assert read_config(["--draft", "ngram", "--target", "x", "--drafter.nodes", "8"]).drafter["nodes"] == 8
 
 
-def test_wrong_choices_of_mixed_are_sentences(target: Path, draft: Path) -> None:
+def test_wrong_choices_beside_a_network_are_sentences(target: Path, draft: Path) -> None:
     for name, value in (("nodes", 65), ("capacity", 5)):
         with pytest.raises(ValueError, match=rf"drafter\.ngram_{name} is {value}; it must be between"):
-            mixed(target, draft, **{f"ngram_{name}": value})
+            build_both(target, draft, **{f"ngram_{name}": value})
     with pytest.raises(ValueError, match="drafter.ngram_first is 13; it must be between 0"):
-        mixed(target, draft, ngram_first=13)
-    with pytest.raises(ValueError, match="draft is 'mixed'; name a draft checkpoint and add --drafter.ngram-first 5"):
-        build_engine(target, "mixed")
+        build_both(target, draft, ngram_first=13)
     with pytest.raises(ValueError, match="drafter option 'ngram_first' does not exist"):
         build_engine(target, "none", drafter={"ngram_first": 5})

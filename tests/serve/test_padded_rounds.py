@@ -20,18 +20,18 @@ from slipstream.tests.serve.engine_runs import (
     tokens_of,
 )
 from slipstream.tests.serve.engine_runs import run as run_all
-from slipstream.tests.serve.played_graphs import PlayedGraphs, PlayedPrompts, PlayingEngine
+from slipstream.tests.serve.played_graphs import PlayedGraphs, PlayedPrompts, play
 
 
 def test_a_round_with_one_filtered_request_is_chosen_by_filtered_times(target: Path, draft: Path) -> None:
-    engine = PlayingEngine(EngineConfig(target=str(target), draft=str(draft), max_running=4, kv_cache_tokens=900))
-    plain, sizes = dict.fromkeys([(size, width) for size in (1, 2, 4) for width in engine.widths], 1.0), (1, 2, 4)
-    filtered = {(size, width): 100.0**width for size in sizes for width in engine.widths}
-    engine.policy = WidthPolicy(engine.widths, plain, filtered)
-    assert isinstance(engine.executor.graphs, PlayedGraphs)
-    used = engine.executor.graphs.num_rounds
+    engine = play(EngineConfig(target=str(target), draft=str(draft), max_running=4, kv_cache_tokens=900))
+    keys = [(size, width) for size in (1, 2, 4) for width in engine.planner.widths.offered]
+    filtered = {(size, width): 100.0**width for size, width in keys}
+    engine.planner.policy = WidthPolicy(engine.planner.widths.offered, dict.fromkeys(keys, 1.0), filtered)
+    assert isinstance(engine.runner.graphs, PlayedGraphs)
+    used = engine.runner.graphs.num_rounds
     run_all(engine, [make_request("0", random_prompt(9, 0), max_tokens=30, ignore_eos=True)])
-    assert max(width for _, width, _ in used) == engine.width
+    assert max(width for _, width, _ in used) == engine.planner.widths.most
     used.clear()
     both = {"max_tokens": 30, "ignore_eos": True, "temperature": 1.0}
     prompt = random_prompt(9, 1)
@@ -79,20 +79,20 @@ def test_mixed_traffic_with_aborts_and_preemption(
 ) -> None:
     rng, (kinds, expected) = random.Random(1), traffic
     config = {"draft": drafts[drafter], "drafter": options}
-    engine = PlayingEngine(
+    engine = play(
         EngineConfig(target=str(target), max_running=24, kv_cache_tokens=900, page_size=1, **config)  # type: ignore[arg-type]
     )
-    assert isinstance(engine.executor.graphs, PlayedGraphs)
-    captured = engine.executor.graphs._graphs
+    assert isinstance(engine.runner.graphs, PlayedGraphs)
+    captured = engine.runner.graphs._graphs
     for key in [key for key in captured if key[0] == 24 or key[0] == 2 and key[2] == "full"]:
         del captured[key]  # as if memory had not held them
     kept = set(captured)
     serve_traffic(engine, kinds, expected, rng, lambda number: number < num_requests, 30, engine.scheduler.check)
     greedy = make_request("greedy", random_prompt(9, 0), ignore_eos=True)
     assert tokens_of(run_all(engine, [greedy])) == tokens_of(run_all(build_engine(target), [greedy]))
-    used = engine.executor.graphs.num_rounds
+    used = engine.runner.graphs.num_rounds
     assert {mode for _, _, mode in used} == {"plain", "full"}
     assert set(used) < set(captured) == kept, "nothing is captured while serving"
-    assert isinstance(engine.executor.prompts, PlayedPrompts)
-    assert {1, 2} <= {num_chunks for _, num_chunks in engine.executor.prompts.passes}
+    assert isinstance(engine.runner.prompts, PlayedPrompts)
+    assert {1, 2} <= {num_chunks for _, num_chunks in engine.runner.prompts.passes}
     assert drafter == "none" or len({width for _, width, _ in used}) > 1

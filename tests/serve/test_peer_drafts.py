@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 from slipstream.serve.cli import read_config
 from slipstream.serve.drafters.autoregressive import TreeOptions
+from slipstream.serve.engine import build
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.tests.peer_drafts import (
@@ -94,7 +95,7 @@ def test_speculators_eagle3(flags: tuple[str, ...], window: int | None, target: 
     """The file names its target."""
     oracle = save_eagle3(target, tmp_path / "ours", LAYERS, *flags)
     save_as_speculators_eagle3(tmp_path / "ours", target, tmp_path / "theirs", LAYERS, window)
-    check(Engine(EngineConfig(draft=str(tmp_path / "theirs"), **CONFIG)), oracle, target)
+    check(build.build_engine(EngineConfig(draft=str(tmp_path / "theirs"), **CONFIG)), oracle, target)
 
 
 def test_speculators_eagle3_with_a_window_that_binds_is_refused(target: Path, tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_speculators_eagle3_with_a_window_that_binds_is_refused(target: Path, tm
 def test_speculators_dflash(fields: dict[str, Any], target: Path, tmp_path: Path) -> None:
     oracle = save_dflash(target, tmp_path / "ours", **fields)
     save_as_speculators_dflash(tmp_path / "ours", target, tmp_path / "theirs")
-    check(Engine(EngineConfig(draft=str(tmp_path / "theirs"), **CONFIG)), oracle, target)
+    check(build.build_engine(EngineConfig(draft=str(tmp_path / "theirs"), **CONFIG)), oracle, target)
 
 
 def save_with_package(kind: str, draft: Path, target: Path, folder: Path, layers: tuple[int, ...]) -> None:
@@ -162,7 +163,7 @@ def test_eagle3_saved_by_the_package(target: Path, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     oracle = save_eagle3(target, ours, LAYERS, *DEFAULTS)
     save_with_package("eagle3", ours, target, theirs, LAYERS)
-    check(Engine(EngineConfig(draft=str(theirs), **CONFIG)), oracle, target)
+    check(build.build_engine(EngineConfig(draft=str(theirs), **CONFIG)), oracle, target)
     save_as_speculators_eagle3(ours, target, tmp_path / "written", LAYERS, 2048)
     assert_same_files(tmp_path / "written", theirs)
 
@@ -172,6 +173,6 @@ def test_dflash_saved_by_the_package(target: Path, tmp_path: Path) -> None:
     windows = {"sliding_window": 2048, "windowed_layers": (0, 1)}
     oracle = save_dflash(target, ours, draft_vocab_size=100, intermediate_size=48, **windows)
     save_with_package("dflash", ours, target, theirs, LAYERS)
-    check(Engine(EngineConfig(draft=str(theirs), **CONFIG)), oracle, target)
+    check(build.build_engine(EngineConfig(draft=str(theirs), **CONFIG)), oracle, target)
     save_as_speculators_dflash(ours, target, tmp_path / "written")
     assert_same_files(tmp_path / "written", theirs)

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.serve.engine.plan import SamplingMode
-from slipstream.serve.engine.scheduler import Chunk, Sequence
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepPlan
 from slipstream.serve.options import PREFILL_BLOCK, EngineConfig
-from slipstream.serve.runner.executor import PendingResult
 from slipstream.serve.runner.prompt_graphs import MOST_REQUESTS, num_blocks, sizes
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
@@ -23,7 +22,7 @@ from slipstream.tests.serve.engine_runs import (
     sized_requests,
     tokens_of,
 )
-from slipstream.tests.serve.played_graphs import PlayedPrompts, PlayingEngine
+from slipstream.tests.serve.played_graphs import PlayedPrompts, play
 
 LENGTHS = (1, 5, 31, 32, 33, 64, 70, 95, 130)  # around whole blocks, and beyond the largest pass
 
@@ -37,11 +36,9 @@ def drafts(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {"none": "none", "eagle3 tree": folders["eagle3"], **folders}
 
 
-def playing(target: Path, draft: str, prefill_graph_tokens: int, **options: Any) -> PlayingEngine:
+def playing(target: Path, draft: str, prefill_graph_tokens: int, **options: Any) -> Engine:
     values = {"max_running": 6, "kv_cache_tokens": 4096, "prefill_budget": 96} | options
-    return PlayingEngine(
-        EngineConfig(target=str(target), draft=draft, prefill_graph_tokens=prefill_graph_tokens, **values)
-    )
+    return play(EngineConfig(target=str(target), draft=draft, prefill_graph_tokens=prefill_graph_tokens, **values))
 
 
 @pytest.mark.parametrize(
@@ -57,15 +54,15 @@ def test_blocks_equal_packed_prompts(drafter: str, case: tuple[int, str], target
     cut_alike(packed=engines[0], captured=engines[1])
     for engine in engines:
         found.append([run(engine, requests) for _ in range(2)])
-    assert isinstance(engines[1].executor.prompts, PlayedPrompts)
-    assert engines[1].executor.prompts.passes
+    assert isinstance(engines[1].runner.prompts, PlayedPrompts)
+    assert engines[1].runner.prompts.passes
     packed, blocks = found
     for one, other in zip(blocks, packed, strict=True):
         assert tokens_of(one) == tokens_of(other)
         assert {name: answer.stats for name, answer in one.items()} == {
             name: answer.stats for name, answer in other.items()
         }
-    for one_cache, other_cache in zip(*(engine.executor.runner.caches for engine in engines), strict=True):
+    for one_cache, other_cache in zip(*(engine.runner.passes.caches for engine in engines), strict=True):
         torch.testing.assert_close(one_cache[:, :, page_size:], other_cache[:, :, page_size:], rtol=1e-4, atol=1e-4)
     assert any(answer.counts.cached_tokens for answer in blocks[1].values())
 
@@ -83,21 +80,18 @@ def test_no_size_fits_into_less_than_a_block() -> None:
     assert sizes(31) == []
 
 
-def chunk_of(start: int, end: int) -> Chunk:
-    sequence = Sequence.of(make_request("0", random_prompt(end, 0)), frozenset(), lookahead=0)
-    return Chunk(sequence, start, end, is_last=True)
+def chunk_of(start: int, end: int) -> PromptChunk:
+    return PromptChunk(0, start, random_prompt(end, 0)[start:], None, is_last=True)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "plain", "full"])
 def test_which_captured_prefill_takes_what(mode: SamplingMode, target: Path) -> None:
     engine = playing(target, "none", 1024, prefill_budget=1024, max_running=MOST_REQUESTS + 4)
-    prompts = engine.executor.prompts
+    prompts = engine.runner.prompts
     assert isinstance(prompts, PlayedPrompts)
 
-    def taken(*chunks: Chunk) -> int:
+    def taken(*chunks: PromptChunk) -> int:
         """Blocks of the captured pass, 0 where none takes the chunks."""
-        for chunk in chunks:
-            chunk.sequence.slot = 0
         return num_blocks(chunks) if prompts.prefill(chunks, mode) is not None else 0
 
     for chunk in (chunk_of(0, 3), chunk_of(0, 33), chunk_of(100, 196)):
@@ -115,11 +109,10 @@ def test_which_captured_prefill_takes_what(mode: SamplingMode, target: Path) -> 
 def test_long_prompts_are_captured_ones_until_their_kernels_are_compiled(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = playing(target, "none", 96).executor.prompts
+    prompts = playing(target, "none", 96).runner.prompts
     assert isinstance(prompts, PlayedPrompts)
     monkeypatch.setattr("slipstream.serve.runner.prompt_graphs.MOST_PAIRS", 0)
     chunk = chunk_of(0, 33)
-    chunk.sequence.slot = 0
     for is_ready in (False, True):
         monkeypatch.setattr(type(prompts.runner.attention["prefill"]), "is_ready", is_ready)
         assert (prompts.prefill([chunk], "greedy") is None) == is_ready
@@ -128,26 +121,20 @@ def test_long_prompts_are_captured_ones_until_their_kernels_are_compiled(
 def test_every_prompt_pass_fits_a_captured_one(target: Path) -> None:
     """Many short prompts at once, long ones among them: chunks are cut so that no pass runs kernel by kernel."""
     engine = playing(target, "none", 96, max_running=2 * MOST_REQUESTS, kv_cache_tokens=8192, page_size=1)
-    prompts = engine.executor.prompts
+    prompts = engine.runner.prompts
     assert isinstance(prompts, PlayedPrompts)
     lengths = [1, 2, 3, 33, 40, 1, 96, 97, 250, 64] * 4
     requests = [make_request(str(i), random_prompt(n, i), max_tokens=3) for i, n in enumerate(lengths)]
-    num_passes, prefill = 0, engine.executor.prefill
-
-    def counted(chunks: list[Chunk]) -> PendingResult:
-        nonlocal num_passes
-        num_passes += 1
-        return prefill(chunks)
-
-    engine.executor.prefill = counted  # type: ignore[method-assign]
+    launched: list[StepPlan] = []
+    engine.trace = lambda event, plan: launched.append(plan) if event == "launched" and plan.chunks else None
     run(engine, requests)
-    assert len(prompts.passes) == num_passes > 0
+    assert len(prompts.passes) == len(launched) > 0
     assert max(blocks for blocks, _ in prompts.passes) == 96 // PREFILL_BLOCK
 
 
 def test_a_budget_below_a_block_captures_nothing(target: Path) -> None:
     engine = playing(target, "none", 1024, prefill_budget=PREFILL_BLOCK - 1)
-    assert engine.executor.prompts is None
+    assert engine.runner.prompts is None
     assert run(engine, sized_requests(LENGTHS, max_tokens=12))
 
 
@@ -159,7 +146,7 @@ def test_too_small_a_pass_is_refused() -> None:
 def test_padding_is_written_to_the_dump_page_only(target: Path) -> None:
     """Whatever of the cache has no owner stays as it was."""
     engine = playing(target, "none", 96, page_size=1)
-    (cache,) = engine.executor.runner.caches
+    (cache,) = engine.runner.passes.caches
     cache.fill_(7)
     request = make_request("0", random_prompt(33, 1), max_tokens=1)
     run(engine, [request])

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 from slipstream.models.targets.config import RopeConfig
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.drafters import base
+from slipstream.serve.drafters import base, registry
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import SamplingMode
+from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.request import Request
 from slipstream.serve.runner.batch import Batch, KVSpec, PassRows, Proposal, VerifyResult
 from slipstream.serve.runner.request_state import RequestState
@@ -143,8 +144,16 @@ def build_tree_engine(
     drafter = TreeDrafter(texts, aux_states_of(target, texts, layer=1))
     with patch.context() as scope:
         scope.setattr(TreeDrafter, "load", classmethod(lambda *_: drafter))
-        scope.setattr(base, "find_drafter", lambda _: TreeDrafter)
-        return build_engine(target, **options), drafter
+        scope.setattr(registry, "find_drafter", lambda _: TreeDrafter)
+        engine = build_engine(target, **options)
+    admit = engine.scheduler.on_admit
+
+    def admit_both(sequence: Sequence) -> None:
+        drafter.admit(sequence.slot, sequence.tokens, sequence.request.namespace)
+        admit(sequence)
+
+    engine.scheduler.on_admit = admit_both
+    return engine, drafter
 
 
 class VaryingWidths:
@@ -203,7 +212,7 @@ def test_widths_may_change_from_round_to_round(
     else:
         save_random_draft(target, tmp_path / "draft")
         engine = build_engine(target, tmp_path / "draft", drafter={"depth": 7})
-    engine.executor.runner = VaryingWidths(engine.executor.runner, (1, 2, 5, 8))
+    engine.runner.passes = VaryingWidths(engine.runner.passes, (1, 2, 5, 8))
     answers = run(engine, requests)
     assert tokens_of(answers) == truth
     assert any(answer.counts.accepted_tokens for answer in answers.values())
@@ -217,13 +226,15 @@ def test_a_shorter_proposal_leaves_no_nodes_of_the_one_before(
     engine = build_engine(make_target("llama"), tmp_path / "draft", drafter={"depth": 7})
     engine.add(make_request("0", random_prompt(5, 0)))
     engine.step()
-    (sequence,) = engine.scheduler.next_round(engine.reserve)
-    rows, bound = torch.tensor([sequence.slot]), sequence.num_computed
-    engine.executor.prepare([sequence])
+    plan = engine.planner.plan_round()
+    assert plan is not None
+    engine.runner.prepare(plan)
+    (slot,), (bound,) = plan.slots, plan.bounds
+    rows = torch.tensor([slot])
     for width in widths:
-        ((count, *_),) = engine.executor.runner.round(rows, (bound,), "greedy", width).tolist()
+        ((count, *_),) = engine.runner.passes.round(rows, (bound,), "greedy", width).tolist()
         bound += count
-        stored = engine.state.tokens[sequence.slot]
+        stored = engine.runner.state.tokens[slot]
         assert (stored[:width] >= 0).all()
         assert (stored[width:] == -1).all()
 

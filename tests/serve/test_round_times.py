@@ -17,7 +17,7 @@ def engine(make_target: Callable[[str], Path]) -> Engine:
 
 
 def test_every_width_has_a_time_at_every_load(engine: Engine) -> None:
-    ms = time_rounds(engine.executor.runner, 5, (1, 4, 16), "full")
+    ms = time_rounds(engine.runner.passes, 5, (1, 4, 16), "full")
     assert sorted(ms) == [(size, width) for size in (1, 2, 4, 5) for width in (1, 4, 16)]
     assert min(ms.values()) > 0
 
@@ -30,7 +30,7 @@ def test_what_there_is_no_time_for_costs_by_the_row(engine: Engine, monkeypatch:
         return 50.0
 
     monkeypatch.setattr(round_times, "_time", fake)
-    ms = time_rounds(engine.executor.runner, 4, (1, 2, 8), "plain")
+    ms = time_rounds(engine.runner.passes, 4, (1, 2, 8), "plain")
     timed = [(1, 1), (1, 2), (2, 1)]
     assert seen == [key for key in timed for _ in range(5)], "one of each makes ready; half a second is over"
     assert [ms[key] for key in timed] == [50.0] * 3
@@ -41,7 +41,7 @@ def test_a_round_costs_no_more_than_a_larger_one(engine: Engine, monkeypatch: py
     """One request alone seems slow: something else ran while it was timed."""
     measured = {(1, 1): 9.0, (1, 2): 5.0, (1, 4): 6.0, (2, 1): 5.5, (2, 2): 8.0, (2, 4): 7.0}
     monkeypatch.setattr(round_times, "_time", lambda *key: measured[key[1], key[2]])
-    ms = time_rounds(engine.executor.runner, 2, (1, 2, 4), "plain")
+    ms = time_rounds(engine.runner.passes, 2, (1, 2, 4), "plain")
     assert ms == {(1, 1): 5.0, (1, 2): 5.0, (1, 4): 6.0, (2, 1): 5.5, (2, 2): 7.0, (2, 4): 7.0}
 
 
@@ -50,14 +50,14 @@ def test_nothing_is_left_behind(engine: Engine) -> None:
     for request in requests:
         engine.add(request)
     outputs = [output for _ in range(4) for output in engine.step()]
-    width_policy(engine.executor.runner, None, 5, engine.widths)
+    width_policy(engine.runner.passes, None, 5, engine.planner.widths.offered, eager=True)
     tokens = {request.id: list[int]() for request in requests}
     while engine.has_work:
         outputs += engine.step()
     for output in outputs:
         tokens[output.request_id] += output.tokens
     assert tokens == tokens_of(run(build_engine(Path(engine.config.target)), requests))
-    padding, state = engine.state.padding, engine.state
+    padding, state = engine.runner.state.padding, engine.runner.state
     assert (state.lengths[padding], state.temperature[padding], state.top_k[padding], state.top_p[padding]) == (
         0,
         0,

@@ -46,7 +46,7 @@ def check_served(
 ) -> None:
     """Runs `check` on the tokens and rounds of two greedy answers; `states` of a request whose draft was just made.
     Then the accept length: what the server counted is what evaluation counts."""
-    drafter: Any = llm.engine.drafter
+    drafter: Any = llm.engine.runner.drafter
     propose = drafter.propose
     served: Served = []
 
@@ -81,7 +81,7 @@ def test_eagle(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> Non
     texts = answers_alone(target_path)[:1]
     save_random_eagle(target_path, tmp_path / "draft", texts, intermediate_size=64, **fields)
     llm = LLM(str(target_path), str(tmp_path / "draft"), max_running=1)
-    drafter: Any = llm.engine.drafter
+    drafter: Any = llm.engine.runner.drafter
     files = target_path, tmp_path / "draft"
     training = load_training(eagle.EagleTraining, Eagle, eagle.DraftOptions(), *files, DEPTH)
 
@@ -118,7 +118,7 @@ def test_dflash(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> No
     save_random_dflash(target_path, tmp_path / "draft", texts, block_size=BLOCK_SIZE, mask_token_id=7, **fields)
     llm = LLM(str(target_path), str(tmp_path / "draft"), max_running=1)
     seen: list[Tensor] = []
-    drafter: Any = llm.engine.drafter
+    drafter: Any = llm.engine.runner.drafter
     drafter.module.register_forward_hook(lambda _module, _inputs, states: seen.append(states))
     files = target_path, tmp_path / "draft"
     training = load_training(dflash.DFlashTraining, DFlash, dflash.DraftOptions(), *files, BLOCK_SIZE - 1)

@@ -2,12 +2,13 @@
 a model.
 
 It needs no target states, no KV and no GPU: a C++ core (csrc/) matches and drafts on the host between rounds, which
-wait for it. Requests see texts of their own namespace (the API's `cache_salt`) only.
+wait for it while that pays. Requests see texts of their own namespace (the API's `cache_salt`) only. Beside a draft
+network (`--drafter.ngram-first 5`) its proposals replace the network's where enough last tokens match.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, make_dataclass
 from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
@@ -18,12 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.kernels.speculation.verify import MAX_NODES
-from slipstream.models.targets.decoder import Target
-from slipstream.serve.attention.base import Backend
-from slipstream.serve.drafters import base
 from slipstream.serve.drafters.ngram.ngram_core import NgramCore
-from slipstream.serve.engine.plan import HostProposal
-from slipstream.serve.runner.request_state import RequestState
+from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
+from slipstream.serve.engine.plan import Edits, HostProposal
 
 Ints = NDArray[np.int32]
 CORE_OPTIONS = ("capacity", "branch_length", "min_match", "max_match", "order", "breadth", "queue_tokens")
@@ -74,27 +72,62 @@ class NgramOptions:
             raise ValueError(f"drafter.{error}") from error
 
 
-class Drafter(base.Drafter):
-    Options = NgramOptions
-    branches = True
-    on_host = True
-    device_width = 1
+@dataclass(frozen=True)  # without slots: it is a second base of others
+class NgramFirstOptions:
+    """Options that every draft network has besides its own."""
 
-    def __init__(self, options: NgramOptions, vocab_size: int) -> None:
-        self.options, self.vocab_size = options, vocab_size
+    ngram_first: int = 0
+    """Verify n-gram lookahead where at least so many last tokens have occurred before; 0: never."""
+    ngram_nodes: int = 16
+    """Most nodes of an n-gram proposal, root included."""
+    ngram_capacity: int = 1_000_000
+    """Nodes kept of all texts."""
+
+    def __post_init__(self) -> None:
+        longest = NgramOptions().max_match
+        if not 0 <= self.ngram_first <= longest:
+            raise ValueError(f"drafter.ngram_first is {self.ngram_first}; it must be between 0 (never) and {longest}")
+        if self.ngram_first:
+            self.ngram_options()
+
+    def ngram_options(self) -> NgramOptions:
+        """Raises ValueError for a value out of range, with the name that it has here."""
+        try:
+            return NgramOptions(nodes=self.ngram_nodes, capacity=self.ngram_capacity)
+        except ValueError as error:
+            raise ValueError(str(error).replace("drafter.", "drafter.ngram_", 1)) from error
+
+
+def with_ngram_first(own: type) -> type:
+    """The options of a network's drafter together with NgramFirstOptions."""
+
+    def check(self: Any) -> None:
+        NgramFirstOptions.__post_init__(self)
+        if hasattr(own, "__post_init__"):
+            own.__post_init__(self)
+
+    bases = (NgramFirstOptions, own)
+    return make_dataclass(own.__name__, [], bases=bases, namespace={"__post_init__": check}, frozen=True)
+
+
+class NgramStage(HostStage):
+    """Proposes for every request; with `first`, replaces proposals where at least so many last tokens have occurred
+    before."""
+
+    reads = "emitted"
+    is_optional = True
+    branches = True
+
+    def __init__(self, options: NgramOptions, vocab_size: int, first: int = 0) -> None:
+        self.options, self.vocab_size, self.first = options, vocab_size, first
         self.widths = (*(2**power for power in range(6) if 2**power < options.nodes), options.nodes)
 
-    @classmethod
-    def load(cls, draft: str, options: NgramOptions, target: Target) -> "Drafter":
-        return cls(options, target.config.vocab_size)
-
-    def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
-        self.core = self.options.core(state.padding)
+    def attach(self, num_slots: int, *, pinned: bool) -> None:
+        self.core = self.options.core(num_slots)
         # Pinned, so that copies to the device do not wait. Two buffers in turn: a step drafts at most twice, and before
         # the next step drafts, it reads a pass that was launched after these copies.
-        pinned = state.device.type == "cuda"
-        size = 2 * state.padding * self.options.nodes
-        memory = [torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        size = 2 * num_slots * self.options.nodes
+        memory = [torch.empty(size, dtype=torch.int32, pin_memory=pinned).numpy() for _ in range(2)]
         self.arrays = cycle([cache(partial(_arrays_in, own)) for own in memory])
         if self.options.load:
             self.core.load(self.options.load, self.vocab_size)
@@ -104,16 +137,15 @@ class Drafter(base.Drafter):
     def admit(self, slot: int, tokens: list[int], namespace: str) -> None:
         self.core.admit(slot, np.asarray(tokens, dtype=np.int32), namespace)
 
-    def draft(self, slots: Sequence[int], emitted: Ints, width: int) -> HostProposal:
-        proposal, _ = self.match(slots, emitted, width)
-        return proposal
-
-    def match(self, slots: Sequence[int], emitted: Ints, width: int) -> tuple[HostProposal, list[int]]:
-        """Returns proposals, and the length of each longest match."""
-        nodes, tokens, parents, scores, matches = next(self.arrays)(len(slots), width)
-        counts = self.core.advance(slots, emitted, tokens, parents, scores, matches)
+    def run(self, given: Emitted | Proposed, width: int) -> Edits:
+        assert isinstance(given, Emitted)
+        nodes, tokens, parents, scores, matches = next(self.arrays)(len(given.slots), min(width, self.options.nodes))
+        counts = self.core.advance(given.slots, given.results, tokens, parents, scores, matches)
         lengths = matches.tolist()
-        return HostProposal(nodes, scores, counts, list(map(int.bit_length, lengths))), lengths
+        if self.first:
+            pairs = zip(counts, lengths, strict=True)
+            counts = [count if count > 1 and length >= self.first else 0 for count, length in pairs]
+        return Edits((HostProposal(given.slots, nodes, scores, counts, list(map(int.bit_length, lengths))),))
 
     def release(self, slot: int, tokens: list[int]) -> None:
         self.core.release(slot, len(tokens))
@@ -131,13 +163,10 @@ class Drafter(base.Drafter):
             self.core.save(self.options.save)
 
 
-def _arrays_in(
-    memory: torch.Tensor, batch: int, width: int
-) -> tuple[torch.Tensor, Ints, Ints, NDArray[np.float32], Ints]:
+def _arrays_in(memory: Ints, batch: int, width: int) -> tuple[Ints, Ints, Ints, NDArray[np.float32], Ints]:
     """nodes (2, B, N), its halves tokens and parents, scores (B, N), and matches (B,)."""
-    nodes = memory[: 2 * batch * width].view(2, batch, width)
-    tokens, parents = nodes.numpy()
-    return nodes, tokens, parents, np.empty((batch, width), dtype=np.float32), np.empty(batch, dtype=np.int32)
+    nodes = memory[: 2 * batch * width].reshape(2, batch, width)
+    return nodes, nodes[0], nodes[1], np.empty((batch, width), dtype=np.float32), np.empty(batch, dtype=np.int32)
 
 
 def read_corpus(path: str, vocab_size: int) -> Iterator[np.ndarray]:

@@ -1,0 +1,188 @@
+"""Makes an engine: loads the weights, sizes the KV cache, captures and times rounds."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slipstream import runtime
+from slipstream.models.files.checkpoint import read_json
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.decoder import load_config, load_target
+from slipstream.serve.attention.base import KVFormat, find_backends
+from slipstream.serve.drafters.registry import load_drafter
+from slipstream.serve.engine.engine import MAX_ROUNDS_IN_FLIGHT, Engine
+from slipstream.serve.engine.kv_cache import PageCache
+from slipstream.serve.engine.memory import Sizing, measure_workspace
+from slipstream.serve.engine.planner import Planner, Widths
+from slipstream.serve.engine.scheduler import Scheduler
+from slipstream.serve.options import PREFILL_BLOCK, EngineConfig, find_target
+from slipstream.serve.request import EngineInfo
+from slipstream.serve.runner.batch import KVSpec
+from slipstream.serve.runner.cuda_graphs import RoundGraphs
+from slipstream.serve.runner.model_runner import ModelRunner
+from slipstream.serve.runner.prompt_graphs import PromptGraphs, capture_all
+from slipstream.serve.runner.request_state import RequestState
+from slipstream.serve.runner.round import Runner
+from slipstream.serve.runner.round_times import width_policy
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What the KV cache holds."""
+
+    num_pages: int  # the dump page included
+    max_model_len: int
+    max_reserve: int  # KV tokens that the passes in flight write beyond a request's committed ones
+
+
+class Builder:
+    """Tests change single steps of `build`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        _, path = find_target(config)
+        self.model = model = load_config(path, config.trust_remote_code)
+        self.device = torch.device(pick_device(config.device))
+        self.dtype = pick_dtype(config.dtype, path, self.device)
+        with runtime.stage("loading the weights"):
+            self.target = load_target(path, model, self.dtype, self.device, config.trust_remote_code)
+            self.drafter, self.stages = load_drafter(config.draft, config.drafter, self.target)
+        offered = {*self.drafter.widths, *(width for stage in self.stages for width in stage.widths)}
+        widths = pick_widths(config.width, tuple(sorted(offered)))
+        of_network = max(self.drafter.widths)
+        scratch = self.drafter.scratch(min(of_network, max(widths)))
+        self.widths = Widths(widths, of_network, reserve=max(widths) + scratch)
+        self.specs = [KVSpec(model.num_layers, model.num_kv_heads, model.head_dim, model.rope)]
+        self.specs += [self.drafter.kv] if self.drafter.kv else []
+        phases = dict(zip(("prefill", "verify", "draft"), (self.specs[0], *self.specs), strict=False))
+        formats = {phase: KVFormat(self.device, self.dtype, spec.head_dim) for phase, spec in phases.items()}
+        self.backends = find_backends(config.attention, formats)
+        self.backends["prefill"].prepare(formats["prefill"])
+        self.captures, self.overlap = self.pick_modes(phases)
+
+    def build(self) -> Engine:
+        config = self.config
+        with runtime.stage("sizing the KV cache"):
+            space, pages_per_slot = self.size()
+            passes = self.build_passes(space.num_pages, pages_per_slot)
+        graphs, prompts = self.capture(passes) if self.captures else (None, None)
+        with runtime.stage("timing rounds"):
+            drafts_on_host = any(max(stage.widths) > 1 for stage in self.stages)
+            policy = width_policy(passes, graphs, config.max_running, self.widths.offered, eager=drafts_on_host)
+        for stage in self.stages:
+            stage.attach(config.max_running, pinned=self.device.type == "cuda")
+        scheduler = Scheduler(
+            cache=PageCache(space.num_pages, config.page_size),
+            max_running=config.max_running,
+            max_model_len=space.max_model_len,
+            prefill_budget=config.prefill_budget if prompts is None else config.captured_tokens,
+            prefill_block=1 if prompts is None else PREFILL_BLOCK,
+            max_chunks=None if prompts is None else prompts.num_requests,
+            stop_ids=self.target.end_ids,
+            lookahead=self.drafter.lookahead,
+            max_reserve=space.max_reserve,
+        )
+        tokens = (space.num_pages - 1) * config.page_size
+        return Engine(
+            config,
+            EngineInfo(space.max_model_len, self.model.vocab_size, kv_cache_tokens=tokens),
+            Planner(scheduler, policy, self.widths),
+            ModelRunner(passes, graphs, prompts),
+            self.stages,
+            self.drafter.check,
+            overlap=self.overlap,
+        )
+
+    def pick_modes(self, phases: Iterable[str]) -> tuple[bool, bool]:
+        """Whether rounds are captured, and whether their tokens are read one round later (overlap)."""
+        planned = [phase for phase in phases if phase != "prefill" and self.backends[phase].needs_host_lengths]
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and self.config.cuda_graph and planned:
+            raise ValueError(
+                f"attention is {self.config.attention!r}: its backend for {planned[0]} plans on the host, which a CUDA "
+                f"graph cannot; choose another for {' and '.join(planned)}, or add --no-cuda-graph"
+            )
+        overlap = on_gpu and self.config.overlap and not planned
+        return on_gpu and self.config.cuda_graph, overlap
+
+    def size(self) -> tuple[Space, int]:
+        """What the KV cache holds, and the pages of a request's table."""
+        config = self.config
+        max_reserve = self.widths.reserve * (MAX_ROUNDS_IN_FLIGHT if self.overlap else 1)
+        sizing = Sizing(config, self.specs, self.dtype, self.device, max_reserve)
+        longest = pick_max_model_len(config.max_model_len, self.model, self.drafter.longest_context)
+        workspace = 0
+        if self.device.type == "cuda":  # measured by running the largest passes over a cache of one dump page
+            passes = self.build_passes(1, sizing.pages_for(longest))
+            widths = self.widths.offered if self.captures else ()
+            workspace = measure_workspace(passes, config, self.widths.most, widths)
+        num_pages = sizing.num_pages(longest, workspace)
+        max_model_len = sizing.fit_to_cache(longest, num_pages)
+        return Space(num_pages, max_model_len, max_reserve), sizing.pages_for(max_model_len)
+
+    def build_passes(self, num_pages: int, pages_per_slot: int) -> Runner:
+        config, device = self.config, self.device
+        state = RequestState(config.max_running, pages_per_slot, config.page_size, self.widths.most, device)
+        groups = [spec.allocate(num_pages, config.page_size, self.dtype, device) for spec in self.specs]
+        positions = pages_per_slot * config.page_size
+        ropes: list[RotaryEmbedding] = []
+        for spec in self.specs:  # a draft mostly has its target's
+            equal = (rope for other, rope in zip(self.specs, ropes, strict=False) if other.has_positions_of(spec))
+            ropes.append(next(equal, None) or RotaryEmbedding(spec.rope, spec.head_dim, positions).to(device))
+        attention = {phase: self.backends[phase](groups[0], ropes[0]) for phase in ("prefill", "verify")}
+        draft_attention = self.backends["draft"](groups[1], ropes[1]) if self.drafter.kv else None
+        self.drafter.attach(self.target, state, draft_attention)
+        caches = tuple(group.flatten(2, 3) for group in groups)
+        branches = self.drafter.branches or any(stage.branches for stage in self.stages)
+        return Runner(self.target, attention, self.drafter, state, caches, branches, config.simulate_accept_length)
+
+    def capture(self, passes: Runner) -> tuple[RoundGraphs, PromptGraphs | None]:
+        return capture_all(passes, self.config, self.widths.offered)
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Raises ValueError for options that do not fit one another, the target or the machine."""
+    return Builder(config).build()
+
+
+def pick_max_model_len(asked: int | None, model: ModelConfig, of_draft: int | None) -> int:
+    """The context length: at most the target's positions and its sliding window, since windows are not implemented.
+
+    Raises ValueError if the drafter is not made for that many: `of_draft` (None: for any), its sliding window.
+    """
+    limit = min(model.max_position_embeddings, model.sliding_window or model.max_position_embeddings)
+    if asked is not None and asked > limit:
+        raise ValueError(f"max_model_len is {asked}; this target allows at most {limit}")
+    longest = asked or limit
+    if of_draft is not None and longest > of_draft:
+        raise ValueError(
+            f"contexts of {longest} tokens do not fit the draft's sliding_window of {of_draft}, which may never "
+            f"bind here; serve with --max-model-len {of_draft} or less"
+        )
+    return longest
+
+
+def pick_widths(asked: int | None, offered: tuple[int, ...]) -> tuple[int, ...]:
+    if asked is None:
+        return offered
+    if asked not in offered:
+        raise ValueError(f"width is {asked}; this drafter offers {', '.join(map(str, offered))}")
+    return (asked,)
+
+
+def pick_device(device: str) -> str:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but torch finds no GPU; choose cpu, or install a CUDA build of torch")
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def pick_dtype(name: str, path: Path, device: torch.device) -> torch.dtype:
+    if name == "auto" and device.type == "cpu":
+        return torch.float32
+    if name == "auto":
+        config = read_json(path / "config.json")
+        name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    return getattr(torch, name)

@@ -1,0 +1,76 @@
+"""Work that the host does between two passes: n-gram lookahead, grammars.
+
+A stage reads either the tokens that the last pass emitted, before it is decided what the next round verifies, or the
+proposals of the next round, before they are verified. It answers with edits. As long as a stage wants them, a round
+waits for the pass before it; otherwise passes are launched ahead. Imports no torch.
+"""
+
+from abc import ABC
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.serve.engine.plan import Edits, HostProposal
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Emitted:
+    """Tokens that requests have gained. A request may end within them: `release` tells how many belong to it."""
+
+    slots: list[int]  # (B,)
+    results: NDArray[np.int32]  # (B, 1 + N): how many, then the tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposed:
+    """What the next round verifies of each request."""
+
+    slots: list[int]  # (B,)
+    nodes: NDArray[np.int32]  # (2, B, N): tokens, unused ones -1, and parents
+
+    def after(self, proposals: Sequence[HostProposal]) -> "Proposed":
+        """With those that a host stage replaces."""
+        nodes, place = self.nodes.copy(), {slot: index for index, slot in enumerate(self.slots)}
+        for proposal in proposals:
+            for index, (slot, count) in enumerate(zip(proposal.slots, proposal.counts, strict=True)):
+                if count and slot in place:
+                    nodes[:, place[slot]] = -1
+                    nodes[:, place[slot], : proposal.nodes.shape[2]] = proposal.nodes[:, index]
+        return Proposed(self.slots, nodes)
+
+
+class HostStage(ABC):
+    """`run` is called with what `reads` names."""
+
+    reads: ClassVar[Literal["emitted", "proposal"]]
+    is_optional: ClassVar[bool] = False  # rounds go on without its edits where waiting for them does not pay
+    widths: tuple[int, ...] = (1,)  # numbers of nodes that its proposals may have
+    branches: bool = False  # False: its proposals are chains
+
+    def attach(self, num_slots: int, *, pinned: bool) -> None:
+        """Called once, before all others: for slots 0..num_slots - 1. `pinned`: proposals go to a GPU, so they should
+        lie in pinned memory."""
+
+    def admit(self, slot: int, tokens: list[int], namespace: str) -> None:
+        """A request starts, or resumes, in `slot` with these tokens, cached ones included."""
+
+    def wants(self, slots: list[int]) -> bool:
+        """Whether it has work for a round of these requests."""
+        return True
+
+    def run(self, given: Emitted | Proposed, width: int) -> Edits:
+        """`width`: most nodes of a proposal. Where one request fails, the edits name its error."""
+        raise NotImplementedError(f"{type(self).__module__} lacks a method run")
+
+    def release(self, slot: int, tokens: list[int]) -> None:
+        """The request in `slot` ended or was preempted; `tokens` are all its tokens."""
+
+    def metrics(self) -> dict[str, int]:
+        """Gauges by name, for /metrics."""
+        return {}
+
+    def close(self) -> None:
+        """Called once when the engine closes, after all requests have ended."""

@@ -1,0 +1,173 @@
+"""Executes plans on the device. Only `InFlight.read` waits for it."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.serve.engine.plan import HostProposal, StepOutput, StepPlan
+from slipstream.serve.runner.batch import Batch
+from slipstream.serve.runner.cuda_graphs import RoundGraphs
+from slipstream.serve.runner.prompt_graphs import PromptGraphs
+from slipstream.serve.runner.round import Runner
+
+NOT_FINITE = "the target's logits are not finite at some token of this request; its weights or its dtype are at fault"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InFlight:
+    """A launched pass."""
+
+    plan: StepPlan
+    results: Tensor  # (B, 1 + N), or (B, 1 + 2 * N) for trees, int32 on the host, written once `landed` has passed
+    proposed: Tensor | None = None  # (2, B, N) int32, likewise
+    started: torch.cuda.Event | float = 0.0  # or the milliseconds that it took
+    landed: torch.cuda.Event | None = None
+    failure: str = ""  # the pass could not run
+
+    def read(self) -> StepOutput:
+        """Waits for the results."""
+        if self.landed is not None:
+            self.landed.synchronize()  # sync
+        plan, results = self.plan, self.results.numpy()
+        slots = plan.slots or [chunk.slot for chunk in plan.chunks]
+        width = plan.width if plan.slots else 1
+        counts, tokens = results[:, 0], results[:, 1 : 1 + width]
+        errors = dict.fromkeys(slots, self.failure) if self.failure else self._not_finite(slots, counts, tokens)
+        accepted = results[:, 1 + width :] if results.shape[1] > 1 + width else None
+        proposed = None if self.proposed is None else self.proposed.numpy()
+        return StepOutput(counts, tokens, accepted, proposed, errors, self._milliseconds())
+
+    def _not_finite(self, slots: Sequence[int], counts: np.ndarray, tokens: np.ndarray) -> dict[int, str]:
+        """Where a logit was NaN, the last token that was emitted is -1."""
+        last = tokens[np.arange(len(tokens)), counts - 1]
+        return {slots[index]: NOT_FINITE for index in np.flatnonzero(last < 0).tolist()} if (last < 0).any() else {}
+
+    def _milliseconds(self) -> float:
+        if isinstance(self.started, float):
+            return self.started
+        assert self.landed is not None
+        return self.started.elapsed_time(self.landed)
+
+
+class ModelRunner:
+    """`graphs`, `prompts`: captured rounds and prefills, or None. `on_launch` is called when the device has got a
+    plan's pass."""
+
+    def __init__(self, passes: Runner, graphs: RoundGraphs | None = None, prompts: PromptGraphs | None = None) -> None:
+        self.passes, self.graphs, self.prompts = passes, graphs, prompts
+        self.target, self.drafter, self.state = passes.target, passes.drafter, passes.state
+        self.on_launch: Callable[[], None] | None = None
+        self._prepared = 0  # number of the last plan whose slots and pages the device has
+        self._slots: tuple[tuple[int, ...], Tensor] = ((), self.state.upload([]))  # uploaded last
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Uploads what a plan says of slots and pages, while the pass before it runs. `execute` does so otherwise."""
+        if plan.number <= self._prepared:
+            return
+        self._prepared = plan.number
+        for admission in plan.admissions:
+            self.state.admit(admission.slot, admission.request)
+        self.state.set_pages(plan.pages)
+        if plan.slots:
+            self._upload(plan.slots)
+            if self.graphs is not None:
+                self.graphs.expect(list(plan.slots))
+
+    def execute(self, plan: StepPlan) -> InFlight:
+        """Launches the plan's pass. Plans come in the order of their numbers.
+
+        Where memory does not suffice for the pass, its requests fail and others go on.
+        """
+        self.prepare(plan)
+        for proposal in plan.edits.proposals:
+            self._store(proposal)
+        is_cuda = self.state.device.type == "cuda"
+        started = torch.cuda.Event(enable_timing=True) if is_cuda else None
+        began = time.perf_counter()
+        if started is not None:
+            started.record()
+        try:
+            results = self._prompts(plan) if plan.chunks else self._round(plan)
+        except torch.OutOfMemoryError as error:
+            return self._failed(plan, error)
+        if self.on_launch is not None:
+            self.on_launch()
+        proposed = self._proposals(plan) if plan.returns_proposals else None
+        if started is None:
+            return InFlight(plan, results, proposed, 1000 * (time.perf_counter() - began))
+        copies = [None if each is None else to_host(each) for each in (results, proposed)]
+        landed = torch.cuda.Event(enable_timing=True)
+        landed.record()
+        assert copies[0] is not None
+        return InFlight(plan, copies[0], copies[1], started, landed)
+
+    def _failed(self, plan: StepPlan, error: Exception) -> InFlight:
+        count = len(plan.slots or plan.chunks)
+        message = f"the device has no memory for this step ({error}); lower max_running, prefill_budget or mem_fraction"
+        return InFlight(plan, torch.zeros(count, 1 + plan.width, dtype=torch.int32), failure=message)
+
+    def _upload(self, slots: tuple[int, ...]) -> Tensor:
+        if self._slots[0] != slots:
+            self._slots = slots, self.state.upload(slots)
+        return self._slots[1]
+
+    def _store(self, proposal: HostProposal) -> None:
+        if any(proposal.counts):
+            slots, last = tuple(proposal.slots), self._slots
+            self.state.store(last[1] if slots == last[0] else self.state.upload(slots), proposal)
+
+    def _proposals(self, plan: StepPlan) -> Tensor:
+        """(2, B, N): the stored proposals."""
+        slots = plan.slots or tuple(chunk.slot for chunk in plan.chunks)
+        return self.state.nodes[:, self.state.upload(slots)]
+
+    def _round(self, plan: StepPlan) -> Tensor:
+        captured = self.graphs.round(list(plan.slots), plan.mode, plan.width) if self.graphs is not None else None
+        if captured is not None:
+            return captured
+        return self.passes.round(self._upload(plan.slots), plan.bounds, plan.mode, plan.width)
+
+    def _prompts(self, plan: StepPlan) -> Tensor:
+        """Samples a token after each chunk; only the tokens after last chunks count."""
+        sampled = self.prompts.prefill(plan.chunks, plan.mode) if self.prompts is not None else None
+        sampled = (self._prefill(plan) if sampled is None else sampled).int()
+        return torch.stack((torch.ones_like(sampled), sampled), dim=1)
+
+    def _prefill(self, plan: StepPlan) -> Tensor:
+        """Packs the chunks request after request; returns the tokens (B,) sampled after them."""
+        chunks, tokens, next_tokens, positions = plan.chunks, list[int](), list[int](), list[int]()
+        for chunk in chunks:
+            tokens += chunk.tokens
+            next_tokens += [*chunk.tokens[1:], chunk.next_token or 0]  # 0: replaced by the sampled token
+            positions += range(chunk.start, chunk.end)
+        upload, query_lens = self.state.upload, tuple(len(chunk.tokens) for chunk in chunks)
+        last = [end - 1 for end in accumulate(query_lens)]
+        each = [(chunk.slot, chunk.start, chunk.end, chunk.is_last) for chunk in chunks]
+        slots, lengths, ends, is_last, last_queries = upload([*zip(*each, strict=True), last])
+        repeated = [chunk.slot for chunk in chunks for _ in chunk.tokens]
+        packed, successors, depth, slot_of_each = upload([tokens, next_tokens, positions, repeated])
+        batch = Batch(
+            state=self.state,
+            requests=slots,
+            lengths=lengths,
+            positions=depth,
+            slots=self.state.slots(slot_of_each, depth),
+            query_lens=query_lens,
+            kv_bounds=tuple(chunk.end for chunk in chunks),
+            mode=plan.mode,
+            next_tokens=successors,
+            last=last_queries,
+        )
+        proposes = any(chunk.is_last for chunk in chunks)
+        return self.passes.prefill(batch, packed, ends, is_last.bool(), plan.width, proposes=proposes)
+
+
+def to_host(values: Tensor) -> Tensor:
+    """Starts a copy to pinned memory."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)

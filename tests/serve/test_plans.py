@@ -1,0 +1,149 @@
+"""Plans are data: replayed elsewhere they give the same tokens; a request that fails leaves the others alone."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
+from slipstream.serve.engine.plan import Edits, HostProposal, StepOutput, StepPlan
+from slipstream.serve.request import Request
+from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run, tokens_of
+from slipstream.tests.serve.test_overlap import build_overlapping
+
+
+def requests_of(**params: Any) -> list[Request]:
+    return [
+        make_request(str(seed), random_prompt(7 + 9 * seed, seed), seed=seed, max_tokens=30, **params)
+        for seed in range(5)
+    ]
+
+
+def emitted(output: StepOutput) -> list[list[int]]:
+    return [output.emitted(index) for index in range(len(output.tokens))]
+
+
+@pytest.mark.parametrize("build", [build_engine, build_overlapping])
+@pytest.mark.parametrize("name", ["none", "draft", "ngram", "ngram-first"])
+def test_a_recorded_runs_plans_give_the_same_tokens_in_a_fresh_runner(
+    build: Any, name: str, target: Path, draft: Path
+) -> None:
+    options: dict[str, Any] = {"drafter": {"ngram_first": 1}} if name == "ngram-first" else {}
+    options |= {"max_running": 3, "prefill_budget": 16, "kv_cache_tokens": 110, "page_size": 1}
+    named = name if name in ("none", "ngram") else draft
+    engine, plans, outputs = build(target, named, **options), list[bytes](), dict[int, list[list[int]]]()
+
+    def record(event: str, plan: StepPlan) -> None:
+        if event == "launched":
+            plans.append(pickle.dumps(plan))
+
+    read = engine._read
+
+    def reading(flight: Any) -> Any:
+        arrived = read(flight)
+        outputs[flight.plan.number] = emitted(arrived.output)
+        return arrived
+
+    engine.trace, engine._read = record, reading
+    run(engine, requests_of(temperature=0.8))
+    assert engine.scheduler.num_preemptions > 0
+    fresh = build(target, named, **options).runner
+    replayed = {plan.number: emitted(fresh.execute(plan).read()) for plan in map(pickle.loads, plans)}
+    assert outputs.items() <= replayed.items(), "what is in flight when the last request ends is never read"
+
+
+@pytest.mark.parametrize("build", [build_engine, build_overlapping])
+def test_a_pass_without_memory_fails_its_requests_alone(
+    build: Any, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = requests_of()
+    expected = tokens_of(run(build_engine(target), requests))
+    engine: Engine = build(target, draft, max_running=2)
+    prefill, calls = type(engine.runner.passes).prefill, 0
+
+    def fail_once(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise torch.OutOfMemoryError("tried to allocate 2 GB")
+        return prefill(*arguments, **options)
+
+    monkeypatch.setattr(type(engine.runner.passes), "prefill", fail_once)
+    answers = run(engine, requests)
+    failed = {name for name, answer in answers.items() if answer.finish_reason == "error"}
+    assert 1 <= len(failed) <= 2
+    assert all("no memory for this step (tried to allocate 2 GB); lower" in answers[name].error for name in failed)
+    assert {name: answer.tokens for name, answer in answers.items() if name not in failed} == {
+        name: tokens for name, tokens in expected.items() if name not in failed
+    }
+
+
+class Watching(HostStage):
+    """Sees what is verified next, and fails the request that proposes a token."""
+
+    reads = "proposal"
+
+    def __init__(self, refused: int | None = None) -> None:
+        self.seen: list[Proposed] = []
+        self.refused = refused
+
+    def run(self, given: Emitted | Proposed, width: int) -> Edits:
+        assert isinstance(given, Proposed)
+        self.seen.append(given)
+        errors = {
+            slot: f"token {self.refused} is refused"
+            for index, slot in enumerate(given.slots)
+            if self.refused in given.nodes[0, index].tolist()
+        }
+        return Edits(errors=errors)
+
+
+@pytest.mark.parametrize("build", [build_engine, build_overlapping])
+@pytest.mark.parametrize("name", ["draft", "ngram"])
+def test_a_stage_sees_every_proposal_before_it_is_verified(build: Any, name: str, target: Path, draft: Path) -> None:
+    requests = requests_of()
+    expected = tokens_of(run(build_engine(target), requests))
+    engine: Engine = build(target, draft if name == "draft" else name)
+    stage, verified = Watching(), list[tuple[int, list[int]]]()
+    engine.stages.append(stage)
+
+    def look(event: str, plan: StepPlan) -> None:
+        if event == "ready" and plan.slots:
+            engine.runner.prepare(plan)
+            for proposal in plan.edits.proposals:
+                engine.runner._store(proposal)
+            nodes = engine.runner.state.tokens[list(plan.slots)].tolist()
+            verified.extend(zip(plan.slots, nodes, strict=True))
+
+    engine.trace = look
+    assert tokens_of(run(engine, requests)) == expected
+    seen = {
+        (slot, tuple(nodes)) for one in stage.seen for slot, nodes in zip(one.slots, one.nodes[0].tolist(), strict=True)
+    }
+    assert {(slot, tuple(nodes)) for slot, nodes in verified} <= seen
+
+
+@pytest.mark.parametrize("build", [build_engine, build_overlapping])
+def test_a_stage_fails_one_request(build: Any, target: Path, draft: Path) -> None:
+    requests = requests_of()
+    expected = tokens_of(run(build_engine(target), requests))
+    engine: Engine = build(target, draft)
+    engine.stages.append(Watching(refused=requests[2].prompt[-1]))  # proposed in no other answer's place of a root
+    answers = run(engine, requests)
+    assert answers["2"].finish_reason == "error"
+    assert answers["2"].error == f"token {requests[2].prompt[-1]} is refused"
+    for name, answer in answers.items():
+        assert answer.finish_reason == "error" or answer.tokens == expected[name]
+
+
+def test_a_replaced_proposal_is_what_the_next_stage_sees() -> None:
+    given = Proposed([4, 7], np.array([[[5, 6, 8], [9, 10, 11]], [[-1, 0, 1], [-1, 0, 1]]], np.int32))
+    nodes = np.array([[[9, 3], [5, 2]], [[-1, 0], [-1, 0]]], np.int32)
+    edit = HostProposal([7, 4], nodes, np.zeros((2, 2), np.float32), counts=[2, 0], kinds=[1, 1])
+    after = given.after([edit])
+    assert after.nodes.tolist() == [[[5, 6, 8], [9, 3, -1]], [[-1, 0, 1], [-1, 0, -1]]]
+    assert given.nodes[0, 1].tolist() == [9, 10, 11], "the first one is kept"
