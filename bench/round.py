@@ -194,9 +194,9 @@ def capture_target(engine: Engine, rows: Tensor) -> torch.cuda.CUDAGraph:
 
     @torch.inference_mode()
     def target_pass() -> Tensor:
-        batch, _, _, inputs = runner._begin(rows, (0,) * len(rows), "plain", engine.planner.widths.most)
-        mask = "causal" if batch.ancestors is None else "tree"
-        hidden, _ = runner.target(inputs, runner.attention_for(batch), runner.drafter.aux_layers, mask)
+        metadata, _, _, inputs = runner._begin(rows, (0,) * len(rows), engine.planner.widths.most)
+        mask = "causal" if metadata.ancestors is None else "tree"
+        hidden, _ = runner.target(inputs, runner.attention_for(metadata), runner.drafter.aux_layers, mask)
         return runner.target.logits(hidden)
 
     target_pass()

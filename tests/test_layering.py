@@ -1,6 +1,7 @@
 """Who imports whom, read from the sources; and how long functions may be."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from functools import cache
@@ -19,6 +20,14 @@ ALLOWED = {
     "train": ("config", "runtime", "kernels", "models", "train"),
     "serve": ("config", "runtime", "kernels", "models", "serve"),
     "data_tools": ("config", "runtime", "models", "data_tools", "serve.llm", "serve.options", "serve.request"),
+}
+# Room of serve/ -> what of the other rooms it may import.
+ROOMS = {
+    "http": ("engine.process",),
+    "engine": ("runner", "attention", "drafters.registry"),
+    "runner": ("engine.plan", "drafters.base", "attention"),
+    "drafters": ("engine.plan", "engine.host_stages", "runner.batch", "runner.request_state", "attention"),
+    "attention": ("runner.batch",),
 }
 TRACKERS = ("wandb", "tensorboard")
 HTTP = ("starlette", "uvicorn", "httpx")
@@ -90,6 +99,26 @@ def test_imports_point_downwards(folder: str) -> None:
         if not is_within(module, ALLOWED[folder])
     }
     assert not wrong
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_of_serve_share_plain_data_alone(room: str) -> None:
+    files = [file for file in FILES if file.parts[:2] == ("serve", room)]
+    assert files
+    rooms = tuple(f"serve.{name}" for name in ("http", "engine", "runner", "drafters", "attention"))
+    allowed = (f"serve.{room}", *(f"serve.{name}" for name in ROOMS[room]))
+    wrong = {
+        f"{file} imports {module}"
+        for file in files
+        for module in own_imports(file)
+        if is_within(module, rooms) and not is_within(module, allowed)
+    }
+    assert not wrong
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    graph = {name: own_imports(file) - {name} for name, file in MODULES.items() if file.parts[0] in ALLOWED}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names them
 
 
 def test_everything_is_imported_by_its_full_name() -> None:

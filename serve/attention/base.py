@@ -4,7 +4,7 @@ import importlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ from slipstream.kernels.kv.rope import rotate_and_store
 from slipstream.kernels.norm import HeadNorms
 from slipstream.models.layers.attention import Attention
 from slipstream.models.layers.rope import RotaryEmbedding
-from slipstream.serve.runner.batch import Batch
+from slipstream.serve.runner.batch import AttentionMetadata, Phase
 
 logger = logging.getLogger(__name__)
 
-PHASES = ("prefill", "verify", "draft")
+PHASES = get_args(Phase)
 GPU_PREFERENCES = {  # what `auto` takes for each phase: the first that has kernels for its KV
     "prefill": ("flashinfer", "sdpa"),
     "verify": ("triton", "sdpa"),
@@ -61,17 +61,17 @@ class Backend(Attention):
         """Whether its kernels for prompts are compiled. Where they are not, a pass waits until they are."""
         return True
 
-    def plan(self, batch: Batch) -> None:
+    def plan(self, metadata: AttentionMetadata) -> None:
         """Prepares one pass; `write` and `attend` of every layer follow."""
-        self.batch = batch
+        self.metadata = metadata
 
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
         self.rotate_and_store(k[:, :0], k, v, layer)
 
     def rotate_and_store(self, q: Tensor, k: Tensor, v: Tensor, layer: int, norms: HeadNorms | None = None) -> Tensor:
         """Norms and rotates q and k, stores k and v in their slots of a layer, and returns q (T, Q, D)."""
-        batch, rope, (keys, values) = self.batch, self.rope, self.flat[layer]
-        return rotate_and_store(q, k, v, rope.cos, rope.sin, batch.positions, batch.slots, keys, values, norms)
+        metadata, rope, (keys, values) = self.metadata, self.rope, self.flat[layer]
+        return rotate_and_store(q, k, v, rope.cos, rope.sin, metadata.positions, metadata.slots, keys, values, norms)
 
 
 def find_backends(option: str, formats: Mapping[str, KVFormat] | None = None) -> dict[str, type[Backend]]:

@@ -35,7 +35,7 @@ from slipstream.models.layers.attention import Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.serve.attention import base
 from slipstream.serve.attention.base import PHASES, KVFormat
-from slipstream.serve.runner.batch import Batch
+from slipstream.serve.runner.batch import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +117,8 @@ class Backend(base.Backend):
     def is_ready(self) -> bool:
         return _build(self.cache.dtype, self.cache.shape[-1], self.prompt_kernels).is_done
 
-    def plan(self, batch: Batch) -> None:
-        super().plan(batch)
+    def plan(self, metadata: AttentionMetadata) -> None:
+        super().plan(metadata)
         self.planned = {}
 
     def attend(
@@ -131,8 +131,8 @@ class Backend(base.Backend):
         window: int | None = None,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        batch, q = self.batch, self.rotate_and_store(q, k, v, layer, norms)
-        if max(batch.query_lens) == 1 and not batch.first_node:
+        metadata, q = self.metadata, self.rotate_and_store(q, k, v, layer, norms)
+        if max(metadata.query_lens) == 1 and not metadata.first_node:
             mask = "causal"  # what a node without others sees does not depend on the mask
         assert window is None or mask == "causal", "a window is one of positions, and a tree's slots are none"
         if (mask, window) not in self.planned:
@@ -147,12 +147,12 @@ class Backend(base.Backend):
     def _add_tree(self, committed: tuple[Tensor, Tensor], q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Merges `committed`, attention (T, Q, D) over the committed tokens and its log2-sum-exp2 (T, Q), with that
         over the new nodes."""
-        batch, (T, Q, D), G = self.batch, q.shape, keys.shape[2]
-        nodes = q.view(len(batch.query_lens), -1, Q, D)
-        where = (batch.state.pages, batch.requests, batch.lengths)
+        metadata, (T, Q, D), G = self.metadata, q.shape, keys.shape[2]
+        nodes = q.view(len(metadata.query_lens), -1, Q, D)
+        where = (metadata.state.pages, metadata.requests, metadata.lengths)
         out, lse = tree_attention(
-            nodes, keys, values, *where, batch.ancestors, "tree", D**-0.5,
-            first_node=batch.first_node, prefix=False, return_lse=True,
+            nodes, keys, values, *where, metadata.ancestors, "tree", D**-0.5,
+            first_node=metadata.first_node, prefix=False, return_lse=True,
         )  # fmt: skip
         rows = (T * G, Q // G)  # a thread block merges one row: all Q heads would be too many threads
         parts = [committed[0].view(*rows, D), committed[1].view(rows), out.view(*rows, D), lse.view(rows) / math.log(2)]
@@ -160,38 +160,38 @@ class Backend(base.Backend):
 
     def _plan_pass(self, mask: Mask, window: int | None, num_heads: int) -> Any:
         """The wrapper for this pass, mask and window. With "tree" it will see the committed tokens only."""
-        query_lens = torch.tensor(self.batch.query_lens, dtype=torch.int32)
+        query_lens = torch.tensor(self.metadata.query_lens, dtype=torch.int32)
         lengths = self._committed_lengths()
         table = self._page_table(lengths if mask == "tree" else lengths + query_lens)
         page_size, G, D = self.cache.shape[3:]
         shape, dtypes = (num_heads, G, D, page_size), dict.fromkeys(("q_data_type", "kv_data_type"), self.cache.dtype)
         window_left = -1 if window is None else window - 1  # how many keys before its own a query sees; -1: all
-        if max(self.batch.query_lens) == 1:
+        if max(self.metadata.query_lens) == 1:
             planner = self._planner("decode", num_heads, "causal", window)
             planner.plan(*table, *shape, window_left=window_left, **dtypes)
         else:
-            kind = "round" if self.batch.next_tokens is None else "prompt"
+            kind = "prompt" if self.metadata.phase == "prefill" else "round"
             planner, causal = self._planner(kind, num_heads, mask, window), mask == "causal"
             planner.plan(_starts(query_lens), *table, *shape, causal=causal, window_left=window_left, **dtypes)
         return planner.wrapper
 
     def _committed_lengths(self) -> Tensor:
         """(B,) int32 on the host. In prefill its bounds are exact."""
-        batch = self.batch
-        if batch.next_tokens is None:
-            return batch.lengths.int().cpu()  # sync
-        return torch.tensor(batch.kv_bounds, dtype=torch.int32) - torch.tensor(batch.query_lens, dtype=torch.int32)
+        if self.metadata.phase != "prefill":
+            return self.metadata.lengths.int().cpu()  # sync
+        ends, counts = self.metadata.kv_bounds, self.metadata.query_lens
+        return torch.tensor(ends, dtype=torch.int32) - torch.tensor(counts, dtype=torch.int32)
 
     def _page_table(self, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For lengths (B,) int32 on the host: where each request's pages start (B + 1,), on the host; the pages, one
         request's after the other's, on the device; the tokens in each last page (B,), on the host. All int32."""
-        batch, page_size = self.batch, self.cache.shape[3]
+        metadata, page_size = self.metadata, self.cache.shape[3]
         counts = (lengths + page_size - 1) // page_size
         starts = _starts(counts)
-        upload, total = batch.state.upload, int(starts[-1])
+        upload, total = metadata.state.upload, int(starts[-1])
         owners = torch.repeat_interleave(upload(counts.tolist()), output_size=total)
         numbers = torch.arange(total, device=owners.device) - upload(starts.tolist())[owners]
-        pages = batch.state.pages[batch.requests[owners], numbers].int()
+        pages = metadata.state.pages[metadata.requests[owners], numbers].int()
         return starts, pages, lengths - (counts - 1).clamp(min=0) * page_size
 
     def _planner(self, kind: str, num_heads: int, mask: Mask, window: int | None) -> Planner:

@@ -12,7 +12,7 @@ from slipstream.kernels.norm import HeadNorms, norm_heads
 from slipstream.kernels.speculation.verify import unpack
 from slipstream.models.layers.attention import Mask
 from slipstream.serve.attention import base
-from slipstream.serve.runner.batch import Batch
+from slipstream.serve.runner.batch import AttentionMetadata
 
 # Without cuDNN, which prepares about 40 ms for every new prompt length.
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -35,10 +35,10 @@ class Backend(base.Backend):
     needs_host_lengths = True  # the host's bounds are the shapes of what it gathers
     phases = frozenset(base.PHASES)
 
-    def plan(self, batch: Batch) -> None:
-        self.batch = batch
-        self.cos, self.sin = self.rope.cos_sin(batch.positions)
-        counts = batch.query_lens
+    def plan(self, metadata: AttentionMetadata) -> None:
+        self.metadata = metadata
+        self.cos, self.sin = self.rope.cos_sin(metadata.positions)
+        counts = metadata.query_lens
         if len(set(counts)) == 1:
             self.segments = [self._segment(0, len(counts), 0)]
             return
@@ -47,8 +47,8 @@ class Backend(base.Backend):
 
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
         keys, values = self.flat[layer]
-        keys.index_copy_(0, self.batch.slots, rotate_halves(k, self.cos, self.sin))
-        values.index_copy_(0, self.batch.slots, v)
+        keys.index_copy_(0, self.metadata.slots, rotate_halves(k, self.cos, self.sin))
+        values.index_copy_(0, self.metadata.slots, v)
 
     def attend(
         self,
@@ -108,20 +108,20 @@ class Backend(base.Backend):
         return out.permute(2, 1, 0, 3).flatten(1, 2)
 
     def _segment(self, start: int, end: int, first_query: int) -> Segment:
-        batch, page_size = self.batch, self.cache.shape[3]
-        count = batch.query_lens[start]
-        num_pages = -(-max(batch.kv_bounds[start:end]) // page_size)
-        pages = batch.state.pages[batch.requests[start:end], :num_pages]
+        metadata, page_size = self.metadata, self.cache.shape[3]
+        count = metadata.query_lens[start]
+        num_pages = -(-max(metadata.kv_bounds[start:end]) // page_size)
+        pages = metadata.state.pages[metadata.requests[start:end], :num_pages]
         queries = slice(first_query, first_query + count * (end - start))
-        is_whole = end - start == 1 and batch.kv_bounds[start] == count
+        is_whole = end - start == 1 and metadata.kv_bounds[start] == count
         return Segment(slice(start, end), queries, count, pages, is_whole)
 
     def _bias(self, mask: Mask, window: int | None, segment: Segment, dtype: torch.dtype) -> Tensor:
         """(b, 1, count, S): 0 where a query sees a key, -inf elsewhere. Keys are in slot order, not in depth order."""
-        lengths = self.batch.lengths[segment.requests, None, None]  # (b, 1, 1)
+        lengths = self.metadata.lengths[segment.requests, None, None]  # (b, 1, 1)
         size = segment.pages.shape[1] * self.cache.shape[3]
         keys = torch.arange(size, device=lengths.device)
-        first, end = self.batch.first_node, self.batch.first_node + segment.count
+        first, end = self.metadata.first_node, self.metadata.first_node + segment.count
         queries = torch.arange(first, end, device=lengths.device)[:, None]
         if mask == "causal":
             visible = keys <= lengths + queries
@@ -136,9 +136,9 @@ class Backend(base.Backend):
         return bias.masked_fill_(~visible, -torch.inf)[:, None]
 
     def _tree_visible(self, keys: Tensor, lengths: Tensor, segment: Segment) -> Tensor:
-        assert self.batch.ancestors is not None
-        end = self.batch.first_node + segment.count  # nodes
-        ancestors = unpack(self.batch.ancestors[segment.requests], end)  # (b, count, end)
+        assert self.metadata.ancestors is not None
+        end = self.metadata.first_node + segment.count  # nodes
+        ancestors = unpack(self.metadata.ancestors[segment.requests], end)  # (b, count, end)
         node = keys - lengths  # (b, 1, S): which node a key is; negative for committed tokens
         in_tree = (node >= 0) & (node < end)
         index = node.clamp(0, end - 1).expand(-1, segment.count, -1)

@@ -30,12 +30,14 @@ class Backend(base.Backend):
         window: int | None = None,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        batch, (keys, values) = self.batch, self.cache[layer]  # (num_pages, page_size, G, D)
-        N, D = batch.query_lens[0], q.shape[-1]
-        assert set(batch.query_lens) == {N}, batch.query_lens
+        metadata, (keys, values) = self.metadata, self.cache[layer]  # (num_pages, page_size, G, D)
+        N, D = metadata.query_lens[0], q.shape[-1]
+        assert set(metadata.query_lens) == {N}, metadata.query_lens
         q = self.rotate_and_store(q, k, v, layer, norms)
-        requests = batch.state.pages, batch.requests, batch.lengths, batch.ancestors
+        requests = metadata.state.pages, metadata.requests, metadata.lengths, metadata.ancestors
         nodes = q.unflatten(0, (-1, N))
-        out = tree_attention(nodes, keys, values, *requests, mask, D**-0.5, first_node=batch.first_node, window=window)
+        out = tree_attention(
+            nodes, keys, values, *requests, mask, D**-0.5, first_node=metadata.first_node, window=window
+        )
         assert isinstance(out, Tensor)
         return out.flatten(0, 1)

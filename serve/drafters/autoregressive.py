@@ -21,7 +21,7 @@ from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
 from slipstream.serve.drafters.vocabulary import DraftVocabulary
-from slipstream.serve.runner.batch import Batch, KVSpec, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.batch import DraftBatch, KVSpec, PassRows, Proposal, VerifyResult
 from slipstream.serve.runner.request_state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -100,24 +100,23 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.hidden = torch.zeros(len(state.lengths), size, dtype=target.dtype, device=target.device)  # (R, H)
 
     def extend(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
-        self.vocabulary.observe(rows.batch, result)
-        embeds, hidden = self.embed(rows.next_tokens), self.module.fuse(aux_states)
-        self.attention.plan(rows.batch)
+        self.vocabulary.observe(rows)
+        embeds, hidden = self.embed(rows.next_tokens.clamp(min=0)), self.module.fuse(aux_states)
+        self.attention.plan(rows.metadata)
         if result is None:  # of many rows the last ones alone need a state
             self.module.write_context(embeds, hidden, self.attention)
-            self.attention.plan(rows.batch.uniform(rows.batch.positions[rows.last], 1))
+            self.attention.plan(rows.last_of_each())
             states = self.module(embeds[rows.last], hidden[rows.last], self.attention)
         else:  # of few rows one pass gives both
             states = self.module(embeds, hidden, self.attention)[rows.last]
-        self.hidden[rows.batch.requests] = states
+        self.hidden[rows.requests] = states
 
-    def propose(self, batch: Batch, width: int) -> Proposal:
+    def propose(self, batch: DraftBatch, width: int) -> Proposal:
         if self.branches and width > 2:  # two nodes are a chain: the best child alone
             return self._propose_tree(batch, width)
         return self._propose_chain(batch, width)
 
-    def _propose_chain(self, batch: Batch, width: int) -> Proposal:
-        assert batch.roots is not None
+    def _propose_chain(self, batch: DraftBatch, width: int) -> Proposal:
         sampling, hidden = batch.sampling, self.hidden[batch.requests]
         chain, positions = [batch.roots], [batch.lengths]  # tokens; committed length + 0, 1, ...
         log_probs = [base.root_scores(len(batch.roots), batch.roots.device)]
@@ -132,8 +131,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         parents = base.chain_parents(len(batch.roots), width, batch.roots.device)
         return Proposal(torch.stack(chain, dim=1), parents, torch.cat(log_probs, dim=1).cumsum(dim=1))
 
-    def _propose_tree(self, batch: Batch, width: int) -> Proposal:
-        assert batch.roots is not None
+    def _propose_tree(self, batch: DraftBatch, width: int) -> Proposal:
         shape, state = self.shape.within(width), batch.state
         place = Place(state.pages, state.page_size, batch.requests, batch.lengths)
         candidates = Candidates.empty(len(batch.roots), shape, batch.roots.device)
@@ -148,7 +146,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
             frontier = grow(candidates, frontier, *best, self.head.ids, place, level, level == shape.depth - 1)
         return Proposal(*choose(candidates, batch.roots, width))
 
-    def _expand(self, batch: Batch, frontier: Frontier, hidden: Tensor, first_node: int) -> Tensor:
+    def _expand(self, batch: DraftBatch, frontier: Frontier, hidden: Tensor, first_node: int) -> Tensor:
         """The draft's states (B * k, H) at the frontier's nodes; `hidden` holds those of the frontier above."""
         nodes = batch.last_nodes(frontier.positions, frontier.slots, frontier.ancestors, first_node)
         self.attention.plan(nodes)

@@ -14,7 +14,7 @@ from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters.vocabulary import DraftVocabulary, find_vocabulary
 from slipstream.serve.options import NoOptions
 from slipstream.serve.request import Request
-from slipstream.serve.runner.batch import Batch, KVSpec, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.batch import DraftBatch, KVSpec, PassRows, Proposal, VerifyResult
 from slipstream.serve.runner.request_state import RequestState
 
 
@@ -44,10 +44,9 @@ class Drafter(ABC):
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that the drafter cannot serve as promised."""
 
-    def propose(self, batch: Batch, width: int) -> Proposal:
+    def propose(self, batch: DraftBatch, width: int) -> Proposal:
         """Proposes at most N = `width` nodes per request, after batch.lengths (B,) committed tokens and the
         roots batch.roots (B,). The default proposes the roots alone."""
-        assert batch.roots is not None
         B, device = len(batch.roots), batch.roots.device
         return Proposal(batch.roots[:, None].int(), chain_parents(B, 1, device), root_scores(B, device))
 

@@ -18,7 +18,7 @@ from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
 from slipstream.serve.drafters.vocabulary import DraftVocabulary, TokenMapOptions
-from slipstream.serve.runner.batch import Batch, KVSpec, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.batch import DraftBatch, KVSpec, PassRows, Proposal, VerifyResult
 from slipstream.serve.runner.request_state import RequestState
 
 
@@ -62,14 +62,13 @@ class Drafter(base.NetworkDrafter):
         self.embed, self.attention = target.embed_tokens, attention
 
     def extend(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
-        self.vocabulary.observe(rows.batch, result)
+        self.vocabulary.observe(rows)
         weight, bias, k_norm = self.context
         kv, eps = linear(self.module.fuse(aux_states), weight, bias), self.module.config.rms_norm_eps
-        rope, batch = self.attention.rope, rows.batch
-        store_context(kv, k_norm, eps, rope.cos, rope.sin, batch.positions, batch.slots, self.attention.flat)
+        rope, metadata = self.attention.rope, rows.metadata
+        store_context(kv, k_norm, eps, rope.cos, rope.sin, metadata.positions, metadata.slots, self.attention.flat)
 
-    def propose(self, batch: Batch, width: int) -> Proposal:
-        assert batch.roots is not None
+    def propose(self, batch: DraftBatch, width: int) -> Proposal:
         if width == 1:
             return super().propose(batch, width)
         roots, B = batch.roots, len(batch.roots)

@@ -18,7 +18,7 @@ from slipstream.models.drafts.token_map import check_tokenizer, read_token_map
 from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.request import Request
-from slipstream.serve.runner.batch import Batch, VerifyResult
+from slipstream.serve.runner.batch import PassRows
 
 HALF_LIFE = 8192  # prompt and answer tokens after which an occurrence counts half
 
@@ -79,21 +79,12 @@ class DraftVocabulary:
                 "out, or start the server without --drafter.token-map-dynamic"
             )
 
-    def observe(self, batch: Batch, verified: VerifyResult | None) -> None:
+    def observe(self, rows: PassRows) -> None:
         """Counts the tokens that a pass has read or emitted, without padding."""
-        if self.recent is None:
-            return
-        is_real = batch.requests != batch.state.padding  # (B,)
-        if verified is not None:
-            counts = (verified.tokens >= 0) & is_real[:, None]
-            self.recent.add(verified.tokens.flatten().long(), counts.flatten())
-            return
-        assert batch.next_tokens is not None
-        read = batch.real
-        if read is None:
-            lens = batch.state.upload(batch.query_lens)
-            read = is_real.repeat_interleave(lens, output_size=len(batch.next_tokens))
-        self.recent.add(batch.next_tokens, read)
+        if self.recent is not None:
+            metadata = rows.metadata
+            is_real = metadata.per_query(metadata.requests != metadata.state.padding)  # (C,)
+            self.recent.add(rows.next_tokens.long(), is_real & (rows.next_tokens >= 0))
 
 
 def find_vocabulary(module: DraftNetwork, target: Target, options: Any) -> DraftVocabulary:

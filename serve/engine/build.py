@@ -18,6 +18,7 @@ from slipstream.serve.engine.kv_cache import PageCache
 from slipstream.serve.engine.memory import Sizing, measure_workspace
 from slipstream.serve.engine.planner import Planner, Widths
 from slipstream.serve.engine.scheduler import Scheduler
+from slipstream.serve.engine.widths import WidthPolicy
 from slipstream.serve.options import PREFILL_BLOCK, EngineConfig, find_target
 from slipstream.serve.request import EngineInfo
 from slipstream.serve.runner.batch import KVSpec
@@ -26,7 +27,7 @@ from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.prompt_graphs import PromptGraphs, capture_all
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.serve.runner.round import Runner
-from slipstream.serve.runner.round_times import width_policy
+from slipstream.serve.runner.round_times import time_modes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,7 @@ class Builder:
             passes = self.build_passes(space.num_pages, pages_per_slot)
         graphs, prompts = self.capture(passes) if self.captures else (None, None)
         with runtime.stage("timing rounds"):
-            drafts_on_host = any(max(stage.widths) > 1 for stage in self.stages)
-            policy = width_policy(passes, graphs, config.max_running, self.widths.offered, eager=drafts_on_host)
+            policy = self.time(passes, graphs)
         for stage in self.stages:
             stage.attach(config.max_running, pinned=self.device.type == "cuda")
         scheduler = Scheduler(
@@ -89,7 +89,7 @@ class Builder:
         return Engine(
             config,
             EngineInfo(space.max_model_len, self.model.vocab_size, kv_cache_tokens=tokens),
-            Planner(scheduler, policy, self.widths),
+            Planner(scheduler, policy, self.widths, observes=self.device.type == "cuda"),
             ModelRunner(passes, graphs, prompts),
             self.stages,
             self.drafter.check,
@@ -141,6 +141,15 @@ class Builder:
 
     def capture(self, passes: Runner) -> tuple[RoundGraphs, PromptGraphs | None]:
         return capture_all(passes, self.config, self.widths.offered)
+
+    def time(self, passes: Runner, graphs: RoundGraphs | None) -> WidthPolicy | None:
+        """None: all that is drafted is verified. Eager rounds are timed where the host drafts, since it knows how many
+        nodes each of them has."""
+        widths, drafts_on_host = self.widths.offered, any(max(stage.widths) > 1 for stage in self.stages)
+        if graphs is None and (not drafts_on_host or len(widths) == 1):
+            return None
+        tables = time_modes(passes, self.config.max_running, widths) if graphs is None else graphs.time_all()
+        return WidthPolicy(widths, tables["plain"], tables["full"])
 
 
 def build_engine(config: EngineConfig) -> Engine:

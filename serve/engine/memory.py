@@ -8,11 +8,14 @@ import torch
 
 from slipstream.kernels.compile_ahead import dry_run
 from slipstream.serve.engine.host_memory import available_bytes
+from slipstream.serve.engine.plan import PromptChunk
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.runner.batch import Batch, KVSpec
+from slipstream.serve.runner.batch import KVSpec
 from slipstream.serve.runner.cuda_graphs import MODES, Capturer, buckets
+from slipstream.serve.runner.prefill import eager_prefill
 from slipstream.serve.runner.prompt_graphs import PromptGraphs
 from slipstream.serve.runner.prompt_graphs import sizes as prefill_sizes
+from slipstream.serve.runner.request_state import RequestState
 from slipstream.serve.runner.round import Runner
 
 logger = logging.getLogger(__name__)
@@ -115,27 +118,12 @@ def measure_workspace(runner: Runner, config: EngineConfig, width: int, widths: 
 
 
 def _prefill_padding(runner: Runner, num_tokens: int, width: int) -> None:
-    batch = _padding_batch(runner, num_tokens)
-    ends = batch.lengths + 1
-    runner.prefill(batch, torch.zeros_like(batch.positions), ends, ends > 0, width)
+    runner.prefill(eager_prefill(runner.state, _padding_chunks(runner.state, num_tokens), "greedy"), width)
     runner.state.lengths.zero_()
 
 
-def _padding_batch(runner: Runner, budget: int) -> Batch:
-    """`budget` tokens in requests as long as rows can be."""
-    state = runner.state
+def _padding_chunks(state: RequestState, num_tokens: int) -> list[PromptChunk]:
+    """`num_tokens` tokens in prompts as long as a request can have."""
     limit = max(1, state.pages.shape[1] * state.page_size - 2 * state.tokens.shape[1])
-    lens = tuple(min(limit, budget - start) for start in range(0, budget, limit))
-    requests = torch.full((len(lens),), state.padding, dtype=torch.int64, device=state.device)
-    positions = torch.cat([torch.arange(length, device=state.device) for length in lens])
-    return Batch(
-        state=state,
-        requests=requests,
-        lengths=torch.zeros_like(requests),
-        positions=positions,
-        slots=positions % state.page_size,
-        query_lens=lens,
-        kv_bounds=lens,
-        next_tokens=torch.zeros_like(positions),
-        last=torch.tensor(lens, device=state.device).cumsum(0) - 1,
-    )
+    lens = [min(limit, num_tokens - start) for start in range(0, num_tokens, limit)]
+    return [PromptChunk(state.padding, 0, [0] * length, None, is_last=True) for length in lens]

@@ -39,10 +39,12 @@ class Launched:
 
 
 class Planner:
-    """`policy` None: rounds verify all that is proposed."""
+    """`policy` None: rounds verify all that is proposed. `observes`: measured rounds correct its times."""
 
-    def __init__(self, scheduler: Scheduler, policy: WidthPolicy | None, widths: Widths) -> None:
-        self.scheduler, self.policy, self.widths = scheduler, policy, widths
+    def __init__(
+        self, scheduler: Scheduler, policy: WidthPolicy | None, widths: Widths, *, observes: bool = False
+    ) -> None:
+        self.scheduler, self.policy, self.widths, self.observes = scheduler, policy, widths, observes
         self._number = 0
         self._rounds_without_host = 0  # in a row
         self._launched: dict[int, Launched] = {}  # by number of the plan
@@ -155,6 +157,8 @@ class Planner:
         accepted = output.accepted_nodes()
         if self.policy is not None and plan.width > 1 and not errors:
             self.policy.record(launched.offers, plan.width, accepted)
+        if self.policy is not None and self.observes and not errors:
+            self.policy.observe(len(plan.slots), plan.width, output.ms, filtered=plan.mode == "full")
         drafted = [min(nodes, plan.width) - 1 for nodes, _ in launched.offers]
         tokens = [output.emitted(index) for index in range(len(launched.sequences))]
         return outputs + self.scheduler.commit_round(launched.sequences, tokens, drafted)

@@ -16,6 +16,8 @@ PROBE_SHARE = 0.01  # of the time is spent on rounds wider than the best one, to
 PROBE_ROUNDS = 3  # the first one only drafts
 PATIENCE = 2  # rounds without a draft of the host, after which rounds stop waiting for the host
 WAIT_DECAY = 0.95  # per round, of the mean time in which rounds wait for the host
+OBSERVED = 0.02  # weight of a measured round in the correction of the tables
+MOST_SLOWER = 8.0  # a larger factor is a disturbance
 HYSTERESIS = 1.01  # switching costs one draft-less round; require at least 1 % gain
 
 
@@ -27,7 +29,10 @@ RoundTimes = Mapping[tuple[int, int], float]
 
 class WidthPolicy:
     """Chooses among `widths` (1 included). `ms` holds the times of rounds; `filtered_ms`, if given, those of rounds
-    that sample with top-k, top-p or min-p."""
+    that sample with top-k, top-p or min-p.
+
+    `observe` corrects them while serving: contexts grow, and what experts a round reads depends on its tokens.
+    """
 
     def __init__(self, widths: Sequence[int], ms: RoundTimes, filtered_ms: RoundTimes | None = None) -> None:
         self.widths = sorted(widths)
@@ -37,12 +42,15 @@ class WidthPolicy:
         self.wait_ms = 0.0  # extra cost of a round that waits for the host's drafts; the planner sets it
         self.width = self.widths[-1]
         self._seen: dict[int, Acceptance] = {}  # by kind
+        self._slower = 1.0  # measured times over those of the tables, of all rounds lately
+        self._deviation: dict[tuple[int, int, bool], float] = {}  # from that, by size, width and filtered
+        self._is_filtered = False  # the present batch
         self._budget = 0.0  # ms that probes may cost
         self._probes_left = 0
 
     def choose(self, offers: Sequence[Offer], least: int = 1, *, filtered: bool = False) -> int:
         """The width of the next round. The device drafts up to `least` nodes; for more the round waits for the host."""
-        self.ms = self._tables[filtered]
+        self.ms, self._is_filtered = self._tables[filtered], filtered
         numbers = Counter(offers)  # a large batch has few distinct offers
         if least > 1:
             numbers = Counter((max(least, nodes), kind) for nodes, kind in offers)
@@ -97,9 +105,19 @@ class WidthPolicy:
         self._probes_left -= 1
         return wider[0]
 
+    def observe(self, batch: int, width: int, ms: float, *, filtered: bool = False) -> None:
+        """A round of that many requests took `ms`."""
+        size = self.sizes[bisect_left(self.sizes, batch)]
+        ratio = min(max(ms / self._tables[filtered][size, width], 1 / MOST_SLOWER), MOST_SLOWER)
+        self._slower += OBSERVED * (ratio - self._slower)
+        before = self._deviation.get((size, width, filtered), 1.0)
+        self._deviation[size, width, filtered] = before + OBSERVED * (ratio / self._slower - before)
+
     def _time(self, batch: int, width: int, least: int) -> float:
         wait = self.wait_ms if width > least else 0.0
-        return self.ms[self.sizes[bisect_left(self.sizes, batch)], width] + wait
+        size = self.sizes[bisect_left(self.sizes, batch)]
+        slower = self._slower * self._deviation.get((size, width, self._is_filtered), 1.0)
+        return self.ms[size, width] * slower + wait
 
 
 class Acceptance:

@@ -1,12 +1,12 @@
-"""What the engine passes around: proposals, verification results and batches.
+"""What target pass, drafter and attention pass to each other.
 
 Letters: B requests of a batch, N tree nodes per request (root included), T packed query tokens, R request slots,
 P pages per request, V target vocabulary, K captured states, H hidden, G KV heads, D head dim.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from slipstream.kernels.sampling.sample import Sampling
 from slipstream.models.targets.config import RopeConfig
-from slipstream.serve.engine.plan import SamplingMode
 from slipstream.serve.runner.request_state import RequestState
+
+Phase = Literal["prefill", "verify", "draft"]
 
 
 class KVSpec(NamedTuple):
@@ -57,13 +58,15 @@ class VerifyResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """One pass over T packed query tokens of B requests, request after request.
+class AttentionMetadata:
+    """What attention needs to know of one pass: T packed queries of B requests, request after request.
 
     `query_lens` and `kv_bounds` are host numbers: how many queries each request has, and an upper bound of the KV
-    tokens it has once they are written. Exact lengths live on the device only, so that rounds need no host.
+    tokens it has once they are written; of prompts it is exact. Exact lengths live on the device, so that rounds need
+    no host. A captured prompt's requests are its blocks (serve/runner/prefill.py).
     """
 
+    phase: Phase  # whose kernels compute it; outside "prefill" all requests that attend have as many queries
     state: RequestState
     requests: Tensor  # (B,) int64 request slots
     lengths: Tensor  # (B,) int64 committed KV tokens before this pass
@@ -71,60 +74,68 @@ class Batch:
     slots: Tensor  # (T,) int64 where each query's KV goes
     query_lens: tuple[int, ...]
     kv_bounds: tuple[int, ...]
-    mode: SamplingMode = "greedy"
-    roots: Tensor | None = None  # (B,) int64 last emitted tokens; for drafting
-    next_tokens: Tensor | None = None  # (T,) int64 the token after each query; prefill only, as the next two
-    last: Tensor | None = None  # (B,) int64 which of the T is each request's last query
-    real: Tensor | None = None  # (T,) bool: False for queries that pad the pass
-    ancestors: Tensor | None = None  # (B, N) int64 bit masks (kernels/speculation/verify.py); tree passes only
-    first_node: int = 0  # tree passes: nodes of each request before its queries
+    ancestors: Tensor | None = None  # (B, N) int64 bit masks of a tree (kernels/speculation/verify.py); None: chains
+    first_node: int = 0  # nodes of each request before its queries
 
-    @property
-    def sampling(self) -> Sampling:
-        return self.state.sampling(self.requests, self.mode)
+    @classmethod
+    def uniform(
+        cls, phase: Phase, state: RequestState, requests: Tensor, starts: Tensor, count: int, kv_bound: int
+    ) -> "AttentionMetadata":
+        """`count` chained queries for each of `requests` (B,), at positions starts (B,) + 0..count-1.
 
-    def uniform(self, starts: Tensor, count: int, spare: int = 0) -> "Batch":
-        """The same requests with `count` chained queries each, at positions starts (B,) + 0..count-1.
-
-        `spare`: how many KV tokens may exceed the present bounds.
+        `kv_bound`: at least as many KV tokens as any of them has then.
         """
-        positions, slots = self.state.chain(self.requests, starts, count)
-        return replace(
-            self,
-            lengths=starts,
-            positions=positions,
-            slots=slots,
-            query_lens=(count,) * len(self.query_lens),
-            kv_bounds=tuple(bound + spare for bound in self.kv_bounds),
-            next_tokens=None,
-            last=None,
-            real=None,
-            ancestors=None,
-            first_node=0,
-        )
+        positions, slots = state.chain(requests, starts, count)
+        shape = (count,) * len(requests), (kv_bound,) * len(requests)
+        return cls(phase, state, requests, starts, positions, slots, *shape)
 
-    def last_nodes(self, positions: Tensor, slots: Tensor, ancestors: Tensor, first_node: int) -> "Batch":
-        """The same requests with queries for the last n of first_node + n tree nodes after the committed tokens.
-
-        positions and slots (B * n,) int64; ancestors (B, n) int64 over all of these nodes.
-        """
-        count = ancestors.shape[1]
-        return replace(
-            self,
-            positions=positions,
-            slots=slots,
-            query_lens=(count,) * len(self.query_lens),
-            kv_bounds=tuple(bound + first_node + count for bound in self.kv_bounds),
-            next_tokens=None,
-            ancestors=ancestors,
-            first_node=first_node,
-        )
+    def per_query(self, values: Tensor) -> Tensor:
+        """values (B,) of the requests -> (T,) of their queries."""
+        if len(set(self.query_lens)) == 1:
+            return values.repeat_interleave(self.query_lens[0])
+        lens = self.state.upload(self.query_lens)
+        return values.repeat_interleave(lens, output_size=len(self.positions))
 
 
 class PassRows(NamedTuple):
     """The C rows of a target pass whose tokens belong to their requests' texts: those of prompt chunks; after a round N
     for each request, the accepted nodes first and in order. The next round overwrites the KV of the others."""
 
-    batch: Batch  # with their positions (C,) and slots (C,)
-    next_tokens: Tensor  # (C,) the token after each
+    metadata: AttentionMetadata  # of a draft's attention over these rows: their positions (C,) and slots (C,)
+    next_tokens: Tensor  # (C,) the token after each; -1 after rejected nodes and rows that fill up a pass
+    requests: Tensor  # (B,) int64 request slots
     last: Tensor  # (B,) int64 each request's last row
+
+    def last_of_each(self) -> AttentionMetadata:
+        """The pass over each request's last row alone."""
+        old, starts = self.metadata, self.metadata.positions[self.last]
+        return AttentionMetadata.uniform("draft", old.state, self.requests, starts, 1, max(old.kv_bounds))
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """B requests to draft for."""
+
+    state: RequestState
+    requests: Tensor  # (B,) int64 request slots
+    lengths: Tensor  # (B,) int64 committed KV tokens
+    roots: Tensor  # (B,) int64 last emitted tokens, whose KV is not written yet
+    kv_bound: int  # on the host: at least as many KV tokens as any request has before drafting
+    sampling: Sampling
+
+    def uniform(self, starts: Tensor, count: int, spare: int = 0) -> AttentionMetadata:
+        """`count` chained queries for each request, at positions starts (B,) + 0..count-1.
+
+        `spare`: how many KV tokens may exceed the bound.
+        """
+        bound = self.kv_bound + spare
+        return AttentionMetadata.uniform("draft", self.state, self.requests, starts, count, bound)
+
+    def last_nodes(self, positions: Tensor, slots: Tensor, ancestors: Tensor, first_node: int) -> AttentionMetadata:
+        """Queries for the last n of first_node + n tree nodes after the committed tokens.
+
+        positions and slots (B * n,) int64; ancestors (B, n) int64 over all of these nodes.
+        """
+        (B, n), bound = ancestors.shape, self.kv_bound + first_node + ancestors.shape[1]
+        where, shape = (self.requests, self.lengths, positions, slots), ((n,) * B, (bound,) * B)
+        return AttentionMetadata("draft", self.state, *where, *shape, ancestors, first_node)

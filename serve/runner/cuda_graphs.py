@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -123,9 +122,9 @@ class RoundGraphs:
         self.capturer.capture_all("rounds", sizes, self._keys(), self._capture)
 
     def time_all(self) -> TimeTables:
-        """Milliseconds of rounds with no committed tokens to read, in every mode, size and width."""
+        """Milliseconds of rounds with random tokens and no committed ones to read, in every mode, size and width."""
         tables: TimeTables = {mode: {} for mode in MODES}
-        with self.runner.state.filtered_padding():
+        with self.runner.state.random_requests(self.runner.target.config.vocab_size):
             for size, width, mode in self._keys():
                 tables[mode][size, width] = self._time(size, width, mode)
         return tables
@@ -157,18 +156,18 @@ class RoundGraphs:
             self._held = (list(requests), size)
 
     def _time(self, size: int, width: int, mode: SamplingMode) -> float:
-        """The best of a few rounds on padding."""
-        self._hold([], size)
+        """The best of a few rounds."""
+        self._hold(list(range(size)), size)
         graph = self._graphs.get((size, width, mode))
         run = graph.replay if graph is not None else partial(self._round, size, width, mode)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_ROUNDS + 1)]
-        run()  # the first is slower
-        events[0].record()
-        for event in events[1:]:
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(TIMED_ROUNDS + 1)]
+        for start, end in pairs:
+            self.runner.state.lengths.zero_()
+            start.record()
             run()
-            event.record()
+            end.record()
         torch.cuda.synchronize()  # sync
-        return min(start.elapsed_time(end) for start, end in pairwise(events))
+        return min(start.elapsed_time(end) for start, end in pairs[1:])  # the first is slower
 
     def _capture(self, size: int, width: int, mode: SamplingMode) -> bool:
         """On padding: nothing but the dump page is written."""

@@ -3,15 +3,14 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.serve.engine.plan import HostProposal, StepOutput, StepPlan
-from slipstream.serve.runner.batch import Batch
 from slipstream.serve.runner.cuda_graphs import RoundGraphs
+from slipstream.serve.runner.prefill import eager_prefill
 from slipstream.serve.runner.prompt_graphs import PromptGraphs
 from slipstream.serve.runner.round import Runner
 
@@ -135,36 +134,12 @@ class ModelRunner:
     def _prompts(self, plan: StepPlan) -> Tensor:
         """Samples a token after each chunk; only the tokens after last chunks count."""
         sampled = self.prompts.prefill(plan.chunks, plan.mode) if self.prompts is not None else None
-        sampled = (self._prefill(plan) if sampled is None else sampled).int()
+        if sampled is None:
+            prompts = eager_prefill(self.state, plan.chunks, plan.mode)
+            proposes = any(chunk.is_last for chunk in plan.chunks)
+            sampled = self.passes.prefill(prompts, plan.width, proposes=proposes)
+        sampled = sampled.int()
         return torch.stack((torch.ones_like(sampled), sampled), dim=1)
-
-    def _prefill(self, plan: StepPlan) -> Tensor:
-        """Packs the chunks request after request; returns the tokens (B,) sampled after them."""
-        chunks, tokens, next_tokens, positions = plan.chunks, list[int](), list[int](), list[int]()
-        for chunk in chunks:
-            tokens += chunk.tokens
-            next_tokens += [*chunk.tokens[1:], chunk.next_token or 0]  # 0: replaced by the sampled token
-            positions += range(chunk.start, chunk.end)
-        upload, query_lens = self.state.upload, tuple(len(chunk.tokens) for chunk in chunks)
-        last = [end - 1 for end in accumulate(query_lens)]
-        each = [(chunk.slot, chunk.start, chunk.end, chunk.is_last) for chunk in chunks]
-        slots, lengths, ends, is_last, last_queries = upload([*zip(*each, strict=True), last])
-        repeated = [chunk.slot for chunk in chunks for _ in chunk.tokens]
-        packed, successors, depth, slot_of_each = upload([tokens, next_tokens, positions, repeated])
-        batch = Batch(
-            state=self.state,
-            requests=slots,
-            lengths=lengths,
-            positions=depth,
-            slots=self.state.slots(slot_of_each, depth),
-            query_lens=query_lens,
-            kv_bounds=tuple(chunk.end for chunk in chunks),
-            mode=plan.mode,
-            next_tokens=successors,
-            last=last_queries,
-        )
-        proposes = any(chunk.is_last for chunk in chunks)
-        return self.passes.prefill(batch, packed, ends, is_last.bool(), plan.width, proposes=proposes)
 
 
 def to_host(values: Tensor) -> Tensor:

@@ -80,15 +80,23 @@ class RequestState:
         return Sampling(self.keys, temperature, filters, requests)
 
     @contextmanager
-    def filtered_padding(self) -> Iterator[None]:
-        """Inside, the padding slot samples with common filters, so that timed passes do the work of real ones."""
+    def random_requests(self, vocab_size: int) -> Iterator[None]:
+        """Inside, every slot holds a request with a random proposal and common filters, so that timed passes do the
+        work of real ones: copies of one row would read the experts of one. Their KV goes to the dump page."""
+        columns = (self.lengths, self.pages, self.nodes, self.temperature, self.top_k, self.top_p)
+        held = [column.clone() for column in columns]
+        generator = torch.Generator().manual_seed(0)
+        self.lengths.zero_()
+        self.pages.zero_()
+        self.tokens.copy_(torch.randint(vocab_size, self.tokens.shape, generator=generator, dtype=torch.int32))
+        self.parents.copy_(torch.arange(-1, self.parents.shape[1] - 1, dtype=torch.int32))
         for column, value in ((self.temperature, 0.6), (self.top_k, 20), (self.top_p, 0.95)):
-            column[self.padding].fill_(value)
+            column.fill_(value)
         try:
             yield
         finally:
-            for column, value in ((self.temperature, 0), (self.top_k, 0), (self.top_p, 1)):
-                column[self.padding].fill_(value)
+            for column, values in zip(columns, held, strict=True):
+                column.copy_(values)
 
     def chain(self, requests: Tensor, starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Positions starts (B,) + 0..count-1 of `requests` (B,), and their KV slots, each (B * count,) int64."""

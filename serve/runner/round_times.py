@@ -1,4 +1,4 @@
-"""Times of rounds, for serve/engine/widths.py to choose by: replays of captured rounds, else rounds timed here."""
+"""Times of rounds that are not captured, for serve/engine/widths.py to choose by."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from slipstream.serve.engine.plan import SamplingMode
-from slipstream.serve.engine.widths import WidthPolicy
-from slipstream.serve.runner.cuda_graphs import RoundGraphs
+from slipstream.serve.runner.cuda_graphs import MODES, TimeTables
 from slipstream.serve.runner.round import Runner
 
 SECONDS = 0.5  # of rounds of one sampling mode that are timed: half as much again goes into making them ready
@@ -15,24 +14,16 @@ REPEATS = 4  # the best of them counts
 CONTEXT = 256  # committed tokens of each request
 
 
-def width_policy(
-    runner: Runner, graphs: RoundGraphs | None, max_batch: int, widths: Sequence[int], *, eager: bool
-) -> WidthPolicy | None:
-    """`eager`: time rounds also where they are not captured. None: all that is drafted is verified."""
-    if graphs is not None:
-        tables = graphs.time_all()
-        return WidthPolicy(widths, tables["plain"], tables["full"])
-    if eager and len(widths) > 1:
-        plain = time_rounds(runner, max_batch, widths, "plain")
-        with runner.state.filtered_padding():
-            return WidthPolicy(widths, plain, time_rounds(runner, max_batch, widths, "full"))
-    return None
+def time_modes(runner: Runner, max_batch: int, widths: Sequence[int]) -> TimeTables:
+    """Times of rounds that are not captured."""
+    with runner.state.random_requests(runner.target.config.vocab_size):
+        return {mode: time_rounds(runner, max_batch, widths, mode) for mode in MODES}
 
 
 def time_rounds(
     runner: Runner, max_batch: int, widths: Sequence[int], mode: SamplingMode
 ) -> dict[tuple[int, int], float]:
-    """(batch size, width) -> milliseconds of a round on padding, the best of a few.
+    """(batch size, width) -> milliseconds of a round, the best of a few; inside `state.random_requests`.
 
     Small rounds are timed first. What there is no time for is taken to cost by the row, as large ones do.
     """
@@ -59,7 +50,8 @@ def cheapest_from(key: tuple[int, int], ms: Mapping[tuple[int, int], float]) -> 
 
 def _time(runner: Runner, size: int, width: int, mode: SamplingMode) -> float:
     state = runner.state
-    requests = torch.full((size,), state.padding, dtype=torch.int64, device=state.device)
+    requests = torch.arange(size, device=state.device)
+    state.lengths.zero_()
     bound = min(CONTEXT, state.pages.shape[1] * state.page_size - width)
     # The CPU's clock leaves out what other processes take of it.
     clock = time.thread_time if state.device.type == "cpu" else time.perf_counter

@@ -12,7 +12,7 @@ from slipstream.models.layers.attention import Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import RopeConfig
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.runner.batch import Batch
+from slipstream.serve.runner.batch import AttentionMetadata
 from slipstream.serve.runner.request_state import RequestState
 
 NUM_LAYERS, LAYER = 2, 1
@@ -84,7 +84,7 @@ class Scene:
         self.parents = [[-1, *(rng.randrange(max(0, node - reach), node) for node in nodes)] for _ in self.ends]
         self.norms = HeadNorms(*weights.to(self.device, dtype), 1e-6)
 
-    def batch(self, spare: int = 9) -> Batch:
+    def metadata(self, spare: int = 9) -> AttentionMetadata:
         """`spare`: how far the host's bounds lie above the true lengths; a prompt's are exact."""
         case, ancestors = self.case, self._ancestors()
         lengths = torch.tensor(case.lengths, device=self.device)
@@ -95,7 +95,8 @@ class Scene:
             positions = (lengths[:, None] + bits.sum(-1) - 1).flatten()
         spare = 0 if case.prompt else spare
         spans = zip(range(len(self.ends)), case.lengths, self.ends, strict=True)
-        return Batch(
+        return AttentionMetadata(
+            phase="prefill" if case.prompt else "verify",
             state=self.state,
             requests=self.rows,
             lengths=lengths,
@@ -103,17 +104,16 @@ class Scene:
             slots=torch.cat([self.slots(*span) for span in spans]),
             query_lens=case.query_lens,
             kv_bounds=tuple(end + spare for end in self.ends),
-            next_tokens=torch.zeros_like(positions) if case.prompt else None,
             ancestors=ancestors,
         )
 
     def attend(self, backend: type[Backend], with_norms: bool = True) -> tuple[Tensor, Tensor]:
         """Output (T, Q, D) and the slots' new KV (2, T, G, D)."""
-        attention, batch = backend(self.cache, self.rope), self.batch()
-        attention.plan(batch)
+        attention, metadata = backend(self.cache, self.rope), self.metadata()
+        attention.plan(metadata)
         norms = self.norms if with_norms else None
         out = attention.attend(*self.qkv, LAYER, self.case.mask, self.case.window, norms)
-        return out, self.cache[LAYER].flatten(1, 2)[:, batch.slots]
+        return out, self.cache[LAYER].flatten(1, 2)[:, metadata.slots]
 
     def slots(self, request: int, start: int, end: int) -> Tensor:
         return self.state.slots(self.rows[request], torch.arange(start, end, device=self.device))

@@ -15,7 +15,7 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
-from slipstream.serve.runner.batch import Batch, Proposal
+from slipstream.serve.runner.batch import DraftBatch, Proposal
 
 VOCAB = 120  # of the tiny targets
 Nodes = tuple[list[int], list[int], list[float]]  # tokens, parents and scores of a proposal
@@ -121,7 +121,7 @@ def record_proposals(drafter: Drafter) -> dict[int, tuple[list[int], list[float]
     """From now on, by request slot: tokens and scores of the last proposal."""
     propose, proposed = drafter.propose, dict[int, tuple[list[int], list[float]]]()
 
-    def recorded(batch: Batch, width: int) -> Proposal:
+    def recorded(batch: DraftBatch, width: int) -> Proposal:
         proposal = propose(batch, width)
         nodes = zip(proposal.tokens.tolist(), proposal.scores.tolist(), strict=True)
         proposed.update(zip(batch.requests.tolist(), nodes, strict=True))

@@ -10,7 +10,8 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode
 from slipstream.serve.options import PREFILL_BLOCK, EngineConfig
 from slipstream.serve.runner.cuda_graphs import MODES, Capturer, RoundGraphs, TimeTables, buckets
-from slipstream.serve.runner.prompt_graphs import PromptGraphs, num_blocks
+from slipstream.serve.runner.prefill import PrefillShape
+from slipstream.serve.runner.prompt_graphs import PromptGraphs
 from slipstream.serve.runner.round import Runner
 
 
@@ -67,7 +68,7 @@ class PlayedPrompts(PromptGraphs):
         sampled = super().prefill(chunks, mode)
         if sampled is None:
             return None
-        self.passes.append((num_blocks(chunks), len(chunks)))
+        self.passes.append((PrefillShape.of(chunks, PREFILL_BLOCK).num_blocks, len(chunks)))
         return sampled.clone()
 
     def _capture(self, size: int, mode: SamplingMode) -> None:

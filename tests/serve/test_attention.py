@@ -14,7 +14,7 @@ from slipstream.kernels.kv.rope import rotate_and_store
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend
-from slipstream.serve.runner.batch import Batch
+from slipstream.serve.runner.batch import AttentionMetadata
 from slipstream.serve.runner.round import Runner
 from slipstream.tests.pairwise import gate_of
 from slipstream.tests.serve.attention_passes import LAYER, Pass, Scene
@@ -118,14 +118,14 @@ def scene_of(name: str, dtype: torch.dtype = torch.float32) -> Scene:
     return Scene(CASES[name], HEAD_DIM, dtype, "cpu")
 
 
-def check_stored(scene: Scene, before: Tensor, batch: Batch, tolerance: float) -> None:
+def check_stored(scene: Scene, before: Tensor, metadata: AttentionMetadata, tolerance: float) -> None:
     """The new keys and values are in their slots of the layer, and nothing else of the cache changed."""
     assert torch.equal(scene.cache[0], before[0]), "another layer's KV changed"
     (keys, values), (_, k, v) = scene.cache[LAYER].flatten(1, 2), scene.qkv
-    for index, (slot, position) in enumerate(zip(batch.slots.tolist(), batch.positions.tolist(), strict=True)):
+    for index, (slot, position) in enumerate(zip(metadata.slots.tolist(), metadata.positions.tolist(), strict=True)):
         torch.testing.assert_close(keys[slot].double(), turn(k[index], position), atol=tolerance, rtol=tolerance)
         assert torch.equal(values[slot], v[index])
-    untouched = torch.ones(len(keys), dtype=torch.bool).index_fill_(0, batch.slots, False)
+    untouched = torch.ones(len(keys), dtype=torch.bool).index_fill_(0, metadata.slots, False)
     assert torch.equal(scene.cache[LAYER].flatten(1, 2)[:, untouched], before[LAYER].flatten(1, 2)[:, untouched])
 
 
@@ -148,23 +148,23 @@ def test_attention_equals_a_loop(backend: type[Backend], name: str, dtype: torch
     wanted, before = expected(scene), scene.cache.clone()
     attention = backend(scene.cache, scene.rope)
     for spare in (0, 20):  # the second pass writes the same rows again
-        batch = scene.batch(spare)
-        attention.plan(batch)
+        metadata = scene.metadata(spare)
+        attention.plan(metadata)
         out = attention.attend(*scene.qkv, LAYER, CASES[name].mask, CASES[name].window)
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
-    check_stored(scene, before, batch, tolerance)
+    check_stored(scene, before, metadata, tolerance)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_prompts_are_written_by_every_backend(backend: type[Backend]) -> None:
     """A drafter may write a prompt's KV by the backend of its own phase."""
     scene = scene_of("ragged prefill with prefix")
-    batch, before = scene.batch(spare=0), scene.cache.clone()
+    metadata, before = scene.metadata(spare=0), scene.cache.clone()
     attention = backend(scene.cache, scene.rope)
-    attention.plan(batch)
+    attention.plan(metadata)
     attention.write(*scene.qkv[1:], LAYER)
-    check_stored(scene, before, batch, 1e-5)
+    check_stored(scene, before, metadata, 1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
@@ -173,7 +173,7 @@ def test_write_stores_what_attend_stores(backend: type[Backend]) -> None:
     for writes_only in (True, False):
         scene = scene_of("chain round")
         attention = backend(scene.cache, scene.rope)
-        attention.plan(scene.batch(spare=0))
+        attention.plan(scene.metadata(spare=0))
         if writes_only:
             attention.write(*scene.qkv[1:], LAYER)
         else:
@@ -191,8 +191,8 @@ def test_a_pass_is_planned_by_the_backend_of_its_phase() -> None:
     scene = scene_of("decode")
     backends = {phase: SDPABackend(scene.cache, scene.rope) for phase in ("prefill", "verify")}
     runner = Runner(None, backends, None, None, ())  # type: ignore[arg-type]
-    verify = scene.batch(spare=0)
-    prefill = replace(verify, next_tokens=torch.zeros_like(verify.positions))
-    for phase, batch in (("prefill", prefill), ("verify", verify)):
-        assert runner.attention_for(batch) is backends[phase]
-        assert backends[phase].batch is batch
+    verify = scene.metadata(spare=0)
+    for metadata in (replace(verify, phase="prefill"), verify):
+        backend = backends[metadata.phase]
+        assert runner.attention_for(metadata) is backend
+        assert backend.metadata is metadata

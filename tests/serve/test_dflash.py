@@ -24,7 +24,7 @@ from slipstream.serve.drafters.dflash import Drafter
 from slipstream.serve.drafters.registry import build_options, find_drafter
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.request import Request
-from slipstream.serve.runner.batch import Batch, PassRows, VerifyResult
+from slipstream.serve.runner.batch import AttentionMetadata, PassRows, VerifyResult
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.serve.runner.round import accepted_rows
 from slipstream.tests.naive_dflash import NaiveDFlash
@@ -216,7 +216,7 @@ class Stage:
 
     drafter: Drafter
     target: Target
-    batch: Batch
+    metadata: AttentionMetadata
     aux_states: Tensor  # (11, K * H)
 
     def extended(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> Tensor:
@@ -230,8 +230,8 @@ class Stage:
         assert kv is not None
         cache = torch.zeros(kv.num_layers, 2, 5, 16, kv.num_kv_heads, kv.head_dim)
         attention = SDPABackend(cache, RotaryEmbedding(kv.rope, kv.head_dim, 64))
-        self.drafter.attach(self.target, self.batch.state, attention)
-        attention.plan(self.batch)
+        self.drafter.attach(self.target, self.metadata.state, attention)
+        attention.plan(self.metadata)
         return attention
 
 
@@ -242,9 +242,8 @@ def stage(request: pytest.FixtureRequest, make_target: Callable[[str], Path], ma
     drafter = Drafter.load(str(make_draft("qwen3", request.param)), build_options(Drafter.Options, {}), target)
     state, row, lengths = RequestState(2, 4, 16, 4, torch.device("cpu")), torch.tensor([0]), torch.tensor([14])
     state.pages[0] = torch.tensor([3, 1, 4, 2])
-    positions, slots = state.chain(row, lengths, 11)
-    batch = Batch(state, row, lengths, positions, slots, (11,), (25,))
-    return Stage(drafter, target, batch, torch.randn(11, len(drafter.aux_layers) * config.hidden_size))
+    metadata = AttentionMetadata.uniform("verify", state, row, lengths, 11, 25)
+    return Stage(drafter, target, metadata, torch.randn(11, len(drafter.aux_layers) * config.hidden_size))
 
 
 def test_fused_context_equals_the_modules(stage: Stage) -> None:
@@ -252,10 +251,10 @@ def test_fused_context_equals_the_modules(stage: Stage) -> None:
     module, attention = stage.drafter.module, stage.attach()
     module.write_context(module.fuse(stage.aux_states), attention)
     stage.attach()
-    batch = replace(stage.batch, next_tokens=stage.batch.slots)
-    found = stage.extended(PassRows(batch, batch.slots, torch.tensor([10])), stage.aux_states, None)
+    rows = PassRows(stage.metadata, stage.metadata.slots, stage.metadata.requests, torch.tensor([10]))
+    found = stage.extended(rows, stage.aux_states, None)
     torch.testing.assert_close(found, attention.flat, atol=1e-5, rtol=1e-5)
-    assert found[:, :, stage.batch.slots].count_nonzero() == found.count_nonzero() > 0
+    assert found[:, :, stage.metadata.slots].count_nonzero() == found.count_nonzero() > 0
 
 
 def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> None:
@@ -263,14 +262,15 @@ def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> N
     aux_states = stage.aux_states.index_copy(0, torch.arange(4), stage.aux_states[path])
     stage.attach()
     verified = VerifyResult(torch.arange(11)[None], torch.arange(11)[None], torch.tensor([11]))
-    rows = accepted_rows(stage.batch, aux_states, verified)
-    expected = stage.extended(*rows, verified)[:, :, stage.batch.slots[:4]]
+    rows = accepted_rows(stage.metadata, aux_states, verified)
+    expected = stage.extended(*rows, verified)[:, :, stage.metadata.slots[:4]]
     stage.attach()
     nodes = torch.nn.functional.pad(path, (0, 7), value=-1)[None].int()
-    tree = replace(stage.batch, positions=stage.batch.positions + 5, ancestors=torch.zeros(1, 11, dtype=torch.int64))
+    positions = stage.metadata.positions + 5
+    tree = replace(stage.metadata, positions=positions, ancestors=torch.zeros(1, 11, dtype=torch.int64))
     result = VerifyResult(nodes, nodes, torch.tensor([4]))
     found = stage.extended(*accepted_rows(tree, stage.aux_states, result), result)
-    torch.testing.assert_close(found[:, :, stage.batch.slots[:4]], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[:, :, stage.metadata.slots[:4]], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_options_are_checked(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:

@@ -15,7 +15,7 @@ from slipstream.serve.drafters.registry import build_options, find_drafter
 from slipstream.serve.drafters.vocabulary import HALF_LIFE, DraftVocabulary, RecentTokens
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.runner.batch import Batch, VerifyResult
+from slipstream.serve.runner.batch import AttentionMetadata, PassRows
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.pairwise import pairwise, rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
@@ -134,25 +134,22 @@ def watched() -> tuple[DraftVocabulary, Tensor, RequestState]:
     return DraftVocabulary(head, RecentTokens(ids, 10, 40)), ids, RequestState(3, 4, 16, 4, torch.device("cpu"))
 
 
-def batch_of(state: RequestState, rows: list[int], lens: tuple[int, ...], next_tokens: list[int] | None) -> Batch:
-    positions = torch.zeros(sum(lens), dtype=torch.int64)
-    successors = None if next_tokens is None else torch.tensor(next_tokens)
-    where = (torch.tensor(rows), torch.zeros(len(rows), dtype=torch.int64), positions, positions)
-    return Batch(state, *where, lens, lens, next_tokens=successors)
+def rows_of(state: RequestState, requests: list[int], lens: tuple[int, ...], next_tokens: list[int]) -> PassRows:
+    places = torch.zeros(sum(lens), dtype=torch.int64)
+    slots, lengths = torch.tensor(requests), torch.zeros(len(requests), dtype=torch.int64)
+    metadata = AttentionMetadata("draft", state, slots, lengths, places, places, lens, lens)
+    return PassRows(metadata, torch.tensor(next_tokens), slots, torch.tensor(lens).cumsum(0) - 1)
 
 
 def test_prompts_and_answers_count_but_not_rows_that_fill_up(
     watched: tuple[DraftVocabulary, Tensor, RequestState],
 ) -> None:
     vocabulary, ids, state = watched
-    vocabulary.observe(batch_of(state, [1, state.padding], (3, 2), [7, 21, 22, 30, 31]), None)
+    vocabulary.observe(rows_of(state, [1, state.padding], (3, 2), [7, 21, 22, 30, 31]))
     assert sorted(ids[10:].tolist()) == [-1, -1, 21, 22]
-    blocks = batch_of(state, [2, state.padding], (2, 1), [36, 37, 38])  # as captured prefills are filled up
-    vocabulary.observe(replace(blocks, real=torch.tensor([True, False, False])), None)
+    vocabulary.observe(rows_of(state, [2, state.padding], (2, 2), [36, -1, 37, 38]))  # a captured prefill's blocks
     assert sorted(ids[10:].tolist()) == [-1, 21, 22, 36]
-    tokens = torch.tensor([[25, -1], [33, 34]])
-    verified = VerifyResult(torch.tensor([[0, -1], [0, 1]]), tokens, torch.tensor([1, 2]))
-    vocabulary.observe(batch_of(state, [2, state.padding], (2, 2), None), verified)
+    vocabulary.observe(rows_of(state, [2, state.padding], (2, 2), [25, -1, 33, 34]))  # a round: one node was rejected
     assert sorted(ids[10:].tolist()) == [21, 22, 25, 36]
     assert ids[:10].tolist() == list(range(10))
 

@@ -191,7 +191,7 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str]
 
     def recorded(rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
         if result is not None:
-            each = zip(rows.batch.requests.tolist(), result.nodes.tolist(), result.lengths.tolist(), strict=True)
+            each = zip(rows.requests.tolist(), result.nodes.tolist(), result.lengths.tolist(), strict=True)
             branched.update(row for row, nodes, length in each if nodes[:length] != list(range(length)))
         extend(rows, aux_states, result)
 

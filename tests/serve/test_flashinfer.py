@@ -10,7 +10,7 @@ import torch
 
 from slipstream.serve.attention.base import Backend, KVFormat, find_backends
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
-from slipstream.serve.runner.batch import Batch
+from slipstream.serve.runner.batch import AttentionMetadata
 from slipstream.tests.serve import fake_flashinfer
 from slipstream.tests.serve.attention_passes import LAYER, PASSES, Scene
 
@@ -40,11 +40,11 @@ def test_plans_and_merges_give_what_sdpa_gives(
 def test_a_pass_is_planned_once_and_only_if_it_attends(backend: type[Backend]) -> None:
     scene = Scene(PASSES["chain"], 16, torch.float32, "cpu")
     attention, (q, k, v) = backend(scene.cache, scene.rope), scene.qkv
-    attention.plan(scene.batch())
+    attention.plan(scene.metadata())
     attention.write(k, v, LAYER)
     assert not fake_flashinfer.Wrapper.made
     for num_plans in (1, 2):
-        attention.plan(scene.batch())
+        attention.plan(scene.metadata())
         for layer in (0, LAYER):
             attention.attend(q, k, v, layer, "causal")
         (wrapper,) = fake_flashinfer.Wrapper.made  # made once for all passes of a kind
@@ -55,10 +55,10 @@ def test_prompts_do_not_wait_for_the_device(backend: type[Backend], monkeypatch:
     """Their lengths follow from the host's bounds; rounds read them from the device, once per pass."""
     for name, expected in (("prompts with prefix", 0), ("chain", 1), ("tree", 1), ("decode", 1)):
         scene, reads = Scene(PASSES[name], 16, torch.float32, "cpu"), []
-        attention, batch = backend(scene.cache, scene.rope), scene.batch()
+        attention, metadata = backend(scene.cache, scene.rope), scene.metadata()
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "cpu", lambda self, reads=reads: reads.append(self) or self)
-            attention.plan(batch)
+            attention.plan(metadata)
             for layer in (0, LAYER):
                 attention.attend(*scene.qkv, layer, PASSES[name].mask, PASSES[name].window)
         assert len(reads) == expected, name
@@ -102,15 +102,15 @@ def test_passes_may_follow_each_other_without_waiting() -> None:
     expected = Scene(case, 128, torch.float32, "cuda").attend(SDPABackend, with_norms=False)[0].split(case.query_lens)
     scene = Scene(case, 128, torch.bfloat16, "cuda")
     attention = find_backends("flashinfer")["prefill"](scene.cache, scene.rope)
-    batches = [one_request(scene.batch(), index) for index in range(len(case.lengths))]
+    passes = [one_request(scene.metadata(), index) for index in range(len(case.lengths))]
     tokens = list(zip(*(x.split(case.query_lens) for x in scene.qkv), strict=True))
     outputs: list[torch.Tensor] = []
     for warm_up in (True, False):
         outputs.clear()
         if not warm_up:
             torch.cuda._sleep(10**9)  # about half a second
-        for batch, qkv in list(zip(batches, tokens, strict=True)) * 5:
-            attention.plan(batch)
+        for metadata, qkv in list(zip(passes, tokens, strict=True)) * 5:
+            attention.plan(metadata)
             outputs.append(attention.attend(*qkv, LAYER, "causal"))
     for out, reference in zip(outputs, expected * 5, strict=True):
         torch.testing.assert_close(out.float(), reference, atol=3e-2, rtol=1e-2)
@@ -136,20 +136,17 @@ def test_kernels_for_prompts_are_compiled_in_the_background(
     assert "nvcc: no such option" in caplog.text
 
 
-def one_request(batch: Batch, index: int) -> Batch:
-    """A prompt's part of a batch of prompts."""
-    assert batch.next_tokens is not None
+def one_request(prompts: AttentionMetadata, index: int) -> AttentionMetadata:
+    """A prompt's part of several."""
+    assert prompts.phase == "prefill"
     own = slice(index, index + 1)
-    positions, slots, next_tokens = (
-        x.split(batch.query_lens)[index] for x in (batch.positions, batch.slots, batch.next_tokens)
-    )
+    positions, slots = (x.split(prompts.query_lens)[index] for x in (prompts.positions, prompts.slots))
     return replace(
-        batch,
-        requests=batch.requests[own],
-        lengths=batch.lengths[own],
+        prompts,
+        requests=prompts.requests[own],
+        lengths=prompts.lengths[own],
         positions=positions,
         slots=slots,
-        query_lens=batch.query_lens[own],
-        kv_bounds=batch.kv_bounds[own],
-        next_tokens=next_tokens,
+        query_lens=prompts.query_lens[own],
+        kv_bounds=prompts.kv_bounds[own],
     )

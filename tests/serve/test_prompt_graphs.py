@@ -10,7 +10,8 @@ import torch
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepPlan
 from slipstream.serve.options import PREFILL_BLOCK, EngineConfig
-from slipstream.serve.runner.prompt_graphs import MOST_REQUESTS, num_blocks, sizes
+from slipstream.serve.runner.prefill import PrefillShape
+from slipstream.serve.runner.prompt_graphs import MOST_REQUESTS, sizes
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.serve.engine_runs import (
@@ -84,6 +85,10 @@ def chunk_of(start: int, end: int) -> PromptChunk:
     return PromptChunk(0, start, random_prompt(end, 0)[start:], None, is_last=True)
 
 
+def num_blocks(*chunks: PromptChunk) -> int:
+    return PrefillShape.of(chunks, PREFILL_BLOCK).num_blocks
+
+
 @pytest.mark.parametrize("mode", ["greedy", "plain", "full"])
 def test_which_captured_prefill_takes_what(mode: SamplingMode, target: Path) -> None:
     engine = playing(target, "none", 1024, prefill_budget=1024, max_running=MOST_REQUESTS + 4)
@@ -92,10 +97,10 @@ def test_which_captured_prefill_takes_what(mode: SamplingMode, target: Path) -> 
 
     def taken(*chunks: PromptChunk) -> int:
         """Blocks of the captured pass, 0 where none takes the chunks."""
-        return num_blocks(chunks) if prompts.prefill(chunks, mode) is not None else 0
+        return num_blocks(*chunks) if prompts.prefill(chunks, mode) is not None else 0
 
     for chunk in (chunk_of(0, 3), chunk_of(0, 33), chunk_of(100, 196)):
-        assert taken(chunk) == num_blocks([chunk])
+        assert taken(chunk) == num_blocks(chunk)
     assert taken(*[chunk_of(0, 3)] * MOST_REQUESTS) == MOST_REQUESTS
     assert not taken(*[chunk_of(0, 3)] * (MOST_REQUESTS + 1))
     assert not taken(chunk_of(30_000, 31_000)), "most of the work is attention"

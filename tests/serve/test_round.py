@@ -19,7 +19,7 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import SamplingMode
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.request import Request
-from slipstream.serve.runner.batch import Batch, KVSpec, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.batch import DraftBatch, KVSpec, PassRows, Proposal, VerifyResult
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.serve.runner.round import Runner, simulate
 from slipstream.tests.pairwise import rotating
@@ -71,8 +71,7 @@ class TreeDrafter(base.Drafter):
         (self.known[row],) = (index for index, text in enumerate(self.texts) if text[: len(tokens)] == tokens)
         self.start[row] = len(tokens)
 
-    def propose(self, batch: Batch, width: int) -> Proposal:
-        assert batch.roots is not None
+    def propose(self, batch: DraftBatch, width: int) -> Proposal:
         trees = []
         for row, length, root in zip(
             batch.requests.tolist(), batch.lengths.tolist(), batch.roots.tolist(), strict=True
@@ -89,8 +88,8 @@ class TreeDrafter(base.Drafter):
     def extend(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
         if result is None:
             return
-        batch, aux_states = rows.batch, aux_states.view(*result.nodes.shape, -1)
-        for index, (row, length) in enumerate(zip(batch.requests.tolist(), batch.lengths.tolist(), strict=True)):
+        lengths, aux_states = rows.metadata.lengths.tolist(), aux_states.view(*result.nodes.shape, -1)
+        for index, (row, length) in enumerate(zip(rows.requests.tolist(), lengths, strict=True)):
             start, text = self.start[row], self.texts[self.known[row]]
             end = min(length + int(result.lengths[index]), len(text))
             path = result.nodes[index, : end - length].long()

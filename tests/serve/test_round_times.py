@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.runner import round_times
-from slipstream.serve.runner.round_times import time_rounds, width_policy
+from slipstream.serve.runner.round_times import time_modes, time_rounds
 from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run, tokens_of
 
 
@@ -50,7 +50,7 @@ def test_nothing_is_left_behind(engine: Engine) -> None:
     for request in requests:
         engine.add(request)
     outputs = [output for _ in range(4) for output in engine.step()]
-    width_policy(engine.runner.passes, None, 5, engine.planner.widths.offered, eager=True)
+    time_modes(engine.runner.passes, 5, engine.planner.widths.offered)
     tokens = {request.id: list[int]() for request in requests}
     while engine.has_work:
         outputs += engine.step()

@@ -34,7 +34,7 @@ def test_equals_sdpa_in_fp32(name: str, head_dim: int, dtype: torch.dtype) -> No
 def test_replays_equal_eager_passes(name: str) -> None:
     scene = Scene(PASSES[name], 128, torch.bfloat16, "cuda")
     attention, mask = Backend(scene.cache, scene.rope), (PASSES[name].mask, PASSES[name].window)
-    attention.plan(scene.batch())
+    attention.plan(scene.metadata())
     expected = attention.attend(*scene.qkv, LAYER, *mask)
     stored = scene.cache.clone()
     graph = torch.cuda.CUDAGraph()
