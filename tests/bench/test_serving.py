@@ -351,7 +351,7 @@ def test_options_reach_the_engine_and_the_server(draft: Path) -> None:
     config = ServingConfig(**options)
     assert config.drafts == ["none", drafted]
     engine = EngineConfig(**config.engine_options(drafted))
-    assert (engine.max_running, engine.max_model_len, engine.runner.drafter) == (16, 98, {"depth": 5, "topk": 2})
+    assert (engine.max_running, engine.max_model_len, engine.drafter) == (16, 98, {"depth": 5, "topk": 2})
     baseline = EngineConfig(**config.engine_options("none"))
     assert (baseline.max_model_len, baseline.drafter) == (99, {})
     served = read_config(flags(ServingConfig(**options, mode="http").engine_options(drafted)))

@@ -139,3 +139,23 @@ def test_looking_whether_drafts_pay_again_costs_what_it_may() -> None:
     looks = taken.count(2) / PROBE_ROUNDS
     assert looks > 50
     assert looks * (PROBE_ROUNDS + PATIENCE) * policy.wait_ms < 0.011 * 5000 * 4.0
+
+
+def test_measured_rounds_correct_the_tables() -> None:
+    """At twice the time of all that was measured, wide rounds still pay; at ten times their own, they do not."""
+    ms = {(4, 1): 1.0, (4, 4): 1.2, (4, 8): 1.3}
+    offers = [(8, 0)] * 4
+    policy = WidthPolicy([1, 4, 8], ms)
+    assert policy.choose(offers, 8) == 8
+    for _ in range(400):
+        policy.observe(3, 8, 2.6)
+        policy.observe(4, 4, 2.4)
+    assert policy.choose(offers, 8) == 8
+    assert policy._time(4, 1, 8) == pytest.approx(2.0, rel=0.05), "a width that was not measured is slower, too"
+    for _ in range(400):
+        policy.observe(4, 8, 13.0)
+        policy.observe(4, 4, 2.4)
+    assert policy.choose(offers, 8) == 4
+    assert policy._time(4, 8, 8) > 3 * policy._time(4, 4, 8)
+    policy.observe(4, 8, 1e9)
+    assert policy._time(4, 8, 8) < 20, "one disturbed measurement changes little"
