@@ -18,7 +18,7 @@ order. Logits are compared unscaled: dividing by T keeps their order and costs m
 A small top-k skips 2: the k-th largest of the maxima bounds the k-th largest logit from below. Candidates are gathered
 in any order and each is compared with all others, so nothing is sorted. If there are too many, or a large top-k comes
 with a top-p, one program finds the threshold over the whole row, four bits at a time: slow but rare. Greedy and
-unfiltered rows are skipped. No row's threshold depends on other rows.
+unfiltered rows are skipped. No row's threshold depends on other rows. Every launch processes the logits that it loads.
 Letters: R rows of logits, V their vocabulary, S tiles of a row, E entries of parameters.
 """
 
@@ -30,6 +30,13 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.grid_sync import MAX_ROWS, done_counters, is_last_done
+from slipstream.kernels.sampling.processors import (
+    Processors,
+    load_logits,
+    parameter_entry,
+    register_limit,
+    row_flags,
+)
 
 TILE = 4096  # columns per program of `summarise`
 SEARCH_TILE = 2048  # columns per program of the search
@@ -42,7 +49,7 @@ WIDE_RANK = tl.constexpr(2)  # top-k by bins
 MASS = tl.constexpr(3)  # top-p by bins
 
 # Floats of a row's search record.
-SEARCH = tl.constexpr(9)
+SEARCH = tl.constexpr(10)
 KIND = tl.constexpr(0)
 PEAK = tl.constexpr(1)
 LOW = tl.constexpr(2)
@@ -52,6 +59,7 @@ GOAL = tl.constexpr(5)
 FLOOR = tl.constexpr(6)  # lowest logit that min-p keeps
 BIN = tl.constexpr(7)  # bin of the answer
 RATE = tl.constexpr(8)  # log2(e) / T
+FLAGS = tl.constexpr(9)  # which processors the row has; only where a pass has any
 
 PARTIAL = tl.constexpr(32)  # floats that a program stores for the last one
 FEW = tl.constexpr(768)  # candidates: three quarters of CANDIDATES
@@ -94,9 +102,15 @@ def filter_thresholds_reference(scaled: Tensor, filters: Filters) -> Tensor:
 
 
 def filter_thresholds_triton(
-    logits: Tensor, temperature: Tensor, filters: Filters, rows: Tensor | None, repeats: int
+    logits: Tensor,
+    temperature: Tensor,
+    filters: Filters,
+    rows: Tensor | None,
+    repeats: int,
+    processors: Processors | None = None,
 ) -> Tensor:
-    """(R,) fp32 the smallest kept logit of each row of `logits` (R, V); -inf for greedy and unfiltered rows.
+    """(R,) fp32 the smallest kept logit, once processed, of each row of `logits` (R, V); -inf for greedy and unfiltered
+    rows.
 
     Parameters by entry and `rows` as in Sampling.
     """
@@ -111,27 +125,18 @@ def filter_thresholds_triton(
     candidates = torch.empty(R, CANDIDATES.value, dtype=torch.float32, device=device)
     counters, shape, k, p = done_counters(device), (logits.stride(0), V), filters.top_k, filters.top_p
     if R:
+        limits = [register_limit(logits, processors, most) for most in (80, 72, 32, 128)]
         chunks, parts = CHUNKS if tiles <= 16 else CHUNKS // 2, triton.cdiv(V, SEARCH_TILE)
         summarise[(R, tiles)](
-            logits, temperature, rows, repeats, searches, bins, counters, *shape, tiles, partials, k, p, filters.min_p,
-            thresholds, TILE=TILE, TILES=triton.next_power_of_2(tiles), CHUNKS=chunks, num_warps=4,
+            logits, temperature, rows, repeats, processors, searches, bins, counters, *shape, tiles, partials, k, p,
+            filters.min_p, thresholds, TILE=TILE, TILES=triton.next_power_of_2(tiles), CHUNKS=chunks, num_warps=4,
+            **limits[0],
         )  # fmt: skip
-        fill_bins[(R, parts)](logits, searches, bins, counters, *shape, parts, TILE=SEARCH_TILE, num_warps=4)
-        collect[(R, parts)](logits, searches, candidates, counters, *shape, TILE=SEARCH_TILE, num_warps=8)
-        finish[(R,)](logits, searches, candidates, counters, *shape, rows, repeats, k, p, thresholds, num_warps=8)
+        source = logits, rows, repeats, processors, searches
+        fill_bins[(R, parts)](*source, bins, counters, *shape, parts, TILE=SEARCH_TILE, num_warps=4, **limits[1])
+        collect[(R, parts)](*source, candidates, counters, *shape, TILE=SEARCH_TILE, num_warps=8, **limits[2])
+        finish[(R,)](*source, candidates, counters, *shape, k, p, thresholds, num_warps=8, **limits[3])
     return thresholds
-
-
-@triton.jit
-def parameter_entry(row, rows_ptr, repeats):
-    """The entry of a row's parameters, see Sampling."""
-    entry = row // repeats
-    return entry if rows_ptr is None else tl.load(rows_ptr + entry)
-
-
-@triton.jit
-def load_logits(row_ptr, columns, V):
-    return tl.load(row_ptr + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -142,7 +147,7 @@ def mass(x, peak, rate):
 
 @triton.jit(do_not_specialize=["repeats"])
 def summarise(
-    logits_ptr, temperature_ptr, rows_ptr, repeats, searches_ptr, bins_ptr, counters_ptr, stride, V, tiles,
+    logits_ptr, temperature_ptr, rows_ptr, repeats, processors, searches_ptr, bins_ptr, counters_ptr, stride, V, tiles,
     partials_ptr, top_k_ptr, top_p_ptr, min_p_ptr, thresholds_ptr,
     TILE: tl.constexpr, TILES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -152,11 +157,13 @@ def summarise(
     entry = parameter_entry(row, rows_ptr, repeats)
     temperature, top_k = tl.load(temperature_ptr + entry), tl.load(top_k_ptr + entry).to(tl.int32)
     top_p, min_p = tl.load(top_p_ptr + entry), tl.load(min_p_ptr + entry)
+    flags = row_flags(row, rows_ptr, repeats, processors)
     search = searches_ptr + row * SEARCH
     if (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
         chunk, column = tl.arange(0, CHUNKS), tl.arange(0, TILE // CHUNKS)
         columns = tile * TILE + chunk[:, None] * (TILE // CHUNKS) + column[None, :]
-        x = load_logits(logits_ptr + row.to(tl.int64) * stride, columns, V)
+        row_ptr = logits_ptr + row.to(tl.int64) * stride
+        x = load_logits((row_ptr, V, row, flags, rows_ptr, repeats, processors), columns)
         temperature = tl.maximum(temperature, 1e-6)
         rate = LOG2_E / temperature
         maxima = tl.max(x, axis=1)
@@ -173,6 +180,8 @@ def summarise(
             tl.store(bins_ptr + row.to(tl.int64) * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int64))
         if is_last_done(counters_ptr + row, tiles):
             tl.store(search + RATE, rate)
+            if processors is not None:
+                tl.store(search + FLAGS, flags.to(tl.float32))
             _begin_search(
                 search, thresholds_ptr + row, partials_ptr, V, tiles, temperature, rate, top_k, top_p, min_p,
                 TILES, CHUNKS,
@@ -251,7 +260,17 @@ def bin_of(x, peak, scale):
 
 
 @triton.jit
-def fill_bins(logits_ptr, searches_ptr, bins_ptr, counters_ptr, stride, V, tiles, TILE: tl.constexpr):
+def row_source(logits_ptr, stride, V, row, search, rows_ptr, repeats, processors):
+    """What load_logits reads; the search record has the row's flags."""
+    flags = 0 if processors is None else tl.load(search + FLAGS).to(tl.int32)
+    return logits_ptr + row.to(tl.int64) * stride, V, row, flags, rows_ptr, repeats, processors
+
+
+@triton.jit(do_not_specialize=["repeats"])
+def fill_bins(
+    logits_ptr, rows_ptr, repeats, processors, searches_ptr, bins_ptr, counters_ptr, stride, V, tiles,
+    TILE: tl.constexpr,
+):  # fmt: skip
     """Sums the weights of each bin; the last program finds the answer's bin."""
     row, tile = tl.program_id(0), tl.program_id(1)
     search, bins_ptr = searches_ptr + row * SEARCH, bins_ptr + row.to(tl.int64) * BINS
@@ -259,7 +278,8 @@ def fill_bins(logits_ptr, searches_ptr, bins_ptr, counters_ptr, stride, V, tiles
     if kind >= WIDE_RANK:
         peak, low, scale = tl.load(search + PEAK), tl.load(search + LOW), tl.load(search + SCALE)
         unit = tl.where(kind == MASS, MASS_UNIT, 1.0)
-        x = load_logits(logits_ptr + row.to(tl.int64) * stride, tile * TILE + tl.arange(0, TILE), V)
+        source = row_source(logits_ptr, stride, V, row, search, rows_ptr, repeats, processors)
+        x = load_logits(source, tile * TILE + tl.arange(0, TILE))
         weights = tl.where(kind == MASS, mass(x, peak, tl.load(search + RATE)), 1.0) * unit
         tl.atomic_add(bins_ptr + bin_of(x, peak, scale), weights.to(tl.int64), mask=x >= low, sem="relaxed")
         if is_last_done(counters_ptr + row, tiles):
@@ -279,14 +299,18 @@ def _choose_bin(search, bins_ptr, unit):
     tl.store(search + ABOVE, above.to(tl.float32) / unit)
 
 
-@triton.jit
-def collect(logits_ptr, searches_ptr, candidates_ptr, counters_ptr, stride, V, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["repeats"])
+def collect(
+    logits_ptr, rows_ptr, repeats, processors, searches_ptr, candidates_ptr, counters_ptr, stride, V,
+    TILE: tl.constexpr,
+):  # fmt: skip
     """Appends the logits of the bin to the row's candidates and counts them, also those that do not fit."""
     row, tile = tl.program_id(0), tl.program_id(1)
     search = searches_ptr + row * SEARCH
     kind = tl.load(search + KIND).to(tl.int32)
     if kind != NONE:
-        x = load_logits(logits_ptr + row.to(tl.int64) * stride, tile * TILE + tl.arange(0, TILE), V)
+        source = row_source(logits_ptr, stride, V, row, search, rows_ptr, repeats, processors)
+        x = load_logits(source, tile * TILE + tl.arange(0, TILE))
         answer = tl.load(search + BIN).to(tl.int32)
         bins = bin_of(x, tl.load(search + PEAK), tl.load(search + SCALE))
         inside = (x >= tl.load(search + LOW)) & (tl.where(kind == RANK, answer, bins) == answer)
@@ -298,8 +322,8 @@ def collect(logits_ptr, searches_ptr, candidates_ptr, counters_ptr, stride, V, T
 
 @triton.jit(do_not_specialize=["repeats"])
 def finish(
-    logits_ptr, searches_ptr, candidates_ptr, counters_ptr, stride, V,
-    rows_ptr, repeats, top_k_ptr, top_p_ptr, thresholds_ptr,
+    logits_ptr, rows_ptr, repeats, processors, searches_ptr, candidates_ptr, counters_ptr, stride, V,
+    top_k_ptr, top_p_ptr, thresholds_ptr,
 ):  # fmt: skip
     """One program per row; resets the count of candidates."""
     row = tl.program_id(0)
@@ -316,7 +340,8 @@ def finish(
         elif is_short & (found <= CANDIDATES):
             threshold = _among(candidates_ptr, found, search, kind, top_k, top_p, CANDIDATES)
         else:
-            threshold = _over_row(logits_ptr + row.to(tl.int64) * stride, V, search, kind, top_k, top_p)
+            source = row_source(logits_ptr, stride, V, row, search, rows_ptr, repeats, processors)
+            threshold = _over_row(source, V, search, kind, top_k, top_p)
         tl.store(thresholds_ptr + row, tl.maximum(threshold, tl.load(search + FLOOR)))
 
 
@@ -346,25 +371,25 @@ def _among(candidates_ptr, found, search, kind, top_k, top_p, LANES: tl.constexp
 
 
 @triton.jit
-def _over_row(row_ptr, V, search, kind, top_k, top_p):
+def _over_row(source, V, search, kind, top_k, top_p):
     peak, goal, rate = tl.load(search + PEAK), tl.load(search + GOAL), tl.load(search + RATE)
     threshold = tl.full((), float("-inf"), tl.float32)
     if kind != MASS:
-        threshold = _descend(row_ptr, V, peak, rate, top_k.to(tl.float32), False)
+        threshold = _descend(source, V, peak, rate, top_k.to(tl.float32), False)
         counts, masses = tl.zeros((SCANNED,), tl.float32), tl.zeros((SCANNED,), tl.float32)
         for start in range(0, V, SCANNED):
-            x = load_logits(row_ptr, start + tl.arange(0, SCANNED), V)
+            x = load_logits(source, start + tl.arange(0, SCANNED))
             counts += tl.where(x > threshold, 1.0, 0.0)
             masses += tl.where(x > threshold, mass(x, peak, rate), 0.0)
         num_larger, larger = tl.sum(counts, axis=0), tl.sum(masses, axis=0)
         goal = top_p * (larger + (top_k.to(tl.float32) - num_larger) * mass(threshold, peak, rate))
     if top_p < 1.0:
-        threshold = tl.maximum(threshold, _descend(row_ptr, V, peak, rate, goal, True))
+        threshold = tl.maximum(threshold, _descend(source, V, peak, rate, goal, True))
     return threshold
 
 
 @triton.jit
-def _descend(row_ptr, V, peak, rate, goal, BY_MASS: tl.constexpr):
+def _descend(source, V, peak, rate, goal, BY_MASS: tl.constexpr):
     """The largest x whose weight and that of all above it reach the goal, found four bits at a time from the top."""
     digit = tl.arange(0, 16)
     known, unit = tl.full((), 0, tl.uint32), tl.full((), 1 << 28, tl.uint32)  # leading digits of the answer
@@ -373,7 +398,7 @@ def _descend(row_ptr, V, peak, rate, goal, BY_MASS: tl.constexpr):
         weights = tl.zeros((16, SCANNED), tl.float32)
         for start in range(0, V, SCANNED):
             columns = start + tl.arange(0, SCANNED)
-            x = load_logits(row_ptr, columns, V)
+            x = load_logits(source, columns)
             bits = x.to(tl.uint32, bitcast=True)
             order = tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
             weight = tl.where(columns < V, mass(x, peak, rate) if BY_MASS else 1.0, 0.0)

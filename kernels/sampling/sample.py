@@ -1,4 +1,6 @@
-"""Sampling as a function of (key, position, distribution): argmax(mask(logits) + T * gumbel(key, position, id)).
+"""Sampling as a function of (key, position, distribution): argmax(filter(logits) + T * gumbel(key, position, id)).
+
+The logits are processed first, where a request asks for that (kernels/sampling/processors.py).
 
 The noise comes from a counter-based hash, one number per target token id, so target and drafter draw the same noise
 without shared state (drafter-invariant coupling: Daliri, Musco, Suresh 2024). At T = 0 the formula is greedy.
@@ -22,7 +24,15 @@ from triton.language.extra.cuda import libdevice
 
 from slipstream.kernels.grid_sync import MAX_ROWS, done_counters, is_last_done
 from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
-from slipstream.kernels.sampling.filters import Filters, filter_logits, filter_thresholds_triton, parameter_entry
+from slipstream.kernels.sampling.filters import Filters, filter_logits, filter_thresholds_triton
+from slipstream.kernels.sampling.processors import (
+    Processors,
+    load_logits,
+    parameter_entry,
+    process_logits,
+    register_limit,
+    row_flags,
+)
 
 MASK32 = 0xFFFFFFFF
 MAX_K = 16
@@ -30,13 +40,15 @@ TILE = 2048  # columns of one program
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no device library
 NO_SCORE = tl.constexpr(-(2**63))  # below every score's rank
 NO_ORDER = tl.constexpr(-(2**31))  # below every score's order
+NAN_ORDER = tl.constexpr(2**31 - 1)  # above every score's order, and a NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Parameters by entry. Row r of the logits takes entry rows[r // repeats], or r // repeats where `rows` is None.
 
-    `temperature` None: every row is greedy; `filters` None: no row filters.
+    `temperature` None: every row is greedy; `filters` None: no row filters; `processors` None: no row has any.
+    Processors need a temperature, and columns that are target ids.
     """
 
     keys: Tensor  # (E,) int64 from noise_key
@@ -44,18 +56,26 @@ class Sampling:
     filters: Filters | None
     rows: Tensor | None = None  # (R / repeats,) int64
     repeats: int = 1
+    processors: Processors | None = None
+
+    def __post_init__(self) -> None:
+        assert self.processors is None or self.temperature is not None
 
     def repeat(self, times: int) -> "Sampling":
         """Repeats each row: the parameters of B requests for their B * N nodes."""
         return replace(self, repeats=self.repeats * times)
 
     def by_row(self) -> "Sampling":
-        """The same with one entry for each row of the logits, in order."""
+        """The same with one entry for each row of the logits, in order, without processors."""
         if self.temperature is None or (self.rows is None and self.repeats == 1):
-            return self
-        rows = torch.arange(len(self.keys), device=self.keys.device) if self.rows is None else self.rows
-        entries = rows.repeat_interleave(self.repeats)
+            return replace(self, processors=None)
+        entries = self.entries()
         return Sampling(self.keys[entries], self.temperature[entries], self.filters and self.filters.select(entries))
+
+    def entries(self) -> Tensor:
+        """(R,) int64 the entry of each row of the logits."""
+        rows = torch.arange(len(self.keys), device=self.keys.device) if self.rows is None else self.rows
+        return rows.repeat_interleave(self.repeats)
 
 
 def noise_key(seed: int, choice: int) -> int:
@@ -80,18 +100,24 @@ def noise_bits(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
 @Op
 def sample(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> Tensor:
-    """logits (R, V), positions (R,) of the token to sample -> index (R,) int64 into V; ties go to the lowest index.
+    """logits (R, V), positions (R,) of the token to sample -> index (R,) int64 into V; ties go to the lowest index. -1
+    for a row that cannot be sampled: its processed logits hold NaN, or all are -inf.
 
     `ids` (V,): the target id of each column, for a draft with a reduced vocabulary (default: the column itself).
     """
-    return perturbed(logits, positions, sampling, ids).argmax(dim=-1)
+    scores = perturbed(logits, positions, sampling, ids)
+    best = scores.argmax(dim=-1, keepdim=True)  # of a NaN, where there is one
+    return torch.where(scores.gather(1, best) > -torch.inf, best, -1).squeeze(1)
 
 
 def perturbed(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor | None = None) -> Tensor:
-    """The scores mask(logits) + T * gumbel (R, V), fp32, whose best is the sample. Greedy rows have neither mask nor
-    noise; if all are greedy, returns the logits themselves."""
+    """The scores filter(process(logits)) + T * gumbel (R, V), fp32, whose best is the sample. Greedy rows have neither
+    filters nor noise; if all are greedy, returns the logits themselves."""
     if sampling.temperature is None:
         return logits
+    if sampling.processors is not None:
+        assert ids is None
+        logits = process_logits(logits, sampling.processors, sampling.entries(), sampling.repeats)
     sampling = sampling.by_row()
     assert sampling.temperature is not None
     temperature = sampling.temperature[:, None]
@@ -110,15 +136,15 @@ def sample_triton(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Te
     R, V = logits.shape
     assert R <= MAX_ROWS
     assert logits.stride(1) == 1
-    thresholds = _thresholds(logits, sampling)
+    thresholds = _thresholds(logits, sampling, ids)
     out = torch.empty(R, dtype=torch.int64, device=logits.device)
     if R:
         tiles = triton.cdiv(V, TILE)
         _sample[(R, tiles)](
-            logits, positions, sampling.keys, sampling.temperature, sampling.rows, thresholds, ids,
+            logits, positions, sampling.keys, sampling.temperature, sampling.rows, sampling.processors, thresholds, ids,
             best_ranks(logits.device), done_counters(logits.device), out,
             logits.stride(0), V, sampling.repeats, tiles,
-            TILE=TILE, num_warps=4, **pdl_options(logits.device),
+            TILE=TILE, num_warps=4, **pdl_options(logits.device), **register_limit(logits, sampling.processors, 56),
         )  # fmt: skip
     return out
 
@@ -147,11 +173,11 @@ def perturbed_topk_triton(
     assert R <= MAX_ROWS
     assert logits.stride(1) == 1
     assert 1 <= k <= min(MAX_K, V)
-    thresholds, tiles, device = _thresholds(logits, sampling), triton.cdiv(V, TILE), logits.device
+    thresholds, tiles, device = _thresholds(logits, sampling, ids), triton.cdiv(V, TILE), logits.device
     candidates, sums, values, columns = empty_topk(R, tiles, k, device)
     if R:
         _perturbed_topk[(R, tiles)](
-            logits, positions, sampling.keys, sampling.temperature, sampling.rows, thresholds, ids,
+            logits, positions, sampling.keys, sampling.temperature, sampling.rows, sampling.processors, thresholds, ids,
             candidates, sums, done_counters(device), values, columns,
             logits.stride(0), V, sampling.repeats, tiles,
             K=k, TILE=TILE, **merge_blocks(tiles, k), num_warps=8, **pdl_options(device),
@@ -173,10 +199,15 @@ def merge_blocks(tiles: int, k: int) -> dict[str, int]:
     return {"TILES": triton.next_power_of_2(tiles), "CANDIDATES": triton.next_power_of_2(tiles * k)}
 
 
-def _thresholds(logits: Tensor, sampling: Sampling) -> Tensor | None:
+def _thresholds(logits: Tensor, sampling: Sampling, ids: Tensor | None) -> Tensor | None:
+    processors = sampling.processors
+    if processors is not None:
+        assert ids is None
+        processors.check(logits, sampling.repeats)
     if sampling.temperature is None or sampling.filters is None:
         return None
-    return filter_thresholds_triton(logits, sampling.temperature, sampling.filters, sampling.rows, sampling.repeats)
+    parameters = sampling.temperature, sampling.filters, sampling.rows, sampling.repeats
+    return filter_thresholds_triton(logits, *parameters, processors)
 
 
 @functools.cache
@@ -251,12 +282,13 @@ def rank_column(rank):
 
 @triton.jit
 def load_scores(
-    logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, thresholds_ptr, ids_ptr,
+    logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, processors, thresholds_ptr, ids_ptr,
     row, columns, stride, V, repeats,
 ):  # fmt: skip
     """Scores of some columns of a row; -inf beyond the last column."""
-    mask = columns < V
-    scores = tl.load(logits_ptr + row.to(tl.int64) * stride + columns, mask=mask, other=float("-inf")).to(tl.float32)
+    flags = row_flags(row, rows_ptr, repeats, processors)
+    row_ptr = logits_ptr + row.to(tl.int64) * stride
+    scores = load_logits((row_ptr, V, row, flags, rows_ptr, repeats, processors), columns)
     if temperature_ptr is not None:
         entry = parameter_entry(row, rows_ptr, repeats)
         temperature = tl.load(temperature_ptr + entry)
@@ -267,7 +299,7 @@ def load_scores(
                 if tl.max(scores, axis=0) == float("-inf"):
                     temperature = 0.0  # true of most tiles
         if temperature > 0.0:
-            ids = columns if ids_ptr is None else tl.load(ids_ptr + columns, mask=mask, other=0)
+            ids = columns if ids_ptr is None else tl.load(ids_ptr + columns, mask=columns < V, other=0)
             bits = row_noise_bits(tl.load(keys_ptr + entry), tl.load(positions_ptr + row), ids)
             scores += temperature * bits_to_gumbel(bits)
     return scores
@@ -275,22 +307,23 @@ def load_scores(
 
 @triton.jit(do_not_specialize=["repeats"])
 def _sample(
-    logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, thresholds_ptr, ids_ptr,
+    logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, processors, thresholds_ptr, ids_ptr,
     best_ptr, counters_ptr, out_ptr, stride, V, repeats, tiles, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     row, columns = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     scores = load_scores(
-        logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, thresholds_ptr, ids_ptr,
+        logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, processors, thresholds_ptr, ids_ptr,
         row, columns, stride, V, repeats,
     )  # fmt: skip
-    order = score_order(scores)
+    order = tl.where(scores == scores, score_order(scores), NAN_ORDER)
     best = tl.max(order, axis=0)
     column = tl.min(tl.where(order == best, columns, 0x7FFFFFFF), axis=0)
     tl.atomic_max(best_ptr + row, score_rank(best, column), sem="relaxed")
     if is_last_done(counters_ptr + row, tiles):
         rank = tl.atomic_xchg(best_ptr + row, NO_SCORE, sem="relaxed")
-        tl.store(out_ptr + row, rank_column(rank))
+        # Neither NaN nor -inf is above -inf.
+        tl.store(out_ptr + row, tl.where(_rank_score(rank) > float("-inf"), rank_column(rank), -1))
 
 
 @triton.jit
@@ -301,7 +334,7 @@ def _rank_score(rank):
 
 @triton.jit(do_not_specialize=["repeats"])
 def _perturbed_topk(
-    logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, thresholds_ptr, ids_ptr,
+    logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, processors, thresholds_ptr, ids_ptr,
     candidates_ptr, sums_ptr, counters_ptr, values_ptr, columns_ptr, stride, V, repeats, tiles,
     K: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -309,7 +342,7 @@ def _perturbed_topk(
     row, tile = tl.program_id(0), tl.program_id(1)
     columns = tile * TILE + tl.arange(0, TILE)
     scores = load_scores(
-        logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, thresholds_ptr, ids_ptr,
+        logits_ptr, positions_ptr, keys_ptr, temperature_ptr, rows_ptr, processors, thresholds_ptr, ids_ptr,
         row, columns, stride, V, repeats,
     )  # fmt: skip
     peak = tl.max(scores, axis=0)

@@ -1,0 +1,294 @@
+"""Logits processors against transformers' and loops over texts; the kernels against the reference."""
+
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+
+from slipstream.kernels.sampling.filters import Filters, filter_thresholds_reference, filter_thresholds_triton
+from slipstream.kernels.sampling.processors import (
+    Processors,
+    count_tokens,
+    load_logits,
+    process_logits,
+    row_flags,
+)
+from slipstream.kernels.sampling.sample import Sampling, perturbed, perturbed_topk, sample
+from slipstream.kernels.speculation.verify import ancestor_masks
+from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, cover, keys_of, poisoned, replayed
+
+N = 5
+PARENTS = {"chain": [-1, 0, 1, 2, 3], "tree": [-1, 0, 0, 1, 1]}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks for, and its texts."""
+
+    prompt: list[int]
+    answer: list[int]
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def flags(self) -> int:
+        return ((self.repetition, self.frequency, self.presence) != (1, 0, 0)) + 2 * bool(self.bias)
+
+
+ASKED = [
+    Asked([1, 2, 2, 7], [3, 3, 9]),  # nothing
+    Asked([1, 2, 2, 7], [3, 3, 9], repetition=1.3),
+    Asked([4], [4, 5, 5, 5, 6], frequency=0.7, presence=-0.4),
+    Asked([0, 9], [], bias=((0, -100.0), (8, 4.5), (29, 100.0))),
+    Asked([8, 8, 1], [8, 2], repetition=0.8, frequency=-1.5, presence=2.0, bias=((8, -3.0), (2, 1.0))),
+]
+REQUESTS = [4, 0, 2, 1, 3, 4]  # entries of the pass
+
+
+def processors_of(vocab: int, device: str, shape: str | None, masked: bool) -> Processors:
+    """Entries that lack a processor hold garbage where its parameters would be."""
+    generator = torch.Generator().manual_seed(vocab)
+    counts = torch.randint(-(2**31), 2**31 - 1, (len(ASKED), vocab), dtype=torch.int32, generator=generator)
+    bias = torch.full((len(ASKED), vocab), torch.nan)
+    for entry, asked in enumerate(ASKED):
+        if asked.flags & 1:
+            counts[entry] = torch.tensor([2 * asked.answer.count(t) + (t in asked.prompt) for t in range(vocab)])
+        if asked.flags & 2:
+            bias[entry] = torch.tensor([dict(asked.bias).get(t, 0.0) for t in range(vocab)])
+    rows = (1 if shape is None else N) * len(REQUESTS)
+    nodes = torch.randint(10, (len(REQUESTS), N), dtype=torch.int32, generator=generator)
+    nodes[::2, -1] = -1  # unused
+    parents = torch.tensor([PARENTS.get(shape or "chain")] * len(REQUESTS), dtype=torch.int32)
+    masks = torch.randint(-(2**31), 2**31 - 1, (3, -(-vocab // 32)), dtype=torch.int32, generator=generator)
+    chosen = torch.randint(-1, 3, (rows,), dtype=torch.int32, generator=generator)
+    tensors = Processors(
+        torch.tensor([asked.flags for asked in ASKED], dtype=torch.int32),
+        *torch.tensor([(asked.repetition, asked.frequency, asked.presence) for asked in ASKED]).T.contiguous(),
+        counts,
+        bias,
+        None if shape is None else nodes,
+        ancestor_masks(parents) if shape == "tree" else None,
+        masks if masked else None,
+        chosen if masked else None,
+    )
+    return Processors(*(None if x is None else x.to(device) for x in tensors))
+
+
+def texts_of(processors: Processors, shape: str | None) -> list[tuple[Asked, list[int]]]:
+    """By row: the request, and its answer with the row's path."""
+    requests = [ASKED[entry] for entry in REQUESTS]
+    if processors.nodes is None:
+        return [(asked, asked.answer) for asked in requests]
+    texts = []
+    for asked, nodes in zip(requests, processors.nodes.tolist(), strict=True):
+        for node in range(N):
+            path = []
+            while node > 0:
+                path.append(nodes[node])
+                node = PARENTS[shape][node]
+            texts.append((asked, asked.answer + [token for token in path if token >= 0]))
+    return texts
+
+
+def oracle(logits: Tensor, processors: Processors, shape: str | None) -> Tensor:
+    rows = []
+    for row, (asked, answer) in enumerate(texts_of(processors, shape)):
+        x, text = logits[row : row + 1].float().cpu(), torch.tensor([asked.prompt + answer])
+        if asked.bias:
+            x = SequenceBiasLogitsProcessor({(token,): bias for token, bias in asked.bias})(text, x)
+        if asked.repetition != 1:
+            x = RepetitionPenaltyLogitsProcessor(asked.repetition)(text, x)
+        times = np.bincount(answer, minlength=x.shape[1]).astype(np.float32)
+        x = x.numpy()[0] - np.float32(asked.frequency) * times - np.float32(asked.presence) * (times > 0)
+        if processors.mask_rows is not None and processors.mask_rows[row] >= 0:
+            words = processors.masks[processors.mask_rows[row]].cpu().numpy()
+            x[np.unpackbits(words.view(np.uint8), bitorder="little")[: len(x)] == 0] = -np.inf
+        rows.append(torch.from_numpy(x))
+    return torch.stack(rows)
+
+
+def logits_of(processors: Processors, vocab: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    rows = len(REQUESTS) * (1 if processors.nodes is None else N)
+    return (torch.randn(rows, vocab + 8, generator=torch.Generator().manual_seed(vocab)) * 4).to(device, dtype)[
+        :, :vocab
+    ]
+
+
+def sampling_of(processors: Processors, device: str, temperature: float, filters: bool) -> Sampling:
+    E = len(ASKED)
+    settings = ((5, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.1), (12, 0.9, 0.0), (0, 1.0, 0.0))
+    columns = [torch.tensor(column, device=device) for column in zip(*settings, strict=True)]
+    return Sampling(
+        keys_of(range(E)).to(device),
+        torch.full((E,), temperature, device=device),
+        Filters(*columns) if filters else None,
+        torch.tensor(REQUESTS, device=device),
+        1 if processors.nodes is None else N,
+        processors,
+    )
+
+
+@triton.jit
+def store_processed(logits_ptr, rows_ptr, repeats, processors, out_ptr, stride, V, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    flags = row_flags(row, rows_ptr, repeats, processors)
+    x = load_logits((logits_ptr + row * stride, V, row, flags, rows_ptr, repeats, processors), columns)
+    tl.store(out_ptr + row * V + columns, x, mask=columns < V)
+
+
+SCENES = list(product(["chain", "tree", None], [True, False]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "masked"), SCENES)
+def test_both_equal_transformers_and_loops(shape: str | None, masked: bool, dtype: torch.dtype, device: str) -> None:
+    """Numbers of requests without a processor come through bit for bit."""
+    for vocab in (30, 77):
+        processors = processors_of(vocab, device, shape, masked)
+        logits = logits_of(processors, vocab, device, dtype)
+        sampling = sampling_of(processors, device, 1.0, filters=False)
+        found = torch.full(logits.shape, torch.nan, device=device)
+        store_processed[(len(logits),)](
+            logits, sampling.rows, sampling.repeats, processors, found, logits.stride(0), vocab, BLOCK=128
+        )
+        expected = oracle(logits, processors, shape)
+        reference = process_logits(logits, processors, sampling.entries(), sampling.repeats)
+        torch.testing.assert_close(reference.cpu(), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6)
+        untouched = sampling.entries().cpu() == 0
+        if not masked:
+            assert torch.equal(found.cpu()[untouched], logits.float().cpu()[untouched])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("shape", "masked", "vocab"),
+    cover(["chain", "tree"], [True, False], [30, pytest.param(151_936, marks=pytest.mark.gpu)])
+    + [pytest.param("tree", True, 5000, marks=SLOW), (None, True, 30)],
+)
+def test_tokens_are_those_of_processed_logits(shape: str | None, masked: bool, vocab: int, device: str) -> None:
+    """Greedy, plain and filtered: of the reference the very tokens, of the kernels as good ones."""
+    processors = processors_of(vocab, device, shape, masked)
+    logits = logits_of(processors, vocab, device)
+    positions = torch.arange(len(logits), device=device) * 7
+    for temperature, filters in ((0.0, True), (0.7, False), (0.7, True)):
+        sampling = sampling_of(processors, device, temperature, filters)
+        processed, bare = process_logits(logits, processors, sampling.entries(), sampling.repeats), sampling.by_row()
+        expected = sample.reference(processed, positions, bare)
+        assert torch.equal(sample.reference(logits, positions, sampling), expected)
+        with poisoned():
+            found = sample.triton(logits, positions, sampling)
+        scores = perturbed(processed, positions, bare)
+        assert (scores.gather(1, expected[:, None]) - scores.gather(1, found[:, None]) < 2e-5).all()
+    with poisoned():
+        values, _ = perturbed_topk.triton(logits, 3, positions, sampling)
+    torch.testing.assert_close(values, perturbed_topk(processed, 3, positions, bare)[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocab", [40, pytest.param(5000, marks=SLOW), pytest.param(151_936, marks=pytest.mark.gpu)])
+def test_thresholds_are_those_of_processed_logits(vocab: int, device: str) -> None:
+    """Also where a row has so many equal logits that the whole of it is searched."""
+    processors = processors_of(vocab, device, "tree", masked=True)
+    logits = logits_of(processors, vocab, device).round()
+    sampling = sampling_of(processors, device, 0.5, filters=True)
+    entries = sampling.entries()
+    processed = process_logits(logits, processors, entries, N)
+    assert sampling.filters is not None
+    assert sampling.temperature is not None
+    with poisoned():
+        found = filter_thresholds_triton(
+            logits, sampling.temperature, sampling.filters, sampling.rows, sampling.repeats, processors
+        )
+    expected = filter_thresholds_reference(processed / 0.5, sampling.filters.select(entries))
+    assert torch.equal(processed >= found[:, None], processed / 0.5 >= expected[:, None])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", [sample.reference, sample.triton])
+def test_rows_that_cannot_be_sampled(run, device: str) -> None:
+    """NaN of either sign anywhere, or nothing but -inf, gives -1, and other rows their tokens."""
+    vocab = 5000
+    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(0))
+    logits[1, 17], logits[3, 4999], logits[4], logits[6] = torch.nan, -torch.nan, torch.nan, -torch.inf
+    logits[2, :-1], logits[5, 9] = -torch.inf, torch.inf
+    failed = torch.tensor([False, True, False, True, True, False, True, False])
+    logits, positions = logits.to(device), torch.arange(8, device=device)
+    filters = Filters(*(torch.full((8,), value, device=device) for value in (20, 0.9, 0.0)))
+    warm = torch.ones(8, device=device)
+    for temperature, cut in ((None, None), (0 * warm, filters), (warm, None), (warm, filters)):
+        sampling = Sampling(keys_of(range(8)).to(device), temperature, cut)
+        tokens = run(logits, positions, sampling).cpu()
+        assert torch.equal(tokens < 0, failed)
+        assert tokens[failed].eq(-1).all()
+        assert tokens[[2, 5]].tolist() == [vocab - 1, 9]
+        alone = [run(logits[row : row + 1], positions[row : row + 1], of_row(sampling, row)) for row in (0, 7)]
+        assert tokens[[0, 7]].tolist() == [int(token) for token in alone]
+
+
+def of_row(sampling: Sampling, row: int) -> Sampling:
+    if sampling.temperature is None:
+        return sampling
+    return Sampling(
+        sampling.keys, sampling.temperature, sampling.filters, torch.tensor([row], device=sampling.keys.device)
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("run", [sample.reference, sample.triton])
+def test_a_mask_that_forbids_every_token(run, device: str) -> None:
+    """Every bit counts, the sign of a word, too."""
+    vocab = 70
+    processors = processors_of(vocab, device, None, masked=False)
+    allowed = [None, 0, 31, 32, 69, 63]
+    masks = torch.zeros(6, 3, dtype=torch.int64)
+    for row, token in enumerate(allowed):
+        masks[row, (token or 0) // 32] = 0 if token is None else 1 << token % 32
+    masks = (masks - ((masks >> 31) << 32)).int().to(device)
+    rows = torch.arange(6, dtype=torch.int32, device=device)
+    processors = processors._replace(flags=processors.flags * 0, masks=masks, mask_rows=rows)
+    sampling = sampling_of(processors, device, 1.0, filters=True)
+    logits = logits_of(processors, vocab, device)
+    tokens = run(logits, torch.arange(6, device=device), sampling)
+    assert tokens.tolist() == [-1 if token is None else token for token in allowed]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("width", [1, 6])
+def test_counting_equals_a_loop(width: int, dtype: torch.dtype, device: str) -> None:
+    """A token may come twice in a round, and requests without penalties are not written."""
+    generator = torch.Generator().manual_seed(width)
+    flags = torch.tensor([0, 1, 2, 3, 0], dtype=torch.int32, device=device)
+    requests = torch.tensor([3, 0, 1, 2, 4, 4], device=device)
+    tokens = torch.randint(-1, 3, (6, width), dtype=dtype, generator=generator).to(device)
+    before = torch.randint(9, (5, 7), dtype=torch.int32, generator=generator)
+    expected = before.clone()
+    for request, row in zip(requests.tolist(), tokens.tolist(), strict=True):
+        for token in row:
+            expected[request, token] += 2 * (token >= 0 and request in (1, 3))
+    for run in (count_tokens.reference, count_tokens.triton):
+        counts = before.to(device, copy=True)
+        run(counts, flags, requests, tokens)
+        assert torch.equal(counts.cpu(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "masked"), SCENES)
+def test_a_graph_replays_processed_samples(shape: str | None, masked: bool) -> None:
+    """Parameters that change between capture and replay are read anew."""
+    vocab = 128_256
+    processors = processors_of(vocab, "cuda", shape, masked)
+    sampling, logits = sampling_of(processors, "cuda", 0.7, filters=True), logits_of(processors, vocab, "cuda")
+    positions = torch.arange(len(logits), device="cuda")
+    expected = sample.triton(logits, positions, sampling)
+    assert torch.equal(replayed(lambda: sample.triton(logits, positions, sampling)), expected)
