@@ -27,7 +27,7 @@ class End(NamedTuple):
     """The results of a round, for the next one and for the host."""
 
     lengths: Tensor  # (B,) int64 committed tokens
-    roots: Tensor  # (B,) int64 the last token of each request
+    roots: Tensor  # (B,) int64 the last token of each request; 0 where it is -1
     results: Tensor  # (B, 1 + N) int32 number of tokens, tokens
 
 
@@ -60,7 +60,7 @@ def end_round(
     int32 at slots `rows` (B,) int64. The slot `padding` may occur several times in a batch; its length stays 0."""
     committed = lengths + counts
     state_lengths[rows] = committed.masked_fill(rows == padding, 0).int()
-    roots = emitted.gather(1, counts.long()[:, None] - 1).flatten().long()
+    roots = emitted.gather(1, counts.long()[:, None] - 1).flatten().long().clamp(min=0)
     return End(committed, roots, torch.cat((counts[:, None], emitted), dim=1))
 
 
@@ -130,7 +130,7 @@ def _end_round(
     length = tl.load(lengths + request) + count
     tl.store(state_lengths + row, tl.where(row == padding, 0, length).to(tl.int32))
     tl.store(committed + request, length)
-    tl.store(roots + request, tl.load(emitted + request * N + count - 1).to(tl.int64))
+    tl.store(roots + request, tl.maximum(tl.load(emitted + request * N + count - 1), 0).to(tl.int64))
     tl.store(results + request * (1 + N), count)
     tokens = tl.load(emitted + request * N + node, mask=inside, other=-1)
     tl.store(results + request * (1 + N) + 1 + node, tokens, mask=inside)

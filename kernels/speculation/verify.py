@@ -48,19 +48,20 @@ def unpack(masks: Tensor, count: int | None = None) -> Tensor:
 def verify(tokens: Tensor, parents: Tensor, sampled: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """The accepted path of each proposal.
 
-    tokens, parents (B, N) int32 as in Proposal (unused nodes -1); sampled (B, N): the target's token after each node;
-    ancestors (B, N) int64 from ancestor_masks, or None for a chain.
+    tokens, parents (B, N) int32 as in Proposal (unused nodes -1); sampled (B, N): the target's token after each node
+    or -1, which ends the path; ancestors (B, N) int64 from ancestor_masks, or None for a chain.
     Returns nodes (B, N) int32 accepted node ids, root first, -1 padded; emitted (B, N) int32 the target's token after
     each accepted node, -1 padded; lengths (B,) int32.
     """
     N = tokens.shape[1]
+    above = None if ancestors is None else parents[:, 1:].clamp(min=0).long()
+    expected = sampled[:, :-1] if above is None else sampled.gather(1, above)
     matches = torch.ones_like(tokens, dtype=torch.bool)  # the root is always accepted
+    matches[:, 1:] = (tokens[:, 1:] == expected) & (expected >= 0)  # unused nodes are -1, too
     if ancestors is None:
-        matches[:, 1:] = tokens[:, 1:] == sampled[:, :-1]
         accepted = matches.cummin(dim=1).values
         nodes = torch.arange(N, device=tokens.device).expand_as(tokens)
     else:
-        matches[:, 1:] = tokens[:, 1:] == sampled.gather(1, parents[:, 1:].clamp(min=0).long())
         accepted = (matches[:, None, :] | ~unpack(ancestors)).all(dim=-1)
         # Siblings are distinct, so the accepted nodes are one path, and ids grow along it: sorting keeps its order.
         nodes = torch.where(accepted, torch.arange(N, device=tokens.device), N).sort(dim=1).values.clamp(max=N - 1)
@@ -123,7 +124,7 @@ def _verify(
         parent = tl.maximum(tl.load(parent_address, mask=is_node, other=0), 0)
         path = tl.load(ancestors_ptr + request * N + node, mask=is_node, other=0)
     expected = tl.load(sampled_ptr + parent, mask=is_node, other=-2)
-    is_match = (node == 0) | (token == expected)
+    is_match = (node == 0) | ((token == expected) & (token >= 0))
     matches = tl.sum(tl.where(is_match, bit, 0), axis=0)
     accepted = is_node & ((path & ~matches) == 0)
     count = accepted.to(tl.int32)

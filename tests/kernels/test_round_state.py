@@ -39,6 +39,7 @@ def test_a_round_ends_with_its_tokens_committed(device: str, width: int) -> None
     generator = torch.Generator().manual_seed(width)
     counts = torch.randint(1, width + 1, (len(rows),), dtype=torch.int32, generator=generator).to(device)
     emitted = torch.randint(0, 50, (len(rows), width), dtype=torch.int32, generator=generator).to(device)
+    emitted[0, counts[0] - 1] = -1  # a token that could not be sampled: no index of an embedding
     emitted.masked_fill_(torch.arange(width, device=device) >= counts[:, None], -1)
     before = lengths[rows].long()
     for end in (end_round.triton, end_round.reference):
@@ -49,7 +50,8 @@ def test_a_round_ends_with_its_tokens_committed(device: str, width: int) -> None
             expected[row] = 0 if row == NULL else int(before[index] + counts[index])
         assert after.tolist() == expected
         assert found.lengths.tolist() == (before + counts).tolist()
-        assert found.roots.tolist() == [int(emitted[index, count - 1]) for index, count in enumerate(counts.tolist())]
+        last = [int(emitted[index, count - 1]) for index, count in enumerate(counts.tolist())]
+        assert found.roots.tolist() == [max(0, token) for token in last]
         assert found.results.tolist() == torch.cat((counts[:, None], emitted), dim=1).tolist()
         assert [x.dtype for x in found] == [torch.int64, torch.int64, torch.int32]
 

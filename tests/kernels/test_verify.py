@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.kernels.speculation.verify import ancestor_masks, unpack, verify
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
 
-VOCAB = 4  # small, so that drafts are right now and then
+VOCAB = 4  # small, so that drafts are right now and then; the target may sample -1, too
 
 
 def random_tree(rng: random.Random, width: int, chain: bool) -> tuple[list[int], list[int]]:
@@ -50,7 +50,7 @@ def padded(values: list[int], width: int) -> list[int]:
 def test_verify_equals_a_walk(chain: bool, width: int) -> None:
     rng = random.Random(width)
     trees = [random_tree(rng, width, chain) for _ in range(200)]
-    sampled = [[rng.randrange(VOCAB) for _ in range(width)] for _ in trees]
+    sampled = [[rng.randrange(-1, VOCAB) for _ in range(width)] for _ in trees]
     tokens = torch.tensor([tree[0] for tree in trees], dtype=torch.int32)
     parents = torch.tensor([tree[1] for tree in trees], dtype=torch.int32)
     paths = [walk(*tree, target) for tree, target in zip(trees, sampled, strict=True)]
@@ -81,7 +81,7 @@ def test_ancestors_equal_the_path_to_the_root() -> None:
 def random_proposals(num: int, width: int, chain: bool, device: str) -> tuple[Tensor, Tensor, Tensor]:
     rng = random.Random(width)
     tokens, parents = zip(*(random_tree(rng, width, chain) for _ in range(num)), strict=True)
-    sampled = torch.tensor([[rng.randrange(VOCAB) for _ in range(width)] for _ in range(num)], device=device)
+    sampled = torch.tensor([[rng.randrange(-1, VOCAB) for _ in range(width)] for _ in range(num)], device=device)
     # Strided rows, cut from stored proposals.
     stored = torch.full((2, num, width + 3), 99, dtype=torch.int32, device=device)
     stored[0, :, :width], stored[1, :, :width] = torch.tensor(tokens), torch.tensor(parents)
