@@ -221,7 +221,7 @@ class Engine:
         for stage in self.stages:
             if ends and stage.reads == "proposal" and stage.wants(slots):
                 nodes = np.array([[[chunk.tokens[-1]] for chunk in ends], [[-1]] * len(ends)], np.int32)
-                self._edits += stage.run(Proposed(slots, nodes), 1)
+                self._edits += stage.run(Proposed(slots, nodes, np.zeros((len(ends), 2), np.int32)), 1)
 
     def _admit(self, sequence: Sequence) -> None:
         self.planner.admitted(sequence)

@@ -26,10 +26,11 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proposed:
-    """What the next round verifies of each request."""
+    """What the next round verifies of each request; before a first token, the last token of its prompt as a root."""
 
     slots: list[int]  # (B,)
     nodes: NDArray[np.int32]  # (2, B, N): tokens, unused ones -1, and parents
+    results: NDArray[np.int32]  # (B, 1 + N) as in Emitted: the tokens of the pass that proposed it, the last the root
 
     def after(self, proposals: Sequence[HostProposal]) -> "Proposed":
         """With those that a host stage replaces."""
@@ -39,7 +40,7 @@ class Proposed:
                 if count and slot in place:
                     nodes[:, place[slot]] = -1
                     nodes[:, place[slot], : proposal.nodes.shape[2]] = proposal.nodes[:, index]
-        return Proposed(self.slots, nodes)
+        return Proposed(self.slots, nodes, self.results)
 
 
 class HostStage(ABC):

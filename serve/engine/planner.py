@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.serve.engine.host_stages import Emitted, Proposed
 from slipstream.serve.engine.plan import Admission, Edits, PromptChunk, SamplingMode, StepOutput, StepPlan
@@ -136,14 +137,13 @@ class Planner:
     def emitted(self, plan: StepPlan, output: StepOutput) -> Emitted:
         """The tokens of a pass, without those that nobody waits for."""
         places, slots = self._receivers(plan, output.errors)
-        results = np.concatenate((output.num_emitted[:, None], output.tokens), axis=1)
-        return Emitted(slots, results if len(places) == len(results) else results[places])
+        return Emitted(slots, results_of(output, places))
 
     def proposed(self, plan: StepPlan, output: StepOutput) -> Proposed:
         """What a pass has proposed for the next round."""
         assert output.proposed is not None
         places, slots = self._receivers(plan, output.errors)
-        return Proposed(slots, output.proposed[:, places])
+        return Proposed(slots, output.proposed[:, places], results_of(output, places))
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Output]:
         """Hands the tokens to the scheduler, in the order of the plans."""
@@ -199,6 +199,12 @@ class Planner:
 
 def slots_of(plan: StepPlan) -> tuple[int, ...]:
     return plan.slots or tuple(chunk.slot for chunk in plan.chunks)
+
+
+def results_of(output: StepOutput, places: list[int]) -> NDArray[np.int32]:
+    """(B, 1 + N): the number of tokens and the tokens at those places of a pass."""
+    results = np.concatenate((output.num_emitted[:, None], output.tokens), axis=1)
+    return results if len(places) == len(results) else results[places]
 
 
 def prompt_chunk(chunk: Chunk) -> PromptChunk:

@@ -94,6 +94,8 @@ class Watching(HostStage):
     def run(self, given: Emitted | Proposed, width: int) -> Edits:
         assert isinstance(given, Proposed)
         self.seen.append(given)
+        for (count, *tokens), root in zip(given.results.tolist(), given.nodes[0, :, 0].tolist(), strict=True):
+            assert not count or tokens[count - 1] == root
         errors = {
             slot: f"token {self.refused} is refused"
             for index, slot in enumerate(given.slots)
@@ -141,7 +143,8 @@ def test_a_stage_fails_one_request(build: Any, target: Path, draft: Path) -> Non
 
 
 def test_a_replaced_proposal_is_what_the_next_stage_sees() -> None:
-    given = Proposed([4, 7], np.array([[[5, 6, 8], [9, 10, 11]], [[-1, 0, 1], [-1, 0, 1]]], np.int32))
+    trees = np.array([[[5, 6, 8], [9, 10, 11]], [[-1, 0, 1], [-1, 0, 1]]], np.int32)
+    given = Proposed([4, 7], trees, results=np.array([[1, 5], [1, 9]], np.int32))
     nodes = np.array([[[9, 3], [5, 2]], [[-1, 0], [-1, 0]]], np.int32)
     edit = HostProposal([7, 4], nodes, np.zeros((2, 2), np.float32), counts=[2, 0], kinds=[1, 1])
     after = given.after([edit])
