@@ -70,6 +70,12 @@ def lr_factor(step: float, num_steps: int, warmup_ratio: float, schedule: str = 
     return 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
 
+def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Not a matrix of one row or column, whose gradient orthogonalisation would merely scale to length 1; nor a head,
+    which has one row per token: rare tokens' rows need AdamW's step per entry."""
+    return parameter.ndim == 2 and min(parameter.shape) > 1 and "lm_head" not in name.split(".")
+
+
 def build_optimizers(model: nn.Module, options: OptimOptions) -> list[torch.optim.Optimizer]:
     """AdamW for all trainable parameters, or with `muon` Muon for the hidden matrices and AdamW for the rest.
 
@@ -77,8 +83,7 @@ def build_optimizers(model: nn.Module, options: OptimOptions) -> list[torch.opti
     the root mean square of AdamW's, so both share one learning rate.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    # Not a head, which has one row per token: rare tokens' rows need AdamW's step per entry.
-    matrices = [p for name, p in named if options.name == "muon" and p.ndim == 2 and "lm_head" not in name.split(".")]
+    matrices = [p for name, p in named if options.name == "muon" and is_hidden_matrix(name, p)]
     chosen = {id(parameter) for parameter in matrices}
     rest = [parameter for _, parameter in named if id(parameter) not in chosen]
     optimizers: list[torch.optim.Optimizer] = [

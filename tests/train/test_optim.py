@@ -104,3 +104,12 @@ def test_muon_has_the_hidden_matrices_only(training: Eagle3Training) -> None:
         "draft.midlayer.self_attn.o_proj.weight",
         "draft.midlayer.self_attn.qkv_proj.weight",
     ]
+
+
+def test_adamw_has_vectors_matrices_of_one_row_or_column_and_heads() -> None:
+    shapes = {"norm": (8,), "gate": (1, 8), "column": (8, 1), "lm_head": (16, 8), "fc": (8, 24), "narrow": (2, 8)}
+    model = torch.nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
+    adamw, muon = build_optimizers(model, OptimOptions(name="muon"))
+    names = {id(parameter): name for name, parameter in model.items()}
+    parts = [{names[id(p)] for group in part.param_groups for p in group["params"]} for part in (adamw, muon)]
+    assert parts == [{"norm", "gate", "column", "lm_head"}, {"fc", "narrow"}]
