@@ -1,12 +1,13 @@
-"""RMS norms (Zhang & Sennrich 2019) in one launch each: alone, after a residual add, of two inputs side by side, and of
-query and key heads.
+"""RMS norms (Zhang & Sennrich 2019) in one launch each: alone, after a residual add, of two inputs side by side; and of
+parts of a row, such as query and key heads, in plain torch.
 
 fp32 inside, rounded once. One program per row, in which a thread reads 16 bytes; the number of threads depends on the
 row's size alone, so a row's result does not depend on the number of rows. Results have the input's dtype. Under
 autocast fp32 weights meet bf16 rows: the references cast the weights, because torch's fused norms take one dtype.
-Letters: T rows (any leading dims), H hidden, Q/G query and KV heads, D head dim.
+Letters: T rows (any leading dims), H hidden, K parts, Q/G query and KV heads, D head dim.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
+from slipstream.kernels.launch import Op, on_gpu, pdl_options, wait_for_inputs
 
 LANE_ELEMENTS = 8  # 16 bytes of bf16
 
@@ -81,6 +82,25 @@ def rms_norm_pair_triton(first: Tensor, second: Tensor, weights: tuple[Tensor, T
         strides = left.stride(0), right.stride(0)
         _rms_norm_pair[(len(left), 2)](left, right, *weights, out, *strides, eps, **_launch(weights[0]))
     return out
+
+
+@Op
+def rms_norm_parts(x: Tensor, weights: Sequence[Tensor], eps: float) -> Tensor:
+    """Norms each of the K parts of x (..., K * H) by its own of the K `weights` (H,) -> (..., K * H) in x's dtype."""
+    parts = x.unflatten(-1, (len(weights), -1))
+    return rms_norm_each(parts, torch.stack(tuple(weights)), eps).flatten(-2)
+
+
+@rms_norm_parts.kernel(when=on_gpu)
+def rms_norm_parts_triton(x: Tensor, weights: Sequence[Tensor], eps: float) -> Tensor:
+    parts = zip(x.chunk(len(weights), dim=-1), weights, strict=True)
+    return torch.cat([rms_norm(part, weight, eps) for part, weight in parts], dim=-1)
+
+
+def rms_norm_each(x: Tensor, weights: Tensor, eps: float) -> Tensor:
+    """x (..., K, H) / rms(x) * weights (K, H) -> (..., K, H) in x's dtype. In plain torch, for the CPU: a norm of a few
+    rows costs its operators, not its numbers, so one takes hardly longer than each of K."""
+    return (F.rms_norm(x.float(), x.shape[-1:], None, eps) * weights).to(x.dtype)
 
 
 class HeadNorms(NamedTuple):

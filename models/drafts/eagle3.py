@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.norm import rms_norm_parts
 from slipstream.models.drafts.base import (
     EMBEDDING,
     HEAD,
@@ -273,8 +274,7 @@ class Eagle3(DraftNetwork):
         if self.input_norm is not None:
             aux_states = self.input_norm(aux_states)
         if self.fc_norm is not None:
-            states = zip(self.fc_norm, aux_states.chunk(len(self.fc_norm), dim=-1), strict=True)
-            aux_states = torch.cat([norm(state) for norm, state in states], dim=-1)
+            aux_states = rms_norm_parts(aux_states, [norm.weight for norm in self.fc_norm], self.config.rms_norm_eps)
         return self.fc(aux_states)
 
     def write_context(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> None:

@@ -1,5 +1,6 @@
 """Attention with torch's scaled_dot_product_attention over gathered pages: the CPU's backend and the reference."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -7,8 +8,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from slipstream.kernels.kv.rope import rotate_halves
-from slipstream.kernels.norm import HeadNorms, norm_heads
+from slipstream.kernels.norm import HeadNorms, rms_norm_each
 from slipstream.kernels.speculation.verify import unpack
 from slipstream.models.layers.attention import Mask
 from slipstream.serve.attention import base
@@ -37,7 +37,8 @@ class Backend(base.Backend):
 
     def plan(self, metadata: AttentionMetadata) -> None:
         self.metadata = metadata
-        self.cos, self.sin = self.rope.cos_sin(metadata.positions)
+        if not self.cache.is_cuda:
+            self._find_angles(metadata.positions)
         counts = metadata.query_lens
         if len(set(counts)) == 1:
             self.segments = [self._segment(0, len(counts), 0)]
@@ -46,9 +47,10 @@ class Backend(base.Backend):
         self.segments = [self._segment(index, index + 1, start) for index, start in enumerate(starts)]
 
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
-        keys, values = self.flat[layer]
-        keys.index_copy_(0, self.metadata.slots, rotate_halves(k, self.cos, self.sin))
-        values.index_copy_(0, self.metadata.slots, v)
+        if k.is_cuda:
+            super().write(k, v, layer)
+        else:
+            self._store(self._rotate(k), v, layer)
 
     def attend(
         self,
@@ -63,20 +65,40 @@ class Backend(base.Backend):
         if q.is_cuda:  # one launch instead of a dozen
             q = self.rotate_and_store(q, k, v, layer, norms)
         else:
-            q, k = norm_heads(q, k, norms)
-            self.write(k, v, layer)
-            q = rotate_halves(q, self.cos, self.sin)
+            q, k = self._norm_and_rotate(q, k, norms)
+            self._store(k, v, layer)
         parts = [self._attend(q[segment.queries], layer, mask, window, segment) for segment in self.segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _find_angles(self, positions: Tensor) -> None:
+        """Of a pass on the CPU; the first half of `sin` is negated, for `_rotate`."""
+        self.cos, self.sin = self.rope.cos_sin(positions)
+        self.sin[..., : self.sin.shape[-1] // 2].neg_()
+
+    def _norm_and_rotate(self, q: Tensor, k: Tensor, norms: HeadNorms | None) -> Sequence[Tensor]:
+        """q (T, Q, D) and k (T, G, D), each operator on both at once: of few tokens the operators take the time."""
+        sizes = q.shape[1], k.shape[1]
+        heads = torch.cat((q, k), dim=1)  # (T, Q + G, D)
+        if norms is not None:
+            weights = norms.q.expand(sizes[0], -1), norms.k.expand(sizes[1], -1)
+            heads = rms_norm_each(heads, torch.cat(weights), norms.eps)
+        return self._rotate(heads).split(sizes, dim=1)
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        """rotate_halves (kernels/kv/rope.py) of x (T, heads, D), in three operators: `sin` has the sign."""
+        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin).to(x.dtype)
+
+    def _store(self, k: Tensor, v: Tensor, layer: int) -> None:
+        keys, values = self.flat[layer]
+        keys.index_copy_(0, self.metadata.slots, k)
+        values.index_copy_(0, self.metadata.slots, v)
 
     def _attend(self, q: Tensor, layer: int, mask: Mask, window: int | None, segment: Segment) -> Tensor:
         """q (b * count, Q, D) -> the same shape."""
         b, p = segment.pages.shape
         page_size, G, D = self.cache.shape[3:]
-        keys, values = self.cache[layer]
-        pages = segment.pages.flatten()
-        k = keys.index_select(0, pages).view(b, p * page_size, G, D).transpose(1, 2)  # (b, G, S, D)
-        v = values.index_select(0, pages).view(b, p * page_size, G, D).transpose(1, 2)
+        kv = self.cache[layer].index_select(1, segment.pages.flatten())
+        k, v = kv.view(2, b, p * page_size, G, D).transpose(2, 3).unbind()  # (b, G, S, D) each
         group = q.shape[1] // G
         q = q.view(b, segment.count, G, group, D).permute(0, 2, 3, 1, 4)  # (b, G, Q / G, count, D)
         if b == 1 and q.is_cuda:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.norm import HeadNorms, add_rms_norm, norm_heads, rms_norm, rms_norm_pair
+from slipstream.kernels.norm import HeadNorms, add_rms_norm, norm_heads, rms_norm, rms_norm_pair, rms_norm_parts
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
 
 EPS = 1e-5
@@ -76,6 +76,16 @@ def test_rms_norm_pair(kernel: Callable[..., Tensor], shape: tuple[int, int], dt
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kernel", [rms_norm_parts.reference, rms_norm_parts.triton])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_rms_norm_parts(kernel: Callable[..., Tensor], dtype: torch.dtype, device: str) -> None:
+    x, weights = random_rows((5, 192), dtype, device, 0), random((3, 64), dtype, device, 1)
+    expected = [normed(part, weight) for part, weight in zip(x.chunk(3, dim=-1), weights, strict=True)]
+    check(kernel(x, weights.unbind(), EPS), torch.cat(expected, dim=-1), dtype)
+    check(kernel(x.view(5, 1, 192), weights.unbind(), EPS)[:, 0], torch.cat(expected, dim=-1), dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_leading_dims_no_rows_and_mixed_dtypes(device: str) -> None:
     x, weight = random((2, 3, 64), torch.bfloat16, device, 0), random((64,), torch.float32, device, 1)
     delta = random((2, 3, 64), torch.float32, device, 2)
@@ -115,12 +125,14 @@ def test_under_autograd_fp32_weights_leave_the_dtype_as_it_is(autocast: bool, de
         added, summed = add_rms_norm(x, y, weights[0], EPS)
         q, k, _ = x.unflatten(1, (4, 16)).split((2, 1, 1), dim=1)
         q, k = norm_heads(q, k, HeadNorms(*heads, EPS))
-        results = [rms_norm(x, weights[0], EPS), added, rms_norm_pair(x, y, (weights[0], weights[1]), EPS), q, k]
+        parts = rms_norm_parts(x, [*heads, *heads], EPS)
+        results = [rms_norm(x, weights[0], EPS), added, rms_norm_pair(x, y, (weights[0], weights[1]), EPS), parts, q, k]
     by_head = x.unflatten(1, (4, 16))
     expected = [
         normed(x, weights[0]),
         normed(summed, weights[0]),
         torch.cat((normed(x, weights[0]), normed(y, weights[1])), dim=-1),
+        normed(by_head, torch.stack([*heads, *heads])).flatten(1),
         normed(by_head[:, :2], heads[0]),
         normed(by_head[:, 2:3], heads[1]),
     ]
