@@ -125,14 +125,15 @@ def filter_thresholds_triton(
     candidates = torch.empty(R, CANDIDATES.value, dtype=torch.float32, device=device)
     counters, shape, k, p = done_counters(device), (logits.stride(0), V), filters.top_k, filters.top_p
     if R:
+        held = processors and processors.for_kernels()
         limits = [register_limit(logits, processors, most) for most in (80, 72, 32, 128)]
         chunks, parts = CHUNKS if tiles <= 16 else CHUNKS // 2, triton.cdiv(V, SEARCH_TILE)
         summarise[(R, tiles)](
-            logits, temperature, rows, repeats, processors, searches, bins, counters, *shape, tiles, partials, k, p,
+            logits, temperature, rows, repeats, held, searches, bins, counters, *shape, tiles, partials, k, p,
             filters.min_p, thresholds, TILE=TILE, TILES=triton.next_power_of_2(tiles), CHUNKS=chunks, num_warps=4,
             **limits[0],
         )  # fmt: skip
-        source = logits, rows, repeats, processors, searches
+        source = logits, rows, repeats, held, searches
         fill_bins[(R, parts)](*source, bins, counters, *shape, parts, TILE=SEARCH_TILE, num_warps=4, **limits[1])
         collect[(R, parts)](*source, candidates, counters, *shape, TILE=SEARCH_TILE, num_warps=8, **limits[2])
         finish[(R,)](*source, candidates, counters, *shape, k, p, thresholds, num_warps=8, **limits[3])
@@ -163,7 +164,7 @@ def summarise(
         chunk, column = tl.arange(0, CHUNKS), tl.arange(0, TILE // CHUNKS)
         columns = tile * TILE + chunk[:, None] * (TILE // CHUNKS) + column[None, :]
         row_ptr = logits_ptr + row.to(tl.int64) * stride
-        x = load_logits((row_ptr, V, row, flags, rows_ptr, repeats, processors), columns)
+        x = load_logits(row_ptr, columns, V, row, flags, rows_ptr, repeats, processors)
         temperature = tl.maximum(temperature, 1e-6)
         rate = LOG2_E / temperature
         maxima = tl.max(x, axis=1)
@@ -260,10 +261,9 @@ def bin_of(x, peak, scale):
 
 
 @triton.jit
-def row_source(logits_ptr, stride, V, row, search, rows_ptr, repeats, processors):
-    """What load_logits reads; the search record has the row's flags."""
-    flags = 0 if processors is None else tl.load(search + FLAGS).to(tl.int32)
-    return logits_ptr + row.to(tl.int64) * stride, V, row, flags, rows_ptr, repeats, processors
+def search_flags(search, processors):
+    """The flags of the record's row."""
+    return 0 if processors is None else tl.load(search + FLAGS).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["repeats"])
@@ -278,8 +278,9 @@ def fill_bins(
     if kind >= WIDE_RANK:
         peak, low, scale = tl.load(search + PEAK), tl.load(search + LOW), tl.load(search + SCALE)
         unit = tl.where(kind == MASS, MASS_UNIT, 1.0)
-        source = row_source(logits_ptr, stride, V, row, search, rows_ptr, repeats, processors)
-        x = load_logits(source, tile * TILE + tl.arange(0, TILE))
+        row_ptr, flags = logits_ptr + row.to(tl.int64) * stride, search_flags(search, processors)
+        columns = tile * TILE + tl.arange(0, TILE)
+        x = load_logits(row_ptr, columns, V, row, flags, rows_ptr, repeats, processors)
         weights = tl.where(kind == MASS, mass(x, peak, tl.load(search + RATE)), 1.0) * unit
         tl.atomic_add(bins_ptr + bin_of(x, peak, scale), weights.to(tl.int64), mask=x >= low, sem="relaxed")
         if is_last_done(counters_ptr + row, tiles):
@@ -309,8 +310,9 @@ def collect(
     search = searches_ptr + row * SEARCH
     kind = tl.load(search + KIND).to(tl.int32)
     if kind != NONE:
-        source = row_source(logits_ptr, stride, V, row, search, rows_ptr, repeats, processors)
-        x = load_logits(source, tile * TILE + tl.arange(0, TILE))
+        row_ptr, flags = logits_ptr + row.to(tl.int64) * stride, search_flags(search, processors)
+        columns = tile * TILE + tl.arange(0, TILE)
+        x = load_logits(row_ptr, columns, V, row, flags, rows_ptr, repeats, processors)
         answer = tl.load(search + BIN).to(tl.int32)
         bins = bin_of(x, tl.load(search + PEAK), tl.load(search + SCALE))
         inside = (x >= tl.load(search + LOW)) & (tl.where(kind == RANK, answer, bins) == answer)
@@ -340,8 +342,10 @@ def finish(
         elif is_short & (found <= CANDIDATES):
             threshold = _among(candidates_ptr, found, search, kind, top_k, top_p, CANDIDATES)
         else:
-            source = row_source(logits_ptr, stride, V, row, search, rows_ptr, repeats, processors)
-            threshold = _over_row(source, V, search, kind, top_k, top_p)
+            row_ptr, flags = logits_ptr + row.to(tl.int64) * stride, search_flags(search, processors)
+            threshold = _over_row(
+                row_ptr, V, row, flags, rows_ptr, repeats, processors, search, kind, top_k, top_p
+            )  # fmt: skip
         tl.store(thresholds_ptr + row, tl.maximum(threshold, tl.load(search + FLOOR)))
 
 
@@ -371,25 +375,28 @@ def _among(candidates_ptr, found, search, kind, top_k, top_p, LANES: tl.constexp
 
 
 @triton.jit
-def _over_row(source, V, search, kind, top_k, top_p):
+def _over_row(row_ptr, V, row, flags, rows_ptr, repeats, processors, search, kind, top_k, top_p):
     peak, goal, rate = tl.load(search + PEAK), tl.load(search + GOAL), tl.load(search + RATE)
     threshold = tl.full((), float("-inf"), tl.float32)
     if kind != MASS:
-        threshold = _descend(source, V, peak, rate, top_k.to(tl.float32), False)
+        goal_k = top_k.to(tl.float32)
+        threshold = _descend(row_ptr, V, row, flags, rows_ptr, repeats, processors, peak, rate, goal_k, False)
         counts, masses = tl.zeros((SCANNED,), tl.float32), tl.zeros((SCANNED,), tl.float32)
         for start in range(0, V, SCANNED):
-            x = load_logits(source, start + tl.arange(0, SCANNED))
+            columns = start + tl.arange(0, SCANNED)
+            x = load_logits(row_ptr, columns, V, row, flags, rows_ptr, repeats, processors)
             counts += tl.where(x > threshold, 1.0, 0.0)
             masses += tl.where(x > threshold, mass(x, peak, rate), 0.0)
         num_larger, larger = tl.sum(counts, axis=0), tl.sum(masses, axis=0)
         goal = top_p * (larger + (top_k.to(tl.float32) - num_larger) * mass(threshold, peak, rate))
     if top_p < 1.0:
-        threshold = tl.maximum(threshold, _descend(source, V, peak, rate, goal, True))
+        lowest = _descend(row_ptr, V, row, flags, rows_ptr, repeats, processors, peak, rate, goal, True)
+        threshold = tl.maximum(threshold, lowest)
     return threshold
 
 
 @triton.jit
-def _descend(source, V, peak, rate, goal, BY_MASS: tl.constexpr):
+def _descend(row_ptr, V, row, flags, rows_ptr, repeats, processors, peak, rate, goal, BY_MASS: tl.constexpr):
     """The largest x whose weight and that of all above it reach the goal, found four bits at a time from the top."""
     digit = tl.arange(0, 16)
     known, unit = tl.full((), 0, tl.uint32), tl.full((), 1 << 28, tl.uint32)  # leading digits of the answer
@@ -398,7 +405,7 @@ def _descend(source, V, peak, rate, goal, BY_MASS: tl.constexpr):
         weights = tl.zeros((16, SCANNED), tl.float32)
         for start in range(0, V, SCANNED):
             columns = start + tl.arange(0, SCANNED)
-            x = load_logits(source, columns)
+            x = load_logits(row_ptr, columns, V, row, flags, rows_ptr, repeats, processors)
             bits = x.to(tl.uint32, bitcast=True)
             order = tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
             weight = tl.where(columns < V, mass(x, peak, rate) if BY_MASS else 1.0, 0.0)

@@ -14,6 +14,7 @@ its own path, too: its own and its ancestors' below the root, whose token is in 
 Letters: R rows of logits, V their vocabulary, E entries of parameters, B requests, N nodes per request, M masks.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.grid_sync import MAX_ROWS
 from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
 from slipstream.kernels.speculation.verify import unpack
 
@@ -31,7 +33,7 @@ MASK = tl.constexpr(4)
 
 
 class Processors(NamedTuple):
-    """Parameters by entry, and what belongs to one pass. Kernels take it as it is. All tensors are contiguous."""
+    """Parameters by entry, and what belongs to one pass. All tensors are contiguous."""
 
     flags: Tensor  # (E,) int32 which processors an entry has; without its bit nothing of one is read
     repetition: Tensor  # (E,) fp32, 1 = off
@@ -39,7 +41,7 @@ class Processors(NamedTuple):
     presence: Tensor  # (E,) fp32, 0 = off
     counts: Tensor  # (E, V) int32: twice the times that the token is in the answer, plus 1 if it is in the prompt
     bias: Tensor  # (E, V) fp32
-    nodes: Tensor | None = None  # (B, N) int32 the pass's tokens, root first, unused ones -1; row b * N + n is a node's
+    nodes: Tensor | None = None  # (B, N) int32 the pass's tokens, root first, unused ones -1; its rows are b * N + n
     ancestors: Tensor | None = None  # (B, N) int64 bit masks (kernels/speculation/verify.py); None: chains
     masks: Tensor | None = None  # (M, ceil(V / 32)) int32: bit i % 32 of word i // 32 allows token i, as in xgrammar
     mask_rows: Tensor | None = None  # (R,) int32 which mask a row has, -1: none
@@ -53,6 +55,25 @@ class Processors(NamedTuple):
         assert (self.mask_rows is None) == (self.masks is None)
         assert self.mask_rows is None or len(self.mask_rows) == num_rows
         assert all(x is None or x.is_contiguous() for x in self)
+        assert self.nodes is not None or repeats == 1
+
+    def for_kernels(self) -> "Processors":
+        """The same without None, so that there is one kernel for every kind of pass: a row whose ancestors are all
+        nodes before it is a chain's, and no row has a mask. Of the others nothing is read."""
+        none = _minus_one(self.flags.device)
+        return self._replace(
+            nodes=self.flags if self.nodes is None else self.nodes,
+            ancestors=none if self.ancestors is None else self.ancestors,
+            masks=self.flags if self.masks is None else self.masks,
+            mask_rows=none.view(torch.int32) if self.mask_rows is None else self.mask_rows,
+        )
+
+
+@functools.cache
+def _minus_one(device: torch.device) -> Tensor:
+    """(MAX_ROWS,) int64."""
+    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capture"
+    return torch.full((MAX_ROWS,), -1, dtype=torch.int64, device=device)
 
 
 def process_logits(logits: Tensor, processors: Processors, entries: Tensor, repeats: int) -> Tensor:
@@ -148,18 +169,13 @@ def row_flags(row, rows_ptr, repeats, processors):
     flags = 0
     if processors is not None:
         flags = tl.load(processors.flags + parameter_entry(row, rows_ptr, repeats))
-        if processors.masks is not None:
-            flags |= tl.where(tl.load(processors.mask_rows + row) >= 0, MASK, 0)
+        flags |= tl.where(tl.load(processors.mask_rows + row) >= 0, MASK, 0)
     return flags
 
 
 @triton.jit
-def load_logits(source, columns):
-    """Processed logits, fp32, of some columns of a row; -inf beyond the last column.
-
-    source: (address of the row's logits, V, row, its flags, rows_ptr, repeats, processors).
-    """
-    row_ptr, V, row, flags, rows_ptr, repeats, processors = source
+def load_logits(row_ptr, columns, V, row, flags, rows_ptr, repeats, processors):
+    """Processed logits, fp32, of some columns of a row, whose logits begin at row_ptr; -inf beyond the last column."""
     x = tl.load(row_ptr + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
     if processors is not None:  # noqa: SIM102  decided when the kernel is compiled, unlike the next
         if flags != 0:
@@ -176,31 +192,19 @@ def _process(x, columns, V, row, flags, rows_ptr, repeats, processors):
         x += tl.load(processors.bias + entry * V + columns, mask=inside, other=0.0)
     if (flags & PENALTIES) != 0:
         counts = tl.load(processors.counts + entry * V + columns, mask=inside, other=0)
-        if processors.nodes is not None:
-            counts = _add_path(counts, columns, row, repeats, processors)
+        node = row % repeats
+        for other in range(1, node + 1):  # ancestors' ids are below a node's own
+            token = tl.load(processors.nodes + row - node + other)
+            is_on_path = (tl.load(processors.ancestors + row) >> other) & 1
+            counts += tl.where(columns == token, 2 * is_on_path.to(tl.int32), 0)
         repetition = tl.load(processors.repetition + entry)
         divided = tl.where(x < 0, x * repetition, tl.math.div_rn(x, repetition + tl.zeros_like(x)))
         x = tl.where(counts > 0, divided, x)
         frequency = tl.load(processors.frequency + entry) + tl.zeros_like(x)
         x = tl.fma(-frequency, (counts >> 1).to(tl.float32), x)
         x = tl.where(counts > 1, x - tl.load(processors.presence + entry), x)
-    if processors.masks is not None:  # noqa: SIM102
-        if (flags & MASK) != 0:
-            words = processors.masks + tl.load(processors.mask_rows + row).to(tl.int64) * ((V + 31) // 32)
-            word = tl.load(words + columns // 32, mask=inside, other=0)
-            x = tl.where(((word >> (columns % 32)) & 1) != 0, x, float("-inf"))
+    if (flags & MASK) != 0:
+        words = processors.masks + tl.load(processors.mask_rows + row).to(tl.int64) * ((V + 31) // 32)
+        word = tl.load(words + columns // 32, mask=inside, other=0)
+        x = tl.where(((word >> (columns % 32)) & 1) != 0, x, float("-inf"))
     return x
-
-
-@triton.jit
-def _add_path(counts, columns, row, repeats, processors):
-    """Adds the tokens of a node's path below the root; ancestors' ids are below its own."""
-    node = row % repeats
-    tokens = processors.nodes + (row - node)
-    for other in range(1, node + 1):
-        token = tl.load(tokens + other)
-        if processors.ancestors is not None:
-            is_above = (tl.load(processors.ancestors + row) >> other) & 1
-            token = tl.where(is_above != 0, token, -1)
-        counts += tl.where(columns == token, 2, 0)
-    return counts

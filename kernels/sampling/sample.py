@@ -136,12 +136,12 @@ def sample_triton(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Te
     R, V = logits.shape
     assert R <= MAX_ROWS
     assert logits.stride(1) == 1
-    thresholds = _thresholds(logits, sampling, ids)
+    thresholds, held = _thresholds(logits, sampling, ids), sampling.processors and sampling.processors.for_kernels()
     out = torch.empty(R, dtype=torch.int64, device=logits.device)
     if R:
         tiles = triton.cdiv(V, TILE)
         _sample[(R, tiles)](
-            logits, positions, sampling.keys, sampling.temperature, sampling.rows, sampling.processors, thresholds, ids,
+            logits, positions, sampling.keys, sampling.temperature, sampling.rows, held, thresholds, ids,
             best_ranks(logits.device), done_counters(logits.device), out,
             logits.stride(0), V, sampling.repeats, tiles,
             TILE=TILE, num_warps=4, **pdl_options(logits.device), **register_limit(logits, sampling.processors, 56),
@@ -174,10 +174,11 @@ def perturbed_topk_triton(
     assert logits.stride(1) == 1
     assert 1 <= k <= min(MAX_K, V)
     thresholds, tiles, device = _thresholds(logits, sampling, ids), triton.cdiv(V, TILE), logits.device
+    held = sampling.processors and sampling.processors.for_kernels()
     candidates, sums, values, columns = empty_topk(R, tiles, k, device)
     if R:
         _perturbed_topk[(R, tiles)](
-            logits, positions, sampling.keys, sampling.temperature, sampling.rows, sampling.processors, thresholds, ids,
+            logits, positions, sampling.keys, sampling.temperature, sampling.rows, held, thresholds, ids,
             candidates, sums, done_counters(device), values, columns,
             logits.stride(0), V, sampling.repeats, tiles,
             K=k, TILE=TILE, **merge_blocks(tiles, k), num_warps=8, **pdl_options(device),
@@ -288,7 +289,7 @@ def load_scores(
     """Scores of some columns of a row; -inf beyond the last column."""
     flags = row_flags(row, rows_ptr, repeats, processors)
     row_ptr = logits_ptr + row.to(tl.int64) * stride
-    scores = load_logits((row_ptr, V, row, flags, rows_ptr, repeats, processors), columns)
+    scores = load_logits(row_ptr, columns, V, row, flags, rows_ptr, repeats, processors)
     if temperature_ptr is not None:
         entry = parameter_entry(row, rows_ptr, repeats)
         temperature = tl.load(temperature_ptr + entry)

@@ -140,7 +140,7 @@ def sampling_of(processors: Processors, device: str, temperature: float, filters
 def store_processed(logits_ptr, rows_ptr, repeats, processors, out_ptr, stride, V, BLOCK: tl.constexpr):
     row, columns = tl.program_id(0), tl.arange(0, BLOCK)
     flags = row_flags(row, rows_ptr, repeats, processors)
-    x = load_logits((logits_ptr + row * stride, V, row, flags, rows_ptr, repeats, processors), columns)
+    x = load_logits(logits_ptr + row * stride, columns, V, row, flags, rows_ptr, repeats, processors)
     tl.store(out_ptr + row * V + columns, x, mask=columns < V)
 
 
@@ -158,8 +158,8 @@ def test_both_equal_transformers_and_loops(shape: str | None, masked: bool, dtyp
         sampling = sampling_of(processors, device, 1.0, filters=False)
         found = torch.full(logits.shape, torch.nan, device=device)
         store_processed[(len(logits),)](
-            logits, sampling.rows, sampling.repeats, processors, found, logits.stride(0), vocab, BLOCK=128
-        )
+            logits, sampling.rows, sampling.repeats, processors.for_kernels(), found, logits.stride(0), vocab, BLOCK=128
+        )  # fmt: skip
         expected = oracle(logits, processors, shape)
         reference = process_logits(logits, processors, sampling.entries(), sampling.repeats)
         torch.testing.assert_close(reference.cpu(), expected, rtol=1e-6, atol=1e-6)
