@@ -1,7 +1,9 @@
 """Requests, sampling parameters and outputs, as front ends and the engine exchange them. Imports no torch."""
 
 import hashlib
+import math
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from numbers import Integral, Real
@@ -9,7 +11,7 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 INTEGERS = ("max_tokens", "top_k", "seed")
-NUMBERS = ("temperature", "top_p", "min_p")
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 SEED_BITS = 53  # of drawn seeds: JSON readers that parse numbers as doubles keep them exactly
 
 
@@ -20,6 +22,10 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch that filter off. `stop_token_ids` are added to
     the model's own end-of-text ids, which `ignore_eos` switches off. A request without a `seed` draws its own. Front
     ends handle stop strings (serve/detokenize.py); the engine sees tokens only.
+
+    Before all that, and at temperature 0, too, `logit_bias` is added to the logits of its token ids, -100 to 100.
+    `repetition_penalty` divides positive logits of the tokens of prompt and answer, and multiplies negative ones.
+    `frequency_penalty`, for each time that a token is in the answer, and `presence_penalty`, once, are subtracted.
     """
 
     max_tokens: int
@@ -30,6 +36,10 @@ class SamplingParams:
     seed: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # kept as pairs
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         for names, kind, called in ((INTEGERS, Integral, "an integer"), (NUMBERS, Real, "a number")):
@@ -43,9 +53,35 @@ class SamplingParams:
             ("top_k", 0 <= self.top_k < 2**31, "0 (off) or a positive number below 2**31"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "a positive number"),
         ):
             if not valid:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be {remedy}")
+        object.__setattr__(self, "logit_bias", bias_pairs(self.logit_bias))
+
+    @property
+    def has_filters(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+
+def bias_pairs(bias: Mapping[int, float] | tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+    """The token ids, in order, and what is added to their logits. Raises ValueError."""
+    try:
+        pairs = tuple(sorted(dict(bias).items()))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"logit_bias is {bias!r}; it must map token ids to numbers") from error
+    for token, value in pairs:
+        if not isinstance(token, Integral) or token < 0:
+            raise ValueError(f"logit_bias has the token id {token!r}; it must be an integer from 0 up")
+        if not isinstance(value, Real) or not -100 <= value <= 100:
+            raise ValueError(f"logit_bias of token {token} is {value!r}; it must be between -100 and 100")
+    return pairs
 
 
 def draw_seed() -> int:

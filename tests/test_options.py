@@ -48,6 +48,11 @@ def test_the_server_checks_the_engines_options_too() -> None:
         ("top_p", 1.1, "above 0 and at most 1"),
         ("min_p", -0.1, "between 0 and 1"),
         ("min_p", 1.1, "between 0 and 1"),
+        ("presence_penalty", -2.1, "between -2 and 2"),
+        ("presence_penalty", None, "a number"),
+        ("frequency_penalty", 2.1, "between -2 and 2"),
+        ("repetition_penalty", 0.0, "a positive number"),
+        ("repetition_penalty", float("inf"), "a positive number"),
         ("max_tokens", 2.5, "an integer"),
         ("temperature", None, "a number"),
         ("seed", 1.5, "an integer"),
@@ -58,9 +63,34 @@ def test_bad_sampling_parameters_are_sentences(field: str, value: Any, remedy: s
         SamplingParams(**{"max_tokens": 5, field: value})
 
 
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        ([1, 2], r"logit_bias is \[1, 2\]; it must map token ids to numbers"),
+        (3, "logit_bias is 3; it must map token ids to numbers"),
+        ({-1: 0.0}, "logit_bias has the token id -1; it must be an integer from 0 up"),
+        ({1.5: 0.0}, "logit_bias has the token id 1.5; it must be an integer from 0 up"),
+        ({7: 100.5}, "logit_bias of token 7 is 100.5; it must be between -100 and 100"),
+        ({7: float("nan")}, "logit_bias of token 7 is nan; it must be between -100 and 100"),
+        ({7: "1"}, "logit_bias of token 7 is '1'; it must be between -100 and 100"),
+    ],
+)
+def test_a_bad_logit_bias_is_a_sentence(bias: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        SamplingParams(max_tokens=5, logit_bias=bias)
+
+
+def test_a_logit_bias_is_kept_as_pairs() -> None:
+    params = SamplingParams(max_tokens=5, logit_bias={9: -100, 3: 0.5})
+    assert params.logit_bias == ((3, 0.5), (9, -100))
+    assert params == SamplingParams(max_tokens=5, logit_bias=params.logit_bias)
+    assert hash(params) == hash(SamplingParams(max_tokens=5, logit_bias=params.logit_bias))
+
+
 def test_limits_themselves_are_allowed() -> None:
     SamplingParams(max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     SamplingParams(max_tokens=1, temperature=100.0, top_k=10**6, top_p=1e-6, min_p=1.0)
+    SamplingParams(max_tokens=1, presence_penalty=-2, frequency_penalty=2, repetition_penalty=1e-3, logit_bias={0: 100})
     EngineConfig(max_model_len=1, max_running=1, prefill_budget=1, kv_cache_tokens=1, mem_fraction=0.98)
 
 

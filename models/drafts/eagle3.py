@@ -17,7 +17,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.norm import rms_norm_parts
 from slipstream.models.drafts.base import (
     EMBEDDING,
     HEAD,
@@ -37,7 +36,7 @@ from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.linear import Head, Linear
 from slipstream.models.layers.mlp import GatedMLP
-from slipstream.models.layers.norm import RMSNorm
+from slipstream.models.layers.norm import RMSNorm, norm_parts
 from slipstream.models.targets.config import ModelConfig, check_aux_layers
 
 logger = logging.getLogger(__name__)
@@ -274,7 +273,7 @@ class Eagle3(DraftNetwork):
         if self.input_norm is not None:
             aux_states = self.input_norm(aux_states)
         if self.fc_norm is not None:
-            aux_states = rms_norm_parts(aux_states, [norm.weight for norm in self.fc_norm], self.config.rms_norm_eps)
+            aux_states = norm_parts(aux_states, self.fc_norm)
         return self.fc(aux_states)
 
     def write_context(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> None:

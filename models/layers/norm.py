@@ -1,7 +1,7 @@
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.norm import add_rms_norm, rms_norm, rms_norm_pair
+from slipstream.kernels.norm import add_rms_norm, rms_norm, rms_norm_pair, rms_norm_parts
 
 
 class RMSNorm(nn.Module):
@@ -22,3 +22,9 @@ class RMSNorm(nn.Module):
     def pair(self, x: Tensor, other: "RMSNorm", y: Tensor) -> Tensor:
         """[self(x) ; other(y)] (..., 2 * H), in one kernel."""
         return rms_norm_pair(x, y, (self.weight, other.weight), self.eps)
+
+
+def norm_parts(x: Tensor, norms: nn.ModuleList) -> Tensor:
+    """x (..., K * H), each of its K parts through its own RMSNorm, in one go."""
+    each = [norm for norm in norms if isinstance(norm, RMSNorm)]
+    return rms_norm_parts(x, [norm.weight for norm in each], each[0].eps)

@@ -118,14 +118,16 @@ class Builder:
         if self.device.type == "cuda":  # measured by running the largest passes over a cache of one dump page
             passes = self.build_passes(1, sizing.pages_for(longest))
             widths = self.widths.offered if self.captures else ()
-            workspace = measure_workspace(passes, config, self.widths.most, widths)
+            workspace = passes.state.nbytes + measure_workspace(passes, config, self.widths.most, widths)
         num_pages = sizing.num_pages(longest, workspace)
         max_model_len = sizing.fit_to_cache(longest, num_pages)
         return Space(num_pages, max_model_len, max_reserve), sizing.pages_for(max_model_len)
 
     def build_passes(self, num_pages: int, pages_per_slot: int) -> Runner:
         config, device = self.config, self.device
-        state = RequestState(config.max_running, pages_per_slot, config.page_size, self.widths.most, device)
+        state = RequestState(
+            config.max_running, pages_per_slot, config.page_size, self.widths.most, device, self.model.vocab_size
+        )
         groups = [spec.allocate(num_pages, config.page_size, self.dtype, device) for spec in self.specs]
         positions = pages_per_slot * config.page_size
         ropes: list[RotaryEmbedding] = []

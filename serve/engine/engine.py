@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
-from slipstream.serve.engine.plan import Edits, StepOutput, StepPlan
-from slipstream.serve.engine.planner import Planner, slots_of
+from slipstream.serve.engine.plan import Edits, StepOutput, StepPlan, slots_of
+from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import EngineInfo, Output, Request
@@ -75,6 +75,8 @@ class Engine:
         """Raises ValueError for a request that can never be served."""
         if any(not 0 <= token < self.info.vocab_size for token in request.prompt):
             raise ValueError(f"prompt holds a token id outside 0..{self.info.vocab_size - 1}; check the tokenizer")
+        if any(token >= self.info.vocab_size for token in dict(request.params.logit_bias)):
+            raise ValueError(f"logit_bias has a token id outside 0..{self.info.vocab_size - 1}; check the tokenizer")
         self._check(request)
         self.scheduler.validate(request)
 
@@ -172,7 +174,8 @@ class Engine:
     def _launch(self, plan: StepPlan, width: int) -> InFlight:
         edits, self._edits = self._edits.of(slots_of(plan))
         shown = any(stage.reads == "proposal" and stage.wants(list(slots_of(plan))) for stage in self.stages)
-        plan = replace(plan, edits=edits, width=width, returns_proposals=shown)
+        mode = "full" if edits.masks else plan.mode
+        plan = replace(plan, edits=edits, width=width, mode=mode, returns_proposals=shown)
         self._tell("ready", plan)
         flight = self.runner.execute(plan)
         self._tell("launched", plan)
@@ -226,7 +229,7 @@ class Engine:
     def _admit(self, sequence: Sequence) -> None:
         self.planner.admitted(sequence)
         for stage in self.stages:
-            stage.admit(sequence.slot, sequence.tokens, sequence.request.namespace)
+            stage.admit(sequence.slot, sequence.request, sequence.tokens)
 
     def _release(self, sequence: Sequence) -> None:
         self._edits = self._edits.without(sequence.slot)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.serve.engine.plan import Edits, HostProposal
+from slipstream.serve.request import Request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +56,8 @@ class HostStage(ABC):
         """Called once, before all others: for slots 0..num_slots - 1. `pinned`: proposals go to a GPU, so they should
         lie in pinned memory."""
 
-    def admit(self, slot: int, tokens: list[int], namespace: str) -> None:
-        """A request starts, or resumes, in `slot` with these tokens, cached ones included."""
+    def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
+        """A request starts, or resumes, in `slot` with these tokens: its prompt and what it has emitted."""
 
     def wants(self, slots: list[int]) -> bool:
         """Whether it has work for a round of these requests."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from slipstream.serve.request import Request
 
-SamplingMode = Literal["greedy", "plain", "full"]  # all requests greedy | temperature only | filters too
+SamplingMode = Literal["greedy", "plain", "full"]  # all requests greedy | temperature only | all features
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,11 @@ class StepPlan:
     width: int = 1  # nodes that a round verifies, and then proposes; for chunks: that it proposes
     returns_proposals: bool = False  # a host stage wants to see what the pass proposes
     edits: Edits = field(default_factory=Edits)
+
+
+def slots_of(plan: StepPlan) -> tuple[int, ...]:
+    """Of a round's requests, or of the chunks."""
+    return plan.slots or tuple(chunk.slot for chunk in plan.chunks)
 
 
 class StepOutput(NamedTuple):

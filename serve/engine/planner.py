@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.serve.engine.host_stages import Emitted, Proposed
-from slipstream.serve.engine.plan import Admission, Edits, PromptChunk, SamplingMode, StepOutput, StepPlan
+from slipstream.serve.engine.plan import Admission, Edits, PromptChunk, SamplingMode, StepOutput, StepPlan, slots_of
 from slipstream.serve.engine.scheduler import Chunk, Scheduler, Sequence
 from slipstream.serve.engine.widths import PATIENCE, WAIT_DECAY, Offer, WidthPolicy
 from slipstream.serve.request import Output
@@ -197,10 +197,6 @@ class Planner:
         return tuple(changes)
 
 
-def slots_of(plan: StepPlan) -> tuple[int, ...]:
-    return plan.slots or tuple(chunk.slot for chunk in plan.chunks)
-
-
 def results_of(output: StepOutput, places: list[int]) -> NDArray[np.int32]:
     """(B, 1 + N): the number of tokens and the tokens at those places of a pass."""
     results = np.concatenate((output.num_emitted[:, None], output.tokens), axis=1)
@@ -215,6 +211,8 @@ def prompt_chunk(chunk: Chunk) -> PromptChunk:
 
 def sampling_mode(sequences: list[Sequence]) -> SamplingMode:
     params = [sequence.request.params for sequence in sequences]
+    if any(p.has_penalties or p.logit_bias for p in params):
+        return "full"
     if all(p.temperature == 0 for p in params):
         return "greedy"
-    return "full" if any(p.top_k or p.top_p < 1 or p.min_p for p in params) else "plain"
+    return "full" if any(p.has_filters for p in params) else "plain"

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.serve.engine.plan import HostProposal, StepOutput, StepPlan
+from slipstream.serve.engine.plan import HostProposal, StepOutput, StepPlan, slots_of
 from slipstream.serve.runner.cuda_graphs import RoundGraphs
 from slipstream.serve.runner.prefill import eager_prefill
 from slipstream.serve.runner.prompt_graphs import PromptGraphs
@@ -33,7 +33,7 @@ class InFlight:
         if self.landed is not None:
             self.landed.synchronize()  # sync
         plan, results = self.plan, self.results.numpy()
-        slots = plan.slots or [chunk.slot for chunk in plan.chunks]
+        slots = slots_of(plan)
         width = plan.width if plan.slots else 1
         counts, tokens = results[:, 0], results[:, 1 : 1 + width]
         errors = dict.fromkeys(slots, self.failure) if self.failure else self._not_finite(slots, counts, tokens)
@@ -70,7 +70,7 @@ class ModelRunner:
             return
         self._prepared = plan.number
         for admission in plan.admissions:
-            self.state.admit(admission.slot, admission.request)
+            self.state.admit(admission.slot, admission.request, admission.tokens)
         self.state.set_pages(plan.pages)
         if plan.slots:
             self._upload(plan.slots)
@@ -85,6 +85,7 @@ class ModelRunner:
         self.prepare(plan)
         for proposal in plan.edits.proposals:
             self._store(proposal)
+        self.state.set_masks(plan.edits.masks, slots_of(plan), plan.width if plan.slots else 1)
         is_cuda = self.state.device.type == "cuda"
         started = torch.cuda.Event(enable_timing=True) if is_cuda else None
         began = time.perf_counter()
@@ -122,8 +123,7 @@ class ModelRunner:
 
     def _proposals(self, plan: StepPlan) -> Tensor:
         """(2, B, N): the stored proposals."""
-        slots = plan.slots or tuple(chunk.slot for chunk in plan.chunks)
-        return self.state.nodes[:, self.state.upload(slots)]
+        return self.state.nodes[:, self.state.upload(slots_of(plan))]
 
     def _round(self, plan: StepPlan) -> Tensor:
         captured = self.graphs.round(list(plan.slots), plan.mode, plan.width) if self.graphs is not None else None

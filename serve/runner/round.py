@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.kernels.kv.cache import move_rows
-from slipstream.kernels.sampling.sample import sample
 from slipstream.kernels.speculation.round_state import end_round, start_round, store_proposal
 from slipstream.kernels.speculation.verify import ancestor_masks, unpack, verify
 from slipstream.models.targets.decoder import Target
@@ -19,6 +18,7 @@ from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.engine.plan import SamplingMode
 from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows, VerifyResult
+from slipstream.serve.runner.logits import count_emitted, sample_target
 from slipstream.serve.runner.prefill import PrefillPass
 from slipstream.serve.runner.request_state import RequestState
 
@@ -42,23 +42,25 @@ class Runner:
         """Computes prompt chunks and samples the token after each.
 
         If `proposes`, the drafter proposes after those that end their prompts. Returns the sampled tokens (B,) int64,
-        meaningless where a prompt goes on.
+        meaningless where a prompt goes on; -1 where nothing can be sampled, and what is drafted for that request is of
+        no use.
         """
-        inputs, metadata = prompts.inputs, prompts.metadata
+        inputs, metadata, state = prompts.inputs, prompts.metadata, self.state
         hidden, aux_states = self.target(inputs.tokens, self.attention_for(metadata), self.drafter.aux_layers)
-        sampling, is_last = self.state.sampling(inputs.requests, prompts.mode), inputs.is_last.bool()
-        sampled = sample(self.target.logits(hidden[inputs.last]), inputs.ends, sampling)
-        self.state.lengths[inputs.requests] = inputs.ends.int()
+        logits, is_last = self.target.logits(hidden[inputs.last]), inputs.is_last.bool()
+        sampled = sample_target(state, inputs.requests, prompts.mode, logits, inputs.ends)
+        ending, roots = torch.where(is_last, inputs.requests, state.padding), sampled.clamp(min=0)
+        count_emitted(state, ending, prompts.mode, sampled[:, None])
+        state.lengths[inputs.requests] = inputs.ends.int()
         if aux_states is not None:
             # One place more, cut off again, for chunks that do not end a prompt.
             places = torch.where(is_last, inputs.last, len(inputs.tokens))
-            next_tokens = pad(inputs.next_tokens, (0, 1)).index_copy_(0, places, sampled)[:-1]
+            next_tokens = pad(inputs.next_tokens, (0, 1)).index_copy_(0, places, roots)[:-1]
             rows = PassRows(replace(metadata, phase="draft"), next_tokens, inputs.requests, inputs.last)
             self.drafter.extend(rows, aux_states, None)
         if proposes:
-            requests = torch.where(is_last, inputs.requests, self.state.padding)
-            lengths, sampling = torch.where(is_last, inputs.ends, 0), self.state.sampling(requests, prompts.mode)
-            self._propose(DraftBatch(self.state, requests, lengths, sampled, max(metadata.kv_bounds), sampling), width)
+            lengths, sampling = torch.where(is_last, inputs.ends, 0), state.sampling(ending, prompts.mode)
+            self._propose(DraftBatch(state, ending, lengths, roots, max(metadata.kv_bounds), sampling), width)
         return sampled
 
     @torch.inference_mode()
@@ -67,16 +69,18 @@ class Runner:
 
         `bounds`: host upper bound of each request's committed tokens before the round.
         Returns (B, 1 + N) int32: the number of tokens that each request emits, then the tokens, -1 padded. For trees
-        (B, 1 + 2 * N): the accepted nodes follow.
+        (B, 1 + 2 * N): the accepted nodes follow. The last token is -1 where nothing can be sampled.
         """
         metadata, tokens, parents, inputs = self._begin(requests, bounds, width)
         mask = "causal" if metadata.ancestors is None else "tree"
         hidden, aux_states = self.target(inputs, self.attention_for(metadata), self.drafter.aux_layers, mask)
         sampling, positions = self.state.sampling(requests, mode), metadata.positions + 1  # after each node
-        sampled = sample(self.target.logits(hidden), positions, sampling.repeat(width)).view(-1, width)
+        logits, nodes = self.target.logits(hidden), (tokens, metadata.ancestors)
+        sampled = sample_target(self.state, requests, mode, logits, positions, *nodes).view(-1, width)
         verified = VerifyResult(*verify(tokens, parents, sampled, metadata.ancestors))
         if self.accept_length is not None:
             verified = simulate(sampled, self.state.keys[requests], metadata.lengths, self.accept_length)
+        count_emitted(self.state, requests, mode, verified.tokens)
         self._move_accepted(metadata, verified)
         end = end_round(
             self.state.lengths, requests, self.state.padding, metadata.lengths, verified.tokens, verified.lengths

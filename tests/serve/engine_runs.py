@@ -24,6 +24,14 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "plain": {"temperature": 1.0},
     "full": {"temperature": 0.6, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
+    "processed": {
+        "temperature": 0.8,
+        "top_p": 0.95,
+        "repetition_penalty": 1.05,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.1,
+        "logit_bias": {11: 2.0, 30: -100.0},
+    },
 }
 
 
@@ -178,7 +186,7 @@ def kinds_of_requests(rng: random.Random, count: int, longest: int) -> dict[str,
             max_tokens=rng.randrange(1, longest),
             seed=index,
             ignore_eos=rng.random() < 0.7,
-            **list(SAMPLINGS.values())[index % 3],
+            **list(SAMPLINGS.values())[index % len(SAMPLINGS)],
         )
         for index in range(count)
     }

@@ -22,6 +22,7 @@ from slipstream.kernels.speculation.verify import MAX_NODES
 from slipstream.serve.drafters.ngram.ngram_core import NgramCore
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.plan import Edits, HostProposal
+from slipstream.serve.request import Request
 
 Ints = NDArray[np.int32]
 CORE_OPTIONS = ("capacity", "branch_length", "min_match", "max_match", "order", "breadth", "queue_tokens")
@@ -134,8 +135,8 @@ class NgramStage(HostStage):
         for tokens in read_corpus(self.options.corpus, self.vocab_size) if self.options.corpus else ():
             self.core.insert(tokens)
 
-    def admit(self, slot: int, tokens: list[int], namespace: str) -> None:
-        self.core.admit(slot, np.asarray(tokens, dtype=np.int32), namespace)
+    def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
+        self.core.admit(slot, np.asarray(tokens, dtype=np.int32), request.namespace)
 
     def run(self, given: Emitted | Proposed, width: int) -> Edits:
         assert isinstance(given, Emitted)

@@ -1,0 +1,290 @@
+"""The logits stage in the engine: penalties and bias with every drafter, masks of a pass, rows that cannot be sampled.
+
+tests/serve/test_lossless.py has requests with processors among its samplings; tests/kernels/test_processors.py compares
+the numbers.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from slipstream.serve.engine import build as engine_build
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.plan import NodeMasks
+from slipstream.serve.request import Request, SamplingParams
+from slipstream.serve.runner.request_state import RequestState
+from slipstream.tests.pairwise import rotating
+from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
+from slipstream.tests.serve.engine_runs import (
+    VOCAB,
+    acceptance,
+    build_engine,
+    decoding,
+    make_request,
+    random_prompt,
+    run,
+    sized_requests,
+    texts_of,
+    tokens_of,
+)
+from slipstream.tests.serve.played_graphs import PlayingBuilder
+
+GREEDY: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.9, "logit_bias": {5: 3.0, 9: -100.0, 40: 1.5}},
+]
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "eagle3": {"depth": 4},
+    "eagle3 tree": {"depth": 3, "topk": 3, "nodes": 8},
+    "dflash": {},
+    "ngram": {"nodes": 9},
+}
+Build = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def build(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """(drafter, engine options) -> engine. The drafts know the greedy answers."""
+    folder = tmp_path_factory.mktemp("drafts")
+    texts = [text for params in GREEDY for text in texts_of(target, requests_of(params))]
+    save_random_draft(target, folder / "eagle3")
+    save_random_dflash(target, folder / "dflash", texts)
+
+    def make(drafter: str, **options: Any) -> Engine:
+        name = drafter.split()[0]
+        draft = name if name in ("none", "ngram") else folder / name
+        return build_engine(target, draft, drafter=DRAFTERS[drafter], **options)
+
+    return make
+
+
+def requests_of(params: dict[str, Any]) -> list[Request]:
+    return sized_requests((1, 9, 33), max_tokens=30, ignore_eos=True, **params)
+
+
+@pytest.mark.parametrize("params", GREEDY, ids=["penalty", "penalty and bias"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_tokens_are_those_of_transformers_generate(
+    drafter: str, params: dict[str, Any], build: Build, target: Path
+) -> None:
+    engine, requests = build(drafter), requests_of(params)
+    answers = run(engine, requests)
+    if drafter == "ngram":  # it knows what it has seen
+        answers = run(engine, requests)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    bias = {(token,): value for token, value in params.get("logit_bias", {}).items()}
+    for request in requests:
+        prompt = torch.tensor([request.prompt])
+        expected = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=request.params.max_tokens,
+            eos_token_id=None,
+            repetition_penalty=params["repetition_penalty"],
+            sequence_bias=bias or None,
+        )
+        assert answers[request.id].tokens == expected[0, len(request.prompt) :].tolist()
+    plain = run(build("none"), requests_of({}))
+    assert tokens_of(plain) != tokens_of(answers), "the test needs parameters that matter"
+    if drafter != "none":
+        assert acceptance(answers) > 0
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_counts_hold_what_was_emitted(drafter: str, build: Build) -> None:
+    """After every step, for requests with penalties, whichever of them are preempted meanwhile."""
+    params = {"temperature": 0.8, "frequency_penalty": 0.5, "presence_penalty": -0.3}
+    requests = requests_of(params) + [make_request("plain", random_prompt(12, 3), temperature=0.8, max_tokens=30)]
+    engine, steps = build(drafter, kv_cache_tokens=110, page_size=1), 0
+    state = engine.runner.state
+
+    def check(*_: object) -> None:
+        nonlocal steps
+        for sequence in engine.scheduler._running:
+            length = len(sequence.request.prompt)
+            text, counts = sequence.tokens, state.processors.counts[sequence.slot].tolist()
+            if sequence.request.id == "plain":
+                assert int(state.processors.flags[sequence.slot]) == 0
+                continue
+            assert counts == [2 * text[length:].count(t) + (t in text[:length]) for t in range(len(counts))]
+            steps += 1
+
+    answers = run(engine, requests, check)
+    assert steps > 20
+    assert engine.scheduler.num_preemptions > 0
+    alone = build("none", max_running=1)
+    assert tokens_of(answers) == tokens_of(run(alone, requests))
+
+
+@pytest.mark.parametrize(("drafter", "budget"), rotating(["none", "eagle3", "eagle3 tree"], [1024, 32]))
+def test_captured_passes_count_too(drafter: str, budget: int, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding, overlap and chunks change no token of requests with penalties."""
+    requests = requests_of({"temperature": 0.7, "frequency_penalty": 0.6, "repetition_penalty": 1.1})
+    expected = tokens_of(run(build("none", max_running=1), requests))
+    monkeypatch.setattr(engine_build, "Builder", PlayingBuilder)
+    assert tokens_of(run(build(drafter, prefill_budget=budget), requests)) == expected
+
+
+def started(engine: Engine, params: list[dict[str, Any]]) -> tuple[Tensor, tuple[int, ...]]:
+    """Slots and bounds of requests whose prompts are computed and whose next two rounds have their pages."""
+    for index, own in enumerate(params):
+        engine.add(make_request(str(index), random_prompt(9 + index, index), max_tokens=60, ignore_eos=True, **own))
+    while any(not sequence.decoding for sequence in engine.scheduler._running) or engine.scheduler.num_waiting:
+        engine._finish(engine._launch_prompts())
+    sequences = decoding(engine)
+    for sequence in sequences:
+        assert engine.scheduler.cache.extend(sequence.table, sequence.num_computed + 2 * engine.planner.widths.reserve)
+    plan = engine.planner.plan_round()
+    assert plan is not None
+    engine.runner.prepare(plan)
+    return torch.tensor([sequence.slot for sequence in sequences]), tuple(one.num_computed for one in sequences)
+
+
+@contextmanager
+def changed_logits(engine: Engine, change: Callable[[Tensor], Tensor], patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inside, the target's logits (rows, V) go through `change`."""
+    logits = engine.runner.target.logits
+    with patch.context() as scope:
+        scope.setattr(type(engine.runner.target), "logits", lambda _, hidden: change(logits(hidden)))
+        yield
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle3", "eagle3 tree"])
+def test_masks_of_a_pass(drafter: str, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round with a mask of its own for some nodes: the tokens are the best that are allowed."""
+    engine = build(drafter)
+    rows, bounds = started(engine, [{}, {"temperature": 0.5}, {"frequency_penalty": 1.0}])
+    width, generator, seen = engine.planner.widths.most, torch.Generator().manual_seed(0), list[Tensor]()
+    allowed = torch.rand(4, VOCAB, generator=generator) < 0.1
+    bits = torch.zeros(4, -(-VOCAB // 32), dtype=torch.int64)
+    for mask, token in allowed.nonzero().tolist():
+        bits[mask, token // 32] |= 1 << token % 32
+    bits = torch.where(bits >= 2**31, bits - 2**32, bits).int()
+    chosen = torch.randint(-1, 4, (3 * width,), dtype=torch.int32, generator=generator)
+    chosen[0] = 2
+    masks = [
+        NodeMasks(slot, [node], bits[chosen[index * width + node]].numpy().view(np.uint32)[None])
+        for index, slot in enumerate(rows.tolist())
+        for node in range(width)
+        if chosen[index * width + node] >= 0
+    ]
+    engine.runner.state.set_masks(masks, rows.tolist(), width)
+    with changed_logits(engine, lambda logits: seen.append(logits) or logits, monkeypatch):
+        results = engine.runner.passes.round(rows, bounds, "full", width)
+    parts = results[:, 1 + width :] if results.shape[1] > 1 + width else torch.arange(width).expand(3, width)
+    for request, (count, *tokens) in enumerate(results[:, : 1 + width].tolist()):
+        assert count >= 1
+        for node, token in zip(parts[request].tolist(), tokens[:count], strict=False):
+            row = request * width + node
+            assert chosen[row] < 0 or allowed[chosen[row], token]
+            if request == 0:  # greedy
+                mask = allowed[chosen[row]] if chosen[row] >= 0 else torch.ones(VOCAB, dtype=torch.bool)
+                assert token == int(seen[0][row].masked_fill(~mask, -torch.inf).argmax())
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle3", "eagle3 tree", "dflash"])
+def test_a_request_that_cannot_be_sampled_ends_alone(
+    drafter: str, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in the rows of one request: its round emits -1 last, the next one runs, and the others do not notice."""
+    params = [{"temperature": 0.7}, {}, {"presence_penalty": 0.5}]
+    broken, sound = build(drafter), build(drafter)
+    results = []
+    for engine in (sound, broken):
+        rows, bounds = started(engine, params)
+        width = engine.planner.widths.most
+
+        def poison(logits: Tensor, width: int = width, is_broken: bool = engine is broken) -> Tensor:
+            logits = logits.clone()
+            logits[width : 2 * width] = torch.nan if is_broken else logits[width : 2 * width]
+            return logits
+
+        with changed_logits(engine, poison, monkeypatch):
+            first = engine.runner.passes.round(rows, bounds, "full", width)
+        bounds = tuple(bound + width for bound in bounds)
+        results.append((first, engine.runner.passes.round(rows, bounds, "full", width)))
+    (expected, later), (found, after) = results
+    assert found[1, :2].tolist() == [1, -1]
+    for one, other in ((found, expected), (after, later)):
+        assert torch.equal(one[[0, 2]], other[[0, 2]])
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle3", "dflash"])
+def test_a_prompt_that_cannot_be_sampled(drafter: str, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pass gives -1 and the drafter proposes something all the same."""
+    engine = build(drafter)
+    engine.add(make_request("0", random_prompt(9, 0)))
+    with changed_logits(engine, lambda logits: logits * torch.nan, monkeypatch):
+        (output,) = engine.step()
+    assert output.finish_reason == "error"
+    assert "logits are not finite" in output.error
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle3 tree", "ngram"])
+def test_nan_ends_a_request_and_the_next_one_is_served(
+    drafter: str, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its third pass; what it had said before stands."""
+    requests = requests_of({})
+    expected = tokens_of(run(build("none"), requests))
+    engine, passes = build(drafter, max_running=1), list[int]()
+
+    def poison(logits: Tensor) -> Tensor:
+        passes.append(len(logits))
+        return logits * torch.nan if len(passes) == 3 else logits
+
+    with changed_logits(engine, poison, monkeypatch):
+        answers = run(engine, requests)
+    first, *others = requests
+    assert [answers[request.id].finish_reason for request in requests] == ["error", "length", "length"]
+    assert "logits are not finite" in answers[first.id].error
+    assert answers[first.id].tokens == expected[first.id][: len(answers[first.id].tokens)]
+    assert answers[first.id].tokens
+    assert all(answers[request.id].tokens == expected[request.id] for request in others)
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused(target: Path) -> None:
+    engine = build_engine(target)
+    engine.check(make_request("last", [5], logit_bias={VOCAB - 1: 1.0}))
+    with pytest.raises(ValueError, match=f"logit_bias has a token id outside 0..{VOCAB - 1}; check the tokenizer"):
+        engine.check(make_request("beyond", [5], logit_bias={VOCAB: 1.0}))
+
+
+def test_admission_fills_what_a_request_needs_and_nothing_else() -> None:
+    state = RequestState(2, 4, 16, 4, torch.device("cpu"), vocab_size=8)
+
+    def admit(prompt: list[int], tokens: list[int], **params: Any) -> None:
+        state.admit(1, Request(id="", prompt=prompt, params=SamplingParams(max_tokens=9, **params)), tokens)
+
+    held = state.processors
+    admit([1, 2, 1], [1, 2, 1, 5, 5, 2], presence_penalty=0.5)  # resumed, with three tokens of its answer
+    assert held.flags.tolist() == [0, 1, 0]
+    assert held.counts[1].tolist() == [0, 1, 3, 0, 0, 4, 0, 0]
+    assert [float(x[1]) for x in (held.repetition, held.frequency, held.presence)] == [1, 0, 0.5]
+    admit([3], [3], logit_bias={7: -2.5, 0: 1})
+    assert held.flags.tolist() == [0, 2, 0]
+    assert held.bias[1].tolist() == [1, 0, 0, 0, 0, 0, 0, -2.5]
+    assert held.counts[1].tolist() == [0, 1, 3, 0, 0, 4, 0, 0], "nothing reads them"
+    admit([3], [3])
+    assert held.flags.tolist() == [0, 0, 0]
+    admit([3], [3], repetition_penalty=1.5)
+    assert held.counts[1].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert not held.counts[[0, 2]].any()
+    assert not held.bias[[0, 2]].any()
+
+
+def test_the_state_knows_its_size() -> None:
+    """Memory that is sized without it would be missing later."""
+    small, large = (RequestState(3, 4, 16, 4, torch.device("cpu"), vocab_size).nbytes for vocab_size in (0, 1000))
+    assert large - small == 4 * 1000 * 8
+    assert small == 4 * (4 + 4 * 8 + 2 * 4 * 4 + 8 + 4 + 8 + 4 + 4 + 4 * 4)
