@@ -36,7 +36,7 @@ from slipstream.models.files.weights import public_tensors
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.linear import Head, Linear
 from slipstream.models.layers.mlp import GatedMLP
-from slipstream.models.layers.norm import RMSNorm, norm_parts
+from slipstream.models.layers.norm import PartNorms, RMSNorm
 from slipstream.models.targets.config import ModelConfig, check_aux_layers
 
 logger = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ class Eagle3(DraftNetwork):
         size, target_size, count = config.hidden_size, config.target_hidden_size, len(config.aux_layers)
         eps = config.rms_norm_eps
         self.input_norm = RMSNorm(target_size * count, eps) if config.norm_before_fc else None
-        self.fc_norm = nn.ModuleList(RMSNorm(target_size, eps) for _ in range(count)) if config.fc_norm else None
+        self.fc_norm = PartNorms(count, target_size, eps) if config.fc_norm else None
         self.fc = Linear(target_size * count, size, bias=False)
         self.midlayer = Midlayer(config)
         self.norm = RMSNorm(size, eps)
@@ -273,7 +273,7 @@ class Eagle3(DraftNetwork):
         if self.input_norm is not None:
             aux_states = self.input_norm(aux_states)
         if self.fc_norm is not None:
-            aux_states = norm_parts(aux_states, self.fc_norm)
+            aux_states = self.fc_norm(aux_states)
         return self.fc(aux_states)
 
     def write_context(self, embeds: Tensor, hidden: Tensor, attention: Attention) -> None:

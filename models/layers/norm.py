@@ -24,7 +24,13 @@ class RMSNorm(nn.Module):
         return rms_norm_pair(x, y, (self.weight, other.weight), self.eps)
 
 
-def norm_parts(x: Tensor, norms: nn.ModuleList) -> Tensor:
-    """x (..., K * H), each of its K parts through its own RMSNorm, in one go."""
-    each = [norm for norm in norms if isinstance(norm, RMSNorm)]
-    return rms_norm_parts(x, [norm.weight for norm in each], each[0].eps)
+class PartNorms(nn.ModuleList):
+    """An RMSNorm for each of the K parts of a row."""
+
+    def __init__(self, count: int, size: int, eps: float) -> None:
+        super().__init__(RMSNorm(size, eps) for _ in range(count))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., K * H) -> the same shape."""
+        return rms_norm_parts(x, [norm.get_parameter("weight") for norm in self], self.eps)

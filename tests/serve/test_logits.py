@@ -286,5 +286,6 @@ def test_admission_fills_what_a_request_needs_and_nothing_else() -> None:
 def test_the_state_knows_its_size() -> None:
     """Memory that is sized without it would be missing later."""
     small, large = (RequestState(3, 4, 16, 4, torch.device("cpu"), vocab_size).nbytes for vocab_size in (0, 1000))
-    assert large - small == 4 * 1000 * 8
-    assert small == 4 * (4 + 4 * 8 + 2 * 4 * 4 + 8 + 4 + 8 + 4 + 4 + 4 * 4)
+    words = 32  # of a mask, for each of 3 * 4 rows
+    assert large - small == 4 * 1000 * 8 + 4 * 12 * words
+    assert small == 4 * (4 + 4 * 8 + 2 * 4 * 4 + 8 + 4 + 8 + 4 + 4 + 4 * 4) + 4 * 12
