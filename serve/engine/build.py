@@ -151,7 +151,7 @@ class Builder:
         if graphs is None and (not drafts_on_host or len(widths) == 1):
             return None
         tables = time_modes(passes, self.config.max_running, widths) if graphs is None else graphs.time_all()
-        return WidthPolicy(widths, tables["plain"], tables["full"])
+        return WidthPolicy(widths, tables["plain"], tables["all"])
 
 
 def build_engine(config: EngineConfig) -> Engine:

@@ -174,7 +174,7 @@ class Engine:
     def _launch(self, plan: StepPlan, width: int) -> InFlight:
         edits, self._edits = self._edits.of(slots_of(plan))
         shown = any(stage.reads == "proposal" and stage.wants(list(slots_of(plan))) for stage in self.stages)
-        mode = "full" if edits.masks else plan.mode
+        mode = "all" if edits.masks else plan.mode
         plan = replace(plan, edits=edits, width=width, mode=mode, returns_proposals=shown)
         self._tell("ready", plan)
         flight = self.runner.execute(plan)

@@ -106,10 +106,10 @@ def measure_workspace(runner: Runner, config: EngineConfig, width: int, widths: 
     requests = torch.full((most,), runner.state.padding, dtype=torch.int64, device=runner.state.device)
     prefills = prefill_sizes(config.captured_tokens)
     with dry_run():
-        captured = peak(lambda: runner.round(requests, (0,) * most, "full", width))
+        captured = peak(lambda: runner.round(requests, (0,) * most, "all", width))
         if prefills:
             prompts = PromptGraphs(runner, config.captured_tokens, width, Capturer())
-            largest = peak(lambda: prompts.run(prefills[-1], "full"))
+            largest = peak(lambda: prompts.run(prefills[-1], "all"))
             captured = max(captured, largest)
     if not prefills:
         largest = peak(lambda: _prefill_padding(runner, config.prefill_budget, width))

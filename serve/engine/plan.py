@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from slipstream.serve.request import Request
 
-SamplingMode = Literal["greedy", "plain", "full"]  # all requests greedy | temperature only | all features
+SamplingMode = Literal["greedy", "plain", "all"]  # all requests greedy | temperature only | all features
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class Planner:
         offers = self._launched[plan.number].offers = [self._offers[slot] for slot in plan.slots]
         if self.policy is None:
             return self.widths.most
-        width = self.policy.choose(offers, self.widths.of_network, filtered=plan.mode == "full")
+        width = self.policy.choose(offers, self.widths.of_network, filtered=plan.mode == "all")
         self._rounds_without_host = self._rounds_without_host + 1 if width <= self.widths.of_network else 0
         return width
 
@@ -158,7 +158,7 @@ class Planner:
         if self.policy is not None and plan.width > 1 and not errors:
             self.policy.record(launched.offers, plan.width, accepted)
         if self.policy is not None and self.observes and not errors:
-            self.policy.observe(len(plan.slots), plan.width, output.ms, filtered=plan.mode == "full")
+            self.policy.observe(len(plan.slots), plan.width, output.ms, filtered=plan.mode == "all")
         drafted = [min(nodes, plan.width) - 1 for nodes, _ in launched.offers]
         tokens = [output.emitted(index) for index in range(len(launched.sequences))]
         return outputs + self.scheduler.commit_round(launched.sequences, tokens, drafted)
@@ -212,7 +212,7 @@ def prompt_chunk(chunk: Chunk) -> PromptChunk:
 def sampling_mode(sequences: list[Sequence]) -> SamplingMode:
     params = [sequence.request.params for sequence in sequences]
     if any(p.has_penalties or p.logit_bias for p in params):
-        return "full"
+        return "all"
     if all(p.temperature == 0 for p in params):
         return "greedy"
-    return "full" if any(p.has_filters for p in params) else "plain"
+    return "all" if any(p.has_filters for p in params) else "plain"

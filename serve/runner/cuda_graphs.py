@@ -24,7 +24,7 @@ from slipstream.serve.runner.round import Runner
 logger = logging.getLogger(__name__)
 
 # Sampling modes with graphs of their own. In the second a request without filters has neutral ones.
-MODES: tuple[SamplingMode, ...] = ("plain", "full")
+MODES: tuple[SamplingMode, ...] = ("plain", "all")
 TIMED_ROUNDS = 2  # of each size, width and mode at start-up: the faster one counts
 TimeTables = dict[SamplingMode, dict[tuple[int, int], float]]  # mode -> (batch size, width) -> milliseconds
 
@@ -131,7 +131,7 @@ class RoundGraphs:
 
     def round(self, requests: list[int], mode: SamplingMode, width: int) -> Tensor | None:
         """What `runner.round` returns, on the device; None where memory held no graph for it."""
-        mode = "full" if mode == "full" else "plain"
+        mode = "all" if mode == "all" else "plain"
         fitting = (size for size in self.sizes if size >= len(requests) and (size, width, mode) in self._graphs)
         size = next(fitting, None)
         if size is None:

@@ -56,7 +56,7 @@ class PromptGraphs:
     def prefill(self, chunks: Sequence[PromptChunk], mode: SamplingMode) -> Tensor | None:
         """The tokens (B,) int64 sampled after the chunks, on the device. None where no graph takes them: the context is
         so long that kernels made for prompts are faster (and compiled by now), or memory held no graph."""
-        mode = "full" if mode == "full" else "plain"
+        mode = "all" if mode == "all" else "plain"
         size = self._find(chunks, mode)
         if size is None:
             return None

@@ -99,7 +99,7 @@ class RequestState:
             self._copy(bias, held.bias[slot])
 
     def set_masks(self, masks: Sequence[NodeMasks], slots: Sequence[int], width: int) -> None:
-        """For the next pass in mode "full": over `width` nodes of each of `slots`. Later nodes' masks are left out."""
+        """For the next pass in mode "all": over `width` nodes of each of `slots`. Later nodes' masks are left out."""
         if self._is_masked:
             self.mask_rows.fill_(-1)
         place = {slot: index * width for index, slot in enumerate(slots)}
@@ -143,7 +143,7 @@ class RequestState:
 
     def sampling(self, requests: Tensor, mode: SamplingMode) -> Sampling:
         temperature = None if mode == "greedy" else self.temperature
-        filters = Filters(self.top_k, self.top_p, self.min_p) if mode == "full" else None
+        filters = Filters(self.top_k, self.top_p, self.min_p) if mode == "all" else None
         return Sampling(self.keys, temperature, filters, requests)
 
     @contextmanager

@@ -133,7 +133,7 @@ def test_memory_does_not_grow_over_2000_rounds(target: Path, draft: Path) -> Non
     assert used[-1] == used[len(used) // 2]
 
 
-@pytest.mark.parametrize("starved", [{"prefill"}, {"prefill", "round"}, {"full"}], ids=["prefills", "all", "filters"])
+@pytest.mark.parametrize("starved", [{"prefill"}, {"prefill", "round"}, {"all"}], ids=["prefills", "all", "filters"])
 def test_passes_whose_graphs_do_not_fit_run_kernel_by_kernel(
     starved: set[str], target: Path, draft: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,7 +179,7 @@ def test_masks_of_a_pass(drafter: str, build: Build, monkeypatch: pytest.MonkeyP
     ]
     engine.runner.state.set_masks(masks, rows.tolist(), width)
     with changed_logits(engine, lambda logits: seen.append(logits) or logits, monkeypatch):
-        results = engine.runner.passes.round(rows, bounds, "full", width)
+        results = engine.runner.passes.round(rows, bounds, "all", width)
     parts = results[:, 1 + width :] if results.shape[1] > 1 + width else torch.arange(width).expand(3, width)
     for request, (count, *tokens) in enumerate(results[:, : 1 + width].tolist()):
         assert count >= 1
@@ -209,9 +209,9 @@ def test_a_request_that_cannot_be_sampled_ends_alone(
             return logits
 
         with changed_logits(engine, poison, monkeypatch):
-            first = engine.runner.passes.round(rows, bounds, "full", width)
+            first = engine.runner.passes.round(rows, bounds, "all", width)
         bounds = tuple(bound + width for bound in bounds)
-        results.append((first, engine.runner.passes.round(rows, bounds, "full", width)))
+        results.append((first, engine.runner.passes.round(rows, bounds, "all", width)))
     (expected, later), (found, after) = results
     assert found[1, :2].tolist() == [1, -1]
     for one, other in ((found, expected), (after, later)):

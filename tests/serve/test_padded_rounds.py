@@ -36,7 +36,7 @@ def test_a_round_with_one_filtered_request_is_chosen_by_filtered_times(target: P
     both = {"max_tokens": 30, "ignore_eos": True, "temperature": 1.0}
     prompt = random_prompt(9, 1)
     run_all(engine, [make_request("a", prompt, **both), make_request("b", prompt, top_k=9, **both)])
-    assert {width for _, width, mode in used if mode == "full"} == {1}
+    assert {width for _, width, mode in used if mode == "all"} == {1}
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +84,14 @@ def test_mixed_traffic_with_aborts_and_preemption(
     )
     assert isinstance(engine.runner.graphs, PlayedGraphs)
     captured = engine.runner.graphs._graphs
-    for key in [key for key in captured if key[0] == 24 or key[0] == 2 and key[2] == "full"]:
+    for key in [key for key in captured if key[0] == 24 or key[0] == 2 and key[2] == "all"]:
         del captured[key]  # as if memory had not held them
     kept = set(captured)
     serve_traffic(engine, kinds, expected, rng, lambda number: number < num_requests, 30, engine.scheduler.check)
     greedy = make_request("greedy", random_prompt(9, 0), ignore_eos=True)
     assert tokens_of(run_all(engine, [greedy])) == tokens_of(run_all(build_engine(target), [greedy]))
     used = engine.runner.graphs.num_rounds
-    assert {mode for _, _, mode in used} == {"plain", "full"}
+    assert {mode for _, _, mode in used} == {"plain", "all"}
     assert set(used) < set(captured) == kept, "nothing is captured while serving"
     assert isinstance(engine.runner.prompts, PlayedPrompts)
     assert {1, 2} <= {num_chunks for _, num_chunks in engine.runner.prompts.passes}

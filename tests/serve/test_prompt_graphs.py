@@ -89,7 +89,7 @@ def num_blocks(*chunks: PromptChunk) -> int:
     return PrefillShape.of(chunks, PREFILL_BLOCK).num_blocks
 
 
-@pytest.mark.parametrize("mode", ["greedy", "plain", "full"])
+@pytest.mark.parametrize("mode", ["greedy", "plain", "all"])
 def test_which_captured_prefill_takes_what(mode: SamplingMode, target: Path) -> None:
     engine = playing(target, "none", 1024, prefill_budget=1024, max_running=MOST_REQUESTS + 4)
     prompts = engine.runner.prompts
