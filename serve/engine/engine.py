@@ -95,11 +95,12 @@ class Engine:
         """
         if not self.overlap:
             return [*self._finish(self._launch_prompts()), *self._finish(self._launch_round(self._plan_round()))]
-        if self.waits_for_host and self._has_room():
-            return self._step_after_host()
         while self._has_room():
-            launched = [one for one in (self._launch_prompts(), self._launch_round(self._plan_round())) if one]
-            self._in_flight += launched
+            if self.waits_for_host:
+                return self._step_after_host()
+            launched = self._queue(self._launch_prompts())
+            if not self.waits_for_host:  # a stage may want the prompts' tokens before a round reads them
+                launched |= self._queue(self._launch_round(self._plan_round()))
             if not launched:
                 break
         return self._finish(self._in_flight.popleft() if self._in_flight else None)
@@ -121,23 +122,27 @@ class Engine:
         landed = time.perf_counter()
         for index, one in enumerate(arrived):
             later = {slot for other in arrived[index + 1 :] for slot in slots_of(other.plan)}
-            self._let_stages_work(one, later)
+            self._let_stages_work(one, later, is_last=True)
         # The round first: a request whose prompt runs has no root to verify until its first token is read.
         launched = self._launch_round(planned)
         if launched is not None:
             self.planner.waited(1000 * (time.perf_counter() - landed))
-        self._in_flight += [one for one in (launched, self._launch_prompts()) if one is not None]
+        self._queue(launched)
+        self._queue(self._launch_prompts())
         return [output for one in arrived for output in self._commit(one)]
 
     def _finish(self, flight: InFlight | None) -> list[Output]:
         if flight is None:
             return []
         arrived = self._read(flight)
-        if not self._in_flight:
-            self._let_stages_work(arrived)
-        else:
-            self._look_back(arrived)
+        self._let_stages_work(arrived, is_last=not self._in_flight)
         return self._commit(arrived)
+
+    def _queue(self, flight: InFlight | None) -> bool:
+        """Whether there is one."""
+        if flight is not None:
+            self._in_flight.append(flight)
+        return flight is not None
 
     @property
     def waits_for_host(self) -> bool:
@@ -188,11 +193,13 @@ class Engine:
         self._tell("read", flight.plan)
         return arrived
 
-    def _let_stages_work(self, arrived: Arrived, later: Collection[int] = ()) -> None:
+    def _let_stages_work(self, arrived: Arrived, later: Collection[int] = (), *, is_last: bool) -> None:
         """Shows stages what a pass has yielded, and keeps their edits for the next plan, but for slots whose `later`
         tokens have arrived, too.
 
         A request may end within its new tokens. `_commit` finds that out later, and stages learn it by `release`.
+        If the pass was not the last, the next round runs already; optional stages then only learn the tokens, and the
+        planner whether waiting would have paid.
         """
         plan, output = arrived.plan, arrived.output
         for stage in self.stages:
@@ -203,19 +210,15 @@ class Engine:
                 given = self.planner.proposed(plan, output).after(self._edits.proposals)
             else:
                 continue
-            if given.slots:
-                edits = stage.run(given, self.planner.widths.most).besides(later)
+            edits = stage.run(given, self.planner.widths.most) if given.slots else Edits()
+            if stage.is_optional and not is_last:
+                self.planner.look_back(edits)
+            else:
+                edits = edits.besides(later)
                 self.planner.offer(edits)
                 self._edits += edits
         if self.stages:
             self._tell("drafted", plan)
-
-    def _look_back(self, arrived: Arrived) -> None:
-        """The next round is launched already: stages only learn the tokens, and whether waiting would have paid."""
-        for stage in self.stages:
-            given = self.planner.emitted(arrived.plan, arrived.output)
-            if given.slots:
-                self.planner.look_back(stage.run(given, self.planner.widths.most))
 
     def _mask_first_tokens(self, plan: StepPlan) -> None:
         """What follows a prompt has no proposal before it, so stages that read those get its last token as the root."""

@@ -83,13 +83,24 @@ def test_a_pass_without_memory_fails_its_requests_alone(
 
 
 class Watching(HostStage):
-    """Sees what is verified next, and fails the request that proposes a token."""
+    """Sees what is verified next of some requests, and fails the one that proposes a token."""
 
     reads = "proposal"
 
-    def __init__(self, refused: int | None = None) -> None:
+    def __init__(self, names: str = "01234", refused: int | None = None) -> None:
         self.seen: list[Proposed] = []
-        self.refused = refused
+        self.names, self.refused = names, refused
+        self.slots: set[int] = set()  # of those requests
+
+    def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
+        if request.id in self.names:
+            self.slots.add(slot)
+
+    def release(self, slot: int, tokens: list[int]) -> None:
+        self.slots.discard(slot)
+
+    def wants(self, slots: list[int]) -> bool:
+        return not self.slots.isdisjoint(slots)
 
     def run(self, given: Emitted | Proposed, width: int) -> Edits:
         assert isinstance(given, Proposed)
@@ -106,11 +117,14 @@ class Watching(HostStage):
 
 @pytest.mark.parametrize("build", [build_engine, build_overlapping])
 @pytest.mark.parametrize("name", ["draft", "ngram"])
-def test_a_stage_sees_every_proposal_before_it_is_verified(build: Any, name: str, target: Path, draft: Path) -> None:
+@pytest.mark.parametrize("names", ["01234", "3"])
+def test_a_stage_sees_every_proposal_before_it_is_verified(
+    build: Any, name: str, names: str, target: Path, draft: Path
+) -> None:
     requests = requests_of()
     expected = tokens_of(run(build_engine(target), requests))
-    engine: Engine = build(target, draft if name == "draft" else name)
-    stage, verified = Watching(), list[tuple[int, list[int]]]()
+    engine: Engine = build(target, draft if name == "draft" else name, max_running=3)
+    stage, verified = Watching(names), list[tuple[int, list[int]]]()
     engine.stages.append(stage)
 
     def look(event: str, plan: StepPlan) -> None:
@@ -119,7 +133,8 @@ def test_a_stage_sees_every_proposal_before_it_is_verified(build: Any, name: str
             for proposal in plan.edits.proposals:
                 engine.runner._store(proposal)
             nodes = engine.runner.state.tokens[list(plan.slots)].tolist()
-            verified.extend(zip(plan.slots, nodes, strict=True))
+            pairs = zip(plan.slots, nodes, strict=True)
+            verified.extend(pair for pair in pairs if pair[0] in stage.slots)
 
     engine.trace = look
     assert tokens_of(run(engine, requests)) == expected
@@ -127,6 +142,7 @@ def test_a_stage_sees_every_proposal_before_it_is_verified(build: Any, name: str
         (slot, tuple(nodes)) for one in stage.seen for slot, nodes in zip(one.slots, one.nodes[0].tolist(), strict=True)
     }
     assert {(slot, tuple(nodes)) for slot, nodes in verified} <= seen
+    assert len(verified) > 5
 
 
 @pytest.mark.parametrize("build", [build_engine, build_overlapping])
