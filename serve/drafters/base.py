@@ -44,6 +44,9 @@ class Drafter(ABC):
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that the drafter cannot serve as promised."""
 
+    def forget(self) -> None:
+        """Drops what passes before the first request, which are timed, have taught it."""
+
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         """Proposes at most N = `width` nodes per request, after batch.lengths (B,) committed tokens and the
         roots batch.roots (B,). The default proposes the roots alone."""
@@ -72,6 +75,10 @@ class NetworkDrafter(Drafter):
 
     def check(self, request: Request) -> None:
         self.vocabulary.check(request)
+
+    def forget(self) -> None:
+        if self.vocabulary.recent is not None:
+            self.vocabulary.recent.forget()
 
 
 def chain_parents(batch_size: int, width: int, device: torch.device) -> Tensor:

@@ -59,6 +59,10 @@ class RecentTokens:
         best = self.scores.topk(len(self.ids), sorted=False)
         self.ids.copy_(torch.where(best.values > 0, best.indices, -1))
 
+    def forget(self) -> None:
+        self.scores.zero_()
+        self.ids.fill_(-1)
+
 
 class DraftVocabulary:
     """`head`: the matrix that turns the draft's states into logits."""

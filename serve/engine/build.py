@@ -72,6 +72,7 @@ class Builder:
         graphs, prompts = self.capture(passes) if self.captures else (None, None)
         with runtime.stage("timing rounds"):
             policy = self.time(passes, graphs)
+            self.drafter.forget()
         for stage in self.stages:
             stage.attach(config.max_running, pinned=self.device.type == "cuda")
         scheduler = Scheduler(

@@ -124,6 +124,11 @@ def test_recent_tokens_are_those_that_occurred_most_of_late() -> None:
         left_out = [score for token, score in scores.items() if token not in found]
         assert all(score <= worst + 1e-4 for score in left_out)
     assert (ids[:static] >= 0).all()
+    recent.forget()
+    assert (ids[static:] == -1).all()
+    token = next(token for token in range(vocab_size) if token not in ids[:static].tolist())
+    recent.add(torch.tensor([token]), torch.tensor([True]))
+    assert [one for one in ids[static:].tolist() if one >= 0] == [token], "nothing of what was is left"
 
 
 @pytest.fixture
