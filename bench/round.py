@@ -27,6 +27,7 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.memory import bytes_per_token
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams
+from slipstream.serve.runner.batch import KVSpec
 
 COLUMNS = (  # heading, key of a line, format
     ("draft", "draft", "s"),
@@ -219,10 +220,11 @@ def passes(engine: Engine) -> Iterator[tuple[int, int]]:
     A draft without a head of its own fills a block in one pass and reads the target's head; others take a pass a token,
     of which only the first fuses target states.
     """
-    target, specs = engine.runner.target, engine.specs
+    target, drafter, model = engine.runner.target, engine.runner.drafter, engine.runner.target.config
+    specs = [KVSpec(model.num_layers, model.num_kv_heads, model.head_dim, model.rope), *filter(None, [drafter.kv])]
     item, head = target.dtype, sum(x.nbytes for x in target.lm_head.parameters())
     yield bytes_per_token(specs[:1], item), sum(x.nbytes for x in target.layers.parameters()) + head
-    module = getattr(engine.runner.drafter, "module", None)
+    module = getattr(drafter, "module", None)
     if module is None or engine.planner.widths.most == 1:
         return
     weights = dict(module.named_parameters())

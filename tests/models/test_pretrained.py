@@ -56,7 +56,7 @@ def odd(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 READERS: dict[str, Callable[[Path, bool], object]] = {
     "config": read_config,
     "tokenizer": load_tokenizer,
-    "engine": lambda path, trust: build_engine(path, trust_remote_code=trust).target.end_ids,
+    "engine": lambda path, trust: build_engine(path, trust_remote_code=trust).runner.target.end_ids,
     "server": lambda path, trust: Frontend(
         ServeConfig(target=str(path), trust_remote_code=trust), build_engine(ASSET).info
     ),
@@ -142,5 +142,7 @@ def test_serving_and_data_end_at_the_same_ids(copy: Path) -> None:
     """Although generation_config.json names none."""
     (copy / "generation_config.json").write_text("{}")
     change_json(copy / "config.json", eos_token_id=[3])
-    assert build_engine(copy).target.end_ids == load_target_tokenizer(ConversationOptions(target=str(copy))).end_ids
-    assert build_engine(copy).target.end_ids == {2, 3}
+    assert (
+        build_engine(copy).runner.target.end_ids == load_target_tokenizer(ConversationOptions(target=str(copy))).end_ids
+    )
+    assert build_engine(copy).runner.target.end_ids == {2, 3}

@@ -275,8 +275,13 @@ def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> N
 
 def test_options_are_checked(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
     assert find_drafter(str(make_draft("qwen3", "plain"))) is Drafter
-    assert build_engine(make_target("qwen3"), make_draft("qwen3", "plain")).widths == (1, 2, 4)
-    assert build_engine(make_target("qwen3"), make_draft("qwen3", "from the anchor")).widths == (1, 2, 4, 5)
+    assert build_engine(make_target("qwen3"), make_draft("qwen3", "plain")).planner.widths.offered == (1, 2, 4)
+    assert build_engine(make_target("qwen3"), make_draft("qwen3", "from the anchor")).planner.widths.offered == (
+        1,
+        2,
+        4,
+        5,
+    )
     for block in (0, 1, 65):
         with pytest.raises(ValueError, match=f"drafter.block is {block}; it must be between 2 and 64"):
             build_options(Drafter.Options, {"block": block})
