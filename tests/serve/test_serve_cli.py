@@ -204,7 +204,7 @@ def test_a_signal_ends_both_processes(byte_target: str, end: signal.Signals) -> 
         ending.result()
 
 
-@pytest.mark.slow  # tests/serve/test_worker.py stops a loading engine within this process
+@pytest.mark.slow  # tests/serve/test_process.py stops a loading engine within this process
 def test_ctrl_c_while_the_engine_loads(byte_target: str) -> None:
     with start(byte_target, "never_start") as server:
         # Not just any child: multiprocessing's resource tracker starts before it.
