@@ -259,9 +259,10 @@ def train(config: PeerConfig, peer: Peer, flags: Sequence[str]) -> tuple[Path, f
 def ours(name: str) -> dict[str, Any]:
     """A line for a checkpoint of `draft`, with what its run.json tells of its training."""
     made = read_json(Path(name) / "run.json") if (Path(name) / "run.json").exists() else {}
+    revision = made.get("git_revision") or "unknown"  # None: trained outside a git checkout
     return {
         "draft": name,
-        "trainer": "slipstream " + made["git_revision"][:7] if "git_revision" in made else "unknown",
+        "trainer": f"slipstream {revision[:7]}" if made else "unknown",
         "drafter": None,
         "flags": shlex.join(made.get("argv", [])),
         "lr": None,

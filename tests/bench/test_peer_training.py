@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from slipstream.bench.peer_training import INSTALL, PeerConfig, main, read_prompts, recipe
+from slipstream.bench.peer_training import INSTALL, PeerConfig, main, ours, read_prompts, recipe
 from slipstream.data_tools.dataset import write_dataset
 from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.tests.random_drafts import save_random_draft
@@ -135,6 +135,16 @@ def test_what_is_missing_is_named(data: Path, tmp_path: Path, capsys: pytest.Cap
 def test_the_recipe_in_its_flags(options: dict[str, Any], expected: str) -> None:
     config = PeerConfig(target="t", data="d", output="o", peer_python="p", **options)
     assert recipe(config) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("run", "trainer"),
+    [('{"git_revision": "0123456789"}', "slipstream 0123456"), ('{"git_revision": null}', "slipstream unknown")],
+)
+def test_who_trained_a_draft(run: str, trainer: str, tmp_path: Path) -> None:
+    assert ours(str(tmp_path))["trainer"] == "unknown"
+    (tmp_path / "run.json").write_text(run)
+    assert ours(str(tmp_path))["trainer"] == trainer
 
 
 def test_prompts_end_where_the_first_answer_begins() -> None:
