@@ -41,7 +41,7 @@ class HostClock:
     def trace(self, event: str, plan: StepPlan) -> None:
         now = time.perf_counter()
         if plan.chunks:
-            self._has_landed &= event != "ready"  # the next round waits for more than the host
+            self._has_landed &= event not in ("ready", "read")  # the next round waits for more than the host
         elif event == "ready":
             self._ready_at = now
         elif event == "launched":

@@ -28,7 +28,7 @@ Trace = Callable[[str, StepPlan], None]
 class Arrived:
     """What a pass has yielded, before the scheduler knows."""
 
-    plan: StepPlan
+    flight: InFlight
     output: StepOutput
 
 
@@ -121,7 +121,7 @@ class Engine:
             arrived.append(self._read(self._in_flight.popleft()))
         landed = time.perf_counter()
         for index, one in enumerate(arrived):
-            later = {slot for other in arrived[index + 1 :] for slot in slots_of(other.plan)}
+            later = {slot for other in arrived[index + 1 :] for slot in slots_of(other.flight.plan)}
             self._let_stages_work(one, later, is_last=True)
         # The round first: a request whose prompt runs has no root to verify until its first token is read.
         launched = self._launch_round(planned)
@@ -189,7 +189,7 @@ class Engine:
         return flight
 
     def _read(self, flight: InFlight) -> Arrived:
-        arrived = Arrived(flight.plan, flight.read())
+        arrived = Arrived(flight, flight.read())
         self._tell("read", flight.plan)
         return arrived
 
@@ -201,7 +201,7 @@ class Engine:
         If the pass was not the last, the next round runs already; optional stages then only learn the tokens, and the
         planner whether waiting would have paid.
         """
-        plan, output = arrived.plan, arrived.output
+        plan, output = arrived.flight.plan, arrived.output
         for stage in self.stages:
             given: Emitted | Proposed
             if stage.reads == "emitted":
@@ -240,8 +240,9 @@ class Engine:
             stage.release(sequence.slot, sequence.tokens)
 
     def _commit(self, arrived: Arrived) -> list[Output]:
-        outputs = self.planner.commit(arrived.plan, arrived.output)
-        self._tell("committed", arrived.plan)
+        plan = arrived.flight.plan
+        outputs = self.planner.commit(plan, arrived.output, arrived.flight.milliseconds())
+        self._tell("committed", plan)
         return outputs
 
     def _tell(self, event: str, plan: StepPlan) -> None:

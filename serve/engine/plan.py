@@ -140,7 +140,6 @@ class StepOutput(NamedTuple):
     accepted: NDArray[np.int32] | None  # (B, N) accepted nodes, -1 padded; None: chains, whose first nodes are
     proposed: NDArray[np.int32] | None  # (2, B, N) tokens and parents of the next round, where the plan wants them
     errors: dict[int, str]  # by slot: the request fails, the others go on
-    ms: float  # that the pass took
 
     def emitted(self, index: int) -> list[int]:
         """The tokens of chunk or slot `index`."""

@@ -145,8 +145,8 @@ class Planner:
         places, slots = self._receivers(plan, output.errors)
         return Proposed(slots, output.proposed[:, places], results_of(output, places))
 
-    def commit(self, plan: StepPlan, output: StepOutput) -> list[Output]:
-        """Hands the tokens to the scheduler, in the order of the plans."""
+    def commit(self, plan: StepPlan, output: StepOutput, ms: float) -> list[Output]:
+        """Hands the tokens to the scheduler, in the order of the plans. The pass took `ms`."""
         launched = self._launched.pop(plan.number)
         errors = {**plan.edits.errors, **output.errors}
         each = zip(launched.sequences, slots_of(plan), strict=True)
@@ -158,7 +158,7 @@ class Planner:
         if self.policy is not None and plan.width > 1 and not errors:
             self.policy.record(launched.offers, plan.width, accepted)
         if self.policy is not None and self.observes and not errors:
-            self.policy.observe(len(plan.slots), plan.width, output.ms, filtered=plan.mode == "all")
+            self.policy.observe(len(plan.slots), plan.width, ms, filtered=plan.mode == "all")
         drafted = [min(nodes, plan.width) - 1 for nodes, _ in launched.offers]
         tokens = [output.emitted(index) for index in range(len(launched.sequences))]
         return outputs + self.scheduler.commit_round(launched.sequences, tokens, drafted)

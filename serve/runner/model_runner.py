@@ -39,14 +39,15 @@ class InFlight:
         errors = dict.fromkeys(slots, self.failure) if self.failure else self._not_finite(slots, counts, tokens)
         accepted = results[:, 1 + width :] if results.shape[1] > 1 + width else None
         proposed = None if self.proposed is None else self.proposed.numpy()
-        return StepOutput(counts, tokens, accepted, proposed, errors, self._milliseconds())
+        return StepOutput(counts, tokens, accepted, proposed, errors)
 
     def _not_finite(self, slots: Sequence[int], counts: np.ndarray, tokens: np.ndarray) -> dict[int, str]:
         """Where a logit was NaN, the last token that was emitted is -1."""
         last = tokens[np.arange(len(tokens)), counts - 1]
         return {slots[index]: NOT_FINITE for index in np.flatnonzero(last < 0).tolist()} if (last < 0).any() else {}
 
-    def _milliseconds(self) -> float:
+    def milliseconds(self) -> float:
+        """That the pass took, once it has been read."""
         if isinstance(self.started, float):
             return self.started
         assert self.landed is not None
@@ -62,6 +63,7 @@ class ModelRunner:
         self.target, self.drafter, self.state = passes.target, passes.drafter, passes.state
         self.on_launch: Callable[[], None] | None = None
         self._prepared = 0  # number of the last plan whose slots and pages the device has
+        self._started: torch.cuda.Event | None = None  # of that plan's pass, on a GPU
         self._slots: tuple[tuple[int, ...], Tensor] = ((), self.state.upload([]))  # uploaded last
 
     def prepare(self, plan: StepPlan) -> None:
@@ -69,6 +71,8 @@ class ModelRunner:
         if plan.number <= self._prepared:
             return
         self._prepared = plan.number
+        if self.state.device.type == "cuda":
+            self._started = torch.cuda.Event(enable_timing=True)
         for admission in plan.admissions:
             self.state.admit(admission.slot, admission.request, admission.tokens)
         self.state.set_pages(plan.pages)
@@ -86,9 +90,7 @@ class ModelRunner:
         for proposal in plan.edits.proposals:
             self._store(proposal)
         self.state.set_masks(plan.edits.masks, slots_of(plan), plan.width if plan.slots else 1)
-        is_cuda = self.state.device.type == "cuda"
-        started = torch.cuda.Event(enable_timing=True) if is_cuda else None
-        began = time.perf_counter()
+        began, started = time.perf_counter(), self._started
         if started is not None:
             started.record()
         try:

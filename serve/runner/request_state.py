@@ -100,6 +100,8 @@ class RequestState:
 
     def set_masks(self, masks: Sequence[NodeMasks], slots: Sequence[int], width: int) -> None:
         """For the next pass in mode "all": over `width` nodes of each of `slots`. Later nodes' masks are left out."""
+        if not masks and not self._is_masked:
+            return
         if self._is_masked:
             self.mask_rows.fill_(-1)
         place = {slot: index * width for index, slot in enumerate(slots)}
