@@ -3,17 +3,20 @@
     python bench/round.py --target CKPT --draft CKPT --batch "[1,8,32]" --prompt-len 512 --new-tokens 256
 
 Each batch size decodes with `--draft none` and with the draft, in one run. `ms` is wall time per round while all
-requests decode; `graph_ms` of one replay after the prompts: the rest lies between replays. `floor_ms` is the time to
-read the weights and the KV once per pass at the copy bandwidth measured in the same run. `--profile` lists the kernels
-of a round. Prints a table, then one JSON line per row.
+requests decode; `graph_ms` of one replay after the prompts; `gap_us` the median time between the end of one round on
+the device, its result's copy included, and the begin of the next. `floor_ms` is the time to read the weights and the
+KV once per pass at the copy bandwidth measured in the same run. `--profile` lists the kernels of a round. Prints a table, then one JSON line per row.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,9 +28,11 @@ from slipstream.config import run
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.memory import bytes_per_token
+from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.serve.runner.batch import KVSpec
+from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
 COLUMNS = (  # heading, key of a line, format
     ("draft", "draft", "s"),
@@ -35,6 +40,7 @@ COLUMNS = (  # heading, key of a line, format
     ("width", "width", "d"),
     ("ms", "ms", ".3f"),
     ("graph", "graph_ms", ".3f"),
+    ("gap, us", "gap_us", ".0f"),
     ("floor", "floor_ms", ".3f"),
     ("share", "share_of_floor", ".2f"),
     ("tok/s", "tok_s", ".1f"),
@@ -108,7 +114,8 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
     """Measures the second of two runs; the first warms up."""
     decode(engine, config, batch)
     before = torch.cuda.memory_allocated()
-    seconds, rounds, tokens = decode(engine, config, batch)
+    with recorded(engine.runner) as flights:
+        seconds, rounds, tokens = decode(engine, config, batch)
     growth = torch.cuda.memory_allocated() - before
     graph_ms, parts = replay(engine, config, batch)
     ms = 1000 * seconds / rounds
@@ -121,6 +128,7 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
         "width": engine.planner.widths.most,
         "ms": round(ms, 3),
         "graph_ms": graph_ms,
+        "gap_us": gap_us(flights),
         "parts_ms": parts,
         "floor_ms": round(floor, 3),
         "share_of_floor": round(floor / ms, 3),
@@ -129,6 +137,30 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
         "rounds": rounds,
         "memory_growth_mb": round(growth / 2**20, 2),
     }
+
+
+@contextmanager
+def recorded(runner: ModelRunner) -> Iterator[list[InFlight]]:
+    """Lists what the runner launches."""
+    flights: list[InFlight] = []
+    execute = runner.execute
+
+    def execute_and_record(plan: StepPlan) -> InFlight:
+        flights.append(execute(plan))
+        return flights[-1]
+
+    runner.execute = execute_and_record  # type: ignore[method-assign]
+    try:
+        yield flights
+    finally:
+        runner.execute = execute  # type: ignore[method-assign]
+
+
+def gap_us(flights: Sequence[InFlight]) -> float:
+    """The median time between two rounds on the device, all of which have been read."""
+    rounds = [flight for flight in flights if flight.plan.slots]
+    events = [(before.landed, after.started) for before, after in pairwise(rounds)]
+    return round(1000 * median(landed.elapsed_time(started) for landed, started in events), 1)  # type: ignore
 
 
 def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:
