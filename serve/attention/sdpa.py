@@ -1,5 +1,6 @@
 """Attention with torch's scaled_dot_product_attention over gathered pages: the CPU's backend and the reference."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from slipstream.kernels.norm import HeadNorms, rms_norm_each
 from slipstream.kernels.speculation.verify import unpack
 from slipstream.models.layers.attention import Mask
+from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.serve.attention import base
 from slipstream.serve.runner.batch import AttentionMetadata
 
@@ -34,6 +36,10 @@ class Segment:
 class Backend(base.Backend):
     needs_host_lengths = True  # the host's bounds are the shapes of what it gathers
     phases = frozenset(base.PHASES)
+
+    def __init__(self, cache: Tensor, rope: RotaryEmbedding) -> None:
+        super().__init__(cache, rope)
+        self.gathered = cache.new_empty(0)
 
     def plan(self, metadata: AttentionMetadata) -> None:
         self.metadata = metadata
@@ -97,7 +103,7 @@ class Backend(base.Backend):
         """q (b * count, Q, D) -> the same shape."""
         b, p = segment.pages.shape
         page_size, G, D = self.cache.shape[3:]
-        kv = self.cache[layer].index_select(1, segment.pages.flatten())
+        kv = self._gather(layer, segment.pages.flatten())
         k, v = kv.view(2, b, p * page_size, G, D).transpose(2, 3).unbind()  # (b, G, S, D) each
         group = q.shape[1] // G
         q = q.view(b, segment.count, G, group, D).permute(0, 2, 3, 1, 4)  # (b, G, Q / G, count, D)
@@ -109,6 +115,20 @@ class Backend(base.Backend):
         out = scaled_dot_product_attention(q, k, v, attn_mask=segment.biases[mask, window])
         out = out.view(b, G, group, segment.count, D).permute(0, 3, 1, 2, 4)
         return out.reshape(b * segment.count, G * group, D)
+
+    def _gather(self, layer: int, pages: Tensor) -> Tensor:
+        """Copies of a layer's pages (P,): (2, P, page_size, G, D).
+
+        On a CPU all layers use one buffer: the allocator returns large blocks to the system, which clears every page of
+        the next one.
+        """
+        cache = self.cache[layer]
+        if cache.is_cuda:
+            return cache.index_select(1, pages)
+        shape = 2, len(pages), *cache.shape[2:]
+        if self.gathered.numel() < math.prod(shape):
+            self.gathered = cache.new_empty(math.prod(shape))
+        return torch.index_select(cache, 1, pages, out=self.gathered[: math.prod(shape)].view(shape))
 
     def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None, segment: Segment) -> Tensor:
         """One request on a GPU, where a prompt's bias is large: query heads that share a KV head become the
