@@ -60,7 +60,7 @@ from slipstream.models.files.checkpoint import (
 )
 from slipstream.models.files.outputs import CHECKPOINT, FolderKind, check_output_folder
 from slipstream.models.files.weights import public_tensors
-from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.serve.drafters.registry import drafter_name
 from slipstream.serve.options import EngineConfig, find_target
@@ -107,12 +107,12 @@ class Draft:
     network: ClassVar[type[DraftNetwork]]
 
     @classmethod
-    def load(cls, path: Path, model: ModelConfig) -> "Draft":
+    def load(cls, path: Path, model: TargetSpec) -> "Draft":
         """Reads the draft of the target `model` in bf16."""
         module: Any = load_draft(cls.network, path, model, torch.bfloat16, CPU)
         return cls(module.config, public_tensors(module))
 
-    def check(self, model: ModelConfig, shape: Shape) -> None:
+    def check(self, model: TargetSpec, shape: Shape) -> None:
         """Raises ValueError naming what of the target or the draft does not fit."""
         check(model, shape)
         config = self.config
@@ -122,7 +122,7 @@ class Draft:
             raise ValueError(
                 f"draft has hidden_size {config.hidden_size}, its target {model.hidden_size}; make them equal"
             )
-        check_layer("draft", config.layer_config(), shape)
+        check_layer("draft", config, shape)
         if config.draft_vocab_size is not None:
             check_room("draft_vocab_size", config.draft_vocab_size, shape.draft_vocab_size)
             unused = shape.draft_vocab_size - config.draft_vocab_size
@@ -160,7 +160,7 @@ class Draft:
         with torch.device("meta"):
             like = public_tensors(self.network(big))
         small = None if inflation.random else self.weights
-        layer_at = places(config.layer_config().num_layers, big.layer_config().num_layers)
+        layer_at = places(len(config.layers), len(big.layers))
         states = [(index, layer == shape.num_layers) for layer, index in self.states(shape).items()]
         make = inflation.network(like, small, layer_at)
         make["fc.weight"] = lambda: inflation.fusion(None if small is None else small["fc.weight"], states)
@@ -179,7 +179,7 @@ class Draft:
 class Eagle3Draft(Draft):
     network = Eagle3
 
-    def check(self, model: ModelConfig, shape: Shape) -> None:
+    def check(self, model: TargetSpec, shape: Shape) -> None:
         super().check(model, shape)
         for name in (*FLAGS, "sliding_window"):
             if getattr(self.config, name):
@@ -195,7 +195,7 @@ class DFlashDraft(Draft):
 
     network = DFlash
 
-    def check(self, model: ModelConfig, shape: Shape) -> None:
+    def check(self, model: TargetSpec, shape: Shape) -> None:
         super().check(model, shape)
         check_room("draft num_layers", self.config.num_layers, NUM_LAYERS)
         check_room("draft aux_layers", len(self.config.aux_layers), NUM_STATES)
@@ -235,7 +235,7 @@ def inflate(config: InflateConfig) -> None:
     print(f"{num_bytes / 1e9:.1f} GB; try: serve --draft {output}/draft")
 
 
-def load_small_draft(name: str, model: ModelConfig) -> Draft:
+def load_small_draft(name: str, model: TargetSpec) -> Draft:
     """The checkpoint `name` of any drafter that can be enlarged."""
     drafter = drafter_name(name)
     if drafter not in DRAFTS:
@@ -243,9 +243,9 @@ def load_small_draft(name: str, model: ModelConfig) -> Draft:
     return DRAFTS[drafter].load(resolve(name), model)
 
 
-def write_target(config: InflateConfig, model: ModelConfig, source: Path, folder: Path) -> None:
+def write_target(config: InflateConfig, model: TargetSpec, source: Path, folder: Path) -> None:
     values = target_json(read_json(source / "config.json"), SHAPES[config.shape])
-    big = ModelConfig.from_json(values)
+    big = TargetSpec.from_json(values)
     with torch.device("meta"):
         like = public_tensors(Target(big).to(torch.bfloat16))
     small = None

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.config import DecoderShape, TargetSpec
 
 SPREAD = 0.02  # standard deviation of ordinary weights
 QUIET = 2.0**-50  # factor of quiet ones; their squares stay above fp32's subnormal numbers, which are slow on CPUs
@@ -66,9 +66,10 @@ SHAPES = {
 }
 
 
-def check(model: ModelConfig, shape: Shape) -> None:
+def check(model: TargetSpec, shape: Shape) -> None:
     """Raises ValueError naming what of a target does not fit."""
-    if model.architecture != "Qwen3ForCausalLM" or model.qkv_bias or model.output_bias:
+    attention = [layer.attention for layer in model.layers]
+    if model.architecture != "Qwen3ForCausalLM" or any(one.qkv_bias or one.output_bias for one in attention):
         raise ValueError(f"target is a {model.architecture}; only Qwen3ForCausalLM without biases can be inflated")
     growth = log(shape.hidden_size / model.hidden_size, 4)
     if growth < 1 or growth != round(growth):
@@ -81,7 +82,7 @@ def check(model: ModelConfig, shape: Shape) -> None:
     check_room("vocab_size", model.vocab_size, shape.vocab_size - 1)
 
 
-def check_layer(name: str, small: ModelConfig, shape: Shape) -> None:
+def check_layer(name: str, small: DecoderShape, shape: Shape) -> None:
     """Raises ValueError for heads or neurons that do not fit. `name`: whose layers these are."""
     if small.num_heads * shape.num_kv_heads != shape.num_heads * small.num_kv_heads:
         raise ValueError(

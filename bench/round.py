@@ -4,8 +4,9 @@
 
 Each batch size decodes with `--draft none` and with the draft, in one run. `ms` is wall time per round while all
 requests decode; `graph_ms` of one replay after the prompts; `gap_us` the median time between the end of one round on
-the device, its result's copy included, and the begin of the next. `floor_ms` is the time to read the weights and the
-KV once per pass at the copy bandwidth measured in the same run. `--profile` lists the kernels of a round. Prints a table, then one JSON line per row.
+the device, its result's copy included, and the begin of the next. `floor_ms` is the time to read the weights and the KV
+once per pass at the copy bandwidth measured in the same run. `--profile` lists the kernels of a round. Prints a table,
+then one JSON line per row.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy

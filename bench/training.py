@@ -32,7 +32,7 @@ from slipstream.config import parse
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig, default_block_aux_layers
 from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.layers.rope import RotaryEmbedding
-from slipstream.models.targets.config import ModelConfig, default_aux_layers
+from slipstream.models.targets.config import TargetSpec, default_aux_layers
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train import dflash, eagle3
 from slipstream.train.batches import Batch, collate
@@ -148,7 +148,7 @@ def build(config: StepConfig, device: torch.device) -> DraftTraining:
         head_dim=shape.hidden_size // shape.num_heads,
         architectures=["Qwen3ForCausalLM"],
     )
-    model = ModelConfig.from_json(hf.to_dict())
+    model = TargetSpec.from_json(hf.to_dict())
     torch.manual_seed(0)
     with device:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -168,7 +168,7 @@ def build(config: StepConfig, device: torch.device) -> DraftTraining:
     return dflash.DFlashTraining(draft, frozen, rope, block_options, depth=config.block - 1, seed=0)
 
 
-def make_draft(config: StepConfig, model: ModelConfig) -> Eagle3 | DFlash:
+def make_draft(config: StepConfig, model: TargetSpec) -> Eagle3 | DFlash:
     size = SHAPES[config.shape].draft_vocab_size
     if config.drafter == "eagle3":
         layers = default_aux_layers(model.num_layers)

@@ -45,7 +45,7 @@ from slipstream.models.files.checkpoint import (
 )
 from slipstream.models.files.outputs import CHECKPOINT, check_output_folder
 from slipstream.models.files.weights import public_tensors
-from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import load_config
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ class TargetFiles(NamedTuple):
     """What drafts need of their target."""
 
     name: str
-    config: ModelConfig
+    config: TargetSpec
     architectures: list[str]
     shared: dict[str, Tensor]  # EMBEDDING and HEAD, (V, H)
 

@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from slipstream.kernels.kv.rope import rotate
-from slipstream.kernels.norm import HeadNorms, norm_heads
-from slipstream.models.layers.attention import Mask
+from slipstream.kernels.norm import norm_heads
+from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.train.batches import Batch, possible_roots
 
@@ -170,27 +170,19 @@ class BlockAttention(ABC):
         self.slot_positions = blocks.positions.flatten()
         self.masks: dict[int | None, Any] = {}  # by window; layers share them
 
-    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
+    def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         """k and v (C, G, D)."""
-        self.context[layer] = rotate(k, self.rope.cos, self.rope.sin, self.positions, v.dtype), v
+        self.context[layer.id] = rotate(k, self.rope.cos, self.rope.sin, self.positions, v.dtype), v
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: int,
-        mask: Mask,
-        window: int | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """q (N * S, Q, D), k and v (N * S, G, D) -> (N * S, Q, D). Keeps nothing."""
+        window = layer.spec.window
         assert (mask, window is None) in (("block", True), ("causal", False)), "the two kinds of layer that blocks have"
-        q, k = norm_heads(q, k, norms)
+        q, k = norm_heads(q, k, layer.norms)
         q, k = (rotate(x, self.rope.cos, self.rope.sin, self.slot_positions, v.dtype) for x in (q, k))
         if window not in self.masks:
             self.masks[window] = self.make_mask(window)
-        return self.compute(q, k, v, *self.context[layer], self.masks[window])
+        return self.compute(q, k, v, *self.context[layer.id], self.masks[window])
 
     @abstractmethod
     def make_mask(self, window: int | None) -> Any: ...

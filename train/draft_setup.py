@@ -15,7 +15,7 @@ from slipstream.models.drafts.token_map import check_tokenizer, read_token_map
 from slipstream.models.files.checkpoint import resolve, tokenizer_hash, weights_fingerprint
 from slipstream.models.files.outputs import check_working_folder
 from slipstream.models.layers.rope import RotaryEmbedding
-from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import FrozenTarget, empty_target, load_frozen_target
 from slipstream.models.targets.pretrained import load_tokenizer
@@ -100,7 +100,7 @@ class TargetFiles:
     options: Any  # a program's DraftRunOptions, with its `draft`
     accelerator: Accelerator
     path: Path
-    config: ModelConfig
+    config: TargetSpec
     tokenizer: PreTrainedTokenizerBase
     tokenizer_hash: str
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from slipstream.kernels.attention.packed import KeyValue, Runs, packed_attention, takes
 from slipstream.kernels.kv.rope import rotate
-from slipstream.kernels.norm import HeadNorms, norm_heads
-from slipstream.models.layers.attention import Mask
+from slipstream.kernels.norm import norm_heads
+from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.train.acceptance import count_accepted
 from slipstream.train.batches import Batch, possible_roots
@@ -115,27 +115,17 @@ class TTTAttention:
         self.step += 1
 
     @torch.compiler.disable  # else a compiled draft would be recompiled for every step
-    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
+    def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         """k and v (C, G, D) of the context rows."""
-        assert layer == 0
+        assert layer.id == 0
         self.context = self.turn(k, self.rows.context_positions, v.dtype), v
 
     @torch.compiler.disable
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: int,
-        mask: Mask,
-        window: int | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """q (N, Q, D), k and v (N, G, D) of the asking rows -> (N, Q, D)."""
-        assert layer == 0
+        assert layer.id == 0
         assert mask == "causal"
-        assert window is None
-        q, k = norm_heads(q, k, norms)
+        q, k = norm_heads(q, k, layer.norms)
         q, k = (self.turn(x, self.rows.asking_positions + self.step, v.dtype) for x in (q, k))
         if self.step == 0:
             assert self.context is not None

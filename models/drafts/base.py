@@ -20,7 +20,7 @@ from slipstream.models.drafts.speculators_layout import from_speculators, specul
 from slipstream.models.files.checkpoint import read_draft_tensors, read_json, write_checkpoint
 from slipstream.models.files.weights import load_weights, public_tensors
 from slipstream.models.layers.linear import Embedding
-from slipstream.models.targets.config import DecoderShape, ModelConfig
+from slipstream.models.targets.config import DecoderShape, LayerSpec, TargetSpec
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's, which some files copy
 ROWS = 4096  # compared at once: bounds the memory of dtype conversions
@@ -61,14 +61,15 @@ class DraftConfig(DecoderShape, ABC):
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}; the target has {self.vocab_size} tokens")
 
     @classmethod
-    def from_target(cls, model: ModelConfig, /, **fields: Any) -> Self:
+    def from_target(cls, model: TargetSpec, /, **fields: Any) -> Self:
         """A draft as wide as the target `model`. `fields` override or add others (intermediate_size, target, ...)."""
         own = {"target_hidden_size": model.hidden_size, "target_num_layers": model.num_layers}
         return cls(**model.shape() | own | fields)
 
-    def decoder_config(self, **fields: Any) -> ModelConfig:
-        """The draft's layers seen as a model; `fields` are the others of a ModelConfig."""
-        return ModelConfig(**self.shape(), **fields)
+    @property
+    @abstractmethod
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The decoder's layers."""
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +77,7 @@ class DraftConfig(DecoderShape, ABC):
 
     @classmethod
     @abstractmethod
-    def from_json(cls, values: Mapping[str, Any], target: ModelConfig, tensors: Tensors | None = None) -> Self:
+    def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
         """Reads our config.json or another trainer's, whose `tensors`, by public name, say what it leaves out.
 
         Raises ValueError for what the network here cannot run and for a draft that does not fit `target`.
@@ -183,7 +184,7 @@ def decoder_to_json(config: DraftConfig) -> dict[str, Any]:
     }
 
 
-def decoder_from_json(values: Mapping[str, Any], target: ModelConfig, *required: str) -> dict[str, Any]:
+def decoder_from_json(values: Mapping[str, Any], target: TargetSpec, *required: str) -> dict[str, Any]:
     """The inverse: fields of a DraftConfig. Other trainers' configs mostly do not name the target.
 
     Raises ValueError for a required field, these or `required`, that is missing, null or not a number.
@@ -217,8 +218,7 @@ def check_llama_layer(values: Mapping[str, Any]) -> None:
 
 
 def window_from_json(values: Mapping[str, Any]) -> int | None:
-    """The window of the one layer of an EAGLE draft. Serving lets the layer see all, so the engine refuses contexts
-    that are longer."""
+    """The window of the one layer of an EAGLE draft."""
     types = values.get("layer_types")
     is_used = "sliding_attention" in types if types else values.get("use_sliding_window", True)
     return (values.get("sliding_window") or None) if is_used else None
@@ -257,7 +257,7 @@ def write_draft(module: DraftNetwork, state: Mapping[str, Tensor], path: Path, r
 def load_draft(
     network: type[Network],
     path: Path,
-    target: ModelConfig,
+    target: TargetSpec,
     dtype: torch.dtype | None,
     device: torch.device,
     shared: Mapping[str, Tensor] | None = None,

@@ -28,7 +28,7 @@ from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.decoder_layer import DecoderLayer
 from slipstream.models.layers.linear import Linear, derive
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.targets.config import ModelConfig, check_aux_layers, default_aux_layers
+from slipstream.models.targets.config import LayerSpec, TargetSpec, check_aux_layers, default_aux_layers
 
 if TYPE_CHECKING:  # serving a draft needs no tokenizer's type
     from transformers import PreTrainedTokenizerBase
@@ -72,10 +72,11 @@ class DFlashConfig(DraftConfig):
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window is {self.sliding_window}; it must be at least 1")
 
-    def layer_config(self) -> ModelConfig:
-        """The draft's layers seen as a model."""
-        biases = {"qkv_bias": self.attention_bias, "output_bias": self.attention_bias}
-        return self.decoder_config(architecture="dflash", num_layers=self.num_layers, qk_norm=True, **biases)
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        windows = [self.sliding_window if index in self.windowed_layers else None for index in range(self.num_layers)]
+        same = {"qk_norm": True, "qkv_bias": self.attention_bias, "output_bias": self.attention_bias}
+        return tuple(self.layer(window=window, **same) for window in windows)
 
     def to_json(self) -> dict[str, Any]:
         """Layer ids count outputs, which is also the convention of the public field."""
@@ -98,7 +99,7 @@ class DFlashConfig(DraftConfig):
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], target: ModelConfig, tensors: Tensors | None = None) -> Self:
+    def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
         decoder = decoder_from_json(values, target, "num_hidden_layers")
         own = {**values, **(values.get("dflash_config") or {})}  # trainers put fields in either place
         _refuse_unsupported(own)
@@ -219,12 +220,12 @@ class DFlash(DraftNetwork):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
-        size, shape, count = config.hidden_size, config.layer_config(), config.num_layers
-        windows = [config.sliding_window if layer in config.windowed_layers else None for layer in range(count)]
-        self.masks: list[Mask] = ["block" if window is None else "causal" for window in windows]
+        size, specs = config.hidden_size, config.layers
+        self.masks: list[Mask] = ["block" if spec.attention.window is None else "causal" for spec in specs]
         self.fc = Linear(size * len(config.aux_layers), size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DecoderLayer(shape, layer, window) for layer, window in enumerate(windows))
+        sizes = size, config.rms_norm_eps
+        self.layers = nn.ModuleList(DecoderLayer(spec, index, *sizes) for index, spec in enumerate(specs))
         self.norm = RMSNorm(size, config.rms_norm_eps)
 
     def fuse(self, aux_states: Tensor) -> Tensor:

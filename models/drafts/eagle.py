@@ -33,7 +33,7 @@ from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.mlp import GatedMLP
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.config import LayerSpec, TargetSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,9 @@ class EagleConfig(DraftConfig):
         """The state after the final norm alone (models/targets/config.py)."""
         return (self.target_num_layers,)
 
-    def layer_config(self) -> ModelConfig:
-        """The draft's one layer seen as a one-layer model."""
-        return self.decoder_config(architecture="eagle", num_layers=1, qkv_bias=self.qkv_bias)
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return (self.layer(window=self.sliding_window, qkv_bias=self.qkv_bias),)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -66,7 +66,7 @@ class EagleConfig(DraftConfig):
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], target: ModelConfig, tensors: Tensors | None = None) -> Self:
+    def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
         decoder = decoder_from_json(values, target)
         check_llama_layer(values)
         expected = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
@@ -87,8 +87,9 @@ class EagleLayer(nn.Module):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(config.layer_config(), 0)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        sizes = config.hidden_size, config.rms_norm_eps
+        self.self_attn = SelfAttention(config.layers[0].attention, 0, *sizes)
+        self.post_attention_layernorm = RMSNorm(*sizes)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, attention: Attention, mask: Mask) -> Tensor:

@@ -37,7 +37,7 @@ from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.linear import Head, Linear
 from slipstream.models.layers.mlp import GatedMLP
 from slipstream.models.layers.norm import PartNorms, RMSNorm
-from slipstream.models.targets.config import ModelConfig, check_aux_layers
+from slipstream.models.targets.config import LayerSpec, TargetSpec, check_aux_layers
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,9 @@ class Eagle3Config(DraftConfig):
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are both set; a draft norms its target states in one way only")
 
-    def layer_config(self) -> ModelConfig:
-        """The draft's one layer seen as a one-layer model."""
-        return self.decoder_config(
-            architecture="eagle3", num_layers=1, qkv_bias=self.attention_bias, qk_norm=self.qk_norm
-        )
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return (self.layer(window=self.sliding_window, qkv_bias=self.attention_bias, qk_norm=self.qk_norm),)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -89,7 +87,7 @@ class Eagle3Config(DraftConfig):
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], target: ModelConfig, tensors: Tensors | None = None) -> Self:
+    def from_json(cls, values: Mapping[str, Any], target: TargetSpec, tensors: Tensors | None = None) -> Self:
         decoder, eagle = decoder_from_json(values, target), values.get("eagle_config") or {}
         for flag in UNSUPPORTED_FLAGS:
             if values.get(flag) or eagle.get(flag):
@@ -164,7 +162,7 @@ def _layers_to_json(config: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def _layers_from_json(values: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+def _layers_from_json(values: Mapping[str, Any], target: TargetSpec, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Output ids. Raises ValueError if the two fields name different states, or neither any that are certain."""
     outputs = (values.get("eagle_config") or {}).get(AUX_LAYERS)
     if not values.get(AUX_LAYERS):
@@ -179,7 +177,7 @@ def _layers_from_json(values: Mapping[str, Any], target: ModelConfig, tensors: M
     return layers
 
 
-def _unnamed_layers(target: ModelConfig, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+def _unnamed_layers(target: TargetSpec, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Those of a file without layer ids. Raises ValueError unless a published rule makes them certain."""
     published, size = published_layers(target.num_layers), target.hidden_size
     count = tensors["fc.weight"].shape[-1] // size if "fc.weight" in tensors else 3
@@ -198,10 +196,10 @@ class Midlayer(nn.Module):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        layer, size, eps = config.layer_config(), config.hidden_size, config.rms_norm_eps
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        self.self_attn = SelfAttention(layer, 0, input_size=2 * size)
+        self.self_attn = SelfAttention(config.layers[0].attention, 0, size, eps, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = GatedMLP(size, config.intermediate_size)
         self.norm_before_residual = config.norm_before_residual

@@ -3,7 +3,7 @@
 Letters: H hidden, Q/G query and KV heads, D head dim; ...: packed tokens, in any leading dims.
 """
 
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -11,32 +11,34 @@ from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.norm import HeadNorms
 from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.config import AttentionSpec
 
 Mask = Literal["causal", "tree", "block"]
+
+
+class AttentionLayer(NamedTuple):
+    """The layer that asks for attention."""
+
+    id: int  # its place in the network
+    spec: AttentionSpec
+    norms: HeadNorms | None = None  # where the spec has q/k norms
 
 
 class Attention(Protocol):
     """Attention as a network calls it: owns rotary embedding, KV storage and the mask."""
 
-    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
-        """Rotates k (..., G, D) by the batch's positions and stores k and v; for rows without queries."""
+    def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
+        """Rotates k (..., G, D), normed already, by the batch's positions and stores k and v; for rows without
+        queries."""
         ...
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: int,
-        mask: Mask,
-        window: int | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        """Norms q and k if there are `norms`, writes k and v, rotates q (..., Q, D) and returns the attention output
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
+        """Norms q and k if the layer has norms, writes k and v, rotates q (..., Q, D) and returns the attention output
         (..., Q, D).
 
-        `window`: a query sees the last `window` positions only, its own included (with mask "causal").
+        mask: "causal" a query sees the tokens up to its own; "tree" the committed tokens and its ancestors; "block" the
+        committed tokens and its whole block. Of these a windowed layer sees positions above the query's minus the
+        window; positions count depth in a tree.
         """
         ...
 
@@ -45,22 +47,25 @@ class SelfAttention(nn.Module):
     """Grouped-query attention with q, k and v fused in one projection; q/k norms where the architecture has them."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, input_size: int | None = None, window: int | None = None
+        self, spec: AttentionSpec, id: int, hidden_size: int, eps: float, input_size: int | None = None
     ) -> None:
         super().__init__()
-        self.layer = layer
-        self.window = window
-        self.head_dim = config.head_dim
-        self.sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        parts = {f"{name}_proj": size * config.head_dim for name, size in zip("qkv", self.sizes, strict=True)}
-        self.qkv_proj = Linear(input_size or config.hidden_size, parts, bias=config.qkv_bias)
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.id, self.spec = id, spec
+        self.head_dim = spec.head_dim
+        self.sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        parts = {f"{name}_proj": size * spec.head_dim for name, size in zip("qkv", self.sizes, strict=True)}
+        self.qkv_proj = Linear(input_size or hidden_size, parts, bias=spec.qkv_bias)
+        self.o_proj = Linear(spec.num_heads * spec.head_dim, hidden_size, bias=spec.output_bias)
+        self.q_norm = RMSNorm(spec.head_dim, eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, eps) if spec.qk_norm else None
 
     def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
         q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)  # (..., heads, D)
-        return self.o_proj(attention.attend(q, k, v, self.layer, mask, self.window, self.norms).flatten(-2))
+        return self.o_proj(attention.attend(q, k, v, self.layer, mask).flatten(-2))
+
+    @property
+    def layer(self) -> AttentionLayer:
+        return AttentionLayer(self.id, self.spec, self.norms)
 
     @property
     def norms(self) -> HeadNorms | None:

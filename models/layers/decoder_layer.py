@@ -3,18 +3,18 @@ from torch import Tensor, nn
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.mlp import GatedMLP
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.config import LayerSpec
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm layer. `window`: see Attention."""
+    """A pre-norm layer."""
 
-    def __init__(self, config: ModelConfig, layer: int, window: int | None = None) -> None:
+    def __init__(self, spec: LayerSpec, index: int, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(config, layer, window=window)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.input_layernorm = RMSNorm(hidden_size, eps)
+        self.self_attn = SelfAttention(spec.attention, index, hidden_size, eps)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps)
+        self.mlp = GatedMLP(hidden_size, spec.intermediate_size, spec.mlp_bias)
 
     def forward(
         self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None

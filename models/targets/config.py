@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 # Architecture -> has it q/k norms? All other differences within the family are config fields.
@@ -24,6 +25,7 @@ NEEDED_TOO: dict[str, frozenset[str]] = {
 }
 # Run in training by transformers (frozen_target.py); models/targets/decoder.py cannot serve them.
 EXPERT_ARCHITECTURES = {"Qwen3MoeForCausalLM": True, "GptOssForCausalLM": False}
+LAYER_KINDS = {"full_attention", "sliding_attention"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -60,6 +62,36 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Self-attention of one layer. Backends serve every field, or refuse it by name."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    qk_norm: bool = False  # RMS norms of each head's queries and keys
+    qkv_bias: bool = False
+    output_bias: bool = False
+    window: int | None = None  # positions that a query sees, its own included; None: all up to it
+    scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    softcap: float | None = None  # scores s become softcap * tanh(s / softcap)
+    sinks: bool = False  # a learnt score per query head joins each softmax
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """A pre-norm decoder layer: attention, then a gated MLP."""
+
+    attention: AttentionSpec
+    intermediate_size: int
+    mlp_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
     """What a target and a draft have alike."""
 
@@ -90,22 +122,27 @@ class DecoderShape:
         """These fields alone."""
         return {one.name: getattr(self, one.name) for one in fields(DecoderShape)}
 
+    def layer(self, *, mlp_bias: bool = False, **attention: Any) -> LayerSpec:
+        """A layer of this shape; `attention` are the other fields of its AttentionSpec."""
+        same = ("num_heads", "num_kv_heads", "head_dim", "rope")
+        spec = AttentionSpec(**{name: getattr(self, name) for name in same}, **attention)
+        return LayerSpec(attention=spec, intermediate_size=self.intermediate_size, mlp_bias=mlp_bias)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig(DecoderShape):
-    """A decoder of the Llama family; for a mixture of experts, all but the experts."""
+class TargetSpec(DecoderShape):
+    """A decoder of the Llama family, layer by layer; for a mixture of experts, all but the experts."""
 
     architecture: str
-    num_layers: int
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
+    layers: tuple[LayerSpec, ...]
     tie_word_embeddings: bool = False
-    sliding_window: int | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], *, is_served: bool = True) -> "ModelConfig":
+    def from_json(cls, values: Mapping[str, Any], *, is_served: bool = True) -> "TargetSpec":
         """`values`: the fields of a transformers config, defaults included. `is_served`: decoder.py
         is to run it; else it is only what drafts are trained for.
 
@@ -118,25 +155,40 @@ class ModelConfig(DecoderShape):
             raise ValueError(f"architecture {architecture} cannot be {wanted}; supported: {', '.join(supported)}")
         if values["hidden_act"] != "silu":
             raise ValueError(f"hidden_act is {values['hidden_act']!r}; only 'silu' is supported")
-        is_qwen2 = architecture == "Qwen2ForCausalLM"  # its q/k/v bias is fixed by the architecture, not by a field
         bias = bool(values.get("attention_bias", False))
-        windows = values.get("layer_types") or []
-        uses_window = "sliding_attention" in windows or (not windows and values.get("use_sliding_window", True))
+        layer = partial(
+            DecoderShape(**DecoderShape.read(values)).layer,
+            mlp_bias=bool(values.get("mlp_bias", False)),
+            qk_norm=supported[architecture],
+            qkv_bias=bias or architecture == "Qwen2ForCausalLM",  # fixed there by the architecture, not by a field
+            output_bias=bias,
+        )
         return cls(
             **DecoderShape.read(values),
             architecture=architecture,
-            num_layers=values["num_hidden_layers"],
-            qkv_bias=is_qwen2 or bias,
-            output_bias=bias,
-            mlp_bias=bool(values.get("mlp_bias", False)),
-            qk_norm=supported[architecture],
+            layers=tuple(layer(window=window) for window in windows_of(values)),
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
-            sliding_window=values.get("sliding_window") if uses_window else None,
         )
 
 
+def windows_of(values: Mapping[str, Any]) -> list[int | None]:
+    """The window of each layer, from a transformers config. Raises ValueError for other kinds of layers."""
+    count, window = values["num_hidden_layers"], values.get("sliding_window")
+    if not window or values.get("use_sliding_window") is False:
+        return [None] * count
+    kinds = values.get("layer_types")
+    if kinds is None:  # transformers' rule for Qwen; Mistral has windows in every layer
+        first = values.get("max_window_layers", count) if "use_sliding_window" in values else 0
+        kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(count)]
+    if len(kinds) != count or set(kinds) - LAYER_KINDS:
+        raise ValueError(
+            f"layer_types is {list(kinds)}; it must be {' or '.join(sorted(LAYER_KINDS))} for each of {count} layers"
+        )
+    return [int(window) if kind == "sliding_attention" else None for kind in kinds]
+
+
 def is_complete(values: Mapping[str, Any]) -> bool:
-    """Whether `ModelConfig.from_json` reads a config.json as it reads what transformers makes of it."""
+    """Whether `TargetSpec.from_json` reads a config.json as it reads what transformers makes of it."""
     needed = NEEDED_TOO.get((values.get("architectures") or [""])[0])
     if needed is None or values.get("use_sliding_window") or "auto_map" in values:
         return False

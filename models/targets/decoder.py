@@ -16,7 +16,7 @@ from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.decoder_layer import DecoderLayer
 from slipstream.models.layers.linear import Embedding, Head
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.targets.config import ModelConfig, is_complete
+from slipstream.models.targets.config import TargetSpec, is_complete
 from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer, read_config
 
 if TYPE_CHECKING:
@@ -29,12 +29,13 @@ class Target(nn.Module):
     path: Path | None = None
     trust_remote_code = False
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: TargetSpec) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        sizes = config.hidden_size, config.rms_norm_eps
+        self.layers = nn.ModuleList(DecoderLayer(spec, index, *sizes) for index, spec in enumerate(config.layers))
+        self.norm = RMSNorm(*sizes)
         self.lm_head = Head(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.tie(self.embed_tokens)
@@ -98,17 +99,17 @@ class Target(nn.Module):
         return self.lm_head(hidden)
 
 
-def load_config(path: Path, trust_remote_code: bool = False, *, is_served: bool = True) -> ModelConfig:
+def load_config(path: Path, trust_remote_code: bool = False, *, is_served: bool = True) -> TargetSpec:
     """Raises ValueError where `path` has no config.json, one with code that is not trusted, or another architecture."""
     values = read_json(path / "config.json")
     if not is_complete(values):
         values = read_config(path, trust_remote_code).to_dict()
-    return ModelConfig.from_json(values, is_served=is_served)
+    return TargetSpec.from_json(values, is_served=is_served)
 
 
 def load_target(
     path: Path,
-    config: ModelConfig,
+    config: TargetSpec,
     dtype: torch.dtype,
     device: torch.device,
     trust_remote_code: bool = False,

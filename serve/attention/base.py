@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.kv.rope import rotate_and_store
-from slipstream.kernels.norm import HeadNorms
-from slipstream.models.layers.attention import Attention
+from slipstream.models.layers.attention import Attention, AttentionLayer
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.serve.runner.batch import AttentionMetadata, Phase
 
@@ -65,13 +64,14 @@ class Backend(Attention):
         """Prepares one pass; `write` and `attend` of every layer follow."""
         self.metadata = metadata
 
-    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
-        self.rotate_and_store(k[:, :0], k, v, layer)
+    def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
+        self.rotate_and_store(k[:, :0], k, v, layer._replace(norms=None))
 
-    def rotate_and_store(self, q: Tensor, k: Tensor, v: Tensor, layer: int, norms: HeadNorms | None = None) -> Tensor:
+    def rotate_and_store(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         """Norms and rotates q and k, stores k and v in their slots of a layer, and returns q (T, Q, D)."""
-        metadata, rope, (keys, values) = self.metadata, self.rope, self.flat[layer]
-        return rotate_and_store(q, k, v, rope.cos, rope.sin, metadata.positions, metadata.slots, keys, values, norms)
+        metadata, rope, (keys, values) = self.metadata, self.rope, self.flat[layer.id]
+        where = metadata.positions, metadata.slots
+        return rotate_and_store(q, k, v, rope.cos, rope.sin, *where, keys, values, layer.norms)
 
 
 def find_backends(option: str, formats: Mapping[str, KVFormat] | None = None) -> dict[str, type[Backend]]:

@@ -30,8 +30,7 @@ except ImportError as error:
 
 from slipstream import runtime
 from slipstream.kernels.attention.tree import tree_attention
-from slipstream.kernels.norm import HeadNorms
-from slipstream.models.layers.attention import Mask
+from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.serve.attention import base
 from slipstream.serve.attention.base import PHASES, KVFormat
@@ -121,24 +120,15 @@ class Backend(base.Backend):
         super().plan(metadata)
         self.planned = {}
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: int,
-        mask: Mask,
-        window: int | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        metadata, q = self.metadata, self.rotate_and_store(q, k, v, layer, norms)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
+        metadata, window, q = self.metadata, layer.spec.window, self.rotate_and_store(q, k, v, layer)
         if max(metadata.query_lens) == 1 and not metadata.first_node:
             mask = "causal"  # what a node without others sees does not depend on the mask
         assert window is None or mask == "causal", "a window is one of positions, and a tree's slots are none"
         if (mask, window) not in self.planned:
             self.planned[mask, window] = self._plan_pass(mask, window, q.shape[1])
         wrapper = self.planned[mask, window]
-        keys, values = self.cache[layer]  # (num_pages, page_size, G, D)
+        keys, values = self.cache[layer.id]  # (num_pages, page_size, G, D)
         if mask != "tree":
             return wrapper.run(q, (keys, values), out=torch.empty_like(q))
         committed = wrapper.run(q, (keys, values), out=torch.empty_like(q), return_lse=True)

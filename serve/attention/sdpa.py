@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.kernels.norm import HeadNorms, rms_norm_each
 from slipstream.kernels.speculation.verify import unpack
-from slipstream.models.layers.attention import Mask
+from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.serve.attention import base
 from slipstream.serve.runner.batch import AttentionMetadata
@@ -52,28 +52,19 @@ class Backend(base.Backend):
         starts = [sum(counts[:index]) for index in range(len(counts))]
         self.segments = [self._segment(index, index + 1, start) for index, start in enumerate(starts)]
 
-    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
+    def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         if k.is_cuda:
             super().write(k, v, layer)
         else:
-            self._store(self._rotate(k), v, layer)
+            self._store(self._rotate(k), v, layer.id)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: int,
-        mask: Mask,
-        window: int | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         if q.is_cuda:  # one launch instead of a dozen
-            q = self.rotate_and_store(q, k, v, layer, norms)
+            q = self.rotate_and_store(q, k, v, layer)
         else:
-            q, k = self._norm_and_rotate(q, k, norms)
-            self._store(k, v, layer)
-        parts = [self._attend(q[segment.queries], layer, mask, window, segment) for segment in self.segments]
+            q, k = self._norm_and_rotate(q, k, layer.norms)
+            self._store(k, v, layer.id)
+        parts = [self._attend(q[one.queries], layer.id, mask, layer.spec.window, one) for one in self.segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _find_angles(self, positions: Tensor) -> None:

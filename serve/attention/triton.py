@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from slipstream.kernels.attention.tree import MAX_HEAD_DIM, tree_attention
-from slipstream.kernels.norm import HeadNorms
-from slipstream.models.layers.attention import Mask
+from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.serve.attention import base
 
 
@@ -20,24 +19,22 @@ class Backend(base.Backend):
             return f"it has no kernels for head dim {kv.head_dim}, only up to {MAX_HEAD_DIM}"
         return ""
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: int,
-        mask: Mask,
-        window: int | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        metadata, (keys, values) = self.metadata, self.cache[layer]  # (num_pages, page_size, G, D)
-        N, D = metadata.query_lens[0], q.shape[-1]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
+        metadata, (keys, values) = self.metadata, self.cache[layer.id]  # (num_pages, page_size, G, D)
+        N, spec = metadata.query_lens[0], layer.spec
         assert set(metadata.query_lens) == {N}, metadata.query_lens
-        q = self.rotate_and_store(q, k, v, layer, norms)
+        q = self.rotate_and_store(q, k, v, layer)
         requests = metadata.state.pages, metadata.requests, metadata.lengths, metadata.ancestors
         nodes = q.unflatten(0, (-1, N))
         out = tree_attention(
-            nodes, keys, values, *requests, mask, D**-0.5, first_node=metadata.first_node, window=window
+            nodes,
+            keys,
+            values,
+            *requests,
+            mask,
+            spec.score_scale,
+            first_node=metadata.first_node,
+            window=spec.window,
         )
         assert isinstance(out, Tensor)
         return out.flatten(0, 1)

@@ -83,8 +83,8 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.shape = options.shape
         self.branches = options.topk > 1
         self.aux_layers, self.longest_context = module.config.aux_layers, module.config.sliding_window
-        layer = module.config.layer_config()
-        self.kv = KVSpec(1, layer.num_kv_heads, layer.head_dim, layer.rope)
+        config = module.config
+        self.kv = KVSpec(1, config.num_kv_heads, config.head_dim, config.rope)
         nodes = options.verified_nodes
         self.widths = (*(2**power for power in range(6) if 2**power < nodes), nodes)
 

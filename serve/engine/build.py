@@ -9,7 +9,7 @@ import torch
 from slipstream import runtime
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.layers.rope import RotaryEmbedding
-from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.serve.attention.base import KVFormat, find_backends
 from slipstream.serve.drafters.registry import load_drafter
@@ -160,12 +160,13 @@ def build_engine(config: EngineConfig) -> Engine:
     return Builder(config).build()
 
 
-def pick_max_model_len(asked: int | None, model: ModelConfig, of_draft: int | None) -> int:
+def pick_max_model_len(asked: int | None, model: TargetSpec, of_draft: int | None) -> int:
     """The context length: at most the target's positions and its sliding window, since windows are not implemented.
 
     Raises ValueError if the drafter is not made for that many: `of_draft` (None: for any), its sliding window.
     """
-    limit = min(model.max_position_embeddings, model.sliding_window or model.max_position_embeddings)
+    windows = filter(None, (layer.attention.window for layer in model.layers))
+    limit = min([model.max_position_embeddings, *windows])
     if asked is not None and asked > limit:
         raise ValueError(f"max_model_len is {asked}; this target allows at most {limit}")
     longest = asked or limit

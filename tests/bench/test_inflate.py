@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from slipstream.bench.inflate import InflateConfig, inflate, load_small_draft
 from slipstream.bench.inflate_weights import CONSTANT, LIFT, QUIET, SHAPES, SPREAD, Inflation
 from slipstream.bench.workload import read_questions
-from slipstream.kernels.norm import HeadNorms, norm_heads
+from slipstream.kernels.norm import norm_heads
 from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.dflash import DFlash
 from slipstream.models.files.checkpoint import read_json, read_tensors
+from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import load_config
 from slipstream.models.targets.frozen import load_frozen_target
@@ -267,21 +268,12 @@ def tables(target: Path, head: str) -> tuple[Tensor, Tensor]:
 class Widened(SDPABlockAttention):
     """In fp32, whatever the network computes in."""
 
-    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
+    def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         super().write(k.float(), v.float(), layer)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: int,
-        mask: str,
-        window: int | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        q32, k32 = (x.float() for x in norm_heads(q, k, norms))
-        return super().attend(q32, k32, v.float(), layer, mask, window).to(q.dtype)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
+        q32, k32 = (x.float() for x in norm_heads(q, k, layer.norms))
+        return super().attend(q32, k32, v.float(), layer._replace(norms=None), mask).to(q.dtype)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.dflash import DFlash, DFlashConfig
 from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.files.checkpoint import read_json, read_tensors, weights_fingerprint
-from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 
@@ -35,7 +35,7 @@ def small_dflash(**fields: Any) -> DFlashDraft:
     return DFlashDraft(DFlashConfig.from_target(load_config(TINY), **values), {})
 
 
-def big_config(shape: str, folder: Path) -> ModelConfig:
+def big_config(shape: str, folder: Path) -> TargetSpec:
     (folder / "config.json").write_text(json.dumps(target_json(read_json(TINY / "config.json"), SHAPES[shape])))
     return load_config(folder)
 

@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.kernels.kv.rope import rotate_halves
-from slipstream.kernels.norm import HeadNorms, norm_heads
+from slipstream.kernels.norm import norm_heads
 from slipstream.models.drafts.base import load_draft, write_draft
+from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
-from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.config import TargetSpec
 from slipstream.tests.random_targets import change_json
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ ORIGIN = {"target": "owner/model", "target_revision": "main", "target_fingerprin
 class SavedDraft:
     """Of a tiny target: V 120, H 32, 4 heads, 2 KV heads, I 48."""
 
-    def __init__(self, module: Any, target: ModelConfig, folder: Path) -> None:
+    def __init__(self, module: Any, target: TargetSpec, folder: Path) -> None:
         self.module, self.target, self.folder = module.bfloat16(), target, folder
         size = module.config.draft_vocab_size
         if size is not None:
@@ -82,21 +83,12 @@ class CausalAttention:
     def __init__(self, rope: RotaryEmbedding, length: int) -> None:
         self.cos, self.sin = rope.cos_sin(torch.arange(length))
 
-    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
+    def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         self.k, self.v = rotate_halves(k, self.cos, self.sin), v
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: int,
-        mask: str,
-        window: int | None = None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        assert (mask, window) == ("causal", None)
-        q, k = norm_heads(q, k, norms)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
+        assert (mask, layer.spec.window) == ("causal", None)
+        q, k = norm_heads(q, k, layer.norms)
         self.write(k, v, layer)
         q, k = rotate_halves(q, self.cos, self.sin), self.k
         group = q.shape[-2] // k.shape[-2]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from slipstream.models.drafts.base import OWN_FIELDS
 from slipstream.models.drafts.dflash import UNSUPPORTED, DFlash, DFlashConfig, default_block_aux_layers
 from slipstream.models.drafts.speculators_layout import to_speculators
-from slipstream.models.targets.config import ModelConfig, RopeConfig
+from slipstream.models.targets.config import RopeConfig, TargetSpec
 from slipstream.models.targets.decoder import load_config
 from slipstream.tests.models.saved_drafts import ORIGIN, SavedDraft, Values
 
@@ -101,7 +101,7 @@ DEEPSPEC = {
 INNER = {"mask_token_id": 7, "target_layer_ids": [0, 2]}
 
 
-def save_draft(target: ModelConfig, folder: Path, **fields: Any) -> SavedDraft:
+def save_draft(target: TargetSpec, folder: Path, **fields: Any) -> SavedDraft:
     torch.manual_seed(4)
     defaults = {"num_layers": 2, "mask_token_id": 7, "block_size": 8, "aux_layers": (0, 2)}
     module = DFlash(DFlashConfig.from_target(target, **defaults, **ORIGIN, **fields))

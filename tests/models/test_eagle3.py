@@ -14,7 +14,7 @@ from slipstream.models.drafts.base import HEAD, OWN_FIELDS, write_draft
 from slipstream.models.drafts.eagle3 import FLAGS, UNSUPPORTED_FLAGS, Eagle3, Eagle3Config
 from slipstream.models.drafts.speculators_layout import AUX_LAYERS
 from slipstream.models.layers.rope import RotaryEmbedding
-from slipstream.models.targets.config import ModelConfig, RopeConfig, default_aux_layers
+from slipstream.models.targets.config import RopeConfig, TargetSpec, default_aux_layers
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import ORIGIN, CausalAttention, SavedDraft, Tensors, Values, fused
 from slipstream.tests.naive_eagle3 import NaiveEagle3
@@ -115,7 +115,7 @@ def test_a_draft_of_other_size_cannot_start_from_the_target(
     assert "switch init_from_target off" in str(caught.value)
 
 
-def save_draft(target: ModelConfig, folder: Path, draft_vocab_size: int, **flags: bool) -> SavedDraft:
+def save_draft(target: TargetSpec, folder: Path, draft_vocab_size: int, **flags: bool) -> SavedDraft:
     torch.manual_seed(4)
     fields = {"draft_vocab_size": draft_vocab_size, "aux_layers": (1, 2, 4), **flags}
     return SavedDraft(Eagle3(Eagle3Config.from_target(target, **fields, **ORIGIN)), target, folder)
@@ -269,7 +269,7 @@ def test_a_foreign_config_loads(draft: SavedDraft) -> None:
     absent = (*OWN_FIELDS, "target_num_layers", "drafter", "eagle_config", AUX_LAYERS, "head_dim")
     absent += ("target_hidden_size", "attention_bias")
     draft.change(values=dict.fromkeys(absent))
-    draft.target = replace(draft.target, num_layers=12)
+    draft.target = replace(draft.target, layers=draft.target.layers[:1] * 12)
     config = draft.load().config
     assert config.aux_layers == (1, 5, 8)
     assert (config.target, config.target_num_layers, config.target_hidden_size, config.head_dim) == ("", 12, 32, 8)
@@ -281,7 +281,7 @@ def test_layers_that_no_rule_makes_certain_have_to_be_named(
 ) -> None:
     """Too few layers for EAGLE-3's rule, or another number of states than its three."""
     count = len(layers)
-    draft.target = replace(draft.target, num_layers=num_layers)
+    draft.target = replace(draft.target, layers=draft.target.layers[:1] * num_layers)
     draft.change(
         lambda tensors: tensors | {"fc.weight": tensors["fc.weight"][:, : 32 * count].clone()},
         {"target_num_layers": num_layers, "eagle_config": None, AUX_LAYERS: None},
@@ -405,7 +405,7 @@ def test_damaged_tensors_are_named(change: Callable[[Tensors], Tensors], message
 def test_ids_that_every_reader_takes_by_itself_are_left_out(
     count: int, layers: tuple[int, ...], is_written: bool, draft: SavedDraft
 ) -> None:
-    target = replace(draft.target, num_layers=count)
+    target = replace(draft.target, layers=draft.target.layers[:1] * count)
     config = replace(draft.module.config, target_num_layers=count, aux_layers=layers)
     values = config.to_json()
     assert (AUX_LAYERS in values, "eagle_config" in values) == (is_written, is_written)

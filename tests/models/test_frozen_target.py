@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, MistralConfig, PreTrainedModel
 
 from slipstream.models.targets import frozen
-from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.frozen import FrozenTarget, load_frozen_target
 from slipstream.tests.expert_targets import EXPERT_FAMILIES, EXPERTS
 from slipstream.tests.random_targets import FAMILIES, SHAPE, change_json
@@ -144,16 +144,16 @@ def test_initial_weights_are_the_head_the_final_norm_and_the_last_layers(family:
 def test_a_mixture_of_experts_is_trained_for_and_not_served(family: str) -> None:
     config = random_model(family).config
     config.architectures = [type(random_model(family)).__name__]
-    trained = ModelConfig.from_json(config.to_dict(), is_served=False)
+    trained = TargetSpec.from_json(config.to_dict(), is_served=False)
     assert (trained.hidden_size, trained.num_layers, trained.head_dim) == (32, 4, 16)
     with pytest.raises(ValueError, match=f"architecture {config.architectures[0]} cannot be served; supported: Llama"):
-        ModelConfig.from_json(config.to_dict())
+        TargetSpec.from_json(config.to_dict())
 
 
 def test_gemma_is_refused_by_name() -> None:
     """Its norms add 1 to their weights and its MLP is another: a draft would start from something else."""
     with pytest.raises(ValueError, match="Gemma3ForCausalLM cannot be a target of training; supported: Llama"):
-        ModelConfig.from_json(Gemma3TextConfig(**SHAPE, architectures=["Gemma3ForCausalLM"]).to_dict(), is_served=False)
+        TargetSpec.from_json(Gemma3TextConfig(**SHAPE, architectures=["Gemma3ForCausalLM"]).to_dict(), is_served=False)
 
 
 def test_a_head_that_does_more_is_refused() -> None:

@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 from slipstream.models.layers.rope import RotaryEmbedding
-from slipstream.models.targets.config import NEEDED, ModelConfig, check_aux_layers, default_aux_layers
+from slipstream.models.targets.config import NEEDED, TargetSpec, check_aux_layers, default_aux_layers
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import CPU, CausalAttention
 from slipstream.tests.random_targets import FAMILIES
@@ -45,13 +45,13 @@ def test_configs_are_read_as_transformers_reads_them(name: str, removed: str | N
     for values in (newer, older, {**newer, "use_sliding_window": True, "sliding_window": 64}):
         values = {key: value for key, value in values.items() if key != removed}
         (tmp_path / "config.json").write_text(json.dumps(values))
-        expected = ModelConfig.from_json(AutoConfig.from_pretrained(tmp_path).to_dict())
+        expected = TargetSpec.from_json(AutoConfig.from_pretrained(tmp_path).to_dict())
         assert load_config(tmp_path) == expected
 
 
 def test_foreign_architecture_is_refused_with_the_list() -> None:
     with pytest.raises(ValueError, match="GPT2LMHeadModel cannot be served; supported: LlamaForCausalLM"):
-        ModelConfig.from_json(GPT2Config(architectures=["GPT2LMHeadModel"]).to_dict())
+        TargetSpec.from_json(GPT2Config(architectures=["GPT2LMHeadModel"]).to_dict())
 
 
 def test_feature_layer_rule() -> None:

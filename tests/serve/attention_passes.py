@@ -8,12 +8,13 @@ from torch import Tensor
 
 from slipstream.kernels.norm import HeadNorms
 from slipstream.kernels.speculation.verify import ancestor_masks
-from slipstream.models.layers.attention import Mask
+from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import RopeConfig
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.runner.batch import AttentionMetadata
 from slipstream.serve.runner.request_state import RequestState
+from slipstream.tests.attention_layers import asking_layer
 
 NUM_LAYERS, LAYER = 2, 1
 STALE = 1e3  # fills slots that hold nothing: whoever reads them shows it
@@ -111,9 +112,12 @@ class Scene:
         """Output (T, Q, D) and the slots' new KV (2, T, G, D)."""
         attention, metadata = backend(self.cache, self.rope), self.metadata()
         attention.plan(metadata)
-        norms = self.norms if with_norms else None
-        out = attention.attend(*self.qkv, LAYER, self.case.mask, self.case.window, norms)
+        out = attention.attend(*self.qkv, self.layer(with_norms), self.case.mask)
         return out, self.cache[LAYER].flatten(1, 2)[:, metadata.slots]
+
+    def layer(self, with_norms: bool = False, id: int = LAYER) -> AttentionLayer:
+        sizes = self.case.num_heads, self.case.num_kv_heads, self.cache.shape[-1]
+        return asking_layer(*sizes, id=id, window=self.case.window, norms=self.norms if with_norms else None)
 
     def slots(self, request: int, start: int, end: int) -> Tensor:
         return self.state.slots(self.rows[request], torch.arange(start, end, device=self.device))

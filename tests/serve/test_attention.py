@@ -150,7 +150,7 @@ def test_attention_equals_a_loop(backend: type[Backend], name: str, dtype: torch
     for spare in (0, 20):  # the second pass writes the same rows again
         metadata = scene.metadata(spare)
         attention.plan(metadata)
-        out = attention.attend(*scene.qkv, LAYER, CASES[name].mask, CASES[name].window)
+        out = attention.attend(*scene.qkv, scene.layer(), CASES[name].mask)
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
     check_stored(scene, before, metadata, tolerance)
@@ -163,7 +163,7 @@ def test_prompts_are_written_by_every_backend(backend: type[Backend]) -> None:
     metadata, before = scene.metadata(spare=0), scene.cache.clone()
     attention = backend(scene.cache, scene.rope)
     attention.plan(metadata)
-    attention.write(*scene.qkv[1:], LAYER)
+    attention.write(*scene.qkv[1:], scene.layer())
     check_stored(scene, before, metadata, 1e-5)
 
 
@@ -175,9 +175,9 @@ def test_write_stores_what_attend_stores(backend: type[Backend]) -> None:
         attention = backend(scene.cache, scene.rope)
         attention.plan(scene.metadata(spare=0))
         if writes_only:
-            attention.write(*scene.qkv[1:], LAYER)
+            attention.write(*scene.qkv[1:], scene.layer())
         else:
-            attention.attend(*scene.qkv, LAYER, "causal")
+            attention.attend(*scene.qkv, scene.layer(), "causal")
         caches.append(scene.cache)
     assert torch.equal(*caches)
 

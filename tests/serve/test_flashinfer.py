@@ -41,12 +41,12 @@ def test_a_pass_is_planned_once_and_only_if_it_attends(backend: type[Backend]) -
     scene = Scene(PASSES["chain"], 16, torch.float32, "cpu")
     attention, (q, k, v) = backend(scene.cache, scene.rope), scene.qkv
     attention.plan(scene.metadata())
-    attention.write(k, v, LAYER)
+    attention.write(k, v, scene.layer())
     assert not fake_flashinfer.Wrapper.made
     for num_plans in (1, 2):
         attention.plan(scene.metadata())
         for layer in (0, LAYER):
-            attention.attend(q, k, v, layer, "causal")
+            attention.attend(q, k, v, scene.layer(id=layer), "causal")
         (wrapper,) = fake_flashinfer.Wrapper.made  # made once for all passes of a kind
         assert wrapper.num_plans == num_plans
 
@@ -60,7 +60,7 @@ def test_prompts_do_not_wait_for_the_device(backend: type[Backend], monkeypatch:
             patch.setattr(torch.Tensor, "cpu", lambda self, reads=reads: reads.append(self) or self)
             attention.plan(metadata)
             for layer in (0, LAYER):
-                attention.attend(*scene.qkv, layer, PASSES[name].mask, PASSES[name].window)
+                attention.attend(*scene.qkv, scene.layer(id=layer), PASSES[name].mask)
         assert len(reads) == expected, name
 
 
@@ -111,7 +111,7 @@ def test_passes_may_follow_each_other_without_waiting() -> None:
             torch.cuda._sleep(10**9)  # about half a second
         for metadata, qkv in list(zip(passes, tokens, strict=True)) * 5:
             attention.plan(metadata)
-            outputs.append(attention.attend(*qkv, LAYER, "causal"))
+            outputs.append(attention.attend(*qkv, scene.layer(), "causal"))
     for out, reference in zip(outputs, expected * 5, strict=True):
         torch.testing.assert_close(out.float(), reference, atol=3e-2, rtol=1e-2)
 

@@ -6,7 +6,7 @@ import torch
 from slipstream.serve.attention.base import KVFormat
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend
-from slipstream.tests.serve.attention_passes import LAYER, PASSES, Scene
+from slipstream.tests.serve.attention_passes import PASSES, Scene
 
 ROUNDS = [name for name, case in PASSES.items() if not case.prompt]
 
@@ -33,13 +33,13 @@ def test_equals_sdpa_in_fp32(name: str, head_dim: int, dtype: torch.dtype) -> No
 @torch.inference_mode()
 def test_replays_equal_eager_passes(name: str) -> None:
     scene = Scene(PASSES[name], 128, torch.bfloat16, "cuda")
-    attention, mask = Backend(scene.cache, scene.rope), (PASSES[name].mask, PASSES[name].window)
+    attention, asking = Backend(scene.cache, scene.rope), (scene.layer(), PASSES[name].mask)
     attention.plan(scene.metadata())
-    expected = attention.attend(*scene.qkv, LAYER, *mask)
+    expected = attention.attend(*scene.qkv, *asking)
     stored = scene.cache.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.attend(*scene.qkv, LAYER, *mask)
+        out = attention.attend(*scene.qkv, *asking)
     out.fill_(torch.nan)
     graph.replay()
     assert torch.equal(out, expected)

@@ -18,7 +18,7 @@ from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.models.layers.rope import RotaryEmbedding
-from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.tests.random_targets import FAMILIES, save_random_target
 from slipstream.train.eagle3 import DraftOptions, Eagle3Training, main
@@ -66,7 +66,7 @@ def random_parts(
     """What a DraftTraining is made of: a random draft, the target and positions. `ids` are the draft's vocabulary,
     `fields` of its config."""
     torch.manual_seed(3)
-    config = ModelConfig.from_json(AutoConfig.for_model(**target.config.to_dict()).to_dict())
+    config = TargetSpec.from_json(AutoConfig.for_model(**target.config.to_dict()).to_dict())
     size = None if ids is None else len(ids)
     draft: Any = network(network.Config.from_target(config, draft_vocab_size=size, **fields))
     if ids is not None:

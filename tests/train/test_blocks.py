@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import RopeConfig
+from slipstream.tests.attention_layers import asking_layer
 from slipstream.tests.train.block_cases import BLOCK_SIZE, flat_documents, packed
 from slipstream.tests.train.conftest import Document
 from slipstream.train.batches import collate
@@ -157,8 +158,9 @@ def outputs_and_gradients(
 
     context = random(shape.numel(), KV_HEADS), random(shape.numel(), KV_HEADS)
     asking = random(num_slots, HEADS), random(num_slots, KV_HEADS), random(num_slots, KV_HEADS)
-    attention.write(*context, layer=0)
-    output = attention.attend(*asking, layer=0, mask="block" if window is None else "causal", window=window)
+    layer = asking_layer(HEADS, KV_HEADS, HEAD_DIM, window=window)
+    attention.write(*context, layer)
+    output = attention.attend(*asking, layer, "block" if window is None else "causal")
     towards = torch.randn(output.shape, generator=generator).to(output)
     return [output, *torch.autograd.grad((output * towards).sum(), [*context, *asking])]
 
@@ -210,10 +212,11 @@ def test_a_block_does_not_depend_on_the_others() -> None:
 
     def attend(kind: type[BlockAttention], chosen: Tensor) -> Tensor:
         attention = kind(batch.positions.flatten(), rope)
-        attention.write(*context, layer=0)
+        attention.write(*context, asking_layer(HEADS, KV_HEADS, HEAD_DIM))
         attention.ask(find_blocks(batch, anchors[chosen], BLOCK_SIZE))
         asking = (x[chosen].flatten(0, 1) for x in (q, k, v))
-        return attention.attend(*asking, layer=0, mask="block").unflatten(0, (-1, BLOCK_SIZE))
+        output = attention.attend(*asking, asking_layer(HEADS, KV_HEADS, HEAD_DIM), "block")
+        return output.unflatten(0, (-1, BLOCK_SIZE))
 
     everyone = attend(SDPABlockAttention, torch.arange(len(anchors)))
     subset = order[:9].sort().values

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.models.drafts.token_map import TokenMap
+from slipstream.models.layers.attention import AttentionLayer
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.random_targets import shared_weights, target_aux_states
@@ -143,8 +144,8 @@ def test_the_draft_starts_as_the_targets_last_layers(target_model: PreTrainedMod
     written: dict[int, tuple[Tensor, Tensor]] = {}
 
     class Recorder:
-        def write(self, k: Tensor, v: Tensor, layer: int) -> None:
-            written[layer] = k, v
+        def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
+            written[layer.id] = k, v
 
     aux_states = target_aux_states(target_model, torch.arange(20, 30), (0, 2))
     layer = target_model.model.layers[3]

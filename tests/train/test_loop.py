@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from slipstream.models.drafts.base import load_draft
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.drafts.token_map import TokenMap
-from slipstream.models.targets.config import ModelConfig
+from slipstream.models.targets.config import TargetSpec
 from slipstream.tests.train.conftest import DRAFT_VOCAB_SIZE
 from slipstream.tests.train.runs import (
     ROOT,
@@ -39,7 +39,7 @@ from slipstream.train.loop import Loop
 
 def test_a_run_leaves_servable_checkpoints_and_a_log(finished: Path, target_path: Path) -> None:
     assert sorted(path.name for path in finished.iterdir()) == ["best", "metrics.jsonl", "step-4", "step-6"]
-    target = ModelConfig.from_json(AutoConfig.from_pretrained(target_path).to_dict())
+    target = TargetSpec.from_json(AutoConfig.from_pretrained(target_path).to_dict())
     for name in ("best", "step-6"):
         draft = load_draft(Eagle3, finished / name, target, torch.float32, torch.device("cpu"))
         assert draft.config.draft_vocab_size == DRAFT_VOCAB_SIZE

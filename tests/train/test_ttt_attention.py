@@ -10,6 +10,7 @@ from slipstream.kernels.attention import packed as module
 from slipstream.kernels.attention.packed import Runs
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import RopeConfig
+from slipstream.tests.attention_layers import asking_layer
 from slipstream.tests.naive_eagle3 import attended, turned
 from slipstream.tests.train.conftest import random_document
 from slipstream.train.batches import Batch, collate
@@ -65,9 +66,9 @@ def run(is_packed: bool, batch: Batch, num_steps: int, dtype: torch.dtype, devic
     inputs = Inputs.random(rows, num_steps, dtype, device)
     rope = RotaryEmbedding(RopeConfig(), HEAD_DIM, MAX_LENGTH + num_steps).to(torch.device(device))
     attention, outputs = TTTAttention(rows.to(torch.device(device)), rope, is_packed=is_packed), []
-    attention.write(*inputs.context, layer=0)
+    attention.write(*inputs.context, asking_layer())
     for step in inputs.steps:
-        outputs.append(attention.attend(*step, layer=0, mask="causal"))
+        outputs.append(attention.attend(*step, asking_layer(), "causal"))
         attention.next_step()
     return inputs.results(outputs)
 
@@ -184,9 +185,9 @@ def test_queries_and_keys_take_the_dtype_of_values(is_packed: bool, monkeypatch:
     rope, inputs = RotaryEmbedding(RopeConfig(), HEAD_DIM, 128), Inputs.random(rows, 2, torch.float32)
     attention = TTTAttention(rows, rope, is_packed=is_packed)
     with torch.no_grad():
-        attention.write(inputs.context[0], inputs.context[1].bfloat16(), layer=0)
+        attention.write(inputs.context[0], inputs.context[1].bfloat16(), asking_layer())
         for q, k, v in inputs.steps:
-            assert attention.attend(q, k, v.bfloat16(), layer=0, mask="causal").dtype == torch.bfloat16
+            assert attention.attend(q, k, v.bfloat16(), asking_layer(), "causal").dtype == torch.bfloat16
             attention.next_step()
 
 

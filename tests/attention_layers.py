@@ -1,0 +1,19 @@
+"""Layers that ask for attention, without the rest of a network."""
+
+from slipstream.kernels.norm import HeadNorms
+from slipstream.models.layers.attention import AttentionLayer
+from slipstream.models.targets.config import AttentionSpec, RopeConfig
+
+
+def asking_layer(
+    heads: int = 1,
+    kv_heads: int = 1,
+    head_dim: int = 16,
+    *,
+    id: int = 0,
+    window: int | None = None,
+    norms: HeadNorms | None = None,
+) -> AttentionLayer:
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+    spec = AttentionSpec(**sizes, rope=RopeConfig(), window=window, qk_norm=norms is not None)
+    return AttentionLayer(id, spec, norms)
