@@ -1,5 +1,9 @@
 """Pages of the KV cache: an allocator and a radix prefix tree over full pages. Imports no torch.
 
+Layers with one retention are a KV group, with page ids and page tables of its own; page_size is the same in all. The
+first group keeps all tokens: its pages are those of this file, and hits are found by its tree. Each further one keeps
+the last tokens of every sequence (serve/engine/kv_windows.py).
+
 Invariant: every page but page 0 (the dump page of padding, never handed out) is in exactly one of three places:
   free     the free list
   cached   a tree node that no running sequence references; given up in order of last use, leaves first
@@ -7,8 +11,10 @@ Invariant: every page but page 0 (the dump page of padding, never handed out) is
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+from slipstream.serve.engine.kv_windows import WindowPages, WindowTable
 
 Key = tuple[str | int, ...]
 
@@ -39,6 +45,7 @@ class PageTable:
     lookahead: int
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
+    windows: list[WindowTable] = field(default_factory=list)  # one for each window group, from admission to release
 
 
 class PageCache:
@@ -49,12 +56,13 @@ class PageCache:
     one longest unused, is always a leaf, and both eviction and reuse take constant time per page.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, windows: Sequence[WindowPages] = ()) -> None:
         if num_pages < 2:
             raise ValueError(f"num_pages is {num_pages}; it must be at least 2, since page 0 is never handed out")
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; it must be at least 1")
-        self.page_size = page_size
+        assert all(window.page_size == page_size for window in windows), "all groups have one page size"
+        self.page_size, self.windows = page_size, tuple(windows)
         self.total_pages = num_pages - 1
         self._free = list(range(num_pages - 1, 0, -1))
         self._cached: OrderedDict[int, Node] = OrderedDict()  # by page, the one longest unused first
@@ -71,7 +79,8 @@ class PageCache:
         """The nodes whose pages serve the start of `tokens`, from the first page on; changes nothing.
 
         A text that agrees with a cached one on `matched` tokens can use floor((matched - lookahead) / page_size) of
-        its pages, and at least one token is left to compute.
+        its pages, and at least one token is left to compute. Of a window group the pages must be attached that hold
+        the last tokens before those left: the path is cut to the longest for which they all are.
         """
         nodes: list[Node] = []
         parent = self._root
@@ -81,25 +90,37 @@ class PageCache:
                 break
             nodes.append(node)
             parent = node
-        return nodes
+        return nodes[: self._longest_hit(nodes)] if self.windows else nodes
 
-    def admit(self, table: PageTable, tokens: list[int], num_tokens: int, headroom: int) -> bool:
-        """Fill an empty table: shared pages for the start of `tokens`, own ones up to `num_tokens` in all.
+    def admit(
+        self, table: PageTable, tokens: list[int], num_tokens: int, headroom: int, limit: int | None = None
+    ) -> bool:
+        """Fill an empty table: shared pages for the start of `tokens`, own ones up to `num_tokens` in all. Window
+        groups give what a hit reads; `extend_windows` adds the rest. `limit` (default: num_tokens): the most tokens
+        that the table will ever be extended to.
 
-        False, and nothing taken, if fewer than `headroom` available pages would be left.
+        False, and nothing taken, if fewer than `headroom` available pages would be left, or if a window group has no
+        room for its quota.
         """
         assert not table.pages, "admit takes an empty table"
+        limit = num_tokens if limit is None else limit
+        if not all(window.has_room(limit) for window in self.windows):
+            return False
         for node in self.match(tokens, table.namespace, table.lookahead):
             self._reference(table, node)
             table.pages.append(node.page)
         if self.extend(table, num_tokens, headroom):
+            table.windows = [window.admit(table.nodes, limit) for window in self.windows]
             return True
         self._unreference(table)
         table.pages.clear()
         return False
 
     def extend(self, table: PageTable, num_tokens: int, headroom: int = 0) -> bool:
-        """Give the table own pages until it holds `num_tokens`; False, and nothing taken, as in `admit`."""
+        """Give the table own pages until it holds `num_tokens`; False, and nothing taken, as in `admit`.
+
+        Pages of the first group: see `extend_windows`.
+        """
         missing = self.pages_for(num_tokens) - len(table.pages)
         if missing <= 0:
             return True
@@ -108,17 +129,32 @@ class PageCache:
         table.pages.extend(self._take() for _ in range(missing))
         return True
 
+    def extend_windows(self, table: PageTable, num_tokens: int) -> None:
+        """Give the table own pages of every window group up to token `num_tokens`. They never run out."""
+        for window, pages in zip(self.windows, table.windows, strict=True):
+            window.extend(pages, num_tokens)
+
+    def slide(self, table: PageTable, num_computed: int) -> None:
+        """Give back what no pass needs once `num_computed` tokens are known to be committed: pages behind windows."""
+        for window, pages in zip(self.windows, table.windows, strict=True):
+            window.slide(pages, num_computed)
+
     def publish(self, table: PageTable, tokens: list[int], num_computed: int) -> None:
         """Hand full computed pages to the tree, in order, up to the first whose text the tree has already.
 
-        From there on the pages stay own until `release`: the sequence may be reading them at this moment.
+        From there on the pages stay own until `release`: the sequence may be reading them at this moment. Pages of
+        window groups are attached to known nodes, too: their table goes on to hold them.
         """
         parent = table.nodes[-1] if table.nodes else self._root
         for index in range(len(table.nodes), self._num_full(table, tokens, num_computed)):
             key = self._key(tokens, index, table.namespace, table.lookahead)
-            if key in parent.children:
+            node = parent.children.get(key)
+            if node is None and index == len(table.nodes):
+                node = self._insert(table, parent, key, table.pages[index])
+            elif node is None or not self.windows:
                 return
-            parent = self._insert(table, parent, key, table.pages[index])
+            self._attach(table, index, node)
+            parent = node
 
     def release(self, table: PageTable, tokens: list[int], num_computed: int) -> None:
         """Empty the table: computed full pages stay cached, all others and duplicates become free."""
@@ -133,9 +169,13 @@ class PageCache:
                 self._free.append(table.pages[index])
                 self._reference(table, known)
                 parent = known
+            self._attach(table, index, parent)
         self._free.extend(table.pages[len(table.nodes) :])
+        for window, pages in zip(self.windows, table.windows, strict=True):
+            window.release(pages)
         self._unreference(table)
         table.pages.clear()
+        table.windows.clear()
 
     def _key(self, tokens: list[int], index: int, namespace: str, lookahead: int) -> Key:
         """Page `index` as named below its parent: its tokens and the `lookahead` tokens after them.
@@ -145,6 +185,17 @@ class PageCache:
         """
         start = index * self.page_size
         return (namespace, *tokens[start : start + self.page_size + lookahead])
+
+    def _longest_hit(self, nodes: list[Node]) -> int:
+        """How many of the nodes, a path from the root, all window groups have the pages for."""
+        hit = len(nodes)
+        while hit > (shorter := min(window.longest_hit(nodes, hit) for window in self.windows)):
+            hit = shorter
+        return hit
+
+    def _attach(self, table: PageTable, index: int, node: Node) -> None:
+        for window, pages in zip(self.windows, table.windows, strict=True):
+            window.attach(pages, index, node)
 
     def _num_full(self, table: PageTable, tokens: list[int], num_computed: int) -> int:
         """Pages whose KV is complete, the drafter's too: they may enter the tree."""
@@ -180,6 +231,8 @@ class PageCache:
         assert node.parent is not None, "the root is never cached"
         assert not node.children, "only a leaf is evicted"
         del node.parent.children[node.key]
+        for window in self.windows:
+            window.detach(node)
         return page
 
     def check(self, tables: Iterable[PageTable]) -> None:
@@ -187,6 +240,7 @@ class PageCache:
 
         Raises AssertionError.
         """
+        tables = list(tables)
         readers: dict[Node, int] = {}
         own: list[int] = []
         for table in tables:
@@ -208,6 +262,8 @@ class PageCache:
         in_use = own + [node.page for node in nodes if node.references > 0]
         assert len(self._free) + len(unused) + len(in_use) == self.total_pages, "pages were lost or handed out twice"
         assert {*self._free, *unused, *in_use} == set(range(1, self.total_pages + 1)), "a page is in two places"
+        for group, window in enumerate(self.windows):
+            window.check([(table.windows[group], set(table.nodes)) for table in tables], set(nodes))
 
     def _nodes(self) -> list[Node]:
         """All nodes but the root, parents first."""

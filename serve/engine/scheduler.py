@@ -105,7 +105,8 @@ class Scheduler:
     sequence grows. When pages run out it preempts the newest sequence, prefilling or decoding: the computed pages stay
     in the prefix cache, and the sequence returns to the front of the queue. Later a prefill of all its tokens yields
     the token that the lost rounds would have given. The oldest is never preempted, so it always ends: `add` refuses
-    requests that cannot fit.
+    requests that cannot fit. Of a window group a sequence is admitted to a quota, and gets pages with each chunk and
+    round and gives them back with each commit: these never run out.
 
     The scheduler calls `on_admit` when a sequence has its slot and pages, also when it resumes, and `on_release` before
     it takes them back.
@@ -180,7 +181,9 @@ class Scheduler:
         for sequence in self._prefilling():
             start, length = sequence.num_computed, len(sequence.tokens)
             end = min(length, start + blocks * size)
-            chunks.append(Chunk(sequence, start, end, is_last=end == length))
+            is_last = end == length
+            chunks.append(Chunk(sequence, start, end, is_last))
+            self.cache.extend_windows(sequence.table, end + self.max_reserve if is_last else end)
             blocks -= -(-(end - start) // size)
             if blocks == 0 or len(chunks) == self.max_chunks:  # do not admit one more
                 break
@@ -192,6 +195,7 @@ class Scheduler:
             sequence = chunk.sequence
             sequence.num_computed = chunk.end
             self.cache.publish(sequence.table, sequence.tokens, sequence.num_computed)
+            self.cache.slide(sequence.table, sequence.num_computed)
             if chunk.is_last:
                 sequence.decoding = True
                 sequence.in_flight.append(0)  # the next round writes the sampled token's KV
@@ -220,6 +224,8 @@ class Scheduler:
         sequences = [sequence for sequence in self._running if self._goes_on(sequence)]
         for sequence in sequences:
             assert sum(sequence.in_flight) + reserve <= self.max_reserve, "admission and add() count on max_reserve"
+            if sequence.table.windows:
+                self.cache.extend_windows(sequence.table, sequence.kv_bound + reserve)
             sequence.in_flight.append(reserve)
         return sequences
 
@@ -252,8 +258,13 @@ class Scheduler:
                 "num_computed is wrong"
             )
             assert len(sequence.table.pages) >= self.cache.pages_for(len(sequence.tokens) - 1), "tokens without a page"
+            for window, pages in zip(self.cache.windows, sequence.table.windows, strict=True):
+                first, end = window.first_read(sequence.num_computed), self.cache.pages_for(sequence.num_computed)
+                assert pages.first <= first, "a page that the next pass reads was given back"
+                assert pages.end >= end, "tokens of a window without a page"
         for sequence in self._waiting:
             assert not sequence.table.pages, "a waiting sequence holds pages"
+            assert not sequence.table.windows, "a waiting sequence holds pages of windows"
             assert (sequence.slot, sequence.num_computed, sequence.decoding) == (-1, 0, False)
 
     def validate(self, request: Request) -> None:
@@ -266,12 +277,21 @@ class Scheduler:
         asked = f"prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together {prompt_len + max_tokens}"
         if prompt_len + max_tokens > self.max_model_len:
             raise ValueError(f"{asked}: more than max_model_len {self.max_model_len}; shorten one of them")
-        capacity = self.cache.total_pages * self.cache.page_size
-        if self.cache.pages_for(prompt_len + max_tokens + self.max_reserve) > self.cache.total_pages:
-            raise ValueError(
-                f"{asked}: with {self.max_reserve} kept for drafting this never fits the KV cache of {capacity} tokens"
-                "; shorten one of them or raise kv_cache_tokens"
-            )
+        limit, page_size = self._limit(request), self.cache.page_size
+        fits = f"{asked}: with {self.max_reserve} kept for drafting this never fits"
+        remedy = "; shorten one of them or raise kv_cache_tokens"
+        if self.cache.pages_for(limit) > self.cache.total_pages:
+            raise ValueError(f"{fits} the KV cache of {self.cache.total_pages * page_size} tokens{remedy}")
+        for pages in self.cache.windows:
+            if pages.most(limit) > pages.total_pages:
+                raise ValueError(
+                    f"{fits} the KV cache of {pages.total_pages * page_size} tokens of the layers that see the last "
+                    f"{pages.window}{remedy}"
+                )
+
+    def _limit(self, request: Request) -> int:
+        """Most KV tokens that a request ever needs pages for."""
+        return len(request.prompt) + request.params.max_tokens + self.max_reserve
 
     def _prefilling(self) -> Iterator[Sequence]:
         """Yields running sequences with tokens to compute, then admits waiting ones, one at each step."""
@@ -284,7 +304,8 @@ class Scheduler:
             return False
         num_tokens = len(sequence.tokens) + self.max_reserve
         headroom = len(self._running)  # a page for each, or the next round would preempt the new one
-        if not self.cache.admit(sequence.table, sequence.tokens, num_tokens, headroom):
+        limit = self._limit(sequence.request)
+        if not self.cache.admit(sequence.table, sequence.tokens, num_tokens, headroom, limit):
             assert self._running, "an empty cache is too small for a request that add() accepted"
             self._refused = sequence
             return False
@@ -314,6 +335,8 @@ class Scheduler:
         sequence.stats.completion_tokens += len(tokens)
         if reason is not None:
             return self._end(sequence, tokens, reason)
+        if sequence.table.windows:
+            self.cache.slide(sequence.table, sequence.num_computed)
         return Output(request_id=sequence.request.id, tokens=tokens)
 
     def _end(self, sequence: Sequence, tokens: list[int], reason: FinishReason) -> Output:
