@@ -68,45 +68,51 @@ def tree_attention(
     """N <= 64 new nodes per request attend to the committed tokens and to each other.
 
     q (B, N, Q, D) rotated, contiguous; keys, values (num_pages, page_size, G, D) one layer of the cache, which already
-    holds the nodes' KV, at the slots of positions lengths + 0..N-1; pages (R, P) int64 page table; rows (B,) int64
+    holds node i's KV, in the request's slot lengths + i; pages (R, P) int64 page table; rows (B,) int64
     the requests' rows of it; lengths (B,) int64 committed tokens.
-    mask: "causal" node i sees nodes 0..i; "tree" those of its bits in ancestors (B, N) int64 (bit i must be set in
-    node i's mask); "block" all N. window, only with "causal": node i, at position lengths + i, sees the last `window`
-    positions, its own included. prefix=False leaves the committed tokens out.
+    mask: "causal" node i sees nodes 0..i; "tree" those of its bits in ancestors (B, N) int64: itself and all its
+    ancestors, whose indices are smaller; "block" all N. prefix=False leaves the committed tokens out.
+    window: a query at position p sees, of what the mask lets it see, positions above p - window. A node's position is
+    lengths plus its depth: its index, or with "tree" the number of its ancestors. Up to position lengths - window
+    nothing is read, so pages there may be another request's.
     first_node: only the last N of first_node + N <= 64 nodes are queries; row i of q and of ancestors is node
-    first_node + i, and the KV of the earlier nodes is at positions lengths + 0..first_node-1.
+    first_node + i, and the KV of the earlier nodes is in slots lengths + 0..first_node-1.
     Returns (B, N, Q, D) in q's dtype and, with return_lse, the log-sum-exp (B, N, Q) fp32 of the scaled scores, natural
     logarithm: exp(lse) weighs results over disjoint keys when they are combined.
     """
     B, N, Q, D = q.shape
     page_size, G = keys.shape[1:3]
     end = first_node + N
+    queries = torch.arange(first_node, end, device=q.device)  # (N,) nodes
     positions = torch.arange(int(lengths.max()) + end, device=q.device)  # (S,)
+    node = positions - lengths[:, None]  # (B, S): which node a slot holds; negative for committed tokens
+    visible = ((node < end) & (prefix | (node >= 0)))[:, None] & _visible(node, queries, ancestors, mask, window)
+    used = visible.any(dim=1)  # (B, S)
     slots = pages[rows][:, positions // page_size] * page_size + positions % page_size  # (B, S)
-    node = positions - lengths[:, None]  # (B, S): which node a position is; negative for committed tokens
-    used = (node < end) & (prefix | (node >= 0))
+    slots = slots.masked_fill(~used, 0)
     k, v = (x.flatten(0, 1)[slots].masked_fill(~used[:, :, None, None], 0).float() for x in (keys, values))
     scores = torch.einsum("bngrd,bsgd->bngrs", q.float().view(B, N, G, Q // G, D), k) * scale
-    queries = torch.arange(first_node, end, device=q.device)  # (N,) nodes
-    visible = used[:, None] & _visible(node, queries, ancestors, mask)  # (B, N, S)
-    if window is not None:
-        visible = visible & (node[:, None] > queries[:, None] - window)
     scores = scores.masked_fill(~visible[:, :, None, None], -torch.inf)
     lse = scores.logsumexp(dim=-1)  # (B, N, G, Q / G)
     out = torch.einsum("bngrs,bsgd->bngrd", (scores - lse[..., None]).exp(), v).reshape(B, N, Q, D).to(q.dtype)
     return (out, lse.reshape(B, N, Q)) if return_lse else out
 
 
-def _visible(node: Tensor, queries: Tensor, ancestors: Tensor | None, mask: Mask) -> Tensor:
-    """(B, N, S) bool: which positions each query may see by the mask, committed tokens included."""
-    N = len(queries)
+def _visible(node: Tensor, queries: Tensor, ancestors: Tensor | None, mask: Mask, window: int | None) -> Tensor:
+    """(B, N, S) bool: which slots each query may see by the mask and the window, committed tokens included."""
+    N, node = len(queries), node[:, None]
+    depths, query_depths = node, queries[:, None]  # positions - lengths: (B, 1, S) and (N, 1)
     if mask == "causal":
-        return node[:, None] <= queries[:, None]
-    if mask == "block":
-        return torch.ones_like(node, dtype=torch.bool)[:, None].expand(-1, N, -1)
-    assert ancestors is not None
-    seen = unpack(ancestors, count=64)
-    return (node < 0)[:, None] | seen.gather(2, node.clamp(0, 63)[:, None].expand(-1, N, -1))
+        visible = node <= queries[:, None]
+    elif mask == "block":
+        visible = torch.ones_like(node, dtype=torch.bool).expand(-1, N, -1)
+    else:
+        assert ancestors is not None
+        seen, index = unpack(ancestors, count=64), node.clamp(0, 63).expand(-1, N, -1)
+        visible = (node < 0) | seen.gather(2, index)
+        seen_depths = seen.cumsum(dim=2) - 1  # (B, N, 64): right for the nodes that a query sees
+        depths, query_depths = torch.where(node < 0, node, seen_depths.gather(2, index)), seen_depths[..., -1:]
+    return visible if window is None else visible & (depths > query_depths - window)
 
 
 @tree_attention.kernel()
@@ -137,7 +143,7 @@ def tree_attention_triton(
     assert q.dtype == keys.dtype == values.dtype
     assert all(x.is_contiguous() for x in (q, keys, values, pages, rows, lengths))
     assert mask != "tree" or (ancestors is not None and ancestors.is_contiguous())
-    assert window is None or (mask == "causal" and window > 0)
+    assert window is None or window > 0
     block_dim = max(16, triton.next_power_of_2(D))
     if blocks is None:
         blocks = choose_blocks(B, N * group, D, q.element_size())
@@ -145,7 +151,7 @@ def tree_attention_triton(
     tiles = G * triton.cdiv(N * group, blocks.rows)  # of one request
     capacity = pages.shape[1] * page_size if prefix else end
     if window is not None:
-        capacity = min(capacity, window + N + blocks.tokens)
+        capacity = min(capacity, window + end + blocks.tokens)
     parts = parts or choose_parts(B, tiles, blocks.rows, capacity, D)
     out = torch.empty_like(q)
     lse = torch.empty(B, N, Q, dtype=torch.float32, device=q.device) if return_lse else None
@@ -252,11 +258,10 @@ def attend_kernel(
     length = tl.load(lengths_ptr + request).to(tl.int32)
     table = pages_ptr + tl.load(rows_ptr + request) * table_width
     end = length + first_node + N
-    begin = 0
-    if not PREFIX:
-        begin = length // TOKENS * TOKENS
-    elif WINDOW is not None:  # the tile in which the first query's window begins
-        begin = tl.maximum(length + first_node + 1 - WINDOW, 0) // TOKENS * TOKENS
+    lowest = 0 if PREFIX else length  # the first position that a row may see
+    if WINDOW is not None:  # rows of a tree may have any depth
+        lowest = tl.maximum(lowest, length + (0 if MASK == "tree" else first_node) + 1 - WINDOW)
+    begin = lowest // TOKENS * TOKENS
     tiles = tl.cdiv(end - begin, TOKENS)
     tiles_each = tl.cdiv(tiles, tl.minimum(tl.num_programs(0), tl.cdiv(end - begin, min_part)))
     parts = tl.cdiv(tiles, tiles_each)
@@ -272,10 +277,14 @@ def attend_kernel(
     cells = _row_of(request, N, head, clipped, G, GROUP).to(tl.int64)[:, None] * D + dims[None, :]
     q = tl.load(q_ptr + cells, mask=(dims < D)[None, :], other=0.0)
     seen = _seen_nodes(ancestors_ptr, request * N + query, first_node + query, MASK, WORD)
+    before = None
+    if WINDOW is not None:
+        seen, depth = _apply_window(seen, first_node + query, first_node + N, MASK, WINDOW)
+        before = length + depth - WINDOW
     acc, log_sum = _attend_tokens(
         q, seen, keys_ptr, values_ptr, table, head, begin + first * TOKENS,
         tl.minimum(begin + (first + tiles_each) * TOKENS, end), length, end, scale,
-        length + first_node + query - WINDOW if WINDOW is not None else None,
+        lowest if WINDOW is not None else None, before,
         G, D, BLOCK_D, PAGE, ROWS, TOKENS, PREFIX, PRECISION, OFFSET,
     )  # fmt: skip
     if PDL:  # not earlier: the next kernel's programs would occupy places that this kernel's still need
@@ -295,14 +304,15 @@ def attend_kernel(
 
 @triton.jit
 def _attend_tokens(
-    q, seen, keys_ptr, values_ptr, table, head, start, stop, length, end, scale, before,
+    q, seen, keys_ptr, values_ptr, table, head, start, stop, length, end, scale, lowest, before,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Attention of q (ROWS, BLOCK_D) to the tokens start..stop - 1, and its log2-sum-exp2 (ROWS,).
 
     start is a multiple of TOKENS, so a tile is whole pages or part of one. before (ROWS,): the last position before a
-    row's window; None without a window.
+    row's window. Tokens before `lowest` are not read: their pages may be another request's, and NaN times a weight of 0
+    is NaN. Both are None without a window.
     """
     dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
     in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same in every tile, so computed once
@@ -316,6 +326,8 @@ def _attend_tokens(
             first_cell += tile_start % PAGE * (G * D)
         kv_cells = first_cell[:, None] + in_page
         inside = (token < end - tile_start)[:, None] & (dims < D)
+        if before is not None:
+            inside &= (token >= lowest - tile_start)[:, None]
         page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
         k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -357,6 +369,34 @@ def _seen_nodes(ancestors_ptr, row, node, MASK: tl.constexpr, WORD: tl.constexpr
     else:
         seen = tl.full(node.shape, -1, WORD)
     return seen
+
+
+@triton.jit
+def _apply_window(seen, node, num_nodes, MASK: tl.constexpr, WINDOW: tl.constexpr):
+    """`seen` without the nodes of a tree that lie before each row's window, and the rows' depths.
+
+    _attend_tokens compares a window's bound with slots, which are positions but for the nodes of a tree. Of these,
+    ancestors are a path with growing indices, so those in the window are the WINDOW highest bits; and none of them is
+    hidden by the comparison, since no node's index is below its depth.
+    """
+    if MASK == "tree":
+        count = _count_bits(seen)
+        for kept in range(WINDOW, num_nodes):
+            seen = tl.where(count > kept, seen & (seen - 1), seen)  # clears the lowest bit
+        node = count - 1
+    return seen, node
+
+
+@triton.jit
+def _count_bits(words):
+    """Set bits of each int32 or int64 as int32, as in Warren, Hacker's Delight, figure 5-2. Right shifts copy the sign,
+    which the masks drop."""
+    BITS: tl.constexpr = words.dtype.primitive_bitwidth
+    BYTES: tl.constexpr = 0x0101010101010101 >> (64 - BITS)  # 1 in each byte
+    words = words - ((words >> 1) & (BYTES * 0x55))
+    words = (words & (BYTES * 0x33)) + ((words >> 2) & (BYTES * 0x33))
+    words = (words + (words >> 4)) & (BYTES * 0x0F)
+    return (words * BYTES >> (BITS - 8)).to(tl.int32)
 
 
 @triton.jit

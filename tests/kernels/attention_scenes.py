@@ -57,6 +57,23 @@ CASES = {
     "window, pages of one token": Case(lengths=(300, 70, 3), N=6, window=50, page_size=1),
     "window, pages of 64 tokens": Case(lengths=(300, 140, 63), N=20, window=70, page_size=64, D=128, G=1, Q=8),
     "window, new nodes only": Case(lengths=(140, 0), N=20, window=6, prefix=False),
+    "window, a tree": Case(lengths=(0, 9, 31, 260), N=9, mask="tree", window=33),
+    "window, a block": Case(lengths=(0, 9, 31, 260), N=8, mask="block", window=33),
+    "window of one, a tree": Case(lengths=(0, 64, 129), N=9, mask="tree", window=1),
+    "window of one, a block": Case(lengths=(0, 64, 129), N=8, mask="block", window=1),
+    "window within 32 nodes of a tree": Case(lengths=(70, 0), N=32, mask="tree", window=4, Q=8),
+    "window within 64 nodes of a tree": Case(lengths=(70, 0), N=64, mask="tree", window=7, page_size=1),
+    "window within a block": Case(lengths=(70, 0), N=40, mask="block", window=9, Q=8),
+    "window of all nodes of a tree": Case(lengths=(140, 0, 5), N=16, mask="tree", window=16),
+    "window wider than all, a tree": Case(lengths=(70, 3), N=6, mask="tree", window=1000),
+    "window wider than all, a block": Case(lengths=(70, 3), N=6, mask="block", window=1000),
+    "window, edges of pages": Case(lengths=(142, 143, 144, 145, 146, 159), N=5, mask="tree", window=16),
+    "window, edges of tiles": Case(lengths=(142, 143, 144, 145, 146, 271), N=5, mask="block", window=16, page_size=32),
+    "window, parts of a tree's context": Case(lengths=(1200, 700, 513, 0), N=5, mask="tree", G=1, window=600),
+    "window, a tree, pages of 64 tokens": Case(lengths=(300, 140, 63), N=20, mask="tree", window=70, page_size=64),
+    "window, a block, pages of 128 tokens": Case(lengths=(400, 140, 63), N=20, mask="block", window=70, page_size=128),
+    "window, new nodes of a tree only": Case(lengths=(140, 0, 65), N=20, mask="tree", window=3, prefix=False),
+    "window, new nodes of a block only": Case(lengths=(140, 0, 65), N=20, mask="block", window=6, prefix=False),
     "new nodes only": Case(lengths=(140, 0, 65), N=9, mask="tree", prefix=False),
     "new nodes only, pages of 64": Case(lengths=(140, 0, 65), N=64, mask="tree", prefix=False, page_size=64),
     "new nodes only, a chain": Case(lengths=(140, 0, 65), N=20, prefix=False, page_size=1),
@@ -75,10 +92,11 @@ def random_case(seed: int) -> Case:
         D=rng.choice([64, 128, 256]),
         page_size=rng.choice([1, 16, 32, 64]),
         prefix=rng.random() < 0.8,
+        window=rng.choice([1, 5, 17, 64, 200]) if seed >= 12 else None,
     )
 
 
-CASES |= {f"random {seed}": random_case(seed) for seed in range(12)}
+CASES |= {f"random {seed}": random_case(seed) for seed in range(24)}
 REAL = Case(lengths=(700,), N=4, mask="tree", Q=32, G=8, D=128)
 LONG = tuple(random.Random(0).sample(range(6000), 32))
 GPU_CASES = {
@@ -94,6 +112,10 @@ GPU_CASES = {
     "batch 32, 64 nodes": replace(REAL, lengths=LONG, N=64),
     "batch 1, 16 nodes, a window": replace(REAL, N=16, lengths=(8000,), mask="causal", window=2048),
     "batch 32, 16 nodes, a window": replace(REAL, N=16, lengths=LONG, mask="causal", window=500, page_size=64),
+    "batch 1, 16 nodes of a tree, a window": replace(REAL, N=16, lengths=(8000,), window=2048),
+    "batch 32, 64 nodes, a window": replace(REAL, N=64, lengths=LONG, window=128, page_size=64),
+    "batch 32, 64 nodes, a window within them": replace(REAL, N=64, lengths=LONG, window=5),
+    "batch 32, 16 nodes of a block, a window": replace(REAL, N=16, lengths=LONG, mask="block", window=500),
     "batch 5, D 256": replace(REAL, lengths=LONG[:5], D=256, Q=16, N=16),
     "batch 5, D 64": replace(REAL, lengths=LONG[:5], D=64, Q=64, page_size=32),
     "32k tokens": replace(REAL, lengths=(32768, 5)),
@@ -101,7 +123,8 @@ GPU_CASES = {
 
 
 class Scene:
-    """Slots that hold nothing are NaN; page tables are shuffled; every other row of the batch pads it."""
+    """Slots that hold nothing or lie before every window are NaN; page tables are shuffled; every other row of a batch
+    pads it."""
 
     def __init__(self, case: Case, dtype: torch.dtype, device: str) -> None:
         self.case, B = case, len(case.lengths)
@@ -123,9 +146,21 @@ class Scene:
             for x in (self.keys, self.values):
                 x.flatten(0, 1)[slots] = torch.randn(len(slots), case.G, case.D, **options).to(dtype)
         self.parents = [self._parents(seed) for seed in range(2 * B)]
-        masks = [[sum(1 << node for node in self.seen(b, n)) for n in range(case.N)] for b in range(2 * B)]
+        masks = [[sum(1 << node for node in self.allowed(b, n)) for n in range(case.N)] for b in range(2 * B)]
         masks = [[mask - 2**64 if mask >= 2**63 else mask for mask in row] for row in masks]  # as int64
         self.ancestors = torch.tensor(masks, device=device) if case.mask == "tree" else None
+        self.give_back(first_position=0)
+
+    def give_back(self, first_position: int) -> None:
+        """Makes NaN what lies before the windows of nodes at lengths + first_position and later. Pages wholly before
+        them become page 0, the padding's, which is NaN, too."""
+        if self.case.window is None:
+            return
+        for request in range(0, len(self.lengths), 2):
+            passed = max(0, int(self.lengths[request]) + first_position + 1 - self.case.window)
+            self.keys.flatten(0, 1)[self.slots(request)[:passed]] = torch.nan
+            self.values.flatten(0, 1)[self.slots(request)[:passed]] = torch.nan
+            self.pages[self.rows[request], : passed // self.case.page_size] = 0
 
     def _parents(self, seed: int) -> list[int]:
         rng = random.Random(seed)
@@ -137,16 +172,30 @@ class Scene:
         page = self.pages[self.rows[request], positions // self.case.page_size]
         return page * self.case.page_size + positions % self.case.page_size
 
-    def seen(self, request: int, node: int) -> list[int]:
-        """The nodes that a node sees."""
-        if self.case.mask == "causal":
-            return list(range(max(0, node + 1 - (self.case.window or node + 1)), node + 1))
-        if self.case.mask == "block":
-            return list(range(self.case.N))
+    def path(self, request: int, node: int) -> list[int]:
+        """The node and its ancestors."""
         path = [node]
         while (above := self.parents[request][path[-1]]) >= 0:
             path.append(above)
         return sorted(path)
+
+    def depth(self, request: int, node: int) -> int:
+        return len(self.path(request, node)) - 1 if self.case.mask == "tree" else node
+
+    def allowed(self, request: int, node: int) -> list[int]:
+        """The nodes that a node sees without a window."""
+        if self.case.mask == "tree":
+            return self.path(request, node)
+        return list(range(node + 1 if self.case.mask == "causal" else self.case.N))
+
+    def seen(self, request: int, node: int) -> list[int]:
+        """The positions of committed tokens and the slots of nodes that a node sees, counted from the first token."""
+        length = int(self.lengths[request])
+        depths = {length + other: self.depth(request, other) for other in self.allowed(request, node)}
+        if self.case.prefix:
+            depths |= {position: position - length for position in range(length)}
+        first = -length if self.case.window is None else self.depth(request, node) + 1 - self.case.window
+        return sorted(slot for slot, depth in depths.items() if depth >= first)
 
     def run(self, kernel: Callable[..., tuple[Tensor, Tensor]], **options: object) -> tuple[Tensor, Tensor]:
         """Output (B, N, Q, D) and log-sum-exp (B, N, Q) of the requests that do not pad."""
@@ -163,12 +212,10 @@ class Scene:
         out = torch.empty(B, case.N, case.Q, case.D, dtype=torch.float64, device=self.q.device)
         lse = torch.empty(B, case.N, case.Q, dtype=torch.float64, device=self.q.device)
         for request in range(0, 2 * B, 2):
-            length, slots = int(self.lengths[request]), self.slots(request)
+            slots = self.slots(request)
             keys, values = (x.flatten(0, 1)[slots].double() for x in (self.keys, self.values))  # (S, G, D)
             for node in range(case.N):
-                new = [length + other for other in self.seen(request, node)]
-                first = 0 if case.window is None else max(0, length + node + 1 - case.window)
-                tokens = [*range(first, length), *new] if case.prefix else new
+                tokens = self.seen(request, node)
                 q = self.q[request, node].double().view(case.G, -1, case.D)
                 scores = torch.einsum("grd,sgd->grs", q, keys[tokens]) * 0.3
                 lse[request // 2, node] = scores.logsumexp(-1).flatten()

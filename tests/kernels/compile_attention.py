@@ -1,7 +1,7 @@
 """Compiles the attention kernel for a GPU that need not be there and prints the bytes of shared memory that it takes.
 
-Arguments: compute capability (89), rows, tokens, warps and stages of the blocks, head dim. A process of its own, since
-tests on the CPU interpret kernels.
+Arguments: compute capability (89), rows, tokens, warps and stages of the blocks, head dim, window (0: none). A process
+of its own, since tests on the CPU interpret kernels.
 """
 
 import sys
@@ -19,12 +19,12 @@ POINTERS |= {"partial_ptr": "*fp32", "partial_lse_ptr": "*fp32", "counters_ptr":
 NUMBERS = {"scale": "fp32", "N": "i32", "first_node": "i32", "table_width": "i32", "min_part": "i32"}
 
 
-def shared_bytes(capability: int, blocks: Blocks, head_dim: int) -> int:
+def shared_bytes(capability: int, blocks: Blocks, head_dim: int, window: int | None) -> int:
     block_dim, parts = triton.next_power_of_2(head_dim), Parts(8)
     constants = {
         "G": 8, "D": head_dim, "BLOCK_D": block_dim, "GROUP": 4, "PAGE": 16, "ROWS": blocks.rows,
         "TOKENS": blocks.tokens, **choose_shares(blocks, parts, block_dim), "WAIT": True, "MASK": "tree",
-        "WINDOW": None, "PREFIX": True, "PRECISION": "tf32", "WORD": tl.int64, "OFFSET": tl.int32, "PDL": False,
+        "WINDOW": window, "PREFIX": True, "PRECISION": "tf32", "WORD": tl.int64, "OFFSET": tl.int32, "PDL": False,
         "lse_ptr": None,
     }  # fmt: skip
     types = POINTERS | NUMBERS | dict.fromkeys(constants, "constexpr")
@@ -37,5 +37,5 @@ def shared_bytes(capability: int, blocks: Blocks, head_dim: int) -> int:
 
 
 if __name__ == "__main__":
-    capability, *sizes, head_dim = map(int, sys.argv[1:])
-    print(shared_bytes(capability, Blocks(*sizes), head_dim))
+    capability, *sizes, head_dim, window = map(int, sys.argv[1:])
+    print(shared_bytes(capability, Blocks(*sizes), head_dim, window or None))

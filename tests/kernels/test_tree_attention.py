@@ -31,7 +31,9 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  #
 IN_GATE = (
     *("nothing committed, a tree", "chain", "block", "tree", "33 nodes", "D 8", "seven heads share", "window"),
     *("parts whose last holds nodes only", "pages of one token", "window within the nodes", "new nodes only"),
-    "pages of 64 tokens",
+    *("pages of 64 tokens", "window, a tree", "window, a block", "window within 32 nodes of a tree"),
+    *("window within 64 nodes of a tree", "window, edges of pages", "window of one, a tree"),
+    *("window, new nodes of a tree only", "window, a tree, pages of 64 tokens"),
 )
 LAST = {
     "tree": (1, 5, 8),
@@ -45,6 +47,11 @@ LAST = {
     "window": (3,),
     "window within the nodes": (30,),
     "window, pages of 64 tokens": (16,),
+    "window, a tree": (1, 5),
+    "window within 64 nodes of a tree": (40,),
+    "window of one, a block": (7,),
+    "window, edges of tiles": (3,),
+    "window, new nodes of a tree only": (15,),
 }
 
 
@@ -94,6 +101,19 @@ def test_fp32_under_the_interpreter(name: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("nodes", "window"), [(32, 20), (64, 33), (64, 90)])
+def test_a_window_of_a_tree_that_is_a_chain(nodes: int, window: int, device: str) -> None:
+    """Every bit of a mask is set."""
+    scene = Scene(Case(lengths=(100, 0), N=nodes, window=window), torch.float16, device)
+    expected = scene.expected()
+    bits = torch.ones(nodes, dtype=torch.int64, device=device) << torch.arange(nodes, device=device)
+    scene.ancestors = bits.cumsum(dim=0).expand(len(scene.lengths), -1).contiguous()
+    scene.case = replace(scene.case, mask="tree")
+    check(scene.run(tree_attention.reference), expected)
+    check(scene.run(tree_attention.triton), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("blocks", "splits"), cover([Blocks(16, 64, 4, 3), Blocks(32, 32, 4, 2), Blocks(16, 16, 4, 2)], [1, 2, 7, 32])
 )
@@ -112,15 +132,15 @@ def test_parts_shrink_as_the_batch_grows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_rows", "head_dim"), [(128, 128), (64, 256), (64, 128)])
-def test_blocks_fit_into_99_kb_of_shared_memory(num_rows: int, head_dim: int) -> None:
+@pytest.mark.parametrize(("num_rows", "head_dim", "window"), [(128, 128, 0), (64, 256, 0), (64, 128, 0), (64, 128, 9)])
+def test_blocks_fit_into_99_kb_of_shared_memory(num_rows: int, head_dim: int, window: int) -> None:
     """Of sm_86, 89 and 120; the compiler says what a program takes."""
     chosen = choose_blocks(1, num_rows, head_dim, 2)
     assert fit_blocks(chosen, head_dim, 2, 227 << 10) == chosen, "an H100 has room"
     blocks = fit_blocks(chosen, head_dim, 2, 99 << 10)
     script = Path(__file__).with_name("compile_attention.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(script), "89", *map(str, blocks), str(head_dim)]
+    command = [sys.executable, str(script), "89", *map(str, (*blocks, head_dim, window))]
     compiled = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     assert int(compiled.stdout) <= 99 << 10
 
@@ -231,6 +251,8 @@ def last_of(case: Case, first_node: int, kernel: object, dtype: torch.dtype, dev
     scene.q = scene.q[:, first_node:].contiguous()
     if scene.ancestors is not None:
         scene.ancestors = scene.ancestors[:, first_node:].contiguous()
+    else:  # rows of a tree may have any depth, so the kernel reads from the root's window on
+        scene.give_back(first_position=first_node)
     results: tuple[Tensor, Tensor] = scene.run(kernel, first_node=first_node)  # type: ignore[arg-type]
     check(results, expected)  # type: ignore[arg-type]
 
@@ -243,7 +265,7 @@ def test_last_nodes_of_the_reference(name: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", gate(LAST, "tree", "window", "pages of one token", "new nodes only"))
+@pytest.mark.parametrize("name", gate(LAST, "tree", "window", "pages of one token", "new nodes only", "window, a tree"))
 def test_last_nodes_of_the_kernel(name: str, device: str) -> None:
     for first_node in LAST[name]:
         last_of(CASES[name], first_node, tree_attention.triton, torch.float16, device)
