@@ -1,11 +1,13 @@
 """The page cache against a plain dict of texts, and each rule of its docstrings by itself."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import pytest
 
 from slipstream.serve.engine.kv_cache import PageCache, PageTable
+from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.tests.pairwise import pairwise
 
 Text = tuple[str, tuple[int, ...]]
@@ -197,3 +199,326 @@ def test_random_operations_against_the_dict_of_texts(page_size: int, lookahead: 
         cache.check(table for table, _ in running)
     assert num_shared > 100
     assert (num_refused > 20) == evicts
+
+
+# Window groups
+
+RESERVE = 3
+
+
+def windowed(*windows: int, page_size: int = 4, num_pages: int = 60, transient: int = 10) -> PageCache:
+    groups = [WindowPages(num_pages, page_size, window, RESERVE, transient) for window in windows]
+    return PageCache(100, page_size, groups)
+
+
+def compute(cache: PageCache, tokens: list[int], num_answered: int = 0, lookahead: int = 0) -> PageTable:
+    """A table whose sequence has computed `tokens`: a prompt in one chunk, then `num_answered` tokens one by one."""
+    table = PageTable("", lookahead)
+    end = len(tokens) - num_answered
+    assert cache.admit(table, tokens[:end], end + RESERVE, headroom=0, limit=len(tokens) + RESERVE)
+    cache.extend_windows(table, end + RESERVE)
+    cache.publish(table, tokens[:end], end)
+    cache.slide(table, end)
+    for num_computed in range(end + 1, len(tokens) + 1):
+        assert cache.extend(table, num_computed - 1 + RESERVE)
+        cache.extend_windows(table, num_computed - 1 + RESERVE)
+        cache.slide(table, num_computed)
+    return table
+
+
+@pytest.mark.parametrize(("window", "first"), [(1, 5), (2, 4), (4, 4), (5, 4), (6, 3), (9, 3), (10, 2), (100, 0)])
+def test_a_hit_takes_the_pages_of_the_last_tokens_of_a_window(window: int, first: int) -> None:
+    cache = windowed(window)
+    cache.release(compute(cache, list(range(30))), list(range(30)), 30)
+    table = PageTable("", 0)
+    assert cache.admit(table, [*range(20), 99], 30, headroom=0)
+    assert (len(table.nodes), table.windows[0].first, len(table.windows[0].pages)) == (5, first, 5 - first)
+    cache.check([table])
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 9, 11])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_an_answer_of_any_length_is_found_by_the_next_turn(window: int, lookahead: int) -> None:
+    for length in range(12, 25):
+        cache = windowed(window)
+        text = list(range(length + 1))
+        cache.release(compute(cache, text[:-1], length - 10, lookahead), text, length)
+        cache.check([])
+        assert num_matched_pages(cache, [*text, 99], lookahead=lookahead) == length // 4
+
+
+def test_a_hit_ends_where_a_window_has_lost_its_pages() -> None:
+    cache = windowed(4, 8, num_pages=12, transient=6)
+    cache.release(compute(cache, list(range(23))), list(range(23)), 23)
+    assert num_matched_pages(cache, list(range(24))) == 5
+    window = cache.windows[1]
+    node = cache.match(list(range(24)), "", 0)[3]
+    window._cached.move_to_end(window._attached[node], last=False)
+    window._free.clear()
+    window._take()
+    assert num_matched_pages(cache, list(range(24))) == 3, "5 pages need pages 3 and 4, 4 pages 2 and 3"
+
+
+def test_pages_behind_the_window_become_cached_or_free() -> None:
+    cache = windowed(4)
+    window = cache.windows[0]
+    table = compute(cache, list(range(16)))
+    assert (table.windows[0].first, len(window._cached), len(window._free)) == (3, 3, 59 - 5)
+    other = compute(cache, list(range(16)))
+    assert (len(other.nodes), other.windows[0].first) == (3, 3)
+    assert other.windows[0].pages[0] != table.windows[0].pages[0], "a second copy, the token after it was left"
+    for one in (table, other):
+        cache.extend_windows(one, 24)
+        cache.slide(one, 20)
+    assert (len(window._cached), len(window._free)) == (4, 59 - 4 - 4), "the copy is free"
+    cache.check([table, other])
+
+
+def test_a_page_of_a_known_text_is_attached_and_stays_with_its_table_when_the_tree_forgets_the_text() -> None:
+    cache = windowed(8, transient=30)
+    window, tokens = cache.windows[0], list(range(17))
+    cache.release(compute(cache, tokens), tokens, 17)
+    window._free = [window._take() for _ in range(window.total_pages)]  # the window has lost all, the tree nothing
+    table = compute(cache, tokens)
+    assert (len(table.nodes), num_matched_pages(cache, [*tokens, 99])) == (0, 4)
+    for _ in range(len(cache._free) + 4):  # the tree forgets all
+        cache._take()
+    held = table.windows[0].pages.copy()
+    assert (window._attached, window._holders, table.windows[0].pages) == ({}, {}, held)
+    window.check([(table.windows[0], set())], set())
+
+
+def test_sequences_are_admitted_by_quota() -> None:
+    cache = windowed(8, num_pages=18, transient=5)  # quota: 2 pages before the one being filled, and one after it
+    tables = [PageTable("", 0) for _ in range(4)]
+    assert [cache.admit(table, [1], 4, headroom=0, limit=40) for table in tables] == [True, True, True, False]
+    assert cache.windows[0]._promised == 12
+    assert cache.num_available == 99 - 3, "a refused admission takes nothing"
+    cache.release(tables[0], [1], 1)
+    assert cache.admit(tables[0], [1], 4, headroom=0, limit=40)
+    cache.check(tables[:3])
+
+
+def test_a_sequence_is_admitted_alone_though_the_chunks_of_others_would_not_fit() -> None:
+    cache = windowed(8, num_pages=6, transient=30)
+    first, second = PageTable("", 0), PageTable("", 0)
+    assert cache.windows[0].most(20) == 5
+    assert cache.admit(first, [1], 4, headroom=0, limit=20)
+    assert not cache.admit(second, [1], 4, headroom=0, limit=1)
+
+
+@pytest.mark.parametrize(("num_pages", "window", "field"), [(1, 4, "num_pages"), (2, 0, "window")])
+def test_sizes_of_a_group_are_checked(num_pages: int, window: int, field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is .* at least"):
+        WindowPages(num_pages, 4, window, RESERVE, 0)
+
+
+WINDOW_FAULTS: dict[str, Callable[[WindowPages, PageTable], object]] = {
+    "a page is lost": lambda window, _: window._free.pop(),
+    "a page in use is free": lambda window, table: window._free.append(table.windows[0].pages[-1]),
+    "a holder is not counted": lambda window, table: window._holders.update({table.windows[0].pages[0]: 0}),
+    "a page is in use and cached": lambda window, table: window._cached.update({table.windows[0].pages[0]: None}),
+    "an own page is held twice": lambda _, table: table.windows[0].pages.append(table.windows[0].pages[-1]),
+    "a quota is forgotten": lambda window, _: setattr(window, "_promised", 0),
+    "a table holds too much": lambda window, table: window.extend(table.windows[0], 80),
+    "a page of a lost node": lambda window, table: window._attached.pop(table.nodes[-1]),
+}
+
+
+@pytest.mark.parametrize("fault", WINDOW_FAULTS)
+def test_check_notices_in_a_window_group(fault: str) -> None:
+    cache = windowed(8, transient=4)
+    table = compute(cache, list(range(18)))
+    cache.check([table])
+    WINDOW_FAULTS[fault](cache.windows[0], table)
+    with pytest.raises(AssertionError):
+        cache.check([table])
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A sequence of the random test below."""
+
+    table: PageTable
+    tokens: list[int]
+    num_prompt: int
+    num_computed: int
+    given: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, index) -> page, as it was handed out
+
+
+class GroupsModel(TextModel):
+    """What each page of each window group holds, as the passes write it, and which nodes have one attached."""
+
+    def __init__(self, page_size: int, lookahead: int, windows: list[int]) -> None:
+        super().__init__(page_size, lookahead)
+        self.windows = windows
+        self.written: list[dict[int, Text | None]] = [{} for _ in windows]
+        self.attached: list[set[Text]] = [set() for _ in windows]
+        self.num_cut = 0
+
+    def first_read(self, window: int, start: int) -> int:
+        return max(0, start - window + 1) // self.page_size
+
+    def take_in(self, run: Run, others: list[Run], is_hit: bool = False) -> None:
+        """New pages of the run are of no use to others any more, and those it had are the same."""
+        for group, pages in enumerate(run.table.windows):
+            needed = {page for other in others for page in self.needed(other, group)}
+            for index, page in enumerate(pages.pages, pages.first):
+                new = (group, index) not in run.given
+                assert page != 0
+                assert run.given.setdefault((group, index), page) == page, "an entry of the table has changed"
+                assert is_hit or not new or page not in needed, "a page that another sequence needs"
+
+    def needed(self, run: Run, group: int) -> Iterator[int]:
+        first = self.first_read(self.windows[group], run.num_computed)
+        yield from (page for (one, index), page in run.given.items() if one == group and index >= first)
+
+    def check_hit(self, run: Run, evicts: bool) -> None:
+        """Exactly the pages that the first pass reads are there, and have its text; the hit is the longest there is."""
+        table, num_shared = run.table, len(run.table.nodes)
+        for window, pages, written in zip(self.windows, table.windows, self.written, strict=True):
+            assert pages.first == self.first_read(window, num_shared * self.page_size)
+            assert pages.end == num_shared
+            for index, page in enumerate(pages.pages, pages.first):
+                assert written[page] == self.text(table, run.tokens, index)
+        if evicts:
+            return
+        most = (len(run.tokens) - max(self.lookahead, 1)) // self.page_size
+        texts = [self.text(table, run.tokens, index) for index in range(most)]
+        known = next((index for index, text in enumerate(texts) if text not in self.known), most)
+        hits = [num for num in range(known + 1) if self._has_windows(texts[:num])]
+        assert num_shared == hits[-1], "not the longest hit"
+        self.num_cut += num_shared < known
+
+    def _has_windows(self, texts: list[Text]) -> bool:
+        firsts = [self.first_read(window, len(texts) * self.page_size) for window in self.windows]
+        return all(attached.issuperset(texts[first:]) for first, attached in zip(firsts, self.attached, strict=True))
+
+    def run_pass(self, run: Run, end: int, num_spoiled: int, known: list[int]) -> None:
+        """A pass over tokens [num_computed, end): it reads what windows show, and writes; `known` are all tokens."""
+        start, size = run.num_computed, self.page_size
+        for window, pages, written in zip(self.windows, run.table.windows, self.written, strict=True):
+            for index in range(self.first_read(window, start), -(-start // size)):
+                assert index >= pages.first, "a page was given back too early"
+                read_end = min((index + 1) * size, start)
+                text = run.table.namespace, tuple(known[: read_end + self.lookahead])
+                assert written[pages.pages[index - pages.first]] == text
+            for index in range(start // size, -(-(end + num_spoiled) // size)):
+                text = run.table.namespace, tuple(known[: min((index + 1) * size, end) + self.lookahead])
+                written[pages.pages[index - pages.first]] = text if index * size < end else None
+
+    def share(self, run: Run, num_computed: int, ends: bool) -> None:
+        """What the tree and the windows know after a publish or a release."""
+        table, is_known = run.table, True
+        num_full = min(num_computed, len(run.tokens) - self.lookahead) // self.page_size
+        shared = len(table.nodes)
+        self.compute(table, run.tokens, num_computed, ends)
+        for index in range(shared, num_full):
+            text = self.text(table, run.tokens, index)
+            is_known = is_known and text in self.known
+            for pages, attached in zip(table.windows, self.attached, strict=True):
+                if is_known and pages.first <= index < pages.end:
+                    attached.add(text)
+
+
+class Play:
+    """Random operations on a cache with window groups and on the model."""
+
+    def __init__(self, page_size: int, lookahead: int, windows: list[int], evicts: bool, rng: random.Random) -> None:
+        self.rng, self.evicts, self.lookahead = rng, evicts, lookahead
+        longest = 18 * page_size + 20
+        transient = -(-longest // page_size)
+        groups = [WindowPages(2, page_size, window, RESERVE, transient) for window in windows]
+        sizes = [1 + transient + (3 if evicts else 1_000) * group.quota(longest) for group in groups]
+        groups = [
+            WindowPages(size, page_size, window, RESERVE, transient)
+            for size, window in zip(sizes, windows, strict=True)
+        ]
+        self.cache = PageCache(60 if evicts else 8_000, page_size, groups)
+        self.model = GroupsModel(page_size, lookahead, windows)
+        self.running: list[Run] = []
+        self.texts = [rng.choices(range(3), k=10 * page_size) for _ in range(2)]  # that prompts begin with
+        self.num_shared = self.num_refused = 0
+
+    def admit(self) -> None:
+        stem = self.rng.choice(self.texts)
+        tokens = stem[: self.rng.randrange(len(stem))] + self.rng.choices(range(3), k=self.rng.randrange(1, 9))
+        run = Run(PageTable(self.rng.choice("ab"), self.lookahead), tokens, len(tokens), 0)
+        limit = len(tokens) + 20 + RESERVE
+        if not self.cache.admit(run.table, tokens, len(tokens) + RESERVE, self.rng.randrange(3), limit):
+            self.num_refused += 1
+            return
+        run.num_computed = len(run.table.nodes) * self.cache.page_size
+        self.model.check_hit(run, self.evicts)
+        self.model.take_in(run, self.running, is_hit=True)
+        self.num_shared += len(run.table.nodes)
+        self.running.append(run)
+
+    def go_on(self, run: Run) -> None:
+        """A chunk of its prompt, or a round."""
+        others = [other for other in self.running if other is not run]
+        if run.num_computed < run.num_prompt:
+            end = self.rng.randrange(run.num_computed, run.num_prompt) + 1
+            is_last = end == run.num_prompt
+            self.cache.extend_windows(run.table, end + RESERVE * is_last)
+            self.model.take_in(run, others)
+            sampled = self.rng.choices(range(3), k=is_last)
+            self.model.run_pass(run, end, RESERVE * is_last, run.tokens + sampled)
+            self.model.share(run, end, ends=False)
+            self.cache.publish(run.table, run.tokens, end)
+            run.tokens += sampled
+        else:
+            if len(run.tokens) - run.num_prompt > 17 or not self.cache.extend(run.table, run.num_computed + RESERVE):
+                self.end(run)
+                return
+            self.cache.extend_windows(run.table, run.num_computed + RESERVE)
+            self.model.take_in(run, others)
+            run.tokens += self.rng.choices(range(3), k=self.rng.randrange(1, RESERVE + 1))
+            end = len(run.tokens) - 1
+            self.model.run_pass(run, end, run.num_computed + RESERVE - end, run.tokens)
+        run.num_computed = end
+        self.cache.slide(run.table, end)
+
+    def end(self, run: Run) -> None:
+        self.running.remove(run)
+        self.model.share(run, run.num_computed, ends=True)
+        self.cache.release(run.table, run.tokens, run.num_computed)
+        assert not run.table.windows
+        if len(run.tokens) < 14 * self.cache.page_size:  # a question may follow
+            self.texts = [*self.texts[:2], *self.texts[2:][-3:], run.tokens]
+
+    def step(self) -> None:
+        kind = self.rng.random()
+        if kind < 0.25 or not self.running:
+            self.admit()
+        elif kind < 0.9:
+            self.go_on(self.rng.choice(self.running))
+        else:
+            self.end(self.rng.choice(self.running))
+        self.cache.check(run.table for run in self.running)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "windows", "lookahead", "evicts"),
+    pairwise(
+        [1, 4, 16],
+        [[(0, 1)], [(1, -1), (1, 0)], [(1, 1), (3, 0)], [(0, 1), (1, 0), (2, 3)]],  # (a, b): a pages and b tokens
+        [0, 1],
+        [False, True],
+    ),
+)
+def test_random_operations_on_window_groups(
+    page_size: int, windows: list[tuple[int, int]], lookahead: int, evicts: bool
+) -> None:
+    """Every pass finds the text that it reads, every hit has exactly what its first pass reads."""
+    rng = random.Random(f"{page_size} {windows} {lookahead} {evicts}")
+    sizes = [max(1, pages * page_size + tokens) for pages, tokens in windows]
+    play = Play(page_size, lookahead, sizes, evicts, rng)
+    for _ in range(800):
+        play.step()
+    for run in play.running.copy():
+        play.end(run)
+    play.cache.check([])
+    assert all(window.num_available == window.total_pages for window in play.cache.windows)
+    assert play.num_shared > 100
+    assert (play.num_refused > 20) == evicts
