@@ -26,13 +26,12 @@ from torch import Tensor
 from slipstream.bench.gpu import copy_bandwidth, milliseconds, print_kernels, profile_kernels
 from slipstream.bench.lines import Lines, origin, table
 from slipstream.config import run
+from slipstream.models.targets.config import AttentionSpec
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.memory import bytes_per_token
 from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams
-from slipstream.serve.runner.batch import KVSpec
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
 COLUMNS = (  # heading, key of a line, format
@@ -244,19 +243,20 @@ def capture_target(engine: Engine, rows: Tensor) -> torch.cuda.CUDAGraph:
 def bytes_read(engine: Engine, config: RoundConfig, batch: int) -> float:
     """The least bytes of weights and KV that a round reads: those of the target's pass and of each of the draft's."""
     length = config.prompt_len + config.new_tokens / 2
-    return sum(weights + batch * length * kv_bytes for kv_bytes, weights in passes(engine))
+    return sum(weights + batch * kv_bytes for kv_bytes, weights in passes(engine, length))
 
 
-def passes(engine: Engine) -> Iterator[tuple[int, int]]:
-    """(KV bytes per token, bytes of weights) of the target's pass and of each of the draft's; embeddings are not read.
+def passes(engine: Engine, length: float) -> Iterator[tuple[float, int]]:
+    """(bytes of a request's KV at that length, bytes of weights) of the target's pass and of each of the draft's;
+    embeddings are not read.
 
     A draft without a head of its own fills a block in one pass and reads the target's head; others take a pass a token,
     of which only the first fuses target states.
     """
-    target, drafter, model = engine.runner.target, engine.runner.drafter, engine.runner.target.config
-    specs = [KVSpec(model.num_layers, model.num_kv_heads, model.head_dim, model.rope), *filter(None, [drafter.kv])]
-    item, head = target.dtype, sum(x.nbytes for x in target.lm_head.parameters())
-    yield bytes_per_token(specs[:1], item), sum(x.nbytes for x in target.layers.parameters()) + head
+    target, drafter = engine.runner.target, engine.runner.drafter
+    item, head = target.dtype.itemsize, sum(x.nbytes for x in target.lm_head.parameters())
+    layers = [layer.attention for layer in target.config.layers]
+    yield kv_bytes(layers, length, item), sum(x.nbytes for x in target.layers.parameters()) + head
     module = getattr(drafter, "module", None)
     if module is None or engine.planner.widths.most == 1:
         return
@@ -264,7 +264,12 @@ def passes(engine: Engine) -> Iterator[tuple[int, int]]:
     is_block = "lm_head.weight" not in weights
     for step in range(1 if is_block else engine.planner.widths.most - 1):
         read = sum(x.nbytes for name, x in weights.items() if step == 0 or not name.startswith("fc."))
-        yield bytes_per_token(specs[1:], item), read + is_block * head
+        yield kv_bytes(drafter.kv, length, item), read + is_block * head
+
+
+def kv_bytes(layers: Sequence[AttentionSpec], length: float, item: int) -> float:
+    seen = [min(length, spec.window or length) * 2 * spec.num_kv_heads * spec.head_dim for spec in layers]
+    return item * sum(seen)
 
 
 if __name__ == "__main__":

@@ -148,13 +148,14 @@ class NaiveEagle3(NaiveLayers):
         return hidden[-1:]
 
     def _attention(self, x: Tensor) -> Tensor:
-        """Causal attention of every row over all before it; x (n, 2H) -> (n, H)."""
+        """Causal attention of every row over all before it, or over its window; x (n, 2H) -> (n, H)."""
         name, n = self.attention, len(x)
         q, k, v = (
             self._project(x, f"{name}.{part}_proj").view(n, -1, self.config["head_dim"]) for part in ("q", "k", "v")
         )
         if f"{name}.q_norm.weight" in self.weights:
             q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
-        hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+        ones, window = torch.ones(n, n, dtype=torch.bool), self.config.get("sliding_window") or n
+        hidden = ones.triu(1) | ones.tril(-window)
         outputs = attended(self._turn(q), self._turn(k), v, hidden)
         return self._project(outputs.flatten(1), f"{name}.o_proj")

@@ -47,7 +47,11 @@ FAMILIES: dict[str, PretrainedConfig] = {
         **SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     ),
     "mistral": MistralConfig(**SHAPE, sliding_window=None),
+    "mistral-window": MistralConfig(**SHAPE, sliding_window=19),
     "qwen2": Qwen2Config(**SHAPE),
+    "qwen2-windows": Qwen2Config(
+        **SHAPE, use_sliding_window=True, sliding_window=9, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
     "qwen2-yarn": Qwen2Config(**SHAPE, rope_parameters=YARN_ROPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "qwen3-tied": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),

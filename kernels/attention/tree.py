@@ -86,7 +86,7 @@ def tree_attention(
     queries = torch.arange(first_node, end, device=q.device)  # (N,) nodes
     positions = torch.arange(int(lengths.max()) + end, device=q.device)  # (S,)
     node = positions - lengths[:, None]  # (B, S): which node a slot holds; negative for committed tokens
-    visible = ((node < end) & (prefix | (node >= 0)))[:, None] & _visible(node, queries, ancestors, mask, window)
+    visible = ((node < end) & (prefix | (node >= 0)))[:, None] & sees(node, queries, ancestors, mask, window)
     used = visible.any(dim=1)  # (B, S)
     slots = pages[rows][:, positions // page_size] * page_size + positions % page_size  # (B, S)
     slots = slots.masked_fill(~used, 0)
@@ -98,7 +98,7 @@ def tree_attention(
     return (out, lse.reshape(B, N, Q)) if return_lse else out
 
 
-def _visible(node: Tensor, queries: Tensor, ancestors: Tensor | None, mask: Mask, window: int | None) -> Tensor:
+def sees(node: Tensor, queries: Tensor, ancestors: Tensor | None, mask: Mask, window: int | None) -> Tensor:
     """(B, N, S) bool: which slots each query may see by the mask and the window, committed tokens included."""
     N, node = len(queries), node[:, None]
     depths, query_depths = node, queries[:, None]  # positions - lengths: (B, 1, S) and (N, 1)

@@ -202,7 +202,7 @@ def default_mask_token(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) ->
 
 
 class ContextProjection(NamedTuple):
-    """Keys and values of context rows in all layers at once."""
+    """Keys and values of context rows in several layers at once."""
 
     weight: Tensor  # (L * 2 * G * D, H), each layer's keys before its values
     bias: Tensor | None  # (L * 2 * G * D,)
@@ -237,10 +237,11 @@ class DFlash(DraftNetwork):
         for layer in self.attentions:
             layer.write(context, attention)
 
-    def stack_context(self) -> ContextProjection:
-        """Copies of the weights that write_context uses, for callers that store all layers at once."""
-        weights, biases = zip(*(layer.kv_projection for layer in self.attentions), strict=True)
-        norms = [layer.norms.k for layer in self.attentions if layer.norms is not None]
+    def stack_context(self, layers: Sequence[int]) -> ContextProjection:
+        """Copies of the weights that write_context uses in these layers, for callers that store all of them at once."""
+        attentions = [self.attentions[layer] for layer in layers]
+        weights, biases = zip(*(layer.kv_projection for layer in attentions), strict=True)
+        norms = [layer.norms.k for layer in attentions if layer.norms is not None]
         bias = None if biases[0] is None else derive(self, lambda: torch.cat(biases))
         k_norm = derive(self, lambda: torch.stack(norms))
         return ContextProjection(derive(self, lambda: torch.cat(weights)), bias, k_norm)

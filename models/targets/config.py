@@ -35,7 +35,7 @@ class RopeConfig:
 
     theta: float = 10000.0
     rope_type: str = "default"
-    scaling: Mapping[str, Any] = field(default_factory=dict)
+    scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:

@@ -12,11 +12,17 @@ from torch import Tensor
 from slipstream.kernels.kv.rope import rotate_and_store
 from slipstream.models.layers.attention import Attention, AttentionLayer
 from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.config import AttentionSpec
 from slipstream.serve.runner.batch import AttentionMetadata, Phase
+from slipstream.serve.runner.kv import NetworkKV
 
 logger = logging.getLogger(__name__)
 
 PHASES = get_args(Phase)
+FEATURES = {  # of layers, that backends may lack
+    "soft caps of scores": lambda layer: layer.softcap is not None,
+    "attention sinks": lambda layer: layer.sinks,
+}
 GPU_PREFERENCES = {  # what `auto` takes for each phase: the first that has kernels for its KV
     "prefill": ("flashinfer", "sdpa"),
     "verify": ("triton", "sdpa"),
@@ -25,11 +31,15 @@ GPU_PREFERENCES = {  # what `auto` takes for each phase: the first that has kern
 
 
 class KVFormat(NamedTuple):
-    """The properties of a network's KV cache that a backend may lack kernels for."""
+    """The properties of a network's layers and their KV cache that a backend may lack kernels for."""
 
     device: torch.device
     dtype: torch.dtype
-    head_dim: int
+    layers: tuple[AttentionSpec, ...]
+
+    @property
+    def head_dims(self) -> list[int]:
+        return sorted({layer.head_dim for layer in self.layers})
 
 
 class Backend(Attention):
@@ -40,16 +50,18 @@ class Backend(Attention):
 
     phases: ClassVar[frozenset[str]]
     needs_host_lengths: ClassVar[bool]  # sizes or plans its work on the host: a CUDA graph cannot capture its rounds
+    features: ClassVar[frozenset[str]] = frozenset()  # of FEATURES: those that its kernels have
 
-    def __init__(self, cache: Tensor, rope: RotaryEmbedding) -> None:
-        """cache (L, 2, num_pages, page_size, G, D)."""
-        self.cache, self.rope = cache, rope
-        self.flat = cache.flatten(2, 3)  # (L, 2, slots, G, D), a view, for kernels that store several layers at once
+    def __init__(self, kv: NetworkKV, rope: RotaryEmbedding) -> None:
+        self.kv, self.rope = kv, rope
+        self.layers, self.groups = kv.layers, kv.groups  # (2, num_pages, page_size, G, D) of each layer, and its group
+        self.page_size = self.layers[0].shape[2]
 
     @classmethod
     def fault(cls, kv: KVFormat) -> str:
-        """Why it cannot read and write such a cache; empty if it can."""
-        return ""
+        """Why it cannot serve such layers; empty if it can."""
+        lacking = [name for name in FEATURES if name not in cls.features and any(map(FEATURES[name], kv.layers))]
+        return f"it has no kernels for {' and '.join(lacking)}" if lacking else ""
 
     @classmethod
     def prepare(cls, kv: KVFormat) -> None:
@@ -69,8 +81,8 @@ class Backend(Attention):
 
     def rotate_and_store(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         """Norms and rotates q and k, stores k and v in their slots of a layer, and returns q (T, Q, D)."""
-        metadata, rope, (keys, values) = self.metadata, self.rope, self.flat[layer.id]
-        where = metadata.positions, metadata.slots
+        metadata, rope, (keys, values) = self.metadata, self.rope, self.layers[layer.id].flatten(1, 2)
+        where = metadata.positions, metadata.slots.of(self.groups[layer.id])
         return rotate_and_store(q, k, v, rope.cos, rope.sin, *where, keys, values, layer.norms)
 
 

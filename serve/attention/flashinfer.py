@@ -32,9 +32,11 @@ from slipstream import runtime
 from slipstream.kernels.attention.tree import tree_attention
 from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.config import AttentionSpec
 from slipstream.serve.attention import base
 from slipstream.serve.attention.base import PHASES, KVFormat
 from slipstream.serve.runner.batch import AttentionMetadata
+from slipstream.serve.runner.kv import NetworkKV
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +87,15 @@ class Planner:
 class Backend(base.Backend):
     needs_host_lengths = True
     phases = frozenset(PHASES)
+    features = frozenset({"soft caps of scores"})
     prompt_kernels: ClassVar[str] = "auto"
     round_kernels: ClassVar[str] = "fa2"  # FA3 reads a context in one program per query head
 
-    def __init__(self, cache: Tensor, rope: RotaryEmbedding) -> None:
-        super().__init__(cache, rope)
-        self.workspace = _workspace(cache.device)
+    def __init__(self, kv: NetworkKV, rope: RotaryEmbedding) -> None:
+        super().__init__(kv, rope)
+        self.workspace = _workspace(self.layers[0].device)
         self.planners: dict[str, Planner] = {}  # kind of pass -> its wrapper, made once
-        self.planned: dict[tuple[Mask, int | None], Any] = {}  # by mask and window: the wrappers planned for this pass
+        self.planned: dict[tuple[Mask, AttentionSpec], Any] = {}  # the wrappers planned for this pass
 
     @classmethod
     def fault(cls, kv: KVFormat) -> str:
@@ -100,69 +103,79 @@ class Backend(base.Backend):
             return "it needs a GPU"
         if kv.dtype not in DTYPES:
             return f"it has no kernels for {kv.dtype}, only for bfloat16 and float16"
-        if kv.head_dim not in HEAD_DIMS:
-            return f"it has no kernels for head dim {kv.head_dim}, only for {', '.join(map(str, HEAD_DIMS))}"
+        if set(kv.head_dims) - {*HEAD_DIMS}:
+            dims = ", ".join(map(str, kv.head_dims))
+            return f"it has no kernels for head dim {dims}, only for {', '.join(map(str, HEAD_DIMS))}"
         if not _can_compile():
             return (
                 "it compiles kernels at first use and finds no nvcc: install the CUDA toolkit or flashinfer-jit-cache"
             )
-        return ""
+        return super().fault(kv)
 
     @classmethod
     def prepare(cls, kv: KVFormat) -> None:
-        _build(kv.dtype, kv.head_dim, cls.prompt_kernels)
+        for head_dim in kv.head_dims:
+            _build(kv.dtype, head_dim, cls.prompt_kernels)
 
     @property
     def is_ready(self) -> bool:
-        return _build(self.cache.dtype, self.cache.shape[-1], self.prompt_kernels).is_done
+        shapes = {(layer.dtype, layer.shape[-1]) for layer in self.layers}
+        return all(_build(*shape, self.prompt_kernels).is_done for shape in shapes)
 
     def plan(self, metadata: AttentionMetadata) -> None:
         super().plan(metadata)
         self.planned = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
-        metadata, window, q = self.metadata, layer.spec.window, self.rotate_and_store(q, k, v, layer)
+        metadata, q = self.metadata, self.rotate_and_store(q, k, v, layer)
         if max(metadata.query_lens) == 1 and not metadata.first_node:
             mask = "causal"  # what a node without others sees does not depend on the mask
-        assert window is None or mask == "causal", "a window is one of positions, and a tree's slots are none"
-        if (mask, window) not in self.planned:
-            self.planned[mask, window] = self._plan_pass(mask, window, q.shape[1])
-        wrapper = self.planned[mask, window]
-        keys, values = self.cache[layer.id]  # (num_pages, page_size, G, D)
+        keys, values = self.layers[layer.id]  # (num_pages, page_size, G, D)
+        if mask == "tree" and layer.spec.window is not None:  # windows count depth, theirs order
+            return self._tree(q, layer).flatten(0, 1)
+        if (mask, layer.spec) not in self.planned:
+            self.planned[mask, layer.spec] = self._plan_pass(mask, layer)
+        wrapper = self.planned[mask, layer.spec]
         if mask != "tree":
             return wrapper.run(q, (keys, values), out=torch.empty_like(q))
         committed = wrapper.run(q, (keys, values), out=torch.empty_like(q), return_lse=True)
-        return self._add_tree(committed, q, keys, values)
+        return self._add_tree(committed, q, layer)
 
-    def _add_tree(self, committed: tuple[Tensor, Tensor], q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _tree(self, q: Tensor, layer: AttentionLayer, **options: Any) -> Any:
+        """`tree_attention` of q (T, Q, D)."""
+        metadata, spec, (keys, values) = self.metadata, layer.spec, self.layers[layer.id]
+        pages, nodes = metadata.state.pages[self.groups[layer.id]], q.unflatten(0, (len(metadata.query_lens), -1))
+        where = (pages, metadata.requests, metadata.lengths, metadata.ancestors)
+        options |= {"first_node": metadata.first_node, "window": spec.window}
+        return tree_attention(nodes, keys, values, *where, "tree", spec.score_scale, **options)
+
+    def _add_tree(self, committed: tuple[Tensor, Tensor], q: Tensor, layer: AttentionLayer) -> Tensor:
         """Merges `committed`, attention (T, Q, D) over the committed tokens and its log2-sum-exp2 (T, Q), with that
         over the new nodes."""
-        metadata, (T, Q, D), G = self.metadata, q.shape, keys.shape[2]
-        nodes = q.view(len(metadata.query_lens), -1, Q, D)
-        where = (metadata.state.pages, metadata.requests, metadata.lengths)
-        out, lse = tree_attention(
-            nodes, keys, values, *where, metadata.ancestors, "tree", D**-0.5,
-            first_node=metadata.first_node, prefix=False, return_lse=True,
-        )  # fmt: skip
+        (T, Q, D), G = q.shape, layer.spec.num_kv_heads
+        out, lse = self._tree(q, layer, prefix=False, return_lse=True)
         rows = (T * G, Q // G)  # a thread block merges one row: all Q heads would be too many threads
         parts = [committed[0].view(*rows, D), committed[1].view(rows), out.view(*rows, D), lse.view(rows) / math.log(2)]
         return flashinfer.merge_state(*parts)[0].view(T, Q, D)
 
-    def _plan_pass(self, mask: Mask, window: int | None, num_heads: int) -> Any:
-        """The wrapper for this pass, mask and window. With "tree" it will see the committed tokens only."""
+    def _plan_pass(self, mask: Mask, layer: AttentionLayer) -> Any:
+        """The wrapper for this pass, mask and layer. With "tree" it will see the committed tokens only."""
+        spec, page_size = layer.spec, self.page_size
         query_lens = torch.tensor(self.metadata.query_lens, dtype=torch.int32)
         lengths = self._committed_lengths()
-        table = self._page_table(lengths if mask == "tree" else lengths + query_lens)
-        page_size, G, D = self.cache.shape[3:]
-        shape, dtypes = (num_heads, G, D, page_size), dict.fromkeys(("q_data_type", "kv_data_type"), self.cache.dtype)
-        window_left = -1 if window is None else window - 1  # how many keys before its own a query sees; -1: all
+        table = self._page_table(layer, lengths, lengths if mask == "tree" else lengths + query_lens)
+        shape, dtype = (spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size), self.layers[layer.id].dtype
+        options: dict[str, Any] = dict.fromkeys(("q_data_type", "kv_data_type"), dtype)
+        # How many keys before its own a query sees; -1: all.
+        options |= {"window_left": -1 if spec.window is None else spec.window - 1, "sm_scale": spec.score_scale}
+        options |= {"logits_soft_cap": spec.softcap} if spec.softcap is not None else {}
         if max(self.metadata.query_lens) == 1:
-            planner = self._planner("decode", num_heads, "causal", window)
-            planner.plan(*table, *shape, window_left=window_left, **dtypes)
+            planner = self._planner("decode", "causal", spec)
+            planner.plan(*table, *shape, **options)
         else:
             kind = "prompt" if self.metadata.phase == "prefill" else "round"
-            planner, causal = self._planner(kind, num_heads, mask, window), mask == "causal"
-            planner.plan(_starts(query_lens), *table, *shape, causal=causal, window_left=window_left, **dtypes)
+            planner = self._planner(kind, mask, spec)
+            planner.plan(_starts(query_lens), *table, *shape, causal=mask == "causal", **options)
         return planner.wrapper
 
     def _committed_lengths(self) -> Tensor:
@@ -172,29 +185,34 @@ class Backend(base.Backend):
         ends, counts = self.metadata.kv_bounds, self.metadata.query_lens
         return torch.tensor(ends, dtype=torch.int32) - torch.tensor(counts, dtype=torch.int32)
 
-    def _page_table(self, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _page_table(self, layer: AttentionLayer, committed: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For lengths (B,) int32 on the host: where each request's pages start (B + 1,), on the host; the pages, one
-        request's after the other's, on the device; the tokens in each last page (B,), on the host. All int32."""
-        metadata, page_size = self.metadata, self.cache.shape[3]
-        counts = (lengths + page_size - 1) // page_size
-        starts = _starts(counts)
-        upload, total = metadata.state.upload, int(starts[-1])
-        owners = torch.repeat_interleave(upload(counts.tolist()), output_size=total)
-        numbers = torch.arange(total, device=owners.device) - upload(starts.tolist())[owners]
-        pages = metadata.state.pages[metadata.requests[owners], numbers].int()
-        return starts, pages, lengths - (counts - 1).clamp(min=0) * page_size
+        request's after the other's, on the device; the tokens in each last page (B,), on the host. All int32.
 
-    def _planner(self, kind: str, num_heads: int, mask: Mask, window: int | None) -> Planner:
+        Without pages that lie wholly before the window: they belong to others by now. Windows count from the end.
+        """
+        metadata, page_size, window = self.metadata, self.page_size, layer.spec.window
+        ends = (lengths + page_size - 1) // page_size
+        seen = committed + metadata.first_node + 1 - (window or 0)
+        firsts = seen.clamp(min=0) // page_size if window is not None else torch.zeros_like(ends)
+        starts = _starts(ends - firsts)
+        upload, total = metadata.state.upload, int(starts[-1])
+        owners = torch.repeat_interleave(upload((ends - firsts).tolist()), output_size=total)
+        numbers = torch.arange(total, device=owners.device) - upload((starts[:-1] - firsts).tolist())[owners]
+        pages = metadata.state.pages[self.groups[layer.id], metadata.requests[owners], numbers].int()
+        return starts, pages, lengths - (ends - 1).clamp(min=0) * page_size
+
+    def _planner(self, kind: str, mask: Mask, spec: AttentionSpec) -> Planner:
         """The wrapper of "decode", or of a "round" or "prompt" with that mask; each has buffers of its own."""
-        name = f"{kind} {mask} {window}"
+        name = f"{kind} {mask} {spec}"
         if name not in self.planners:
             with torch.inference_mode(False):  # a wrapper writes into its buffers in other modes, too
-                self.planners[name] = Planner(self._make_wrapper(kind, num_heads))
+                self.planners[name] = Planner(self._make_wrapper(kind, spec))
         return self.planners[name]
 
-    def _make_wrapper(self, kind: str, num_heads: int) -> Any:
+    def _make_wrapper(self, kind: str, spec: AttentionSpec) -> Any:
         if kind == "decode":
-            tensor_cores = num_heads // self.cache.shape[4] >= TENSOR_CORE_GROUP
+            tensor_cores = spec.num_heads // spec.num_kv_heads >= TENSOR_CORE_GROUP
             return flashinfer.BatchDecodeWithPagedKVCacheWrapper(self.workspace, "NHD", use_tensor_cores=tensor_cores)
         kernels = self.prompt_kernels if kind == "prompt" else self.round_kernels
         return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend=kernels)

@@ -3,32 +3,41 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from slipstream.kernels.attention.tree import sees
 from slipstream.kernels.norm import HeadNorms, rms_norm_each
-from slipstream.kernels.speculation.verify import unpack
 from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.serve.attention import base
 from slipstream.serve.runner.batch import AttentionMetadata
+from slipstream.serve.runner.kv import NetworkKV
 
 # Without cuDNN, which prepares about 40 ms for every new prompt length.
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
+class View(NamedTuple):
+    """The pages of b requests that a layer reads."""
+
+    pages: Tensor  # (b, p) int64
+    positions: Tensor  # (b or 1, p * page_size) of their tokens; those of nodes in node order
+
+
 @dataclass(slots=True)
 class Segment:
-    """Requests start..end of a batch, with the same number of queries each, attended in one call."""
+    """Requests of a batch with the same number of queries each, attended in one call."""
 
     requests: slice
     queries: slice  # of the packed tokens
     count: int  # queries per request
-    pages: Tensor  # (b, p) int64
     is_whole: bool  # one request without committed tokens: its queries are its whole context
+    views: dict[tuple[int, int | None], View] = field(default_factory=dict)  # by group and window
     # (b, 1, count or Q / G * count, p * page_size), 0 or -inf, by mask and window
     biases: dict[tuple[Mask, int | None], Tensor] = field(default_factory=dict)
 
@@ -37,13 +46,13 @@ class Backend(base.Backend):
     needs_host_lengths = True  # the host's bounds are the shapes of what it gathers
     phases = frozenset(base.PHASES)
 
-    def __init__(self, cache: Tensor, rope: RotaryEmbedding) -> None:
-        super().__init__(cache, rope)
-        self.gathered = cache.new_empty(0)
+    def __init__(self, kv: NetworkKV, rope: RotaryEmbedding) -> None:
+        super().__init__(kv, rope)
+        self.gathered = self.layers[0].new_empty(0)
 
     def plan(self, metadata: AttentionMetadata) -> None:
         self.metadata = metadata
-        if not self.cache.is_cuda:
+        if not self.layers[0].is_cuda:
             self._find_angles(metadata.positions)
         counts = metadata.query_lens
         if len(set(counts)) == 1:
@@ -56,15 +65,15 @@ class Backend(base.Backend):
         if k.is_cuda:
             super().write(k, v, layer)
         else:
-            self._store(self._rotate(k), v, layer.id)
+            self._store(self._rotate(k), v, layer)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         if q.is_cuda:  # one launch instead of a dozen
             q = self.rotate_and_store(q, k, v, layer)
         else:
             q, k = self._norm_and_rotate(q, k, layer.norms)
-            self._store(k, v, layer.id)
-        parts = [self._attend(q[one.queries], layer.id, mask, layer.spec.window, one) for one in self.segments]
+            self._store(k, v, layer)
+        parts = [self._attend(q[one.queries], layer, mask, one) for one in self.segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _find_angles(self, positions: Tensor) -> None:
@@ -85,35 +94,36 @@ class Backend(base.Backend):
         """rotate_halves (kernels/kv/rope.py) of x (T, heads, D), in three operators: `sin` has the sign."""
         return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin).to(x.dtype)
 
-    def _store(self, k: Tensor, v: Tensor, layer: int) -> None:
-        keys, values = self.flat[layer]
-        keys.index_copy_(0, self.metadata.slots, k)
-        values.index_copy_(0, self.metadata.slots, v)
+    def _store(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
+        (keys, values), slots = self.layers[layer.id].flatten(1, 2), self.metadata.slots.of(self.groups[layer.id])
+        keys.index_copy_(0, slots, k)
+        values.index_copy_(0, slots, v)
 
-    def _attend(self, q: Tensor, layer: int, mask: Mask, window: int | None, segment: Segment) -> Tensor:
+    def _attend(self, q: Tensor, layer: AttentionLayer, mask: Mask, segment: Segment) -> Tensor:
         """q (b * count, Q, D) -> the same shape."""
-        b, p = segment.pages.shape
-        page_size, G, D = self.cache.shape[3:]
-        kv = self._gather(layer, segment.pages.flatten())
-        k, v = kv.view(2, b, p * page_size, G, D).transpose(2, 3).unbind()  # (b, G, S, D) each
+        view = self._view(layer, segment)
+        b, p = view.pages.shape
+        G, D = self.layers[layer.id].shape[3:]
+        kv = self._gather(self.layers[layer.id], view.pages.flatten())
+        k, v = kv.view(2, b, p * self.page_size, G, D).transpose(2, 3).unbind()  # (b, G, S, D) each
         group = q.shape[1] // G
         q = q.view(b, segment.count, G, group, D).permute(0, 2, 3, 1, 4)  # (b, G, Q / G, count, D)
         if b == 1 and q.is_cuda:
-            return self._attend_one(q[0], k, v, mask, window, segment)
-        if (mask, window) not in segment.biases:
-            segment.biases[mask, window] = self._bias(mask, window, segment, q.dtype).repeat(1, 1, group, 1)
+            return self._attend_one(q[0], k, v, layer, mask, segment)
+        key = mask, layer.spec.window
+        if key not in segment.biases:
+            segment.biases[key] = self._bias(layer, mask, segment, q.dtype).repeat(1, 1, group, 1)
         q = q.reshape(b, G, group * segment.count, D)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=segment.biases[mask, window])
+        out = scaled_dot_product_attention(q, k, v, attn_mask=segment.biases[key], scale=layer.spec.score_scale)
         out = out.view(b, G, group, segment.count, D).permute(0, 3, 1, 2, 4)
         return out.reshape(b * segment.count, G * group, D)
 
-    def _gather(self, layer: int, pages: Tensor) -> Tensor:
-        """Copies of a layer's pages (P,): (2, P, page_size, G, D).
+    def _gather(self, cache: Tensor, pages: Tensor) -> Tensor:
+        """Copies of pages (P,) of a layer's cache: (2, P, page_size, G, D).
 
         On a CPU all layers use one buffer: the allocator returns large blocks to the system, which clears every page of
         the next one.
         """
-        cache = self.cache[layer]
         if cache.is_cuda:
             return cache.index_select(1, pages)
         shape = 2, len(pages), *cache.shape[2:]
@@ -121,7 +131,9 @@ class Backend(base.Backend):
             self.gathered = cache.new_empty(math.prod(shape))
         return torch.index_select(cache, 1, pages, out=self.gathered[: math.prod(shape)].view(shape))
 
-    def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None, segment: Segment) -> Tensor:
+    def _attend_one(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask, segment: Segment
+    ) -> Tensor:
         """One request on a GPU, where a prompt's bias is large: query heads that share a KV head become the
         batch instead of being stacked along the queries. q (G, Q / G, count, D), k and v (1, G, S, D) -> (count, Q, D).
 
@@ -130,49 +142,60 @@ class Backend(base.Backend):
         """
         q, group = q.transpose(0, 1), q.shape[1]
         k, v = k.expand(group, -1, -1, -1), v.expand(group, -1, -1, -1)
+        key, scale = (mask, layer.spec.window), layer.spec.score_scale
         with sdpa_kernel(GPU_KERNELS):
-            if segment.is_whole and mask == "causal" and window is None:
+            if segment.is_whole and key == ("causal", None):
                 k, v = k[:, :, : segment.count], v[:, :, : segment.count]
-                out = scaled_dot_product_attention(q, k, v, is_causal=True)
+                out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
             else:
-                if (mask, window) not in segment.biases:
-                    segment.biases[mask, window] = self._bias(mask, window, segment, q.dtype)
-                out = scaled_dot_product_attention(q, k, v, attn_mask=segment.biases[mask, window])
+                if key not in segment.biases:
+                    segment.biases[key] = self._bias(layer, mask, segment, q.dtype)
+                out = scaled_dot_product_attention(q, k, v, attn_mask=segment.biases[key], scale=scale)
         return out.permute(2, 1, 0, 3).flatten(1, 2)
 
     def _segment(self, start: int, end: int, first_query: int) -> Segment:
-        metadata, page_size = self.metadata, self.cache.shape[3]
+        metadata = self.metadata
         count = metadata.query_lens[start]
-        num_pages = -(-max(metadata.kv_bounds[start:end]) // page_size)
-        pages = metadata.state.pages[metadata.requests[start:end], :num_pages]
         queries = slice(first_query, first_query + count * (end - start))
         is_whole = end - start == 1 and metadata.kv_bounds[start] == count
-        return Segment(slice(start, end), queries, count, pages, is_whole)
+        return Segment(slice(start, end), queries, count, is_whole)
 
-    def _bias(self, mask: Mask, window: int | None, segment: Segment, dtype: torch.dtype) -> Tensor:
-        """(b, 1, count, S): 0 where a query sees a key, -inf elsewhere. Keys are in slot order, not in depth order."""
-        lengths = self.metadata.lengths[segment.requests, None, None]  # (b, 1, 1)
-        size = segment.pages.shape[1] * self.cache.shape[3]
-        keys = torch.arange(size, device=lengths.device)
-        first, end = self.metadata.first_node, self.metadata.first_node + segment.count
-        queries = torch.arange(first, end, device=lengths.device)[:, None]
-        if mask == "causal":
-            visible = keys <= lengths + queries
-        elif mask == "block":
-            visible = (keys < lengths + end).expand(-1, segment.count, -1)
-        else:
-            visible = self._tree_visible(keys, lengths, segment)
-        if window is not None:
-            assert mask == "causal", "only then slots are positions"
-            visible = visible & (keys > lengths + queries - window)
-        bias = torch.zeros(visible.shape, dtype=dtype, device=lengths.device)
-        return bias.masked_fill_(~visible, -torch.inf)[:, None]
+    def _view(self, layer: AttentionLayer, segment: Segment) -> View:
+        key = group, window = self.groups[layer.id], layer.spec.window
+        if key not in segment.views:
+            segment.views[key] = self._find_view(group, window, segment)
+        return segment.views[key]
 
-    def _tree_visible(self, keys: Tensor, lengths: Tensor, segment: Segment) -> Tensor:
-        assert self.metadata.ancestors is not None
-        end = self.metadata.first_node + segment.count  # nodes
-        ancestors = unpack(self.metadata.ancestors[segment.requests], end)  # (b, count, end)
-        node = keys - lengths  # (b, 1, S): which node a key is; negative for committed tokens
-        in_tree = (node >= 0) & (node < end)
-        index = node.clamp(0, end - 1).expand(-1, segment.count, -1)
-        return (node < 0) | (in_tree & ancestors.gather(2, index))
+    def _find_view(self, group: int, window: int | None, segment: Segment) -> View:
+        """Without pages that lie wholly before the window: they belong to others by now."""
+        metadata, size = self.metadata, self.page_size
+        table, bounds = metadata.state.pages[group], metadata.kv_bounds[segment.requests]
+        rows, device = metadata.requests[segment.requests], table.device
+        ends = [min(-(-bound // size), table.shape[1]) for bound in bounds]
+        if window is None:
+            positions = torch.arange(max(ends) * size, device=device)
+            return View(table[rows, : max(ends)], positions[None])
+        firsts = [max(0, length + 1 - window) // size for length in self._lengths(segment)]
+        count = max(end - first for first, end in zip(firsts, ends, strict=True))
+        pages = torch.tensor(firsts, device=device)[:, None] + torch.arange(count, device=device)  # (b, p)
+        positions = pages[..., None] * size + torch.arange(size, device=device)  # (b, p, page_size)
+        return View(table[rows[:, None], pages.clamp(max=table.shape[1] - 1)], positions.flatten(1))
+
+    def _lengths(self, segment: Segment) -> list[int]:
+        """Committed tokens of each request, on the host. A prompt's bounds are exact."""
+        metadata, requests = self.metadata, segment.requests
+        if metadata.phase == "prefill":
+            return [bound - segment.count for bound in metadata.kv_bounds[requests]]
+        return metadata.lengths[requests].tolist()  # sync
+
+    def _bias(self, layer: AttentionLayer, mask: Mask, segment: Segment, dtype: torch.dtype) -> Tensor:
+        """(b, 1, count, S): 0 where a query sees a key, -inf elsewhere."""
+        metadata = self.metadata
+        lengths = metadata.lengths[segment.requests, None]  # (b, 1)
+        nodes = self._view(layer, segment).positions - lengths  # (b, S): which node a key is; below 0 committed
+        queries = torch.arange(metadata.first_node, metadata.first_node + segment.count, device=lengths.device)
+        ancestors = metadata.ancestors[segment.requests] if metadata.ancestors is not None else None
+        seen = sees(nodes, queries, ancestors, mask, layer.spec.window)
+        seen = seen & (nodes < metadata.first_node + segment.count)[:, None]  # (b, count, S)
+        bias = torch.zeros(seen.shape, dtype=dtype, device=lengths.device)
+        return bias.masked_fill_(~seen, -torch.inf)[:, None]

@@ -15,16 +15,17 @@ class Backend(base.Backend):
 
     @classmethod
     def fault(cls, kv: base.KVFormat) -> str:
-        if kv.head_dim > MAX_HEAD_DIM:
-            return f"it has no kernels for head dim {kv.head_dim}, only up to {MAX_HEAD_DIM}"
-        return ""
+        if kv.head_dims[-1] > MAX_HEAD_DIM:
+            return f"it has no kernels for head dim {kv.head_dims[-1]}, only up to {MAX_HEAD_DIM}"
+        return super().fault(kv)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
-        metadata, (keys, values) = self.metadata, self.cache[layer.id]  # (num_pages, page_size, G, D)
+        metadata, (keys, values) = self.metadata, self.layers[layer.id]  # (num_pages, page_size, G, D)
         N, spec = metadata.query_lens[0], layer.spec
         assert set(metadata.query_lens) == {N}, metadata.query_lens
         q = self.rotate_and_store(q, k, v, layer)
-        requests = metadata.state.pages, metadata.requests, metadata.lengths, metadata.ancestors
+        pages = metadata.state.pages[self.groups[layer.id]]
+        requests = pages, metadata.requests, metadata.lengths, metadata.ancestors
         nodes = q.unflatten(0, (-1, N))
         out = tree_attention(
             nodes,

@@ -21,7 +21,8 @@ from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
 from slipstream.serve.drafters.vocabulary import DraftVocabulary
-from slipstream.serve.runner.batch import DraftBatch, KVSpec, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.kv import KVSlots
 from slipstream.serve.runner.request_state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -82,9 +83,8 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.module, self.vocabulary, self.head = module, vocabulary, vocabulary.head
         self.shape = options.shape
         self.branches = options.topk > 1
-        self.aux_layers, self.longest_context = module.config.aux_layers, module.config.sliding_window
-        config = module.config
-        self.kv = KVSpec(1, config.num_kv_heads, config.head_dim, config.rope)
+        self.aux_layers = module.config.aux_layers
+        self.kv = tuple(layer.attention for layer in module.config.layers)
         nodes = options.verified_nodes
         self.widths = (*(2**power for power in range(6) if 2**power < nodes), nodes)
 
@@ -96,6 +96,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
         self.embed, self.attention = self.module.embed_tokens or target.embed_tokens, attention
+        (self.group,) = attention.kv.groups
         size = self.module.config.hidden_size
         self.hidden = torch.zeros(len(state.lengths), size, dtype=target.dtype, device=target.device)  # (R, H)
 
@@ -133,7 +134,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
 
     def _propose_tree(self, batch: DraftBatch, width: int) -> Proposal:
         shape, state = self.shape.within(width), batch.state
-        place = Place(state.pages, state.page_size, batch.requests, batch.lengths)
+        place = Place(state.pages[self.group], state.page_size, batch.requests, batch.lengths)
         candidates = Candidates.empty(len(batch.roots), shape, batch.roots.device)
         sampling, hidden, positions = batch.sampling, self.hidden[batch.requests], batch.lengths + 1
         frontier: Frontier | None = None
@@ -148,6 +149,6 @@ class AutoregressiveDrafter(base.NetworkDrafter):
 
     def _expand(self, batch: DraftBatch, frontier: Frontier, hidden: Tensor, first_node: int) -> Tensor:
         """The draft's states (B * k, H) at the frontier's nodes; `hidden` holds those of the frontier above."""
-        nodes = batch.last_nodes(frontier.positions, frontier.slots, frontier.ancestors, first_node)
-        self.attention.plan(nodes)
+        slots = KVSlots(lambda _: frontier.slots)  # of the one group that the draft has
+        self.attention.plan(batch.last_nodes(frontier.positions, slots, frontier.ancestors, first_node))
         return self.module(self.embed(frontier.tokens), hidden[frontier.sources], self.attention, "tree")

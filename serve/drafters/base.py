@@ -9,12 +9,13 @@ from torch import Tensor
 
 from slipstream.models.drafts.base import DraftNetwork, load_draft
 from slipstream.models.files.checkpoint import resolve
+from slipstream.models.targets.config import AttentionSpec
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters.vocabulary import DraftVocabulary, find_vocabulary
 from slipstream.serve.options import NoOptions
 from slipstream.serve.request import Request
-from slipstream.serve.runner.batch import DraftBatch, KVSpec, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal, VerifyResult
 from slipstream.serve.runner.request_state import RequestState
 
 
@@ -23,9 +24,8 @@ class Drafter(ABC):
 
     Options: ClassVar[type] = NoOptions  # its dataclass of options, shown as --drafter.*
     aux_layers: tuple[int, ...] = ()  # target states it reads: 0..n-1 a layer's output, n after the final norm
-    kv: KVSpec | None = None  # its own per-token KV, kept at the target's slots
+    kv: tuple[AttentionSpec, ...] = ()  # its layers, whose KV is kept beside the target's
     lookahead: int = 0  # its KV at slot i depends on tokens up to i + lookahead
-    longest_context: int | None = None  # tokens of a context up to which it drafts as trained; None: any
     branches: bool = False  # False: proposals are chains, which need neither tree mask nor KV moves
     widths: tuple[int, ...] = (1,)  # supported values of N; always with 1
 

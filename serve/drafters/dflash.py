@@ -18,7 +18,7 @@ from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
 from slipstream.serve.drafters.vocabulary import DraftVocabulary, TokenMapOptions
-from slipstream.serve.runner.batch import DraftBatch, KVSpec, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal, VerifyResult
 from slipstream.serve.runner.request_state import RequestState
 
 
@@ -40,7 +40,8 @@ class Drafter(base.NetworkDrafter):
 
     def __init__(self, module: DFlash, vocabulary: DraftVocabulary, options: DFlashOptions) -> None:
         config = module.config
-        self.module, self.context, self.vocabulary = module, module.stack_context(), vocabulary
+        self.module, self.vocabulary = module, vocabulary
+        self.layers: dict[int, list[int]] = {}  # by KV group
         self.first_slot = 0 if config.sample_from_anchor else 1  # block position that drafts the first token
         trained = config.block_size + 1 - self.first_slot
         if options.block is not None and options.block > trained:
@@ -51,7 +52,7 @@ class Drafter(base.NetworkDrafter):
         nodes = options.block or min(trained, MAX_NODES)
         self.full_slots = nodes - 1 + self.first_slot if options.full_block else 0
         self.aux_layers = config.aux_layers
-        self.kv = KVSpec(config.num_layers, config.num_kv_heads, config.head_dim, config.rope)
+        self.kv = tuple(layer.attention for layer in config.layers)
         self.widths = (*(2**power for power in range(6) if 2**power < nodes), nodes)
 
     def scratch(self, width: int) -> int:
@@ -59,14 +60,18 @@ class Drafter(base.NetworkDrafter):
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
-        self.embed, self.attention = target.embed_tokens, attention
+        self.embed, self.attention, groups = target.embed_tokens, attention, attention.kv.groups
+        own = {group: [layer for layer, one in enumerate(groups) if one == group] for group in attention.kv.caches}
+        if own != self.layers:  # else as at the last call
+            self.layers, self.contexts = own, {group: self.module.stack_context(own[group]) for group in own}
 
     def extend(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
         self.vocabulary.observe(rows)
-        weight, bias, k_norm = self.context
-        kv, eps = linear(self.module.fuse(aux_states), weight, bias), self.module.config.rms_norm_eps
+        context, eps = self.module.fuse(aux_states), self.module.config.rms_norm_eps
         rope, metadata = self.attention.rope, rows.metadata
-        store_context(kv, k_norm, eps, rope.cos, rope.sin, metadata.positions, metadata.slots, self.attention.flat)
+        for group, (weight, bias, k_norm) in self.contexts.items():
+            where = metadata.positions, metadata.slots.of(group), self.attention.kv.flat(group)
+            store_context(linear(context, weight, bias), k_norm, eps, rope.cos, rope.sin, *where)
 
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         if width == 1:

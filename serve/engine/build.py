@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -15,14 +16,15 @@ from slipstream.serve.attention.base import KVFormat, find_backends
 from slipstream.serve.drafters.registry import load_drafter
 from slipstream.serve.engine.engine import MAX_ROUNDS_IN_FLIGHT, Engine
 from slipstream.serve.engine.kv_cache import PageCache
-from slipstream.serve.engine.memory import Sizing, measure_workspace
+from slipstream.serve.engine.kv_windows import WindowPages
+from slipstream.serve.engine.memory import Sizing, log_kv_cache, measure_workspace
 from slipstream.serve.engine.planner import Planner, Widths
 from slipstream.serve.engine.scheduler import Scheduler
 from slipstream.serve.engine.widths import WidthPolicy
 from slipstream.serve.options import PREFILL_BLOCK, EngineConfig, find_target
 from slipstream.serve.request import EngineInfo
-from slipstream.serve.runner.batch import KVSpec
 from slipstream.serve.runner.cuda_graphs import RoundGraphs
+from slipstream.serve.runner.kv import NetworkKV, find_windows, page_bytes
 from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.prompt_graphs import PromptGraphs, capture_all
 from slipstream.serve.runner.request_state import RequestState
@@ -34,7 +36,7 @@ from slipstream.serve.runner.round_times import time_modes
 class Space:
     """What the KV cache holds."""
 
-    num_pages: int  # the dump page included
+    num_pages: list[int]  # by group, dump pages included
     max_model_len: int
     max_reserve: int  # KV tokens that the passes in flight write beyond a request's committed ones
 
@@ -56,10 +58,12 @@ class Builder:
         of_network = max(self.drafter.widths)
         scratch = self.drafter.scratch(min(of_network, max(widths)))
         self.widths = Widths(widths, of_network, reserve=max(widths) + scratch)
-        self.specs = [KVSpec(model.num_layers, model.num_kv_heads, model.head_dim, model.rope)]
-        self.specs += [self.drafter.kv] if self.drafter.kv else []
-        phases = dict(zip(("prefill", "verify", "draft"), (self.specs[0], *self.specs), strict=False))
-        formats = {phase: KVFormat(self.device, self.dtype, spec.head_dim) for phase, spec in phases.items()}
+        self.longest = pick_max_model_len(config.max_model_len, model)
+        layers = tuple(layer.attention for layer in model.layers)
+        self.networks = [layers, self.drafter.kv] if self.drafter.kv else [layers]
+        self.windows = find_windows(chain(*self.networks), self.longest)
+        phases = dict(zip(("prefill", "verify", "draft"), (layers, *self.networks), strict=False))
+        formats = {phase: KVFormat(self.device, self.dtype, own) for phase, own in phases.items()}
         self.backends = find_backends(config.attention, formats)
         self.backends["prefill"].prepare(formats["prefill"])
         self.captures, self.overlap = self.pick_modes(phases)
@@ -76,7 +80,7 @@ class Builder:
         for stage in self.stages:
             stage.attach(config.max_running, pinned=self.device.type == "cuda")
         scheduler = Scheduler(
-            cache=PageCache(space.num_pages, config.page_size),
+            cache=self.make_cache(space),
             max_running=config.max_running,
             max_model_len=space.max_model_len,
             prefill_budget=config.prefill_budget if prompts is None else config.captured_tokens,
@@ -86,7 +90,7 @@ class Builder:
             lookahead=self.drafter.lookahead,
             max_reserve=space.max_reserve,
         )
-        tokens = (space.num_pages - 1) * config.page_size
+        tokens = (space.num_pages[0] - 1) * config.page_size
         return Engine(
             config,
             EngineInfo(space.max_model_len, self.model.vocab_size, kv_cache_tokens=tokens),
@@ -113,34 +117,42 @@ class Builder:
         """What the KV cache holds, and the pages of a request's table."""
         config = self.config
         max_reserve = self.widths.reserve * (MAX_ROUNDS_IN_FLIGHT if self.overlap else 1)
-        sizing = Sizing(config, self.specs, self.dtype, self.device, max_reserve)
-        longest = pick_max_model_len(config.max_model_len, self.model, self.drafter.longest_context)
-        workspace = 0
+        self.page_bytes = page_bytes(chain(*self.networks), self.windows, config.page_size, self.dtype)
+        self.sizing = sizing = Sizing(config, self.windows, self.page_bytes, self.device, max_reserve)
+        longest, workspace = self.longest, 0
         if self.device.type == "cuda":  # measured by running the largest passes over a cache of one dump page
-            passes = self.build_passes(1, sizing.pages_for(longest))
+            passes = self.build_passes([1] * len(self.windows), sizing.pages_for(longest))
             widths = self.widths.offered if self.captures else ()
             workspace = passes.state.nbytes + measure_workspace(passes, config, self.widths.most, widths)
         num_pages = sizing.num_pages(longest, workspace)
-        max_model_len = sizing.fit_to_cache(longest, num_pages)
+        max_model_len = sizing.fit_to_cache(longest, num_pages[0])
         return Space(num_pages, max_model_len, max_reserve), sizing.pages_for(max_model_len)
 
-    def build_passes(self, num_pages: int, pages_per_slot: int) -> Runner:
-        config, device = self.config, self.device
-        state = RequestState(
-            config.max_running, pages_per_slot, config.page_size, self.widths.most, device, self.model.vocab_size
-        )
-        groups = [spec.allocate(num_pages, config.page_size, self.dtype, device) for spec in self.specs]
-        positions = pages_per_slot * config.page_size
-        ropes: list[RotaryEmbedding] = []
-        for spec in self.specs:  # a draft mostly has its target's
-            equal = (rope for other, rope in zip(self.specs, ropes, strict=False) if other.has_positions_of(spec))
-            ropes.append(next(equal, None) or RotaryEmbedding(spec.rope, spec.head_dim, positions).to(device))
-        attention = {phase: self.backends[phase](groups[0], ropes[0]) for phase in ("prefill", "verify")}
-        draft_attention = self.backends["draft"](groups[1], ropes[1]) if self.drafter.kv else None
+    def make_cache(self, space: Space) -> PageCache:
+        config, sizing = self.config, self.sizing
+        log_kv_cache(self.windows, space.num_pages, self.page_bytes, config.page_size)
+        groups = [
+            WindowPages(pages, config.page_size, window, space.max_reserve, sizing.window_pages(window)[1])
+            for window, pages in zip(self.windows, space.num_pages, strict=True)
+            if window is not None
+        ]
+        return PageCache(space.num_pages[0], config.page_size, groups)
+
+    def build_passes(self, num_pages: list[int], pages_per_slot: int) -> Runner:
+        config, device, size = self.config, self.device, self.config.page_size
+        vocab_size, num_groups = self.model.vocab_size, len(self.windows)
+        state = RequestState(config.max_running, pages_per_slot, size, self.widths.most, device, vocab_size, num_groups)
+        kv = [NetworkKV.allocate(own, self.windows, num_pages, size, self.dtype, device) for own in self.networks]
+        rope_of = {(layers[0].rope, layers[0].head_dim) for layers in self.networks}  # a draft mostly has its target's
+        ropes = {key: RotaryEmbedding(*key, pages_per_slot * size).to(device) for key in rope_of}
+        pairs = [
+            (own, ropes[layers[0].rope, layers[0].head_dim]) for own, layers in zip(kv, self.networks, strict=True)
+        ]
+        attention = {phase: self.backends[phase](*pairs[0]) for phase in ("prefill", "verify")}
+        draft_attention = self.backends["draft"](*pairs[1]) if self.drafter.kv else None
         self.drafter.attach(self.target, state, draft_attention)
-        caches = tuple(group.flatten(2, 3) for group in groups)
         branches = self.drafter.branches or any(stage.branches for stage in self.stages)
-        return Runner(self.target, attention, self.drafter, state, caches, branches, config.simulate_accept_length)
+        return Runner(self.target, attention, self.drafter, state, tuple(kv), branches, config.simulate_accept_length)
 
     def capture(self, passes: Runner) -> tuple[RoundGraphs, PromptGraphs | None]:
         return capture_all(passes, self.config, self.widths.offered)
@@ -160,22 +172,11 @@ def build_engine(config: EngineConfig) -> Engine:
     return Builder(config).build()
 
 
-def pick_max_model_len(asked: int | None, model: TargetSpec, of_draft: int | None) -> int:
-    """The context length: at most the target's positions and its sliding window, since windows are not implemented.
-
-    Raises ValueError if the drafter is not made for that many: `of_draft` (None: for any), its sliding window.
-    """
-    windows = filter(None, (layer.attention.window for layer in model.layers))
-    limit = min([model.max_position_embeddings, *windows])
-    if asked is not None and asked > limit:
-        raise ValueError(f"max_model_len is {asked}; this target allows at most {limit}")
-    longest = asked or limit
-    if of_draft is not None and longest > of_draft:
-        raise ValueError(
-            f"contexts of {longest} tokens do not fit the draft's sliding_window of {of_draft}, which may never "
-            f"bind here; serve with --max-model-len {of_draft} or less"
-        )
-    return longest
+def pick_max_model_len(asked: int | None, model: TargetSpec) -> int:
+    """The context length: at most the target's positions."""
+    if asked is not None and asked > model.max_position_embeddings:
+        raise ValueError(f"max_model_len is {asked}; this target allows at most {model.max_position_embeddings}")
+    return asked or model.max_position_embeddings
 
 
 def pick_widths(asked: int | None, offered: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """How many pages the KV cache gets, and the longest request that this allows."""
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,8 +11,8 @@ from slipstream.kernels.compile_ahead import dry_run
 from slipstream.serve.engine.host_memory import available_bytes
 from slipstream.serve.engine.plan import PromptChunk
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.runner.batch import KVSpec
 from slipstream.serve.runner.cuda_graphs import MODES, Capturer, buckets
+from slipstream.serve.runner.kv import Windows
 from slipstream.serve.runner.prefill import eager_prefill
 from slipstream.serve.runner.prompt_graphs import PromptGraphs
 from slipstream.serve.runner.prompt_graphs import sizes as prefill_sizes
@@ -26,8 +27,8 @@ GRAPH_BYTES = 16 * 2**20  # what the driver keeps for one captured round, beside
 @dataclass(frozen=True, slots=True)
 class Sizing:
     config: EngineConfig
-    specs: Sequence[KVSpec]
-    dtype: torch.dtype
+    windows: Windows
+    page_bytes: list[int]  # by group
     device: torch.device
     reserve: int  # KV rows behind a request's tokens, for drafting and verifying
 
@@ -35,27 +36,49 @@ class Sizing:
         """Pages of a request of that many tokens."""
         return -(-(num_tokens + self.reserve) // self.config.page_size)
 
-    def num_pages(self, max_model_len: int, workspace: int) -> int:
-        """Pages of the pool, the dump page included: as asked for, else what memory allows and rows can use.
+    def num_pages(self, max_model_len: int, workspace: int) -> list[int]:
+        """Pages of each group's pool, dump pages included: as asked for, else what memory allows and requests can use.
 
         `workspace`: bytes to leave for everything else. Raises ValueError where nothing is left for the cache.
         """
         config = self.config
         if config.kv_cache_tokens is not None:
-            return 1 + -(-config.kv_cache_tokens // config.page_size)
+            return [1 + pages for pages in self._pools(-(-config.kv_cache_tokens // config.page_size), copies=2)]
         free = free_bytes(self.device, config.mem_fraction) - workspace
-        page_bytes = bytes_per_token(self.specs, self.dtype) * config.page_size
-        if free < page_bytes and self.device.type == "cpu":
+        smallest = sum(self.page_bytes)
+        if free < smallest and self.device.type == "cpu":
             raise ValueError(
                 f"no memory for the KV cache: a quarter of what is free, {free / 1e6:.3g} MB, holds no page of "
-                f"{config.page_size} tokens, {page_bytes / 1e6:.3g} MB; free some, or set kv_cache_tokens"
+                f"{config.page_size} tokens, {smallest / 1e6:.3g} MB; free some, or set kv_cache_tokens"
             )
-        if free < page_bytes:
+        if free < smallest:
             raise ValueError(
                 f"mem_fraction {config.mem_fraction} leaves no memory for the KV cache: beside the weights, passes and "
                 f"CUDA graphs need {workspace / 1e9:.1f} GB; raise mem_fraction or lower max_running or prefill_budget"
             )
-        return 1 + min(free // page_bytes, config.max_running * self.pages_for(max_model_len))
+        most = config.max_running * self.pages_for(max_model_len)
+        fitting = bisect_right(range(most + 1), free, key=lambda pages: self._bytes(self._pools(pages, copies=1))) - 1
+        doubled = self._pools(fitting, copies=2)
+        return [1 + pages for pages in (doubled if self._bytes(doubled) <= free else self._pools(fitting, copies=1))]
+
+    def window_pages(self, window: int) -> tuple[int, int]:
+        """Most pages that a request holds between passes in a group with that window, and those that the chunks of one
+        prefill take beside."""
+        config = self.config
+        chunks = -(-config.prefill_budget // config.page_size) + config.max_running
+        return -(-(window - 1 + self.reserve) // config.page_size) + 1, chunks
+
+    def _pools(self, pages: int, copies: int) -> list[int]:
+        """By group, if the first has so many: of windows those of all running requests, `copies` times, so that ended
+        ones stay cached."""
+        pools = [pages]
+        for window in filter(None, self.windows):
+            each, chunks = self.window_pages(window)
+            pools.append(min(pages, copies * self.config.max_running * each + chunks))
+        return pools
+
+    def _bytes(self, pools: list[int]) -> int:
+        return sum(size * pages for size, pages in zip(self.page_bytes, pools, strict=True))
 
     def fit_to_cache(self, max_model_len: int, num_pages: int) -> int:
         """The longest request that the cache can hold, at most `max_model_len`."""
@@ -72,8 +95,12 @@ class Sizing:
         return fitting
 
 
-def bytes_per_token(specs: Sequence[KVSpec], dtype: torch.dtype) -> int:
-    return sum(2 * spec.num_layers * spec.num_kv_heads * spec.head_dim for spec in specs) * dtype.itemsize
+def log_kv_cache(windows: Windows, num_pages: Sequence[int], page_bytes: Sequence[int], page_size: int) -> None:
+    for window, pages, size in zip(windows, num_pages, page_bytes, strict=True):
+        kept = "all" if window is None else f"the last {window}"
+        message = "KV cache of layers that see %s tokens: %d tokens, %.2f GB"
+        if size:
+            logger.info(message, kept, (pages - 1) * page_size, pages * size / 1e9)
 
 
 def free_bytes(device: torch.device, mem_fraction: float) -> int:
@@ -124,6 +151,6 @@ def _prefill_padding(runner: Runner, num_tokens: int, width: int) -> None:
 
 def _padding_chunks(state: RequestState, num_tokens: int) -> list[PromptChunk]:
     """`num_tokens` tokens in prompts as long as a request can have."""
-    limit = max(1, state.pages.shape[1] * state.page_size - 2 * state.tokens.shape[1])
+    limit = max(1, state.pages.shape[-1] * state.page_size - 2 * state.tokens.shape[1])
     lens = [min(limit, num_tokens - start) for start in range(0, num_tokens, limit)]
     return [PromptChunk(state.padding, 0, [0] * length, None, is_last=True) for length in lens]

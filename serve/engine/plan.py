@@ -117,7 +117,7 @@ class StepPlan:
 
     number: int
     admissions: tuple[Admission, ...] = ()
-    pages: tuple[tuple[int, int, int], ...] = ()  # slot, index in its table, page
+    pages: tuple[tuple[int, int, int, int], ...] = ()  # KV group, slot, index in its table, page
     chunks: tuple[PromptChunk, ...] = ()
     slots: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()  # for each of `slots`: most tokens that it can have committed before the round

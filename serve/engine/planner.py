@@ -50,13 +50,13 @@ class Planner:
         self._rounds_without_host = 0  # in a row
         self._launched: dict[int, Launched] = {}  # by number of the plan
         self._admissions: list[Admission] = []  # since the last plan
-        self._num_sent: dict[int, int] = {}  # pages of each slot's table that plans have named
+        self._num_sent: dict[int, list[int]] = {}  # by slot and group: pages of its table that plans have named
         self._offers: dict[int, Offer] = {}  # by slot: the proposal that the next round may verify
 
     def admitted(self, sequence: Sequence) -> None:
         """The scheduler gave it a slot."""
         self._admissions.append(Admission(sequence.slot, sequence.request, tuple(sequence.tokens)))
-        self._num_sent[sequence.slot] = 0
+        self._num_sent[sequence.slot] = [0] * (1 + len(sequence.table.windows))
 
     def plan_prompts(self) -> StepPlan | None:
         """The next chunks of prompts, None if there are none."""
@@ -185,15 +185,18 @@ class Planner:
         self._launched[self._number] = launched
         return self._number
 
-    def _new_pages(self, sequences: list[Sequence]) -> tuple[tuple[int, int, int], ...]:
+    def _new_pages(self, sequences: list[Sequence]) -> tuple[tuple[int, int, int, int], ...]:
         """The pages that the sequences have gained."""
-        changes: list[tuple[int, int, int]] = []
+        changes: list[tuple[int, int, int, int]] = []
         for sequence in sequences:
-            slot, pages = sequence.slot, sequence.table.pages
-            first = self._num_sent[slot]
-            if first != len(pages):
-                changes += [(slot, index, pages[index]) for index in range(first, len(pages))]
-                self._num_sent[slot] = len(pages)
+            slot, table, sent = sequence.slot, sequence.table, self._num_sent[sequence.slot]
+            if sent[0] != len(table.pages):
+                changes += [(0, slot, index, table.pages[index]) for index in range(sent[0], len(table.pages))]
+                sent[0] = len(table.pages)
+            for group, own in enumerate(table.windows, 1):
+                start, end = max(sent[group], own.first), own.first + len(own.pages)
+                changes += [(group, slot, index, own.pages[index - own.first]) for index in range(start, end)]
+                sent[group] = max(sent[group], end)
         return tuple(changes)
 
 

@@ -4,39 +4,16 @@ Letters: B requests of a batch, N tree nodes per request (root included), T pack
 P pages per request, V target vocabulary, K captured states, H hidden, G KV heads, D head dim.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from slipstream.kernels.sampling.sample import Sampling
-from slipstream.models.targets.config import RopeConfig
+from slipstream.serve.runner.kv import KVSlots
 from slipstream.serve.runner.request_state import RequestState
 
 Phase = Literal["prefill", "verify", "draft"]
-
-
-class KVSpec(NamedTuple):
-    """Per-token KV of one network."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    rope: RopeConfig
-
-    def has_positions_of(self, other: "KVSpec") -> bool:
-        """Whether the same rotary embedding serves both."""
-        return (self.rope, self.head_dim) == (other.rope, other.head_dim)
-
-    def allocate(self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(L, 2, num_pages, page_size, G, D), zeros. Padding writes to page 0, the dump page; nothing reads it."""
-        shape = self.num_layers, 2, num_pages, page_size, self.num_kv_heads, self.head_dim
-        if device.type == "cpu":  # the system's zero pages, each taken when it is first written: torch.zeros writes all
-            return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-        return torch.zeros(shape, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +48,7 @@ class AttentionMetadata:
     requests: Tensor  # (B,) int64 request slots
     lengths: Tensor  # (B,) int64 committed KV tokens before this pass
     positions: Tensor  # (T,) int64 depth positions for rotary embedding: lengths + depth in the tree
-    slots: Tensor  # (T,) int64 where each query's KV goes
+    slots: KVSlots  # where each query's KV goes
     query_lens: tuple[int, ...]
     kv_bounds: tuple[int, ...]
     ancestors: Tensor | None = None  # (B, N) int64 bit masks of a tree (kernels/speculation/verify.py); None: chains
@@ -131,10 +108,10 @@ class DraftBatch:
         bound = self.kv_bound + spare
         return AttentionMetadata.uniform("draft", self.state, self.requests, starts, count, bound)
 
-    def last_nodes(self, positions: Tensor, slots: Tensor, ancestors: Tensor, first_node: int) -> AttentionMetadata:
+    def last_nodes(self, positions: Tensor, slots: KVSlots, ancestors: Tensor, first_node: int) -> AttentionMetadata:
         """Queries for the last n of first_node + n tree nodes after the committed tokens.
 
-        positions and slots (B * n,) int64; ancestors (B, n) int64 over all of these nodes.
+        positions (B * n,) int64; ancestors (B, n) int64 over all of these nodes.
         """
         (B, n), bound = ancestors.shape, self.kv_bound + first_node + ancestors.shape[1]
         where, shape = (self.requests, self.lengths, positions, slots), ((n,) * B, (bound,) * B)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode
 from slipstream.serve.runner.batch import AttentionMetadata
+from slipstream.serve.runner.kv import KVSlots
 from slipstream.serve.runner.request_state import RequestState
 
 ArrayT = TypeVar("ArrayT")  # Tensor on the device, numpy's array on the host
@@ -113,13 +114,13 @@ def build_prefill(
     offsets = torch.arange(block, device=state.device)
     inside = offsets < inputs.block_counts[:, None]  # (S, block)
     positions = torch.where(inside, inputs.block_starts[:, None] + offsets, 0)
-    slots = state.slots(torch.where(inside, inputs.block_requests[:, None], state.padding), positions)
-    rows = positions.flatten(), slots.flatten()
+    owners = torch.where(inside, inputs.block_requests[:, None], state.padding)
+    rows = positions.flatten(), KVSlots(lambda group: state.slots(owners, positions, group).flatten())
     if chunks is not None:
         lens, ends = tuple(len(chunk.tokens) for chunk in chunks), tuple(chunk.end for chunk in chunks)
         metadata = AttentionMetadata("prefill", state, inputs.requests, inputs.starts, *rows, lens, ends)
     else:
-        lens, capacity = (block,) * num_blocks, state.pages.shape[1] * state.page_size
+        lens, capacity = (block,) * num_blocks, state.pages.shape[-1] * state.page_size
         bounds, requests = (capacity,) * num_blocks, inputs.block_requests
         metadata = AttentionMetadata("verify", state, requests, inputs.block_starts, *rows, lens, bounds)
     return PrefillPass(inputs, metadata, mode)

@@ -1,7 +1,7 @@
 """Per-request state on the device.
 
-Letters: B requests of a batch, N tree nodes per request (root included), R request slots, P pages per request, V target
-vocabulary.
+Letters: B requests of a batch, N tree nodes per request (root included), R request slots, K KV groups, P pages per
+request, V target vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,6 +18,7 @@ from slipstream.kernels.sampling.processors import BIAS, PENALTIES, Processors
 from slipstream.kernels.sampling.sample import Filters, Sampling, noise_key
 from slipstream.serve.engine.plan import HostProposal, NodeMasks, SamplingMode
 from slipstream.serve.request import Request, SamplingParams
+from slipstream.serve.runner.kv import KVSlots
 
 
 class RequestState:
@@ -29,14 +30,22 @@ class RequestState:
     """
 
     def __init__(
-        self, num_slots: int, num_pages: int, page_size: int, width: int, device: torch.device, vocab_size: int = 0
+        self,
+        num_slots: int,
+        num_pages: int,
+        page_size: int,
+        width: int,
+        device: torch.device,
+        vocab_size: int = 0,
+        num_groups: int = 1,
     ) -> None:
         self.page_size = page_size
         self.device = device
         self.padding = num_slots
         num_slots += 1
         self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)  # (R,) committed KV tokens
-        self.pages = torch.zeros(num_slots, num_pages, dtype=torch.int64, device=device)  # (R, P); 0 = dump page
+        # By group (K, R, P); 0 = dump page. Entries behind a window are stale.
+        self.pages = torch.zeros(num_groups, num_slots, num_pages, dtype=torch.int64, device=device)
         self.nodes = torch.full((2, num_slots, width), -1, dtype=torch.int32, device=device)  # stored proposals
         self.tokens, self.parents = self.nodes  # (R, N) each
         self.keys = torch.zeros(num_slots, dtype=torch.int64, device=device)  # (R,) noise keys
@@ -125,11 +134,11 @@ class RequestState:
             return torch.tensor(values, dtype=torch.int64, device=self.device)
         return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(self.device, non_blocking=True)
 
-    def set_pages(self, changes: Sequence[tuple[int, int, int]]) -> None:
-        """Writes each (row, index, page) into the page table."""
+    def set_pages(self, changes: Sequence[tuple[int, int, int, int]]) -> None:
+        """Writes each (group, slot, index, page) into the page tables."""
         if changes:
-            requests, indices, pages = self.upload(list(zip(*changes, strict=True)))
-            self.pages[requests, indices] = pages
+            groups, requests, indices, pages = self.upload(list(zip(*changes, strict=True)))
+            self.pages[groups, requests, indices] = pages
 
     def store(self, requests: Tensor, proposal: HostProposal) -> None:
         """Replaces the stored proposals of the requests in `requests` (B,), except where the count is 0."""
@@ -167,13 +176,19 @@ class RequestState:
             for column, values in zip(columns, held, strict=True):
                 column.copy_(values)
 
-    def chain(self, requests: Tensor, starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Positions starts (B,) + 0..count-1 of `requests` (B,), and their KV slots, each (B * count,) int64."""
-        return chain_slots(self.pages, self.page_size, requests, starts, count)
+    def chain(self, requests: Tensor, starts: Tensor, count: int) -> tuple[Tensor, KVSlots]:
+        """Positions starts (B,) + 0..count-1 of `requests` (B,), (B * count,) int64, and their KV slots."""
 
-    def slots(self, requests: Tensor, positions: Tensor) -> Tensor:
+        def find(group: int) -> tuple[Tensor, Tensor]:
+            return chain_slots(self.pages[group], self.page_size, requests, starts, count)
+
+        positions, slots = find(0)
+        return positions, KVSlots(lambda group: find(group)[1], {0: slots})
+
+    def slots(self, requests: Tensor, positions: Tensor, group: int = 0) -> Tensor:
         """KV slot (...) int64 of each position (...); `requests` (...) broadcasts against it."""
-        return self.pages[requests, positions // self.page_size] * self.page_size + positions % self.page_size
+        pages = self.pages[group, requests, positions // self.page_size]
+        return pages * self.page_size + positions % self.page_size
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.engine.plan import SamplingMode
 from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows, VerifyResult
+from slipstream.serve.runner.kv import NetworkKV
 from slipstream.serve.runner.logits import count_emitted, sample_target
 from slipstream.serve.runner.prefill import PrefillPass
 from slipstream.serve.runner.request_state import RequestState
@@ -33,7 +34,7 @@ class Runner:
     attention: Mapping[str, Backend]  # of the phases prefill and verify
     drafter: Drafter
     state: RequestState
-    caches: tuple[Tensor, ...]  # (L, 2, slots, G, D) views of the pool's groups
+    kv: tuple[NetworkKV, ...]  # the target's and, if it has some, the draft's
     branches: bool = False  # some proposals are trees, by the drafter or by the host
     accept_length: float | None = None  # simulated: see `simulate`
 
@@ -117,11 +118,12 @@ class Runner:
         """
         if metadata.ancestors is not None:
             B, N = verified.nodes.shape
-            slots = metadata.slots.view(B, N)
-            order = torch.arange(N, device=slots.device).expand(B, N)
-            sources = slots.gather(1, torch.where(verified.nodes < 0, order, verified.nodes.long()))
-            for cache in self.caches:
-                move_rows(cache, sources, slots)
+            order = torch.arange(N, device=verified.nodes.device).expand(B, N)
+            nodes = torch.where(verified.nodes < 0, order, verified.nodes.long())
+            for network in self.kv:
+                for group in network.caches:
+                    slots = metadata.slots.of(group).view(B, N)
+                    move_rows(network.flat(group), slots.gather(1, nodes), slots)
 
     def _propose(self, batch: DraftBatch, width: int) -> None:
         proposal = self.drafter.propose(batch, min(width, max(self.drafter.widths)))

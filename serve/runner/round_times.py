@@ -52,7 +52,7 @@ def _time(runner: Runner, size: int, width: int, mode: SamplingMode) -> float:
     state = runner.state
     requests = torch.arange(size, device=state.device)
     state.lengths.zero_()
-    bound = min(CONTEXT, state.pages.shape[1] * state.page_size - width)
+    bound = min(CONTEXT, state.pages.shape[-1] * state.page_size - width)
     # The CPU's clock leaves out what other processes take of it.
     clock = time.thread_time if state.device.type == "cpu" else time.perf_counter
     start = clock()

@@ -87,12 +87,14 @@ class CausalAttention:
         self.k, self.v = rotate_halves(k, self.cos, self.sin), v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
-        assert (mask, layer.spec.window) == ("causal", None)
+        assert mask == "causal"
         q, k = norm_heads(q, k, layer.norms)
         self.write(k, v, layer)
         q, k = rotate_halves(q, self.cos, self.sin), self.k
         group = q.shape[-2] // k.shape[-2]
         k, v = k.repeat_interleave(group, dim=-2), v.repeat_interleave(group, dim=-2)
         scores = torch.einsum("...ihd,...jhd->...hij", q, k) / q.shape[-1] ** 0.5
-        scores = scores.masked_fill(torch.ones(q.shape[-3], q.shape[-3]).triu(1).bool(), -torch.inf)
+        ones, window = torch.ones(q.shape[-3], q.shape[-3]).bool(), layer.spec.window
+        hidden = ones.triu(1) if window is None else ones.triu(1) | ones.tril(-window)
+        scores = scores.masked_fill(hidden, -torch.inf)
         return torch.einsum("...hij,...jhd->...ihd", scores.softmax(-1), v)

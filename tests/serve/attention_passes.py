@@ -13,10 +13,12 @@ from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import RopeConfig
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.runner.batch import AttentionMetadata
+from slipstream.serve.runner.kv import KVSlots, NetworkKV
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.attention_layers import asking_layer
 
 NUM_LAYERS, LAYER = 2, 1
+GROUP = 1  # whose pages hold the KV
 STALE = 1e3  # fills slots that hold nothing: whoever reads them shows it
 
 
@@ -43,6 +45,9 @@ PASSES = {
     "window": Pass(mask="causal", lengths=(0, 9, 31, 260), query_lens=(5,) * 4, window=33),
     "window, decode": Pass(mask="causal", lengths=(0, 1, 15, 16, 300), query_lens=(1,) * 5, window=20),
     "window, prompts": Pass(mask="causal", lengths=(16, 5, 130, 0), query_lens=(3, 90, 1, 16), prompt=True, window=12),
+    "window, block": Pass(mask="block", lengths=(12, 0, 130), query_lens=(8,) * 3, window=20),
+    "window, tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, window=21),
+    "window within a tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, window=3),
     "block": Pass(mask="block", lengths=(12, 0, 130), query_lens=(8,) * 3),
     "tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4),
     "wide tree": Pass(mask="tree", lengths=(64, 33), query_lens=(64,) * 2),
@@ -53,7 +58,7 @@ PASSES = {
 }
 PASSES |= {
     f"{name}, pages of {size}": replace(PASSES[name], page_size=size)
-    for name in ("decode", "chain", "window", "block", "tree", "prompts with prefix")
+    for name in ("decode", "chain", "window", "window, tree", "block", "tree", "prompts with prefix")
     for size in (1, 64)
 }
 
@@ -68,9 +73,9 @@ class Scene:
         num_rows, capacity = len(case.lengths) + 2, -(-max(self.ends) // case.page_size) + 1
         num_pages = num_rows * capacity + 1
         shape = (NUM_LAYERS, 2, num_pages, case.page_size, case.num_kv_heads, head_dim)
-        self.state = RequestState(num_rows, capacity, case.page_size, 1, self.device)
+        self.state = RequestState(num_rows, capacity, case.page_size, 1, self.device, num_groups=2)
         pages = torch.randperm(num_pages - 1, generator=generator) + 1
-        self.state.pages[:num_rows] = pages.view(num_rows, capacity).to(self.device)
+        self.state.pages[GROUP, :num_rows] = pages.view(num_rows, capacity).to(self.device)
         self.rows = torch.randperm(num_rows, generator=generator)[: len(case.lengths)].to(self.device)
         fused = torch.randn(sum(case.query_lens), case.num_heads + 2 * case.num_kv_heads, head_dim, generator=generator)
         self.qkv = fused.to(self.device, dtype).split([case.num_heads, case.num_kv_heads, case.num_kv_heads], dim=1)
@@ -78,7 +83,9 @@ class Scene:
         committed = torch.cat([self.slots(request, 0, length) for request, length in enumerate(case.lengths)])
         kv = torch.randn(NUM_LAYERS, 2, len(committed), *shape[4:], generator=generator)
         cache.flatten(2, 3)[:, :, committed.cpu()] = kv
+        self._give_pages_back(cache)
         self.cache = cache.to(self.device, dtype)
+        self.kv = NetworkKV({GROUP: self.cache}, ((GROUP, 0), (GROUP, 1)))
         self.rope = RotaryEmbedding(RopeConfig(10000.0), head_dim, max(self.ends)).to(self.device)
         weights = 1 + 0.3 * torch.randn(2, head_dim, generator=generator)
         rng, nodes, reach = random.Random(5), range(1, case.query_lens[0]), case.reach
@@ -96,13 +103,14 @@ class Scene:
             positions = (lengths[:, None] + bits.sum(-1) - 1).flatten()
         spare = 0 if case.prompt else spare
         spans = zip(range(len(self.ends)), case.lengths, self.ends, strict=True)
+        self.written = torch.cat([self.slots(*span) for span in spans])
         return AttentionMetadata(
             phase="prefill" if case.prompt else "verify",
             state=self.state,
             requests=self.rows,
             lengths=lengths,
             positions=positions,
-            slots=torch.cat([self.slots(*span) for span in spans]),
+            slots=KVSlots(lambda _: self.written),
             query_lens=case.query_lens,
             kv_bounds=tuple(end + spare for end in self.ends),
             ancestors=ancestors,
@@ -110,17 +118,23 @@ class Scene:
 
     def attend(self, backend: type[Backend], with_norms: bool = True) -> tuple[Tensor, Tensor]:
         """Output (T, Q, D) and the slots' new KV (2, T, G, D)."""
-        attention, metadata = backend(self.cache, self.rope), self.metadata()
+        attention, metadata = backend(self.kv, self.rope), self.metadata()
         attention.plan(metadata)
         out = attention.attend(*self.qkv, self.layer(with_norms), self.case.mask)
-        return out, self.cache[LAYER].flatten(1, 2)[:, metadata.slots]
+        return out, self.cache[LAYER].flatten(1, 2)[:, self.written]
 
     def layer(self, with_norms: bool = False, id: int = LAYER) -> AttentionLayer:
         sizes = self.case.num_heads, self.case.num_kv_heads, self.cache.shape[-1]
         return asking_layer(*sizes, id=id, window=self.case.window, norms=self.norms if with_norms else None)
 
     def slots(self, request: int, start: int, end: int) -> Tensor:
-        return self.state.slots(self.rows[request], torch.arange(start, end, device=self.device))
+        return self.state.slots(self.rows[request], torch.arange(start, end, device=self.device), GROUP)
+
+    def _give_pages_back(self, cache: Tensor) -> None:
+        """Those behind windows: they hold NaN, as another request's may."""
+        for request, length in enumerate(self.case.lengths):
+            num_gone = max(0, length + 1 - (self.case.window or length + 1)) // self.case.page_size
+            cache[:, :, self.state.pages[GROUP, self.rows[request], :num_gone].cpu()] = torch.nan
 
     def _ancestors(self) -> Tensor | None:
         if self.case.mask != "tree":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.engine import build
@@ -44,6 +45,11 @@ def random_prompt(length: int, seed: int) -> list[int]:
     """Without the targets' special ids."""
     rng = random.Random(seed)
     return [rng.randrange(3, VOCAB) for _ in range(length)]
+
+
+def caches_of(engine: Engine) -> list[Tensor]:
+    """(L, 2, slots, G, D) of each network and KV group."""
+    return [network.flat(group) for network in engine.runner.passes.kv for group in network.caches]
 
 
 def make_request(name: str, prompt: list[int], **params: Any) -> Request:

@@ -58,7 +58,7 @@ class Wrapper:
             k, v = (
                 x[pages.long()].flatten(0, 1)[:length].repeat_interleave(group, dim=1).float() for x in kv
             )  # (S, Q, D)
-            scores = torch.einsum("nhd,shd->hns", q[start:end].float(), k) / math.sqrt(q.shape[2])
+            scores = torch.einsum("nhd,shd->hns", q[start:end].float(), k) * self.scale
             if causal:
                 visible = torch.ones(end - start, length, dtype=torch.bool).tril(length - (end - start))
                 scores = scores.masked_fill(~visible, -torch.inf)
@@ -91,11 +91,12 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         page_size: int,
         *,
         window_left: int = -1,
+        sm_scale: float | None = None,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
     ) -> None:
         assert q_data_type == kv_data_type
-        self.window_left = window_left
+        self.window_left, self.scale = window_left, sm_scale
         shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
         starts = torch.arange(len(indptr), dtype=torch.int32)
         self._keep(starts, (indptr, indices, last_page_len), shape, q_data_type)
@@ -123,13 +124,14 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         *,
         causal: bool,
         window_left: int = -1,
+        sm_scale: float | None = None,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
     ) -> None:
         assert q_data_type == kv_data_type
         table = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         self._keep(qo_indptr, table, (num_qo_heads, num_kv_heads, head_dim_qk, page_size), q_data_type)
-        self.causal, self.window_left = causal, window_left
+        self.causal, self.window_left, self.scale = causal, window_left, sm_scale
 
     def run(
         self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor, return_lse: bool = False

@@ -39,7 +39,7 @@ class PlayedGraphs(RoundGraphs):
 
     def _capture(self, size: int, width: int, mode: SamplingMode) -> None:
         state = self.runner.state
-        bound = state.pages.shape[1] * state.page_size - width  # SDPA sizes its gathers by it
+        bound = state.pages.shape[-1] * state.page_size - width  # SDPA sizes its gathers by it
 
         def play() -> None:
             key = size, width, mode

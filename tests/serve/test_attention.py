@@ -69,14 +69,13 @@ def ancestors_of(node: int, parents: list[int]) -> set[int]:
 
 def visible(scene: Scene, request: int, query: int) -> set[int]:
     """Which of the request's new tokens a query sees; without a window it sees all committed ones."""
-    case = scene.case
-    if case.window is not None:
-        return set(range(max(0, query + 1 - case.window), query + 1))
-    if case.mask == "causal":
-        return set(range(query + 1))
-    if case.mask == "block":
-        return set(range(case.query_lens[request]))
-    return ancestors_of(query, scene.parents[request])
+    case, count = scene.case, scene.case.query_lens[request]
+    ancestors = ancestors_of(query, scene.parents[request]) if case.mask == "tree" else set()
+    seen = {"causal": set(range(query + 1)), "block": set(range(count)), "tree": ancestors}[case.mask]
+    if case.window is None:
+        return seen
+    own = depth(scene, request, query)
+    return {node for node in seen if depth(scene, request, node) > own - case.window}
 
 
 def depth(scene: Scene, request: int, query: int) -> int:
@@ -104,7 +103,7 @@ def expected(scene: Scene) -> Tensor:
         turned = torch.stack([turn(k, place) for k, place in zip(all_k[own], depths, strict=True)])
         for query, place in enumerate(depths):
             seen = sorted(visible(scene, request, query))
-            first = 0 if case.window is None else max(0, length + query + 1 - case.window)
+            first = 0 if case.window is None else max(0, place + 1 - case.window)
             past = scene.slots(request, min(first, length), length)
             k, v = torch.cat((keys[past], turned[seen])), torch.cat((values[past], all_v[own][seen]))
             for head in range(case.num_heads):
@@ -120,13 +119,14 @@ def scene_of(name: str, dtype: torch.dtype = torch.float32) -> Scene:
 
 def check_stored(scene: Scene, before: Tensor, metadata: AttentionMetadata, tolerance: float) -> None:
     """The new keys and values are in their slots of the layer, and nothing else of the cache changed."""
-    assert torch.equal(scene.cache[0], before[0]), "another layer's KV changed"
-    (keys, values), (_, k, v) = scene.cache[LAYER].flatten(1, 2), scene.qkv
-    for index, (slot, position) in enumerate(zip(metadata.slots.tolist(), metadata.positions.tolist(), strict=True)):
+    cache, before = scene.cache.nan_to_num(-1), before.nan_to_num(-1)
+    assert torch.equal(cache[0], before[0]), "another layer's KV changed"
+    (keys, values), (_, k, v) = cache[LAYER].flatten(1, 2), scene.qkv
+    for index, (slot, position) in enumerate(zip(scene.written.tolist(), metadata.positions.tolist(), strict=True)):
         torch.testing.assert_close(keys[slot].double(), turn(k[index], position), atol=tolerance, rtol=tolerance)
         assert torch.equal(values[slot], v[index])
-    untouched = torch.ones(len(keys), dtype=torch.bool).index_fill_(0, metadata.slots, False)
-    assert torch.equal(scene.cache[LAYER].flatten(1, 2)[:, untouched], before[LAYER].flatten(1, 2)[:, untouched])
+    untouched = torch.ones(len(keys), dtype=torch.bool).index_fill_(0, scene.written, False)
+    assert torch.equal(cache[LAYER].flatten(1, 2)[:, untouched], before[LAYER].flatten(1, 2)[:, untouched])
 
 
 ATTENDED = [
@@ -146,7 +146,7 @@ GATE.append(("triton", "tree 1", *DTYPES["triton"][1]))
 def test_attention_equals_a_loop(backend: type[Backend], name: str, dtype: torch.dtype, tolerance: float) -> None:
     scene = scene_of(name, dtype)
     wanted, before = expected(scene), scene.cache.clone()
-    attention = backend(scene.cache, scene.rope)
+    attention = backend(scene.kv, scene.rope)
     for spare in (0, 20):  # the second pass writes the same rows again
         metadata = scene.metadata(spare)
         attention.plan(metadata)
@@ -161,7 +161,7 @@ def test_prompts_are_written_by_every_backend(backend: type[Backend]) -> None:
     """A drafter may write a prompt's KV by the backend of its own phase."""
     scene = scene_of("ragged prefill with prefix")
     metadata, before = scene.metadata(spare=0), scene.cache.clone()
-    attention = backend(scene.cache, scene.rope)
+    attention = backend(scene.kv, scene.rope)
     attention.plan(metadata)
     attention.write(*scene.qkv[1:], scene.layer())
     check_stored(scene, before, metadata, 1e-5)
@@ -172,7 +172,7 @@ def test_write_stores_what_attend_stores(backend: type[Backend]) -> None:
     caches = []
     for writes_only in (True, False):
         scene = scene_of("chain round")
-        attention = backend(scene.cache, scene.rope)
+        attention = backend(scene.kv, scene.rope)
         attention.plan(scene.metadata(spare=0))
         if writes_only:
             attention.write(*scene.qkv[1:], scene.layer())
@@ -189,7 +189,7 @@ def test_every_backend_of_the_folder_is_tested() -> None:
 
 def test_a_pass_is_planned_by_the_backend_of_its_phase() -> None:
     scene = scene_of("decode")
-    backends = {phase: SDPABackend(scene.cache, scene.rope) for phase in ("prefill", "verify")}
+    backends = {phase: SDPABackend(scene.kv, scene.rope) for phase in ("prefill", "verify")}
     runner = Runner(None, backends, None, None, ())  # type: ignore[arg-type]
     verify = scene.metadata(spare=0)
     for metadata in (replace(verify, phase="prefill"), verify):

@@ -10,6 +10,7 @@ import torch
 from slipstream.serve.attention.base import PHASES, KVFormat, find_backends
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend
+from slipstream.tests.attention_layers import asking_layer
 from slipstream.tests.serve import fake_flashinfer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -18,7 +19,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def formats(
     device: torch.device = GPU, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128
 ) -> dict[str, KVFormat]:
-    return dict.fromkeys(PHASES, KVFormat(device, dtype, head_dim))
+    return dict.fromkeys(PHASES, KVFormat(device, dtype, (asking_layer(head_dim=head_dim).spec,)))
 
 
 def names(option: str, kv: dict[str, KVFormat] | None = None) -> list[str]:
@@ -125,7 +126,7 @@ def test_a_phase_without_kernels_says_what_lacks_and_who_has_it(
 @pytest.mark.parametrize("fitting", [torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("flashinfer")
 def test_each_phase_is_checked_against_its_own_kv(fitting: torch.dtype) -> None:
-    draft_only = formats(dtype=fitting) | {"draft": KVFormat(GPU, fitting, 80)}
+    draft_only = formats(dtype=fitting) | {"draft": KVFormat(GPU, fitting, (asking_layer(head_dim=80).spec,))}
     find_backends("prefill=flashinfer,verify=flashinfer,draft=sdpa", draft_only)
     with pytest.raises(ValueError, match="the phase draft: it has no kernels for head dim 80"):
         find_backends("flashinfer", draft_only)

@@ -25,6 +25,7 @@ from slipstream.serve.drafters.registry import build_options, find_drafter
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.request import Request
 from slipstream.serve.runner.batch import AttentionMetadata, PassRows, VerifyResult
+from slipstream.serve.runner.kv import NetworkKV
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.serve.runner.round import accepted_rows
 from slipstream.tests.naive_dflash import NaiveDFlash
@@ -36,6 +37,7 @@ from slipstream.tests.serve.engine_runs import (
     Nodes,
     acceptance,
     build_engine,
+    caches_of,
     check_prefix_hits,
     decoding,
     record_proposals,
@@ -203,7 +205,7 @@ def test_replay_equals_eager_bit_for_bit(dtype: str, make_target: Callable[[str]
         engines.append(build_engine(make_target("qwen3"), make_draft("qwen3", "windows"), **options))
     replayed, eager = (run(engine, requests_of(ignore_eos=True)) for engine in engines)
     assert replayed == eager
-    for found, right in zip(*(engine.runner.passes.caches for engine in engines), strict=True):
+    for found, right in zip(*(caches_of(engine) for engine in engines), strict=True):
         assert torch.equal(found[:, :, 16:], right[:, :, 16:]), "the dump page may differ"
 
 
@@ -222,14 +224,13 @@ class Stage:
     def extended(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> Tensor:
         """The drafter's KV afterwards."""
         self.drafter.extend(rows, aux_states, result)
-        return self.drafter.attention.flat
+        return self.drafter.attention.kv.flat(0)
 
     def attach(self) -> SDPABackend:
         """A new, empty cache."""
-        kv = self.drafter.kv
-        assert kv is not None
-        cache = torch.zeros(kv.num_layers, 2, 5, 16, kv.num_kv_heads, kv.head_dim)
-        attention = SDPABackend(cache, RotaryEmbedding(kv.rope, kv.head_dim, 64))
+        layers = self.drafter.kv
+        kv = NetworkKV.allocate(layers, (None,), [5], 16, torch.float32, torch.device("cpu"))
+        attention = SDPABackend(kv, RotaryEmbedding(layers[0].rope, layers[0].head_dim, 64))
         self.drafter.attach(self.target, self.metadata.state, attention)
         attention.plan(self.metadata)
         return attention
@@ -241,7 +242,7 @@ def stage(request: pytest.FixtureRequest, make_target: Callable[[str], Path], ma
     target = load_target(make_target("qwen3"), config, torch.float32, torch.device("cpu"))
     drafter = Drafter.load(str(make_draft("qwen3", request.param)), build_options(Drafter.Options, {}), target)
     state, row, lengths = RequestState(2, 4, 16, 4, torch.device("cpu")), torch.tensor([0]), torch.tensor([14])
-    state.pages[0] = torch.tensor([3, 1, 4, 2])
+    state.pages[0, 0] = torch.tensor([3, 1, 4, 2])
     metadata = AttentionMetadata.uniform("verify", state, row, lengths, 11, 25)
     return Stage(drafter, target, metadata, torch.randn(11, len(drafter.aux_layers) * config.hidden_size))
 
@@ -251,10 +252,10 @@ def test_fused_context_equals_the_modules(stage: Stage) -> None:
     module, attention = stage.drafter.module, stage.attach()
     module.write_context(module.fuse(stage.aux_states), attention)
     stage.attach()
-    rows = PassRows(stage.metadata, stage.metadata.slots, stage.metadata.requests, torch.tensor([10]))
+    rows = PassRows(stage.metadata, stage.metadata.slots.of(0), stage.metadata.requests, torch.tensor([10]))
     found = stage.extended(rows, stage.aux_states, None)
-    torch.testing.assert_close(found, attention.flat, atol=1e-5, rtol=1e-5)
-    assert found[:, :, stage.metadata.slots].count_nonzero() == found.count_nonzero() > 0
+    torch.testing.assert_close(found, attention.kv.flat(0), atol=1e-5, rtol=1e-5)
+    assert found[:, :, stage.metadata.slots.of(0)].count_nonzero() == found.count_nonzero() > 0
 
 
 def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> None:
@@ -263,14 +264,14 @@ def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> N
     stage.attach()
     verified = VerifyResult(torch.arange(11)[None], torch.arange(11)[None], torch.tensor([11]))
     rows = accepted_rows(stage.metadata, aux_states, verified)
-    expected = stage.extended(*rows, verified)[:, :, stage.metadata.slots[:4]]
+    expected = stage.extended(*rows, verified)[:, :, stage.metadata.slots.of(0)[:4]]
     stage.attach()
     nodes = torch.nn.functional.pad(path, (0, 7), value=-1)[None].int()
     positions = stage.metadata.positions + 5
     tree = replace(stage.metadata, positions=positions, ancestors=torch.zeros(1, 11, dtype=torch.int64))
     result = VerifyResult(nodes, nodes, torch.tensor([4]))
     found = stage.extended(*accepted_rows(tree, stage.aux_states, result), result)
-    torch.testing.assert_close(found[:, :, stage.metadata.slots[:4]], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[:, :, stage.metadata.slots.of(0)[:4]], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_options_are_checked(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:

@@ -47,6 +47,9 @@ FLAGS: dict[str, tuple[str, ...]] = {  # of EAGLE3 drafts
 }
 
 
+WINDOWS = {"eagle3 window": 11, "eagle3 window within trees": 2}
+
+
 class Oracle:
     """What a draft should propose behind any text."""
 
@@ -75,7 +78,9 @@ def make_draft(make_target: Callable[[str], Path], tmp_path_factory: pytest.Temp
     @cache
     def make(family: str, drafter: str) -> Path:
         target, folder = make_target(family), tmp_path_factory.mktemp("drafts") / drafter
-        if drafter in FLAGS:
+        if drafter in WINDOWS:
+            save_random_draft(target, folder, draft_vocab_size=100, sliding_window=WINDOWS[drafter])
+        elif drafter in FLAGS:
             save_random_draft(target, folder, draft_vocab_size=100, **dict.fromkeys(FLAGS[drafter], True))
         else:
             texts = [text for heat in (0.0, 0.8) for text in texts_of(target, sized_requests(temperature=heat))[::2]]
@@ -99,6 +104,9 @@ DRAFTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # drafter, it
     "eagle3.1 chain of 5": ("eagle3.1", {"depth": 5}, {"page_size": 1, "prefill_budget": 7}),
     "eagle3.1 tree": ("eagle3.1", {"depth": 3, "topk": 4, "nodes": 16}, {"page_size": 32}),
     "eagle3 chain, qk_norm": ("eagle3 qk_norm", {"depth": 4}, {"page_size": 16, "prefill_budget": 9}),
+    "eagle3 chain, window": ("eagle3 window", {"depth": 5}, {"page_size": 1, "prefill_budget": 7}),
+    "eagle3 tree, window": ("eagle3 window", {"depth": 3, "topk": 4, "nodes": 16}, {"page_size": 16}),
+    "eagle3 tree, small window": ("eagle3 window within trees", {"depth": 4, "topk": 2, "nodes": 9}, {"page_size": 1}),
     "eagle3.1 tree, fc_norm": ("eagle3.1 fc_norm", {"depth": 4, "topk": 2, "nodes": 9}, {"page_size": 16}),
 }
 
@@ -120,19 +128,24 @@ def test_proposals_of_a_batch_equal_the_oracle(
     assert tokens_of(answers) == tokens_of(run(build_engine(target), sized_requests(temperature=temperature)))
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "drafter"), [(1, "eagle3"), (16, "eagle3"), (1, "eagle3 window")])
 def test_proposals_after_a_prefix_hit_equal_the_oracle(
-    page_size: int, make_target: Callable[[str], Path], make_draft: MakeDraft
+    page_size: int, drafter: str, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
     """Shared KV must fit the token that follows it too: the second request parts from the first behind 32 tokens."""
-    target, draft = make_target("qwen3"), make_draft("qwen3", "eagle3")
+    target, draft = make_target("qwen3"), make_draft("qwen3", drafter)
     engine = build_engine(target, draft, page_size=page_size)
-    check_prefix_hits(engine, Oracle(target, draft, TreeOptions()), (39, 31, 49))
+    # What a window needs within an answer is given back while it decodes; what it needs at its end, later.
+    hits = (39, 31, 39) if drafter == "eagle3 window" else (39, 31, 49)
+    check_prefix_hits(engine, Oracle(target, draft, TreeOptions()), hits)
 
 
-def test_proposals_after_preemption_equal_the_oracle(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
-    target, draft = make_target("llama"), make_draft("llama", "eagle3")
-    engine = build_engine(target, draft, kv_cache_tokens=96)
+@pytest.mark.parametrize(("page_size", "drafter"), [(16, "eagle3"), (1, "eagle3 window")])
+def test_proposals_after_preemption_equal_the_oracle(
+    page_size: int, drafter: str, make_target: Callable[[str], Path], make_draft: MakeDraft
+) -> None:
+    target, draft = make_target("llama"), make_draft("llama", drafter)
+    engine = build_engine(target, draft, kv_cache_tokens=96, page_size=page_size, prefill_budget=16)
     requests = [make_request(str(seed), random_prompt(15, seed), max_tokens=40, seed=seed) for seed in range(3)]
     run_checked(engine, Oracle(target, draft, TreeOptions()), requests)
     assert engine.scheduler.num_preemptions > 0

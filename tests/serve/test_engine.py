@@ -1,7 +1,6 @@
 """The engine: what it loads and refuses, how it sizes memory, what it tells."""
 
 import logging
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.engine import memory
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import change_json
-from slipstream.tests.serve.engine_runs import build_engine, make_request, random_prompt, run, tokens_of
+from slipstream.tests.serve.engine_runs import build_engine, caches_of, make_request, random_prompt, run, tokens_of
 
 ASSET = Path(__file__).resolve().parents[2] / "assets" / "tiny-target"
 MakeTarget = Callable[[str], Path]
@@ -130,24 +129,27 @@ def test_a_drafts_own_cache_counts(target: Path, draft: Path, monkeypatch: pytes
     assert build_engine(target, draft, kv_cache_tokens=None).info.kv_cache_tokens == 1000 * 4 // 5 // 16 * 16
 
 
-def test_a_sliding_window_limits_the_context(make_target: MakeTarget, tmp_path: Path) -> None:
-    shutil.copytree(make_target("mistral"), tmp_path / "windowed")
-    change_json(tmp_path / "windowed" / "config.json", sliding_window=64)
-    assert build_engine(tmp_path / "windowed").info.max_model_len == 64
-    with pytest.raises(ValueError, match="max_model_len is 65; this target allows at most 64"):
-        build_engine(tmp_path / "windowed", max_model_len=65)
+def test_layers_with_a_window_keep_the_window(
+    make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two layers of four see 9 tokens: a request needs one page of 16 for these and one beside it."""
+    caplog.set_level(logging.INFO, "slipstream")
+    monkeypatch.setattr(memory, "free_bytes", lambda *_: 10**9)
+    engine = build_engine(make_target("qwen2-windows"), kv_cache_tokens=None, prefill_budget=64)
+    assert engine.info.max_model_len == 256
+    assert [len(cache[0, 0]) // 16 - 1 for cache in caches_of(engine)] == [8 * 17, 2 * 8 * 2 + 4 + 8]
+    assert "KV cache of layers that see the last 9 tokens: 704 tokens" in caplog.text
+    run(engine, [make_request(str(seed), random_prompt(200, seed), max_tokens=50) for seed in range(8)])
 
 
-@pytest.mark.parametrize("options", [{}, {"ngram_first": 5}])
-def test_a_drafts_sliding_window_must_never_bind(target: Path, draft: Path, options: dict[str, int]) -> None:
-    """Contexts of the target hold 256 tokens."""
+def test_a_drafts_window_binds_none_but_its_own_layer(target: Path, draft: Path) -> None:
     change_json(draft / "config.json", sliding_window=256, layer_types=["sliding_attention"])
-    assert build_engine(target, draft, drafter=options).info.max_model_len == 256
-    change_json(draft / "config.json", sliding_window=255)
-    assert build_engine(target, draft, drafter=options, max_model_len=255).info.max_model_len == 255
-    message = "of 256 tokens do not fit the draft's sliding_window of 255, .* --max-model-len 255 or less"
-    with pytest.raises(ValueError, match=message):
-        build_engine(target, draft, drafter=options)
+    assert len(caches_of(build_engine(target, draft))) == 2
+    change_json(draft / "config.json", sliding_window=32)
+    engine = build_engine(target, draft, prefill_budget=64)
+    assert engine.info.max_model_len == 256
+    full, own = [len(cache[0, 0]) for cache in caches_of(engine)]
+    assert own < full
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

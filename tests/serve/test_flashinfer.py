@@ -11,8 +11,10 @@ import torch
 from slipstream.serve.attention.base import Backend, KVFormat, find_backends
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.runner.batch import AttentionMetadata
+from slipstream.serve.runner.kv import KVSlots
+from slipstream.tests.attention_layers import asking_layer
 from slipstream.tests.serve import fake_flashinfer
-from slipstream.tests.serve.attention_passes import LAYER, PASSES, Scene
+from slipstream.tests.serve.attention_passes import GROUP, LAYER, PASSES, Scene
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def test_plans_and_merges_give_what_sdpa_gives(
 
 def test_a_pass_is_planned_once_and_only_if_it_attends(backend: type[Backend]) -> None:
     scene = Scene(PASSES["chain"], 16, torch.float32, "cpu")
-    attention, (q, k, v) = backend(scene.cache, scene.rope), scene.qkv
+    attention, (q, k, v) = backend(scene.kv, scene.rope), scene.qkv
     attention.plan(scene.metadata())
     attention.write(k, v, scene.layer())
     assert not fake_flashinfer.Wrapper.made
@@ -55,7 +57,7 @@ def test_prompts_do_not_wait_for_the_device(backend: type[Backend], monkeypatch:
     """Their lengths follow from the host's bounds; rounds read them from the device, once per pass."""
     for name, expected in (("prompts with prefix", 0), ("chain", 1), ("tree", 1), ("decode", 1)):
         scene, reads = Scene(PASSES[name], 16, torch.float32, "cpu"), []
-        attention, metadata = backend(scene.cache, scene.rope), scene.metadata()
+        attention, metadata = backend(scene.kv, scene.rope), scene.metadata()
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "cpu", lambda self, reads=reads: reads.append(self) or self)
             attention.plan(metadata)
@@ -101,7 +103,7 @@ def test_passes_may_follow_each_other_without_waiting() -> None:
     case = PASSES["prompts with prefix"]
     expected = Scene(case, 128, torch.float32, "cuda").attend(SDPABackend, with_norms=False)[0].split(case.query_lens)
     scene = Scene(case, 128, torch.bfloat16, "cuda")
-    attention = find_backends("flashinfer")["prefill"](scene.cache, scene.rope)
+    attention = find_backends("flashinfer")["prefill"](scene.kv, scene.rope)
     passes = [one_request(scene.metadata(), index) for index in range(len(case.lengths))]
     tokens = list(zip(*(x.split(case.query_lens) for x in scene.qkv), strict=True))
     outputs: list[torch.Tensor] = []
@@ -120,7 +122,7 @@ def test_kernels_for_prompts_are_compiled_in_the_background(
     backend: type[Backend], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module, dtype = sys.modules[backend.__module__], torch.bfloat16
-    backend.prepare(KVFormat(torch.device("cpu"), dtype, 64))
+    backend.prepare(KVFormat(torch.device("cpu"), dtype, (asking_layer(head_dim=64).spec,)))
     build = module._build(dtype, 64, "auto")
     build.join()
     assert build.is_done
@@ -140,13 +142,13 @@ def one_request(prompts: AttentionMetadata, index: int) -> AttentionMetadata:
     """A prompt's part of several."""
     assert prompts.phase == "prefill"
     own = slice(index, index + 1)
-    positions, slots = (x.split(prompts.query_lens)[index] for x in (prompts.positions, prompts.slots))
+    positions, slots = (x.split(prompts.query_lens)[index] for x in (prompts.positions, prompts.slots.of(GROUP)))
     return replace(
         prompts,
         requests=prompts.requests[own],
         lengths=prompts.lengths[own],
         positions=positions,
-        slots=slots,
+        slots=KVSlots(lambda _: slots),
         query_lens=prompts.query_lens[own],
         kv_bounds=prompts.kv_bounds[own],
     )

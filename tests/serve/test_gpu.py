@@ -15,6 +15,7 @@ from slipstream.serve.runner.prompt_graphs import PromptGraphs
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
     build_engine,
+    caches_of,
     cut_alike,
     kinds_of_requests,
     make_request,
@@ -58,7 +59,7 @@ def test_replay_equals_eager_bit_for_bit(dtype: str, name: str, target: Path, dr
     ]
     replayed, eager = (run(engine, requests) for engine in engines)
     assert replayed == eager
-    for found, expected in zip(*(engine.runner.passes.caches for engine in engines), strict=True):
+    for found, expected in zip(*(caches_of(engine) for engine in engines), strict=True):
         assert torch.equal(found[:, :, 16:], expected[:, :, 16:]), "the dump page may differ"
 
 
@@ -106,7 +107,7 @@ def test_captured_prefills_leave_what_packed_ones_leave(target: Path, draft: Pat
     cut_alike(packed=engines[1], captured=engines[0])
     for engine in engines:
         run(engine, requests)
-    caches = [engine.runner.passes.caches for engine in engines]
+    caches = [caches_of(engine) for engine in engines]
     for found, expected in zip(*caches, strict=True):
         used = (expected != 0).flatten(3).any(-1).any(0).any(0)
         used[0] = False  # the dump page

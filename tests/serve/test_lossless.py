@@ -98,7 +98,7 @@ Reference = Callable[[str, list[Request]], dict[str, list[int]]]
 
 @pytest.mark.parametrize(
     ("drafter", "sampling", "page_size", "max_running", "family"),
-    pairwise(DRAFTERS, SAMPLINGS, [1, 16], [1, 8], ["qwen3", "llama"]),
+    pairwise(DRAFTERS, SAMPLINGS, [1, 16], [1, 8], ["qwen3", "llama", "mistral-window", "qwen2-windows"]),
 )
 def test_a_drafter_changes_no_token(
     drafter: str,
@@ -242,10 +242,13 @@ def test_the_models_own_stop_ids_end_an_answer(drafter: str, build: BuildDrafted
 
 @pytest.mark.parametrize(("drafter", "page_size"), rotating(DRAFTERS, [1, 16]))
 def test_preemption_changes_no_token(drafter: str, page_size: int, build: BuildDrafted, reference: Reference) -> None:
+    length, size = (40, 128) if (drafter, page_size) != ("dflash", 16) else (150, 384)  # longer than its window of 24
     requests = [
-        make_request(str(seed), random_prompt(10, seed), temperature=1.0, seed=seed, max_tokens=40) for seed in range(6)
+        make_request(str(seed), random_prompt(10, seed), temperature=1.0, seed=seed, max_tokens=length)
+        for seed in range(6)
     ]
-    engine = build("qwen3", drafter, kv_cache_tokens=128, page_size=page_size, max_running=6)
+    options = {"page_size": page_size, "max_running": 6, "prefill_budget": 16}
+    engine = build("qwen3", drafter, kv_cache_tokens=size, **options)
     for _ in range(3 if drafter in LEARNING else 1):  # repeated answers grow by leaps
         assert tokens_of(run(engine, requests)) == reference("qwen3", requests)
     assert engine.scheduler.num_preemptions > 0

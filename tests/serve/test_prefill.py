@@ -15,7 +15,7 @@ PAGE_SIZE, NUM_PAGES = 4, 40
 
 def random_state(num_slots: int = 6) -> RequestState:
     state = RequestState(num_slots, NUM_PAGES, PAGE_SIZE, 1, torch.device("cpu"))
-    state.pages[:num_slots] = 1 + torch.randperm(num_slots * NUM_PAGES).view(num_slots, NUM_PAGES)
+    state.pages[0, :num_slots] = 1 + torch.randperm(num_slots * NUM_PAGES).view(num_slots, NUM_PAGES)
     return state
 
 
@@ -41,7 +41,7 @@ def check(prompts: PrefillPass, chunks: list[PromptChunk], state: RequestState, 
     """Each chunk begins a block; rows that fill up a block have no next token and lie in the dump page."""
     inputs, metadata = prompts.inputs, prompts.metadata
     assert all(values.storage_offset() % 2 == 0 for values in inputs), "another alignment is another kernel"
-    rows = torch.stack((inputs.tokens, inputs.next_tokens, metadata.positions, metadata.slots), dim=1).tolist()
+    rows = torch.stack((inputs.tokens, inputs.next_tokens, metadata.positions, metadata.slots.of(0)), dim=1).tolist()
     start = 0
     for index, (chunk, expected) in enumerate(zip(chunks, rows_of(chunks, state), strict=True)):
         end = start + len(expected)

@@ -16,6 +16,7 @@ from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
+    caches_of,
     cut_alike,
     make_request,
     random_prompt,
@@ -63,7 +64,7 @@ def test_blocks_equal_packed_prompts(drafter: str, case: tuple[int, str], target
         assert {name: answer.stats for name, answer in one.items()} == {
             name: answer.stats for name, answer in other.items()
         }
-    for one_cache, other_cache in zip(*(engine.runner.passes.caches for engine in engines), strict=True):
+    for one_cache, other_cache in zip(*(caches_of(engine) for engine in engines), strict=True):
         torch.testing.assert_close(one_cache[:, :, page_size:], other_cache[:, :, page_size:], rtol=1e-4, atol=1e-4)
     assert any(answer.counts.cached_tokens for answer in blocks[1].values())
 
@@ -151,7 +152,7 @@ def test_too_small_a_pass_is_refused() -> None:
 def test_padding_is_written_to_the_dump_page_only(target: Path) -> None:
     """Whatever of the cache has no owner stays as it was."""
     engine = playing(target, "none", 96, page_size=1)
-    (cache,) = engine.runner.passes.caches
+    (cache,) = caches_of(engine)
     cache.fill_(7)
     request = make_request("0", random_prompt(33, 1), max_tokens=1)
     run(engine, [request])

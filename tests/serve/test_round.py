@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slipstream.models.targets.config import RopeConfig
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base, registry
@@ -19,9 +18,10 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import SamplingMode
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.request import Request
-from slipstream.serve.runner.batch import DraftBatch, KVSpec, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal, VerifyResult
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.serve.runner.round import Runner, simulate
+from slipstream.tests.attention_layers import asking_layer
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.engine_runs import (
@@ -46,7 +46,7 @@ class TreeDrafter(base.Drafter):
 
     branches = True
     aux_layers = (1,)
-    kv = KVSpec(1, 1, 2, RopeConfig())
+    kv = (asking_layer(head_dim=2).spec,)
     widths = (1, 8)
 
     def __init__(self, texts: list[list[int]], aux_states: list[Tensor]) -> None:
@@ -62,7 +62,7 @@ class TreeDrafter(base.Drafter):
 
     def attach(self, target: Target, state: RequestState, attention: Backend | None) -> None:
         assert attention is not None
-        self.state, self.numbers = state, attention.cache.flatten(2, 3)[0, 0, :, 0, 0]
+        self.state, self.numbers = state, attention.kv.flat(0)[0, 0, :, 0, 0]
 
     def scratch(self, width: int) -> int:
         return width

@@ -6,15 +6,17 @@ import torch
 from slipstream.serve.attention.base import KVFormat
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend
+from slipstream.tests.attention_layers import asking_layer
 from slipstream.tests.serve.attention_passes import PASSES, Scene
 
 ROUNDS = [name for name, case in PASSES.items() if not case.prompt]
 
 
 def test_head_dims_up_to_256_are_served() -> None:
-    device = torch.device("cuda")
-    assert not any(Backend.fault(KVFormat(device, torch.bfloat16, head_dim)) for head_dim in (8, 64, 80, 128, 256))
-    assert Backend.fault(KVFormat(device, torch.bfloat16, 512)) == "it has no kernels for head dim 512, only up to 256"
+    layers = {dim: (asking_layer(head_dim=dim).spec,) for dim in (8, 64, 80, 128, 256, 512)}
+    faults = {dim: Backend.fault(KVFormat(torch.device("cuda"), torch.bfloat16, own)) for dim, own in layers.items()}
+    assert faults.pop(512) == "it has no kernels for head dim 512, only up to 256"
+    assert not any(faults.values())
 
 
 @pytest.mark.gpu
@@ -33,7 +35,7 @@ def test_equals_sdpa_in_fp32(name: str, head_dim: int, dtype: torch.dtype) -> No
 @torch.inference_mode()
 def test_replays_equal_eager_passes(name: str) -> None:
     scene = Scene(PASSES[name], 128, torch.bfloat16, "cuda")
-    attention, asking = Backend(scene.cache, scene.rope), (scene.layer(), PASSES[name].mask)
+    attention, asking = Backend(scene.kv, scene.rope), (scene.layer(), PASSES[name].mask)
     attention.plan(scene.metadata())
     expected = attention.attend(*scene.qkv, *asking)
     stored = scene.cache.clone()

@@ -1,0 +1,99 @@
+"""KV caches of networks by groups of layers with one retention.
+
+Group 0 keeps all tokens, further groups those that a sliding window sees. A group has its own page table and its own
+pool of pages, of which target and draft each hold the KV of their layers in it.
+Letters: L layers of a network in a group, G KV heads, D head dim, S slots = num_pages * page_size.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.models.targets.config import AttentionSpec
+
+Windows = tuple[int | None, ...]  # by group: how many tokens its layers see; None, of the first: all
+
+
+def find_windows(specs: Iterable[AttentionSpec], longest: int) -> Windows:
+    """One group for each window that can bind in contexts of `longest` tokens, after the one that keeps all."""
+    windows = {spec.window for spec in specs if spec.window is not None and spec.window < longest}
+    return (None, *sorted(windows))
+
+
+def group_of(spec: AttentionSpec, windows: Windows) -> int:
+    return windows.index(spec.window) if spec.window in windows else 0
+
+
+def page_bytes(specs: Iterable[AttentionSpec], windows: Windows, page_size: int, dtype: torch.dtype) -> list[int]:
+    """Bytes of a page of each group: KV of the layers in it, of whichever network."""
+    sizes = [0] * len(windows)
+    for spec in specs:
+        sizes[group_of(spec, windows)] += 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize * page_size
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkKV:
+    """The KV of one network."""
+
+    caches: dict[int, Tensor]  # by group: (L, 2, num_pages, page_size, G, D)
+    places: tuple[tuple[int, int], ...]  # by layer: its group, and its place among the layers there
+
+    @classmethod
+    def allocate(
+        cls,
+        specs: Sequence[AttentionSpec],
+        windows: Windows,
+        num_pages: Sequence[int],
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "NetworkKV":
+        """Zeros; `num_pages` by group. Padding writes to page 0, the dump page; nothing reads it."""
+        groups = [group_of(spec, windows) for spec in specs]
+        places = tuple((group, groups[:index].count(group)) for index, group in enumerate(groups))
+        caches: dict[int, Tensor] = {}
+        for group in sorted(set(groups)):
+            own = [spec for spec, one in zip(specs, groups, strict=True) if one == group]
+            heads = {(spec.num_kv_heads, spec.head_dim) for spec in own}
+            assert len(heads) == 1, "layers of a group have KV of one shape"
+            shape = len(own), 2, num_pages[group], page_size, *heads.pop()
+            caches[group] = _zeros(shape, dtype, device)
+        return cls(caches, places)
+
+    @property
+    def layers(self) -> list[Tensor]:
+        """(2, num_pages, page_size, G, D) of each."""
+        return [self.caches[group][place] for group, place in self.places]
+
+    @property
+    def groups(self) -> list[int]:
+        """Of each layer."""
+        return [group for group, _ in self.places]
+
+    def flat(self, group: int) -> Tensor:
+        """(L, 2, S, G, D), a view, for kernels that take all layers of a group."""
+        return self.caches[group].flatten(2, 3)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":  # the system's zero pages, each taken when it is first written: torch.zeros writes all
+        return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@dataclass(slots=True)
+class KVSlots:
+    """Where each query's KV goes: (T,) int64 in each group, found when it is first asked for."""
+
+    find: Callable[[int], Tensor]
+    known: dict[int, Tensor] = field(default_factory=dict)
+
+    def of(self, group: int) -> Tensor:
+        if group not in self.known:
+            self.known[group] = self.find(group)
+        return self.known[group]
