@@ -26,12 +26,12 @@ ROOMS = {
     "http": ("engine.process",),
     "engine": ("runner", "attention", "drafters.registry"),
     "runner": ("engine.plan", "drafters.base", "attention"),
-    "drafters": ("engine.plan", "engine.host_stages", "runner.batch", "runner.request_state", "attention"),
-    "attention": ("runner.batch",),
+    "drafters": ("engine.plan", "engine.host_stages", "runner.batch", "runner.kv", "runner.request_state", "attention"),
+    "attention": ("runner.batch", "runner.kv"),
 }
 TRACKERS = ("wandb", "tensorboard")
 HTTP = ("starlette", "uvicorn", "httpx")
-HOST_SIDE = ("host_stages", "kv_cache", "plan", "planner", "scheduler", "widths")  # of the engine
+HOST_SIDE = ("host_stages", "kv_cache", "kv_windows", "plan", "planner", "scheduler", "widths")  # of the engine
 # Modules (in one process) -> packages that none of them may load, not even through another module.
 NOT_LOADED = {
     (

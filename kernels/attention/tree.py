@@ -258,9 +258,7 @@ def attend_kernel(
     length = tl.load(lengths_ptr + request).to(tl.int32)
     table = pages_ptr + tl.load(rows_ptr + request) * table_width
     end = length + first_node + N
-    lowest = 0 if PREFIX else length  # the first position that a row may see
-    if WINDOW is not None:  # rows of a tree may have any depth
-        lowest = tl.maximum(lowest, length + (0 if MASK == "tree" else first_node) + 1 - WINDOW)
+    lowest = _first_position(length, first_node, PREFIX, MASK, WINDOW)
     begin = lowest // TOKENS * TOKENS
     tiles = tl.cdiv(end - begin, TOKENS)
     tiles_each = tl.cdiv(tiles, tl.minimum(tl.num_programs(0), tl.cdiv(end - begin, min_part)))
@@ -300,6 +298,15 @@ def attend_kernel(
             )  # fmt: skip
             num_rows = 0
     _store(out_ptr, lse_ptr, acc, log_sum, request, N, head, first_row, row, num_rows, G, D, BLOCK_D, GROUP)
+
+
+@triton.jit
+def _first_position(length, first_node, PREFIX: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr):
+    """The first position that a row of the request may see; rows of a tree may have any depth."""
+    lowest = 0 if PREFIX else length
+    if WINDOW is not None:
+        lowest = tl.maximum(lowest, length + (0 if MASK == "tree" else first_node) + 1 - WINDOW)
+    return lowest
 
 
 @triton.jit
