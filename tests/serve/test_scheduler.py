@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from slipstream.serve.engine.kv_cache import PageCache
+from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.serve.engine.scheduler import Scheduler, Sequence
 from slipstream.serve.request import Output, Request, SamplingParams
 
@@ -22,10 +23,11 @@ class Recorder:
         max_running: int = 4,
         prefill_budget: int = 1000,
         lookahead: int = 0,
+        windows: tuple[WindowPages, ...] = (),
         **limits: int,
     ) -> None:
         self.calls: list[tuple[str, str, int]] = []
-        self.cache = PageCache(num_pages, page_size=4)
+        self.cache = PageCache(num_pages, 4, windows)
         self.scheduler = Scheduler(
             cache=self.cache,
             max_running=max_running,
@@ -255,6 +257,77 @@ def test_admission_leaves_a_page_for_each_running_sequence() -> None:
     assert [name for name, _, _ in recorder.prefill()] == ["c"]
     recorder.round([7, 7], [7, 7])
     assert recorder.scheduler.num_preemptions == 0
+
+
+# Layers with a window
+
+
+def window_pages(num_pages: int, window: int = 8, transient: int = 4) -> WindowPages:
+    """Pages of 4 tokens. The quota of a long request at a window of 8: 2 before the page being filled, 1 after it."""
+    return WindowPages(num_pages, 4, window, RESERVE, transient)
+
+
+def test_what_never_fits_a_window_group_is_refused() -> None:
+    recorder = Recorder(windows=(window_pages(100), window_pages(8, transient=4)))
+    recorder.add("short", count(0, 10), 14)
+    message = (
+        "together 25: with 4 kept for drafting this never fits the KV cache of 28 tokens of the layers that see the"
+    )
+    with pytest.raises(ValueError, match=f"{message} last 8; shorten one of them or raise kv_cache_tokens"):
+        recorder.add("long", count(0, 10), 15)
+
+
+def test_pages_of_a_window_come_with_chunks_and_rounds_and_go_with_what_they_commit() -> None:
+    recorder = Recorder(windows=(window_pages(20, transient=5),), prefill_budget=20)
+    recorder.add("a", count(0, 50))
+    held = []
+    for _ in range(3):
+        sequence = recorder.scheduler.next_prefill()[0].sequence
+        before = len(sequence.table.windows[0].pages)
+        recorder.prefill()
+        held.append((before, sequence.table.windows[0].first, sequence.table.windows[0].end))
+    assert held == [(5, 3, 5), (7, 8, 10), (6, 10, 14)], "of the prompt's 13 pages and one to draft in"
+    for _ in range(9):
+        recorder.round([7, 7, 7])
+    assert sequence.num_computed == 50 + 27
+    assert (sequence.table.windows[0].first, sequence.table.windows[0].end) == (17, 20)
+
+
+def test_sequences_wait_for_the_quotas_of_windows() -> None:
+    recorder = Recorder(windows=(window_pages(13),))
+    for name, start in (("a", 0), ("b", 100), ("c", 200)):
+        recorder.add(name, count(start, 4), 40)
+    assert [name for name, _, _ in recorder.prefill()] == ["a", "b"], "4 pages each, and 4 for the chunks"
+    recorder.scheduler.abort("a")
+    assert [name for name, _, _ in recorder.prefill()] == ["c"]
+    for _ in range(12):
+        recorder.round([7, 7, 7], [8, 8, 8])
+    assert recorder.scheduler.num_preemptions == 0
+
+
+def test_a_preempted_sequence_holds_no_pages_of_windows() -> None:
+    recorder = Recorder(num_pages=21, windows=(window_pages(40),))
+    recorder.add("a", count(0, 12), 60)
+    recorder.add("b", count(100, 12), 60)
+    recorder.prefill()
+    while len(recorder.decoding()) == 2:
+        recorder.round([7, 7], [8, 8])
+    resumed = recorder.scheduler._waiting[0]
+    assert (resumed.request.id, resumed.table.windows) == ("b", [])
+    assert recorder.cache.windows[0]._promised == 4
+
+
+@pytest.mark.parametrize("num_rounds", range(1, 9))
+def test_an_answer_is_reused_by_the_next_turn_with_windows(num_rounds: int) -> None:
+    """Whatever its length, up to the last full page."""
+    recorder = Recorder(windows=(window_pages(40), window_pages(40, window=3)))
+    recorder.add("a", count(0, 13), num_rounds + 1)
+    recorder.prefill()
+    for _ in range(num_rounds):
+        recorder.round([7])
+    recorder.add("b", [*count(0, 13), 1, *[7] * num_rounds, 30, 31, 32, 33])
+    num_known = 13 + num_rounds
+    assert recorder.prefill() == [("b", num_known // 4 * 4, num_known + 5)]
 
 
 # The end

@@ -2,17 +2,20 @@
 
 The simulated KV of a token is a digest of all text that a real one would depend on, so a page that is shared wrongly,
 freed too early or published before it is complete shows as wrong content when a sequence reads it. Passes are computed
-when they are launched; their tokens reach the scheduler up to `max_in_flight` passes later.
+when they are launched; their tokens reach the scheduler up to `max_in_flight` passes later. What layers with a window
+read and write is computed late, in launch order, by the page tables that the passes before have brought to the device.
 """
 
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
 from slipstream.serve.engine.kv_cache import PageCache
+from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.serve.engine.scheduler import Scheduler, Sequence
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
 from slipstream.tests.pairwise import pairwise
@@ -58,6 +61,62 @@ class Setting:
     max_running: int
     prefill_budget: int
     max_in_flight: int
+    windows: tuple[int, ...] = field(repr=False)  # the seed, a setting's text, does not depend on them
+
+    @property
+    def max_reserve(self) -> int:
+        return RESERVE * (1 + (self.max_in_flight > 0))
+
+    def window_pages(self, window: int) -> WindowPages:
+        num_tokens = min(self.prefill_budget, self.max_running * MAX_MODEL_LEN)
+        num_chunks = min(num_tokens, self.max_running)
+        transient = (num_tokens - num_chunks) // self.page_size + num_chunks
+        quota = WindowPages(2, self.page_size, window, self.max_reserve, 0).quota(MAX_MODEL_LEN + self.max_reserve)
+        num_pages = 1 + min(self.max_running, 5) * quota + transient  # where there are 8 slots they wait for quotas
+        return WindowPages(num_pages, self.page_size, window, self.max_reserve, transient)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPass:
+    """One sequence's part of a pass over tokens [start, end): drafting and rejected nodes write up to `spoiled`."""
+
+    slot: int
+    pages: list[tuple[int, int]]  # (index, page) that no pass before has brought
+    text: list[int]  # digests, those of the tokens that it samples included
+    num_known: int  # tokens before it
+    start: int
+    end: int
+    spoiled: int
+
+
+@dataclass(slots=True)
+class WindowDevice:
+    """The KV of one window group. Passes run in launch order, perhaps long after they were launched, by a page table
+    of their own, which gains the pages that they bring. The KV of a token is its digest and that of its lookahead."""
+
+    page_size: int
+    window: int
+    lookahead: int
+    table: dict[tuple[int, int], int] = field(default_factory=dict)  # (request slot, index) -> page
+    kv: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # (page, place) -> digests
+
+    def run(self, part: WindowPass) -> None:
+        self.table.update(((part.slot, index), page) for index, page in part.pages)
+        first = max(0, part.start - self.window + 1)
+        for index in range(first, part.start):
+            target, draft = self.kv[self._place(part, index)]
+            assert target == part.text[index + 1], "not the token that the window shows"
+            if self.window > self.lookahead and index + 1 + self.lookahead <= part.num_known:
+                assert draft == part.text[index + 1 + self.lookahead]
+        for index in range(part.start, part.spoiled):
+            self.kv[self._place(part, index)] = GARBAGE, GARBAGE
+        for index in range(max(first, part.start - self.lookahead), part.end):
+            ahead = index + 1 + self.lookahead
+            draft = part.text[ahead] if ahead < len(part.text) else GARBAGE
+            self.kv[self._place(part, index)] = part.text[index + 1], draft
+
+    def _place(self, part: WindowPass, index: int) -> tuple[int, int]:
+        return self.table[part.slot, index // self.page_size], index % self.page_size
 
 
 class Simulation:
@@ -66,7 +125,11 @@ class Simulation:
     def __init__(self, setting: Setting, rng: random.Random) -> None:
         self.rng, self.lookahead, self.page_size = rng, setting.lookahead, setting.page_size
         self.prefill_budget = setting.prefill_budget
-        self.cache = PageCache(setting.num_pages, setting.page_size)
+        windows = [setting.window_pages(window) for window in setting.windows]
+        self.cache = PageCache(setting.num_pages, setting.page_size, windows)
+        self.devices = [WindowDevice(setting.page_size, window, setting.lookahead) for window in setting.windows]
+        self.queue: deque[Callable[[], None]] = deque()  # passes that the devices have not run
+        self.num_sent: dict[tuple[Sequence, int], int] = {}  # by group: index of the first page that no pass brought
         self.target_kv = [[GARBAGE] * setting.page_size for _ in range(setting.num_pages)]
         self.draft_kv = [[GARBAGE] * setting.page_size for _ in range(setting.num_pages)]
         self.max_in_flight = setting.max_in_flight
@@ -81,7 +144,7 @@ class Simulation:
             prefill_budget=setting.prefill_budget,
             stop_ids=STOP_IDS,
             lookahead=setting.lookahead,
-            max_reserve=RESERVE * (1 + (setting.max_in_flight > 0)),
+            max_reserve=setting.max_reserve,
             on_admit=self._admit,
             on_release=self._release,
         )
@@ -127,6 +190,7 @@ class Simulation:
                 known.append(next_token(known))
                 self._spoil(sequence, chunk.end)
             self._write(sequence, chunk.start, chunk.end, known)
+            self._enqueue(sequence, known, chunk.start, chunk.end, chunk.end + RESERVE if chunk.is_last else chunk.end)
             self.known[sequence] = known
             first_tokens.append(known[-1] if chunk.is_last else None)
         self.scheduler.launched(chunks)
@@ -138,7 +202,8 @@ class Simulation:
     def round(self, abort: bool = False) -> None:
         while sum(kind == "round" for kind, _ in self.flights) > 1:
             self.land(len(self.flights) - 1)
-        sequences = self.scheduler.next_round(self.rng.randrange(WIDTH, RESERVE + 1))
+        reserve = self.rng.randrange(WIDTH, RESERVE + 1)
+        sequences = self.scheduler.next_round(reserve)
         emitted: list[list[int]] = []
         for sequence in sequences:
             known = self.known[sequence]
@@ -149,15 +214,35 @@ class Simulation:
                 known.append(next_token(known))
             emitted.append(known[start + 1 :])
             self._write(sequence, start, len(known) - 1, known)
+            self._enqueue(sequence, known, start, len(known) - 1, start + reserve)
         self.flights.append(("round", lambda: self._commit_round(sequences, emitted)))
         if abort:
             self.abort_one()
         self.land(self.rng.randrange(self.max_in_flight + 1))
 
     def land(self, num_left: int) -> None:
-        """Brings tokens home until `num_left` passes are in flight."""
+        """Brings tokens home until `num_left` passes are in flight. What the device has run may be more."""
         while len(self.flights) > num_left:
             self.flights.popleft()[1]()
+        if self.flights:
+            self.compute(self.rng.randrange(len(self.queue) + 1))
+        else:
+            self.compute(0)
+
+    def compute(self, num_left: int) -> None:
+        while len(self.queue) > num_left:
+            self.queue.popleft()()
+
+    def _enqueue(self, sequence: Sequence, known: list[int], start: int, end: int, spoiled: int) -> None:
+        """What window groups compute of a pass, with the pages that its plan would name."""
+        text = digests(sequence.request.namespace, known)
+        num_known = start + 1 if sequence.decoding else len(sequence.tokens)
+        for group, (device, pages) in enumerate(zip(self.devices, sequence.table.windows, strict=True)):
+            first = max(self.num_sent.get((sequence, group), 0), pages.first)
+            self.num_sent[sequence, group] = pages.end
+            new = [(index, pages.pages[index - pages.first]) for index in range(first, pages.end)]
+            part = WindowPass(sequence.slot, new, text, num_known, start, end, spoiled)
+            self.queue.append(partial(device.run, part))
 
     def _commit_round(self, sequences: list[Sequence], emitted: list[list[int]]) -> None:
         outputs = self.scheduler.commit_round(sequences, emitted, [WIDTH - 1] * len(sequences))
@@ -236,19 +321,28 @@ def random_request(rng: random.Random, number: int, stems: list[list[int]]) -> R
 
 
 @pytest.mark.parametrize(
-    ("sizes", "page_size", "lookahead", "max_in_flight"),
-    pairwise([(80, 4, 16), (112, 8, 64), (112, 8, 5), (600, 3, 1000)], [1, 4, 16], [0, 1, 2], [0, 3]),
+    ("sizes", "page_size", "lookahead", "max_in_flight", "windows"),
+    pairwise(
+        [(80, 4, 16), (112, 8, 64), (112, 8, 5), (600, 3, 1000)],
+        [1, 4, 16],
+        [0, 1, 2],
+        [0, 3],
+        [(), (1,), (3, 16), (22,)],
+    ),
 )
-def test_random_operations(sizes: tuple[int, int, int], page_size: int, lookahead: int, max_in_flight: int) -> None:
+def test_random_operations(
+    sizes: tuple[int, int, int], page_size: int, lookahead: int, max_in_flight: int, windows: tuple[int, ...]
+) -> None:
     """sizes: tokens that the cache holds, max_running and prefill_budget."""
     tokens, max_running, prefill_budget = sizes
     num_pages = 1 + -(-tokens // page_size)
-    setting = Setting(page_size, lookahead, num_pages, max_running, prefill_budget, max_in_flight)
+    setting = Setting(page_size, lookahead, num_pages, max_running, prefill_budget, max_in_flight, windows)
     rng = random.Random(str(setting))
     simulation = Simulation(setting, rng)
     stems = [rng.choices(range(1, 4), k=40) for _ in range(3)]
     scheduler, number = simulation.scheduler, 0
-    for _ in range(700):
+    num_steps = 2_000 if windows and page_size == 16 else 700  # windows make hits on such pages rare
+    for _ in range(num_steps):
         kind = rng.choices(["add", "prefill", "round", "abort"], weights=[6, 5, 8, 0.3])[0]
         if kind == "add":
             number += 1
