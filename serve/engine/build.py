@@ -118,7 +118,7 @@ class Builder:
         config = self.config
         max_reserve = self.widths.reserve * (MAX_ROUNDS_IN_FLIGHT if self.overlap else 1)
         self.page_bytes = page_bytes(chain(*self.networks), self.windows, config.page_size, self.dtype)
-        self.sizing = sizing = Sizing(config, self.windows, self.page_bytes, self.device, max_reserve)
+        sizing = Sizing(config, self.windows, self.page_bytes, self.device, max_reserve)
         longest, workspace = self.longest, 0
         if self.device.type == "cuda":  # measured by running the largest passes over a cache of one dump page
             passes = self.build_passes([1] * len(self.windows), sizing.pages_for(longest))
@@ -129,14 +129,11 @@ class Builder:
         return Space(num_pages, max_model_len, max_reserve), sizing.pages_for(max_model_len)
 
     def make_cache(self, space: Space) -> PageCache:
-        config, sizing = self.config, self.sizing
-        log_kv_cache(self.windows, space.num_pages, self.page_bytes, config.page_size)
-        groups = [
-            WindowPages(pages, config.page_size, window, space.max_reserve, sizing.window_pages(window)[1])
-            for window, pages in zip(self.windows, space.num_pages, strict=True)
-            if window is not None
-        ]
-        return PageCache(space.num_pages[0], config.page_size, groups)
+        size = self.config.page_size
+        log_kv_cache(self.windows, space.num_pages, self.page_bytes, size)
+        pairs = list(zip(self.windows, space.num_pages, strict=True))
+        groups = [WindowPages(pages, size, window, space.max_reserve) for window, pages in pairs if window is not None]
+        return PageCache(space.num_pages[0], size, groups)
 
     def build_passes(self, num_pages: list[int], pages_per_slot: int) -> Runner:
         config, device, size = self.config, self.device, self.config.page_size

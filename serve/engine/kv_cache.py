@@ -130,9 +130,16 @@ class PageCache:
         return True
 
     def extend_windows(self, table: PageTable, num_tokens: int) -> None:
-        """Give the table own pages of every window group up to token `num_tokens`. They never run out."""
+        """Give the table own pages of every window group up to token `num_tokens`, at most `reach`. For a round there are
+        enough in any case."""
         for window, pages in zip(self.windows, table.windows, strict=True):
             window.extend(pages, num_tokens)
+
+    def reach(self, table: PageTable, num_tokens: int) -> int:
+        """How many of the first `num_tokens` tokens window groups have pages for: one more than are computed, or all
+        and the reserve, in any case."""
+        pairs = zip(self.windows, table.windows, strict=True)
+        return min([num_tokens, *(window.reach(pages) for window, pages in pairs)])
 
     def slide(self, table: PageTable, num_computed: int) -> None:
         """Give back what no pass needs once `num_computed` tokens are known to be committed: pages behind windows."""

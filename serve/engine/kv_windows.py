@@ -32,28 +32,35 @@ class WindowTable:
         """The index after the last page."""
         return self.first + len(self.pages)
 
+    @property
+    def claim(self) -> int:
+        """Pages that no other table may count on."""
+        return max(self.quota, len(self.pages))
+
+
+def pages_of_window(window: int, reserve: int, page_size: int) -> int:
+    """The most pages that a table needs between passes, which write `reserve` tokens beyond the committed ones."""
+    return -(-(window - 1) // page_size) + 1 - (-reserve // page_size)
+
 
 class WindowPages:
     """The pages 1..num_pages-1 of one group.
 
-    Admission is by quota: the most pages that a table holds between passes. A table is admitted if the quotas of all
-    and `transient` fit the pool, or if it is the only one. So no table ever lacks a page. Between passes tables hold at
-    most their quotas. While a prefill pass is prepared, each of its chunks holds at most ceil(tokens / page_size) pages
-    more, `transient` in all. A page in use is held by at least one table, so sharing only lowers the number of pages
-    in use below the number held, and every other page is free or cached: there to be taken. A table that is the only
-    one may need less than quota and `transient`: `most` says how much.
+    Every table has a quota: the most pages that it needs between passes, those of a window and of what the passes in
+    flight write. A table claims its quota, or what it holds if that is more; claims never exceed the pool. A page in
+    use is held by at least one table, so the pages that are not in use, free or cached, are at least those that tables
+    may still take up to their quotas: none ever lacks a page. Chunks of a prompt take what nobody claims beyond.
     """
 
-    def __init__(self, num_pages: int, page_size: int, window: int, reserve: int, transient: int) -> None:
-        """`reserve`: most KV tokens that the passes in flight write beyond the committed ones. `transient`: pages for
-        the chunks of one prefill pass; k chunks of n tokens in all need at most (n - k) // page_size + k."""
+    def __init__(self, num_pages: int, page_size: int, window: int, reserve: int) -> None:
+        """`reserve`: most KV tokens that the passes in flight write beyond the committed ones."""
         if num_pages < 2:
             raise ValueError(f"num_pages is {num_pages}; it must be at least 2, since page 0 is never handed out")
         if window < 1:
             raise ValueError(f"window is {window}; it must be at least 1")
-        self.page_size, self.window, self.reserve, self.transient = page_size, window, reserve, transient
+        self.page_size, self.window, self.reserve = page_size, window, reserve
         self.total_pages = num_pages - 1
-        self._promised = 0  # the quotas of all tables
+        self._claimed = 0  # by all tables
         self._free = list(range(num_pages - 1, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the page longest unused first
         self._holders: dict[int, int] = {}  # by attached page: tables that hold it
@@ -68,20 +75,23 @@ class WindowPages:
         return -(-num_tokens // self.page_size)
 
     def quota(self, limit: int) -> int:
-        """The most pages that a table of a text of up to `limit` tokens holds between passes.
+        """Of a table of a text of up to `limit` tokens.
 
-        With n = num_computed // page_size, `slide` leaves pages_for(window - 1) pages before page n, and the passes in
-        flight write up to token num_computed + reserve - 1, which lies at most pages_for(reserve - 1) pages after it.
+        With n = num_computed // page_size, `slide` leaves pages_for(window - 1) pages before page n, and a pass over
+        one more token of a prompt, or those in flight, write up to token num_computed + reserve, which lies at most
+        pages_for(reserve) pages after it.
         """
-        return min(self.pages_for(limit), self.pages_for(self.window - 1) + 1 + self.pages_for(self.reserve - 1))
-
-    def most(self, limit: int) -> int:
-        """The most pages that such a table holds at any time."""
-        return min(self.pages_for(limit), self.quota(limit) + self.transient)
+        return min(self.pages_for(limit), pages_of_window(self.window, self.reserve, self.page_size))
 
     def has_room(self, limit: int) -> bool:
         """Whether such a table may be admitted."""
-        return not self._promised or self._promised + self.quota(limit) + self.transient <= self.total_pages
+        return self._claimed + self.quota(limit) <= self.total_pages
+
+    def reach(self, table: WindowTable) -> int:
+        """How many tokens of its text the table may be extended to."""
+        held = len(table.pages)
+        spare = self.total_pages - self._claimed + max(0, table.quota - held)
+        return (table.end + spare) * self.page_size
 
     def longest_hit(self, nodes: Sequence[Hashable], most: int) -> int:
         """How many of the first `most` nodes, a path of the tree, can serve a sequence: the pages that a pass over the
@@ -96,18 +106,21 @@ class WindowPages:
     def admit(self, nodes: Sequence[Hashable], limit: int) -> WindowTable:
         """A table of what a pass over the tokens after `nodes`, a hit, reads."""
         table = WindowTable(self.quota(limit), self.first_read(len(nodes) * self.page_size))
-        self._promised += table.quota
         for node in nodes[table.first :]:
             page = self._attached[node]
             self._cached.pop(page, None)
             self._holders[page] += 1
             table.pages.append(page)
+        self._claimed += table.claim
         return table
 
     def extend(self, table: WindowTable, num_tokens: int) -> None:
-        """Give the table own pages up to token `num_tokens`. The class says why there are enough."""
+        """Give the table own pages up to token `num_tokens`, at most `reach`."""
+        before = table.claim
         for _ in range(table.end, self.pages_for(num_tokens)):
             table.pages.append(self._take())
+        self._claimed += table.claim - before
+        assert self._claimed <= self.total_pages, "the table was extended beyond its reach"
 
     def attach(self, table: WindowTable, index: int, node: Hashable) -> None:
         """`node` has the text of the table's page `index`: attach the page, if the table has it and the node none."""
@@ -137,14 +150,16 @@ class WindowPages:
         pages before them: the text may end here, and its continuation should find them."""
         num_passed = self.first_read(num_computed // self.page_size * self.page_size) - table.first
         if num_passed > 0:
+            before = table.claim
             for page in table.pages[:num_passed]:
                 self._give_back(page)
             del table.pages[:num_passed]
             table.first += num_passed
+            self._claimed += table.claim - before
 
     def release(self, table: WindowTable) -> None:
         """The sequence ends: its attached pages stay cached, all others become free."""
-        self._promised -= table.quota
+        self._claimed -= table.claim
         for page in reversed(table.pages):
             self._give_back(page)
 
@@ -164,24 +179,23 @@ class WindowPages:
         """A page to write: a free one, else the one that was cached longest without use."""
         if self._free:
             return self._free.pop()
-        assert self._cached, "a table lacks a page: quotas or `transient` are too small"
+        assert self._cached, "a table lacks a page: claims were counted wrong"
         page, _ = self._cached.popitem(last=False)
         del self._holders[page], self._attached[self._nodes.pop(page)]
         return page
 
     def check(self, tables: Iterable[tuple[WindowTable, AbstractSet[Hashable]]], nodes: AbstractSet[Hashable]) -> None:
-        """Prove the module's invariant and that quotas are kept; `tables` are those of all running sequences, each with
+        """Prove the module's invariant and that claims fit; `tables` are those of all running sequences, each with
         the nodes that it shares; `nodes` all those of the tree. Raises AssertionError."""
         holders: dict[int, int] = {}
         sharers: dict[int, int] = {}
-        promised = excess = 0
+        claimed = 0
         for table, shared in tables:
-            promised, excess = promised + table.quota, excess + max(0, len(table.pages) - table.quota)
+            claimed += max(table.quota, len(table.pages))
             for page in table.pages:
                 holders[page] = holders.get(page, 0) + 1
                 sharers[page] = sharers.get(page, 0) + (self._nodes.get(page) in shared)
-        assert promised == self._promised, "quotas are summed wrong"
-        assert excess <= self.transient, "tables hold more than quotas and the chunks of a pass"
+        assert claimed == self._claimed <= self.total_pages, "claims are summed wrong, or exceed the pool"
         assert self._attached == {node: page for page, node in self._nodes.items()}, "attached both ways"
         assert self._attached.keys() <= nodes, "a page is attached to a node that the tree has lost"
         assert self._holders == {page: holders.get(page, 0) for page in self._nodes}, "holders are counted wrong"

@@ -9,6 +9,7 @@ import torch
 
 from slipstream.kernels.compile_ahead import dry_run
 from slipstream.serve.engine.host_memory import available_bytes
+from slipstream.serve.engine.kv_windows import pages_of_window
 from slipstream.serve.engine.plan import PromptChunk
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.cuda_graphs import MODES, Capturer, buckets
@@ -61,20 +62,14 @@ class Sizing:
         doubled = self._pools(fitting, copies=2)
         return [1 + pages for pages in (doubled if self._bytes(doubled) <= free else self._pools(fitting, copies=1))]
 
-    def window_pages(self, window: int) -> tuple[int, int]:
-        """Most pages that a request holds between passes in a group with that window, and those that the chunks of one
-        prefill take beside."""
-        config = self.config
-        chunks = -(-config.prefill_budget // config.page_size) + config.max_running
-        return -(-(window - 1 + self.reserve) // config.page_size) + 1, chunks
-
     def _pools(self, pages: int, copies: int) -> list[int]:
         """By group, if the first has so many: of windows those of all running requests, `copies` times, so that ended
-        ones stay cached."""
-        pools = [pages]
+        ones stay cached, and those of the chunks of a prefill."""
+        config, pools = self.config, [pages]
+        chunks = -(-config.prefill_budget // config.page_size) + config.max_running
         for window in filter(None, self.windows):
-            each, chunks = self.window_pages(window)
-            pools.append(min(pages, copies * self.config.max_running * each + chunks))
+            each = pages_of_window(window, self.reserve, config.page_size)
+            pools.append(min(pages, copies * config.max_running * each + chunks))
         return pools
 
     def _bytes(self, pools: list[int]) -> int:

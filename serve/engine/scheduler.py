@@ -181,9 +181,11 @@ class Scheduler:
         for sequence in self._prefilling():
             start, length = sequence.num_computed, len(sequence.tokens)
             end = min(length, start + blocks * size)
-            is_last = end == length
+            is_last, reach = end == length, self.cache.reach(sequence.table, length + self.max_reserve)
+            if end + self.max_reserve * is_last > reach:  # pages of windows are few: a shorter chunk
+                end, is_last = min(end, reach, length - 1), False
+            self.cache.extend_windows(sequence.table, end + self.max_reserve * is_last)
             chunks.append(Chunk(sequence, start, end, is_last))
-            self.cache.extend_windows(sequence.table, end + self.max_reserve if is_last else end)
             blocks -= -(-(end - start) // size)
             if blocks == 0 or len(chunks) == self.max_chunks:  # do not admit one more
                 break
@@ -283,7 +285,7 @@ class Scheduler:
         if self.cache.pages_for(limit) > self.cache.total_pages:
             raise ValueError(f"{fits} the KV cache of {self.cache.total_pages * page_size} tokens{remedy}")
         for pages in self.cache.windows:
-            if pages.most(limit) > pages.total_pages:
+            if pages.quota(limit) > pages.total_pages:
                 raise ValueError(
                     f"{fits} the KV cache of {pages.total_pages * page_size} tokens of the layers that see the last "
                     f"{pages.window}{remedy}"

@@ -19,8 +19,9 @@ Windows = tuple[int | None, ...]  # by group: how many tokens its layers see; No
 
 
 def find_windows(specs: Iterable[AttentionSpec], longest: int) -> Windows:
-    """One group for each window that can bind in contexts of `longest` tokens, after the one that keeps all."""
-    windows = {spec.window for spec in specs if spec.window is not None and spec.window < longest}
+    """One group for each window that can bind in contexts of `longest` tokens, after the one that keeps all. A window
+    of one token has none: drafts' KV depends on the token after it."""
+    windows = {spec.window for spec in specs if spec.window is not None and 1 < spec.window < longest}
     return (None, *sorted(windows))
 
 

@@ -132,13 +132,13 @@ def test_a_drafts_own_cache_counts(target: Path, draft: Path, monkeypatch: pytes
 def test_layers_with_a_window_keep_the_window(
     make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two layers of four see 9 tokens: a request needs one page of 16 for these and one beside it."""
+    """Two layers of four see 9 tokens: a request needs a page of 16 for these, one to fill and one to draft in."""
     caplog.set_level(logging.INFO, "slipstream")
     monkeypatch.setattr(memory, "free_bytes", lambda *_: 10**9)
     engine = build_engine(make_target("qwen2-windows"), kv_cache_tokens=None, prefill_budget=64)
     assert engine.info.max_model_len == 256
-    assert [len(cache[0, 0]) // 16 - 1 for cache in caches_of(engine)] == [8 * 17, 2 * 8 * 2 + 4 + 8]
-    assert "KV cache of layers that see the last 9 tokens: 704 tokens" in caplog.text
+    assert [len(cache[0, 0]) // 16 - 1 for cache in caches_of(engine)] == [8 * 17, 2 * 8 * 3 + 4 + 8]
+    assert "KV cache of layers that see the last 9 tokens: 960 tokens" in caplog.text
     run(engine, [make_request(str(seed), random_prompt(200, seed), max_tokens=50) for seed in range(8)])
 
 

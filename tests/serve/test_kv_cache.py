@@ -206,8 +206,8 @@ def test_random_operations_against_the_dict_of_texts(page_size: int, lookahead: 
 RESERVE = 3
 
 
-def windowed(*windows: int, page_size: int = 4, num_pages: int = 60, transient: int = 10) -> PageCache:
-    groups = [WindowPages(num_pages, page_size, window, RESERVE, transient) for window in windows]
+def windowed(*windows: int, page_size: int = 4, num_pages: int = 60) -> PageCache:
+    groups = [WindowPages(num_pages, page_size, window, RESERVE) for window in windows]
     return PageCache(100, page_size, groups)
 
 
@@ -248,7 +248,7 @@ def test_an_answer_of_any_length_is_found_by_the_next_turn(window: int, lookahea
 
 
 def test_a_hit_ends_where_a_window_has_lost_its_pages() -> None:
-    cache = windowed(4, 8, num_pages=12, transient=6)
+    cache = windowed(4, 8, num_pages=12)
     cache.release(compute(cache, list(range(23))), list(range(23)), 23)
     assert num_matched_pages(cache, list(range(24))) == 5
     window = cache.windows[1]
@@ -275,7 +275,7 @@ def test_pages_behind_the_window_become_cached_or_free() -> None:
 
 
 def test_a_page_of_a_known_text_is_attached_and_stays_with_its_table_when_the_tree_forgets_the_text() -> None:
-    cache = windowed(8, transient=30)
+    cache = windowed(8)
     window, tokens = cache.windows[0], list(range(17))
     cache.release(compute(cache, tokens), tokens, 17)
     window._free = [window._take() for _ in range(window.total_pages)]  # the window has lost all, the tree nothing
@@ -289,28 +289,32 @@ def test_a_page_of_a_known_text_is_attached_and_stays_with_its_table_when_the_tr
 
 
 def test_sequences_are_admitted_by_quota() -> None:
-    cache = windowed(8, num_pages=18, transient=5)  # quota: 2 pages before the one being filled, and one after it
+    cache = windowed(8, num_pages=13)  # quota: 2 pages before the one being filled, and one after it
     tables = [PageTable("", 0) for _ in range(4)]
     assert [cache.admit(table, [1], 4, headroom=0, limit=40) for table in tables] == [True, True, True, False]
-    assert cache.windows[0]._promised == 12
+    assert cache.windows[0]._claimed == 12
     assert cache.num_available == 99 - 3, "a refused admission takes nothing"
     cache.release(tables[0], [1], 1)
     assert cache.admit(tables[0], [1], 4, headroom=0, limit=40)
     cache.check(tables[:3])
 
 
-def test_a_sequence_is_admitted_alone_though_the_chunks_of_others_would_not_fit() -> None:
-    cache = windowed(8, num_pages=6, transient=30)
+def test_chunks_reach_as_far_as_pages_that_nobody_claims() -> None:
+    cache = windowed(8, num_pages=11)
     first, second = PageTable("", 0), PageTable("", 0)
-    assert cache.windows[0].most(20) == 5
-    assert cache.admit(first, [1], 4, headroom=0, limit=20)
-    assert not cache.admit(second, [1], 4, headroom=0, limit=1)
+    assert cache.admit(first, [1], 4, headroom=0, limit=400)
+    assert (cache.reach(first, 400), cache.reach(first, 13)) == (40, 13)
+    assert cache.admit(second, [1], 4, headroom=0, limit=400)
+    assert cache.reach(first, 400) == cache.reach(second, 400) == 4 * (4 + 2)
+    cache.extend_windows(first, 24)
+    assert cache.reach(second, 400) == 16, "its quota"
+    cache.check([first, second])
 
 
 @pytest.mark.parametrize(("num_pages", "window", "field"), [(1, 4, "num_pages"), (2, 0, "window")])
 def test_sizes_of_a_group_are_checked(num_pages: int, window: int, field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is .* at least"):
-        WindowPages(num_pages, 4, window, RESERVE, 0)
+        WindowPages(num_pages, 4, window, RESERVE)
 
 
 WINDOW_FAULTS: dict[str, Callable[[WindowPages, PageTable], object]] = {
@@ -319,15 +323,15 @@ WINDOW_FAULTS: dict[str, Callable[[WindowPages, PageTable], object]] = {
     "a holder is not counted": lambda window, table: window._holders.update({table.windows[0].pages[0]: 0}),
     "a page is in use and cached": lambda window, table: window._cached.update({table.windows[0].pages[0]: None}),
     "an own page is held twice": lambda _, table: table.windows[0].pages.append(table.windows[0].pages[-1]),
-    "a quota is forgotten": lambda window, _: setattr(window, "_promised", 0),
-    "a table holds too much": lambda window, table: window.extend(table.windows[0], 80),
+    "a quota is forgotten": lambda window, _: setattr(window, "_claimed", 0),
+    "a table holds too much": lambda window, table: table.windows[0].pages.extend([window._take() for _ in "12345"]),
     "a page of a lost node": lambda window, table: window._attached.pop(table.nodes[-1]),
 }
 
 
 @pytest.mark.parametrize("fault", WINDOW_FAULTS)
 def test_check_notices_in_a_window_group(fault: str) -> None:
-    cache = windowed(8, transient=4)
+    cache = windowed(8)
     table = compute(cache, list(range(18)))
     cache.check([table])
     WINDOW_FAULTS[fault](cache.windows[0], table)
@@ -436,13 +440,10 @@ class Play:
     def __init__(self, page_size: int, lookahead: int, windows: list[int], evicts: bool, rng: random.Random) -> None:
         self.rng, self.evicts, self.lookahead = rng, evicts, lookahead
         longest = 18 * page_size + 20
-        transient = -(-longest // page_size)
-        groups = [WindowPages(2, page_size, window, RESERVE, transient) for window in windows]
-        sizes = [1 + transient + (3 if evicts else 1_000) * group.quota(longest) for group in groups]
-        groups = [
-            WindowPages(size, page_size, window, RESERVE, transient)
-            for size, window in zip(sizes, windows, strict=True)
-        ]
+        quotas = [WindowPages(2, page_size, window, RESERVE).quota(longest) for window in windows]
+        sizes = [1 + (5 if evicts else 1_000) * quota for quota in quotas]
+        pairs = zip(sizes, windows, strict=True)
+        groups = [WindowPages(size, page_size, window, RESERVE) for size, window in pairs]
         self.cache = CountingCache(130 if evicts else 8_000, page_size, groups)
         self.model = GroupsModel(page_size, lookahead, windows)
         self.running: list[Run] = []
@@ -468,7 +469,10 @@ class Play:
         others = [other for other in self.running if other is not run]
         if run.num_computed < run.num_prompt:
             end = self.rng.randrange(run.num_computed, run.num_prompt) + 1
-            is_last = end == run.num_prompt
+            is_last, reach = end == run.num_prompt, self.cache.reach(run.table, run.num_prompt + RESERVE)
+            if end + RESERVE * is_last > reach:
+                end, is_last = min(end, reach, run.num_prompt - 1), False
+            assert end > run.num_computed, "a chunk has a token at least"
             self.cache.extend_windows(run.table, end + RESERVE * is_last)
             self.model.take_in(run, others)
             sampled = self.rng.choices(range(3), k=is_last)

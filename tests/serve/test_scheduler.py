@@ -262,23 +262,23 @@ def test_admission_leaves_a_page_for_each_running_sequence() -> None:
 # Layers with a window
 
 
-def window_pages(num_pages: int, window: int = 8, transient: int = 4) -> WindowPages:
+def window_pages(num_pages: int, window: int = 8) -> WindowPages:
     """Pages of 4 tokens. The quota of a long request at a window of 8: 2 before the page being filled, 1 after it."""
-    return WindowPages(num_pages, 4, window, RESERVE, transient)
+    return WindowPages(num_pages, 4, window, RESERVE)
 
 
 def test_what_never_fits_a_window_group_is_refused() -> None:
-    recorder = Recorder(windows=(window_pages(100), window_pages(8, transient=4)))
-    recorder.add("short", count(0, 10), 14)
+    recorder = Recorder(windows=(window_pages(100), window_pages(4)))
+    recorder.add("short", count(0, 4), 4)
     message = (
-        "together 25: with 4 kept for drafting this never fits the KV cache of 28 tokens of the layers that see the"
+        "together 9: with 4 kept for drafting this never fits the KV cache of 12 tokens of the layers that see the"
     )
     with pytest.raises(ValueError, match=f"{message} last 8; shorten one of them or raise kv_cache_tokens"):
-        recorder.add("long", count(0, 10), 15)
+        recorder.add("long", count(0, 4), 5)
 
 
 def test_pages_of_a_window_come_with_chunks_and_rounds_and_go_with_what_they_commit() -> None:
-    recorder = Recorder(windows=(window_pages(20, transient=5),), prefill_budget=20)
+    recorder = Recorder(windows=(window_pages(20),), prefill_budget=20)
     recorder.add("a", count(0, 50))
     held = []
     for _ in range(3):
@@ -294,10 +294,10 @@ def test_pages_of_a_window_come_with_chunks_and_rounds_and_go_with_what_they_com
 
 
 def test_sequences_wait_for_the_quotas_of_windows() -> None:
-    recorder = Recorder(windows=(window_pages(13),))
+    recorder = Recorder(windows=(window_pages(9),))
     for name, start in (("a", 0), ("b", 100), ("c", 200)):
         recorder.add(name, count(start, 4), 40)
-    assert [name for name, _, _ in recorder.prefill()] == ["a", "b"], "4 pages each, and 4 for the chunks"
+    assert [name for name, _, _ in recorder.prefill()] == ["a", "b"], "4 pages each"
     recorder.scheduler.abort("a")
     assert [name for name, _, _ in recorder.prefill()] == ["c"]
     for _ in range(12):
@@ -314,7 +314,7 @@ def test_a_preempted_sequence_holds_no_pages_of_windows() -> None:
         recorder.round([7, 7], [8, 8])
     resumed = recorder.scheduler._waiting[0]
     assert (resumed.request.id, resumed.table.windows) == ("b", [])
-    assert recorder.cache.windows[0]._promised == 4
+    assert recorder.cache.windows[0]._claimed == 4
 
 
 @pytest.mark.parametrize("num_rounds", range(1, 9))

@@ -68,12 +68,9 @@ class Setting:
         return RESERVE * (1 + (self.max_in_flight > 0))
 
     def window_pages(self, window: int) -> WindowPages:
-        num_tokens = min(self.prefill_budget, self.max_running * MAX_MODEL_LEN)
-        num_chunks = min(num_tokens, self.max_running)
-        transient = (num_tokens - num_chunks) // self.page_size + num_chunks
-        quota = WindowPages(2, self.page_size, window, self.max_reserve, 0).quota(MAX_MODEL_LEN + self.max_reserve)
-        num_pages = 1 + min(self.max_running, 5) * quota + transient  # where there are 8 slots they wait for quotas
-        return WindowPages(num_pages, self.page_size, window, self.max_reserve, transient)
+        quota = WindowPages(2, self.page_size, window, self.max_reserve).quota(MAX_MODEL_LEN + self.max_reserve)
+        num_pages = 2 + min(self.max_running, 5) * quota  # where there are 8 slots they wait for quotas
+        return WindowPages(num_pages, self.page_size, window, self.max_reserve)
 
 
 @dataclass(frozen=True, slots=True)
