@@ -130,8 +130,8 @@ class PageCache:
         return True
 
     def extend_windows(self, table: PageTable, num_tokens: int) -> None:
-        """Give the table own pages of every window group up to token `num_tokens`, at most `reach`. For a round there are
-        enough in any case."""
+        """Give the table own pages of every window group up to token `num_tokens`, at most `reach`, where a
+        round always ends."""
         for window, pages in zip(self.windows, table.windows, strict=True):
             window.extend(pages, num_tokens)
 

@@ -441,7 +441,7 @@ class Play:
         self.rng, self.evicts, self.lookahead = rng, evicts, lookahead
         longest = 18 * page_size + 20
         quotas = [WindowPages(2, page_size, window, RESERVE).quota(longest) for window in windows]
-        sizes = [1 + (5 if evicts else 1_000) * quota for quota in quotas]
+        sizes = [1 + (8 if evicts else 1_000) * quota for quota in quotas]
         pairs = zip(sizes, windows, strict=True)
         groups = [WindowPages(size, page_size, window, RESERVE) for size, window in pairs]
         self.cache = CountingCache(130 if evicts else 8_000, page_size, groups)
