@@ -1,5 +1,7 @@
 """Layers that ask for attention, without the rest of a network."""
 
+from typing import Any
+
 from slipstream.kernels.norm import HeadNorms
 from slipstream.models.layers.attention import AttentionLayer
 from slipstream.models.targets.config import AttentionSpec, RopeConfig
@@ -13,7 +15,9 @@ def asking_layer(
     id: int = 0,
     window: int | None = None,
     norms: HeadNorms | None = None,
+    **fields: Any,
 ) -> AttentionLayer:
+    """`fields`: others of its spec."""
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
-    spec = AttentionSpec(**sizes, rope=RopeConfig(), window=window, qk_norm=norms is not None)
+    spec = AttentionSpec(**sizes, rope=RopeConfig(), window=window, qk_norm=norms is not None, **fields)
     return AttentionLayer(id, spec, norms)

@@ -101,7 +101,7 @@ def find_backends(option: str, formats: Mapping[str, KVFormat] | None = None) ->
             able = [name for name in _found() if not _why_not(name, phase, formats.get(phase))]
             raise ValueError(
                 f"attention backend {names[phase]!r} cannot serve the phase {phase}: {lack}; "
-                f"backends that can: {', '.join(able)}"
+                f"backends that can: {', '.join(able) or 'none'}"
             )
     return backends
 
@@ -123,7 +123,7 @@ def _choose(formats: Mapping[str, KVFormat]) -> dict[str, str]:
     names = {}
     for phase, preferred in GPU_PREFERENCES.items():
         faults = {name: _why_not(name, phase, formats.get(phase)) for name in preferred}
-        names[phase] = next(name for name, fault in faults.items() if not fault)
+        names[phase] = next((name for name, fault in faults.items() if not fault), preferred[0])
         if names[phase] != preferred[0]:
             logger.warning("attention: %s by %s, not by %s: %s", phase, names[phase], *list(faults.items())[0])
     logger.info("attention: %s", ",".join(f"{phase}={name}" for phase, name in names.items()))

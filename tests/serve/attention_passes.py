@@ -34,6 +34,7 @@ class Pass:
     num_kv_heads: int = 2
     page_size: int = 16
     window: int | None = None
+    scale: float | None = None
     reach: int = 4  # a node's parent is at most so many nodes before it, trees only
 
 
@@ -45,6 +46,8 @@ PASSES = {
     "window": Pass(mask="causal", lengths=(0, 9, 31, 260), query_lens=(5,) * 4, window=33),
     "window, decode": Pass(mask="causal", lengths=(0, 1, 15, 16, 300), query_lens=(1,) * 5, window=20),
     "window, prompts": Pass(mask="causal", lengths=(16, 5, 130, 0), query_lens=(3, 90, 1, 16), prompt=True, window=12),
+    "scaled": Pass(mask="causal", lengths=(0, 9, 31, 260), query_lens=(5,) * 4, scale=0.07),
+    "scaled tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, scale=0.07),
     "window, block": Pass(mask="block", lengths=(12, 0, 130), query_lens=(8,) * 3, window=20),
     "window, tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, window=21),
     "window within a tree": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9,) * 4, window=3),
@@ -125,7 +128,8 @@ class Scene:
 
     def layer(self, with_norms: bool = False, id: int = LAYER) -> AttentionLayer:
         sizes = self.case.num_heads, self.case.num_kv_heads, self.cache.shape[-1]
-        return asking_layer(*sizes, id=id, window=self.case.window, norms=self.norms if with_norms else None)
+        norms = self.norms if with_norms else None
+        return asking_layer(*sizes, id=id, window=self.case.window, norms=norms, scale=self.case.scale)
 
     def slots(self, request: int, start: int, end: int) -> Tensor:
         return self.state.slots(self.rows[request], torch.arange(start, end, device=self.device), GROUP)

@@ -1,6 +1,5 @@
 """Every attention backend that runs here against one loop per request, query and head."""
 
-import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +106,8 @@ def expected(scene: Scene) -> Tensor:
             past = scene.slots(request, min(first, length), length)
             k, v = torch.cat((keys[past], turned[seen])), torch.cat((values[past], all_v[own][seen]))
             for head in range(case.num_heads):
-                scores = k[:, head // group] @ turn(all_q[start + query, head], place) / math.sqrt(HEAD_DIM)
+                scores = k[:, head // group] @ turn(all_q[start + query, head], place)
+                scores = scores * (case.scale or HEAD_DIM**-0.5)
                 out[start + query, head] = scores.softmax(-1) @ v[:, head // group]
         start += count
     return out

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,28 @@ def test_a_phase_without_kernels_says_what_lacks_and_who_has_it(
 ) -> None:
     with pytest.raises(ValueError, match=f"^attention backend {message}"):
         find_backends(option, kv)
+
+
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize("option", ["auto", "sdpa"])
+@pytest.mark.parametrize(
+    ("fields", "lack", "able"),
+    [
+        ({"softcap": 30.0}, "soft caps of scores", {"prefill": "flashinfer"}),
+        ({"sinks": True}, "attention sinks", {}),
+    ],
+)
+def test_features_of_layers_are_served_or_refused_by_name(
+    fields: dict[str, Any], lack: str, able: dict[str, str], option: str
+) -> None:
+    layers = asking_layer().spec, asking_layer(head_dim=64, **fields).spec
+    for device in (CPU, GPU):
+        one = KVFormat(device, torch.bfloat16, layers[1:])
+        on_gpu = able.get("prefill", "none") if device == GPU else "none"
+        phase = "verify" if option == "auto" and device == GPU and able else "prefill"
+        with pytest.raises(ValueError, match=f"cannot serve the phase {phase}: .*{lack}; backends that can: {on_gpu}$"):
+            find_backends(option, dict.fromkeys(PHASES, one))
+    assert lack in SDPABackend.fault(KVFormat(CPU, torch.float32, layers)), "one layer is enough"
 
 
 @pytest.mark.parametrize("fitting", [torch.bfloat16, torch.float16])

@@ -136,6 +136,18 @@ def test_captured_rounds_change_no_token(
         assert acceptance(answers) > 0.1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("drafter", "family"), [(drafter, family) for drafter in DRAFTERS for family in ("mistral-window", "qwen2-windows")]
+)
+def test_captured_rounds_of_windowed_layers_change_no_token(
+    drafter: str, family: str, build: BuildDrafted, reference: Reference
+) -> None:
+    requests, attention = uneven_requests(SAMPLINGS["plain"]), "prefill=sdpa,verify=triton,draft=triton"
+    engine = build(family, drafter, device="cuda", dtype="float32", attention=attention)
+    assert tokens_of(run(engine, requests)) == reference(family, requests)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_reference_is_transformers_generate(
     family: str, make_target: Callable[[str], Path], reference: Reference
