@@ -341,8 +341,9 @@ def draft_head(rows: int, name: str) -> Case:
     )
 
 
-def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool) -> Case:
-    """Tree attention: `nodes` per request, `batch` requests, after `context` committed tokens on average.
+def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool, window: int) -> Case:
+    """Tree attention: `nodes` per request, `batch` requests, after `context` committed tokens on average, of which a
+    node sees the last `window`; 0: all.
 
     Each layer has its own KV under one shuffled page table, so KV comes from memory as in a model.
     """
@@ -352,18 +353,21 @@ def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool
     num_pages, capacity = batch * longest + 1, max(longest, TABLE_TOKENS // page_size)
     pages = torch.zeros(batch, capacity, dtype=torch.int64, device="cuda")
     pages[:, :longest] = (torch.randperm(num_pages - 1, device="cuda") + 1).view(batch, longest)
-    num_bytes = (int(lengths.sum()) + batch * nodes) * 2 * G * D * 2  # KV of one layer
+    seen = lengths.clamp(max=window) if window else lengths
+    num_bytes = (int(seen.sum()) + batch * nodes) * 2 * G * D * 2  # KV of one layer
     cache = random(min(MAX_LAYERS, max(2, -(-COLD_BYTES // num_bytes))), 2, num_pages, page_size, G, D)
     q = random(len(cache), batch, nodes, Q, D)
     ancestors = (1 | 1 << torch.arange(nodes, device="cuda")).expand(batch, nodes).contiguous()  # the root's children
     where = (pages, torch.arange(batch, device="cuda"), lengths, ancestors)
     heads = Q // G
     chosen = choose_blocks(batch, nodes * heads, D, 2)
-    parts = choose_parts(batch, G * -(-nodes * heads // chosen.rows), chosen.rows, capacity * page_size, D)
+    longest_read = min(capacity * page_size, window + nodes + chosen.tokens) if window else capacity * page_size
+    parts = choose_parts(batch, G * -(-nodes * heads // chosen.rows), chosen.rows, longest_read, D)
 
     def attend(layer: int, blocks: Blocks = chosen, parts: Parts = parts) -> Tensor:
         keys, values = cache[layer]
-        out = tree_attention_triton(q[layer], keys, values, *where, "tree", D**-0.5, blocks=blocks, parts=parts)
+        options: dict[str, Any] = {"blocks": blocks, "parts": parts, "window": window or None}
+        out = tree_attention_triton(q[layer], keys, values, *where, "tree", D**-0.5, **options)
         assert isinstance(out, Tensor)
         return out
 

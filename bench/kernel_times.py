@@ -47,6 +47,8 @@ class KernelsConfig:
     """New tokens of each."""
     page_sizes: list[int] = field(default_factory=lambda: [16, 64])
     """Tokens per page."""
+    windows: list[int] = field(default_factory=lambda: [0])
+    """Committed tokens that a new one sees; 0: all."""
     ragged: bool = False
     """Draw contexts between 0.1 and 1.9 times their length."""
     tune: bool = False
@@ -63,8 +65,9 @@ class KernelsConfig:
     def cases(self) -> Iterator[tuple[dict[str, Any], Case]]:
         yield from all_cases(self.rows, self.kernels)
         if not self.kernels or ATTENTION.startswith(tuple(self.kernels)):
-            for work in product(self.batches, self.contexts, self.nodes, self.page_sizes, [self.ragged]):
-                sizes = dict(zip(("batch", "context", "nodes", "page_size", "ragged"), work, strict=True))
+            names = ("batch", "context", "nodes", "page_size", "ragged", "window")
+            for work in product(self.batches, self.contexts, self.nodes, self.page_sizes, [self.ragged], self.windows):
+                sizes = dict(zip(names, work, strict=True))
                 yield {"kernel": ATTENTION, **sizes}, attention(**sizes)
 
 
