@@ -5,7 +5,8 @@ tree of serve/engine/kv_cache.py: a node of the tree, a full page of text, has a
 
 Invariant: every page but page 0 (the dump page of padding, never handed out) is in exactly one of three places:
   free     the free list
-  cached   attached to a node, held by no table; given up in order of last use, wherever its node is in the tree
+  cached   attached to a node, held by no table; given up in order of last use, wherever its node is in the tree, but
+           first those that only fell behind a window: what ended conversations may go on from outlives long prompts
   in use   held by tables: by any number if it is attached to a node, else by one, whose own it is
 A pass over positions from c on reads positions c - window + 1 and later. A page before them is given back as soon as
 the host knows that the tokens before c are committed, although older passes, launched when the host knew of fewer, may
@@ -62,10 +63,11 @@ class WindowPages:
         self.total_pages = num_pages - 1
         self._claimed = 0  # by all tables
         self._free = list(range(num_pages - 1, 0, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the page longest unused first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # in the order in which they are given up
         self._holders: dict[int, int] = {}  # by attached page: tables that hold it
         self._nodes: dict[int, Hashable] = {}  # by attached page
         self._attached: dict[Hashable, int] = {}  # by node
+        self._hit: set[int] = set()  # attached pages that a hit has found
 
     @property
     def num_available(self) -> int:
@@ -110,6 +112,7 @@ class WindowPages:
             page = self._attached[node]
             self._cached.pop(page, None)
             self._holders[page] += 1
+            self._hit.add(page)
             table.pages.append(page)
         self._claimed += table.claim
         return table
@@ -139,6 +142,7 @@ class WindowPages:
         if page is None:
             return
         del self._nodes[page]
+        self._hit.discard(page)
         num_holders = self._holders.pop(page)
         assert num_holders <= 1, "a table holds a page of a node that the tree gives up"
         if num_holders == 0:
@@ -153,6 +157,8 @@ class WindowPages:
             before = table.claim
             for page in table.pages[:num_passed]:
                 self._give_back(page)
+                if page in self._cached and page not in self._hit:
+                    self._cached.move_to_end(page, last=False)
             del table.pages[:num_passed]
             table.first += num_passed
             self._claimed += table.claim - before
@@ -182,6 +188,7 @@ class WindowPages:
         assert self._cached, "a table lacks a page: claims were counted wrong"
         page, _ = self._cached.popitem(last=False)
         del self._holders[page], self._attached[self._nodes.pop(page)]
+        self._hit.discard(page)
         return page
 
     def check(self, tables: Iterable[tuple[WindowTable, AbstractSet[Hashable]]], nodes: AbstractSet[Hashable]) -> None:
@@ -199,6 +206,7 @@ class WindowPages:
         assert self._attached == {node: page for page, node in self._nodes.items()}, "attached both ways"
         assert self._attached.keys() <= nodes, "a page is attached to a node that the tree has lost"
         assert self._holders == {page: holders.get(page, 0) for page in self._nodes}, "holders are counted wrong"
+        assert self._hit <= self._nodes.keys(), "a page without a node was hit"
         assert self._cached.keys() == {page for page, number in self._holders.items() if number == 0}, "cached in use"
         for page, number in holders.items():
             assert number - sharers[page] <= 1, "a page is held by two that do not share its node: an own one, by two"

@@ -274,6 +274,25 @@ def test_pages_behind_the_window_become_cached_or_free() -> None:
     cache.check([table, other])
 
 
+def test_a_long_prompt_leaves_what_ended_texts_and_shared_beginnings_need() -> None:
+    cache = windowed(8, num_pages=18)
+    ended, shared = list(range(20)), list(range(100, 112))
+    cache.release(compute(cache, ended), ended, 20)
+    for _ in range(2):  # the second finds the pages of the first
+        cache.release(compute(cache, [*shared, *range(200, 212)]), [*shared, *range(200, 212)], 24)
+    cache.release(compute(cache, [*shared, *range(300, 312)]), [*shared, *range(300, 312)], 24)
+    long = list(range(400, 440))
+    table = PageTable("", 0)
+    assert cache.admit(table, long, 40 + RESERVE, headroom=0, limit=40 + RESERVE)
+    for end in range(4, 44, 4):
+        cache.extend_windows(table, end + RESERVE * (end == 40))
+        cache.publish(table, long, end)
+        cache.slide(table, end)
+    cache.check([table])
+    assert num_matched_pages(cache, [*ended, 99]) == 5
+    assert num_matched_pages(cache, [*shared, 99]) == 3
+
+
 def test_a_page_of_a_known_text_is_attached_and_stays_with_its_table_when_the_tree_forgets_the_text() -> None:
     cache = windowed(8)
     window, tokens = cache.windows[0], list(range(17))
