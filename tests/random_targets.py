@@ -38,6 +38,11 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
@@ -49,11 +54,10 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**SHAPE, sliding_window=None),
     "mistral-window": MistralConfig(**SHAPE, sliding_window=19),
     "qwen2": Qwen2Config(**SHAPE),
-    "qwen2-windows": Qwen2Config(
-        **SHAPE, use_sliding_window=True, sliding_window=9, layer_types=["sliding_attention", "full_attention"] * 2
-    ),
+    "qwen2-windows": Qwen2Config(**SHAPE, **WINDOWS),
     "qwen2-yarn": Qwen2Config(**SHAPE, rope_parameters=YARN_ROPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+    "qwen3-windows": Qwen3Config(**SHAPE, **WINDOWS, head_dim=16),
     "qwen3-tied": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
 }
 

@@ -98,7 +98,7 @@ Reference = Callable[[str, list[Request]], dict[str, list[int]]]
 
 @pytest.mark.parametrize(
     ("drafter", "sampling", "page_size", "max_running", "family"),
-    pairwise(DRAFTERS, SAMPLINGS, [1, 16], [1, 8], ["qwen3", "llama", "mistral-window", "qwen2-windows"]),
+    pairwise(DRAFTERS, SAMPLINGS, [1, 16], [1, 8], ["qwen3", "llama", "mistral-window", "qwen3-windows"]),
 )
 def test_a_drafter_changes_no_token(
     drafter: str,
