@@ -125,6 +125,8 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
         "target": config.target,
         "draft": engine.config.draft,
         "batch": batch,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
         "width": engine.planner.widths.most,
         "ms": round(ms, 3),
         "graph_ms": graph_ms,
@@ -159,8 +161,12 @@ def recorded(runner: ModelRunner) -> Iterator[list[InFlight]]:
 def gap_us(flights: Sequence[InFlight]) -> float:
     """The median time between two rounds on the device, all of which have been read."""
     rounds = [flight for flight in flights if flight.plan.slots]
-    events = [(before.landed, after.started) for before, after in pairwise(rounds)]
-    return round(1000 * median(landed.elapsed_time(started) for landed, started in events), 1)  # type: ignore
+    gaps: list[float] = []
+    for before, after in pairwise(rounds):
+        assert before.landed is not None
+        assert isinstance(after.started, torch.cuda.Event), "rounds of a GPU"
+        gaps.append(1000 * before.landed.elapsed_time(after.started))
+    return round(median(gaps), 1)
 
 
 def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:

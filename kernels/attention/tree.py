@@ -101,18 +101,21 @@ def tree_attention(
 def sees(node: Tensor, queries: Tensor, ancestors: Tensor | None, mask: Mask, window: int | None) -> Tensor:
     """(B, N, S) bool: which slots each query may see by the mask and the window, committed tokens included."""
     N, node = len(queries), node[:, None]
-    depths, query_depths = node, queries[:, None]  # positions - lengths: (B, 1, S) and (N, 1)
-    if mask == "causal":
-        visible = node <= queries[:, None]
-    elif mask == "block":
-        visible = torch.ones_like(node, dtype=torch.bool).expand(-1, N, -1)
-    else:
+    if mask == "tree":
         assert ancestors is not None
         seen, index = unpack(ancestors, count=64), node.clamp(0, 63).expand(-1, N, -1)
         visible = (node < 0) | seen.gather(2, index)
+    elif mask == "causal":
+        visible = node <= queries[:, None]
+    else:
+        visible = torch.ones_like(node, dtype=torch.bool).expand(-1, N, -1)
+    if window is None:
+        return visible
+    depths, query_depths = node, queries[:, None]  # positions - lengths: (B, 1, S) and (N, 1)
+    if mask == "tree":
         seen_depths = seen.cumsum(dim=2) - 1  # (B, N, 64): right for the nodes that a query sees
         depths, query_depths = torch.where(node < 0, node, seen_depths.gather(2, index)), seen_depths[..., -1:]
-    return visible if window is None else visible & (depths > query_depths - window)
+    return visible & (depths > query_depths - window)
 
 
 @tree_attention.kernel()

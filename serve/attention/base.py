@@ -55,6 +55,7 @@ class Backend(Attention):
     def __init__(self, kv: NetworkKV, rope: RotaryEmbedding) -> None:
         self.kv, self.rope = kv, rope
         self.layers, self.groups = kv.layers, kv.groups  # (2, num_pages, page_size, G, D) of each layer, and its group
+        self.flat = [layer.flatten(1, 2) for layer in self.layers]  # the same by slots: (2, S, G, D)
         self.page_size = self.layers[0].shape[2]
 
     @classmethod
@@ -81,7 +82,7 @@ class Backend(Attention):
 
     def rotate_and_store(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         """Norms and rotates q and k, stores k and v in their slots of a layer, and returns q (T, Q, D)."""
-        metadata, rope, (keys, values) = self.metadata, self.rope, self.layers[layer.id].flatten(1, 2)
+        metadata, rope, (keys, values) = self.metadata, self.rope, self.flat[layer.id]
         where = metadata.positions, metadata.slots.of(self.groups[layer.id])
         return rotate_and_store(q, k, v, rope.cos, rope.sin, *where, keys, values, layer.norms)
 

@@ -9,10 +9,11 @@ and a merge of the two: no mask of the context's size is built.
 import logging
 import math
 import threading
+from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,17 +49,25 @@ WORKSPACE_BYTES = 384 * 2**20
 TENSOR_CORE_GROUP = 4  # query heads per KV head from which decoding gains by tensor cores
 
 
+class Variant(NamedTuple):
+    """What FlashInfer compiles kernels of their own for."""
+
+    head_dim: int
+    has_window: bool
+    has_softcap: bool
+
+
 class Build(threading.Thread):
     """Compiles the kernels for prompts, which takes about a minute unless FlashInfer's cache has them."""
 
-    def __init__(self, dtype: torch.dtype, head_dim: int, kernels: str) -> None:
+    def __init__(self, dtype: torch.dtype, variant: Variant, kernels: str) -> None:
         super().__init__(daemon=True)
-        self.dtype, self.head_dim, self.kernels = dtype, head_dim, kernels
+        self.dtype, self.variant, self.kernels = dtype, variant, kernels
         self.is_done = False
 
     def run(self) -> None:
-        dtype, D, kernels = self.dtype, self.head_dim, self.kernels
-        options = (0, False, False)  # rotates nothing, no window, no soft cap
+        dtype, D, kernels = self.dtype, self.variant.head_dim, self.kernels
+        options = (0, self.variant.has_window, self.variant.has_softcap)  # 0: rotates nothing
         try:
             with runtime.stage("FlashInfer's kernels for prompts, in the background"):
                 if kernels == "auto":
@@ -94,7 +103,7 @@ class Backend(base.Backend):
     def __init__(self, kv: NetworkKV, rope: RotaryEmbedding) -> None:
         super().__init__(kv, rope)
         self.workspace = _workspace(self.layers[0].device)
-        self.planners: dict[str, Planner] = {}  # kind of pass -> its wrapper, made once
+        self.planners: dict[tuple[str, Mask, AttentionSpec], Planner] = {}  # by kind of pass; each is made once
         self.planned: dict[tuple[Mask, AttentionSpec], Any] = {}  # the wrappers planned for this pass
 
     @classmethod
@@ -114,13 +123,13 @@ class Backend(base.Backend):
 
     @classmethod
     def prepare(cls, kv: KVFormat) -> None:
-        for head_dim in kv.head_dims:
-            _build(kv.dtype, head_dim, cls.prompt_kernels)
+        for variant in _variants(kv.layers):
+            _build(kv.dtype, variant, cls.prompt_kernels)
 
     @property
     def is_ready(self) -> bool:
-        shapes = {(layer.dtype, layer.shape[-1]) for layer in self.layers}
-        return all(_build(*shape, self.prompt_kernels).is_done for shape in shapes)
+        dtype, variants = self.layers[0].dtype, _variants(self.kv.specs)
+        return all(_build(dtype, variant, self.prompt_kernels).is_done for variant in variants)
 
     def plan(self, metadata: AttentionMetadata) -> None:
         super().plan(metadata)
@@ -204,11 +213,11 @@ class Backend(base.Backend):
 
     def _planner(self, kind: str, mask: Mask, spec: AttentionSpec) -> Planner:
         """The wrapper of "decode", or of a "round" or "prompt" with that mask; each has buffers of its own."""
-        name = f"{kind} {mask} {spec}"
-        if name not in self.planners:
+        key = kind, mask, spec
+        if key not in self.planners:
             with torch.inference_mode(False):  # a wrapper writes into its buffers in other modes, too
-                self.planners[name] = Planner(self._make_wrapper(kind, spec))
-        return self.planners[name]
+                self.planners[key] = Planner(self._make_wrapper(kind, spec))
+        return self.planners[key]
 
     def _make_wrapper(self, kind: str, spec: AttentionSpec) -> Any:
         if kind == "decode":
@@ -243,9 +252,13 @@ def _starts(counts: Tensor) -> Tensor:
     return torch.cat((counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)))
 
 
+def _variants(layers: Iterable[AttentionSpec]) -> set[Variant]:
+    return {Variant(one.head_dim, one.window is not None, one.softcap is not None) for one in layers}
+
+
 @cache
-def _build(dtype: torch.dtype, head_dim: int, kernels: str) -> Build:
-    build = Build(dtype, head_dim, kernels)
+def _build(dtype: torch.dtype, variant: Variant, kernels: str) -> Build:
+    build = Build(dtype, variant, kernels)
     build.start()
     return build
 

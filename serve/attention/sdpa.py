@@ -95,7 +95,7 @@ class Backend(base.Backend):
         return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin).to(x.dtype)
 
     def _store(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
-        (keys, values), slots = self.layers[layer.id].flatten(1, 2), self.metadata.slots.of(self.groups[layer.id])
+        (keys, values), slots = self.flat[layer.id], self.metadata.slots.of(self.groups[layer.id])
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
 

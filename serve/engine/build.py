@@ -172,7 +172,8 @@ def build_engine(config: EngineConfig) -> Engine:
 def pick_max_model_len(asked: int | None, model: TargetSpec) -> int:
     """The context length: at most the target's positions."""
     if asked is not None and asked > model.max_position_embeddings:
-        raise ValueError(f"max_model_len is {asked}; this target allows at most {model.max_position_embeddings}")
+        longest = model.max_position_embeddings
+        raise ValueError(f"max_model_len is {asked}; lower it to {longest}, the most positions of this target")
     return asked or model.max_position_embeddings
 
 

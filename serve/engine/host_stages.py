@@ -5,7 +5,7 @@ proposals of the next round, before they are verified. It answers with edits. As
 waits for the pass before it; otherwise passes are launched ahead. Imports no torch.
 """
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -45,7 +45,7 @@ class Proposed:
 
 
 class HostStage(ABC):
-    """`run` is called with what `reads` names."""
+    """`run` gets what `reads` names."""
 
     reads: ClassVar[Literal["emitted", "proposal"]]
     is_optional: ClassVar[bool] = False  # rounds go on without its edits where waiting for them does not pay
@@ -63,9 +63,9 @@ class HostStage(ABC):
         """Whether it has work for a round of these requests."""
         return True
 
+    @abstractmethod
     def run(self, given: Emitted | Proposed, width: int) -> Edits:
         """`width`: most nodes of a proposal. Where one request fails, the edits name its error."""
-        raise NotImplementedError(f"{type(self).__module__} lacks a method run")
 
     def release(self, slot: int, tokens: list[int]) -> None:
         """The request in `slot` ended or was preempted; `tokens` are all its tokens."""

@@ -43,6 +43,7 @@ class NetworkKV:
 
     caches: dict[int, Tensor]  # by group: (L, 2, num_pages, page_size, G, D)
     places: tuple[tuple[int, int], ...]  # by layer: its group, and its place among the layers there
+    specs: tuple[AttentionSpec, ...]  # by layer
 
     @classmethod
     def allocate(
@@ -64,7 +65,7 @@ class NetworkKV:
             assert len(heads) == 1, "layers of a group have KV of one shape"
             shape = len(own), 2, num_pages[group], page_size, *heads.pop()
             caches[group] = _zeros(shape, dtype, device)
-        return cls(caches, places)
+        return cls(caches, places, tuple(specs))
 
     @property
     def layers(self) -> list[Tensor]:

@@ -88,12 +88,12 @@ class Scene:
         cache.flatten(2, 3)[:, :, committed.cpu()] = kv
         self._give_pages_back(cache)
         self.cache = cache.to(self.device, dtype)
-        self.kv = NetworkKV({GROUP: self.cache}, ((GROUP, 0), (GROUP, 1)))
         self.rope = RotaryEmbedding(RopeConfig(10000.0), head_dim, max(self.ends)).to(self.device)
         weights = 1 + 0.3 * torch.randn(2, head_dim, generator=generator)
         rng, nodes, reach = random.Random(5), range(1, case.query_lens[0]), case.reach
         self.parents = [[-1, *(rng.randrange(max(0, node - reach), node) for node in nodes)] for _ in self.ends]
         self.norms = HeadNorms(*weights.to(self.device, dtype), 1e-6)
+        self.kv = NetworkKV({GROUP: self.cache}, ((GROUP, 0), (GROUP, 1)), (self.layer().spec,) * NUM_LAYERS)
 
     def metadata(self, spare: int = 9) -> AttentionMetadata:
         """`spare`: how far the host's bounds lie above the true lengths; a prompt's are exact."""

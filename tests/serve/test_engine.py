@@ -50,7 +50,7 @@ def test_a_draft_for_other_weights_is_a_warning(draft: Path, target: Path, caplo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_model_len": 257}, "max_model_len is 257; this target allows at most 256"),
+        ({"max_model_len": 257}, "max_model_len is 257; lower it to 256, the most positions of this target"),
         ({"attention": "nope"}, "attention backend 'nope' does not exist"),
         ({"drafter": {"width": 3}}, "drafter option 'width' does not exist; valid: depth"),
         ({"target": "/no/such/target"}, "checkpoint /no/such/target does not exist"),

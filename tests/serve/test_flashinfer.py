@@ -122,17 +122,20 @@ def test_kernels_for_prompts_are_compiled_in_the_background(
     backend: type[Backend], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module, dtype = sys.modules[backend.__module__], torch.bfloat16
-    backend.prepare(KVFormat(torch.device("cpu"), dtype, (asking_layer(head_dim=64).spec,)))
-    build = module._build(dtype, 64, "auto")
-    build.join()
-    assert build.is_done
-    assert fake_flashinfer.compiled[-1] == ("fa3", *[dtype] * 3, torch.int32, 64, 64, 0, False, False, False)
+    for window, softcap in ((None, None), (9, None), (None, 30.0)):  # each has kernels of its own
+        layer = asking_layer(head_dim=64, window=window, softcap=softcap).spec
+        backend.prepare(KVFormat(torch.device("cpu"), dtype, (layer,)))
+        options = (window is not None, softcap is not None)
+        build = module._build(dtype, module.Variant(64, *options), "auto")
+        build.join()
+        assert build.is_done
+        assert fake_flashinfer.compiled[-1] == ("fa3", *[dtype] * 3, torch.int32, 64, 64, 0, *options, False)
 
     def fail(*_: object) -> None:
         raise RuntimeError("nvcc: no such option")
 
     monkeypatch.setattr(module, "get_batch_prefill_module", fail)
-    build = module._build(dtype, 128, "auto")
+    build = module._build(dtype, module.Variant(128, False, False), "auto")
     build.join()
     assert not build.is_done
     assert "nvcc: no such option" in caplog.text
