@@ -180,7 +180,10 @@ def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:
         engine.add(Request(id=str(index), prompt=prompt.tolist(), params=params))
     started: set[str] = set()
     while len(started) < batch:
-        started |= {output.request_id for output in engine.step() if output.tokens}
+        outputs = engine.step()
+        started |= {output.request_id for output in outputs if output.tokens}
+        if any(output.finish_reason for output in outputs):
+            raise SystemExit(f"error: new_tokens {config.new_tokens}: a request ended before all decoded; raise it")
     engine.drain()  # these rounds would be counted although they end before the clock starts
 
 

@@ -45,4 +45,4 @@ def test_replays_equal_eager_passes(name: str) -> None:
     out.fill_(torch.nan)
     graph.replay()
     assert torch.equal(out, expected)
-    assert torch.equal(scene.cache, stored)
+    torch.testing.assert_close(scene.cache, stored, atol=0, rtol=0, equal_nan=True)  # pages behind a window hold NaN
