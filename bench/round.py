@@ -4,7 +4,7 @@
 
 Each batch size decodes with `--draft none` and with the draft, in one run. `ms` is wall time per round while all
 requests decode; `graph_ms` of one replay after the prompts; `gap_us` the median time between the end of one round on
-the device, its result's copy included, and the begin of the next. `floor_ms` is the time to read the weights and the KV
+the device, its result's copy included, and the start of the next. `floor_ms` is the time to read the weights and the KV
 once per pass at the copy bandwidth measured in the same run. `--profile` lists the kernels of a round. Prints a table,
 then one JSON line per row.
 """
@@ -183,7 +183,10 @@ def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:
         outputs = engine.step()
         started |= {output.request_id for output in outputs if output.tokens}
         if any(output.finish_reason for output in outputs):
-            raise SystemExit(f"error: new_tokens {config.new_tokens}: a request ended before all decoded; raise it")
+            raise ValueError(
+                f"new_tokens is {config.new_tokens}, and a request ended before the prompts of all {batch} were computed; "
+                "raise it, or lower batch or prompt_len"
+            )
     engine.drain()  # these rounds would be counted although they end before the clock starts
 
 
