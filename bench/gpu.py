@@ -9,7 +9,9 @@ REPLAYS = 20
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a large copy, read and written."""
+    """Bytes per second of a large copy, read and written. Raises ValueError without a GPU."""
+    if not torch.cuda.is_available():
+        raise ValueError("torch finds no GPU, which this benchmark measures; run it on one, with a CUDA build of torch")
     source = torch.randint(0, 255, (2**31,), dtype=torch.uint8, device="cuda")
     destination = torch.empty_like(source)
     return 2000 * source.nbytes / milliseconds(lambda: destination.copy_(source))
