@@ -184,8 +184,8 @@ def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:
         started |= {output.request_id for output in outputs if output.tokens}
         if any(output.finish_reason for output in outputs):
             raise ValueError(
-                f"new_tokens is {config.new_tokens}: a request ended before all {batch} prompts were computed; raise it, "
-                "or lower batch or prompt_len"
+                f"new_tokens is {config.new_tokens}: a request ended before all {batch} prompts were computed; "
+                "raise it, or lower batch or prompt_len"
             )
     engine.drain()  # these rounds would be counted although they end before the clock starts
 
