@@ -285,7 +285,7 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
     params: dict[str, Any] = {"temperature": config.temperature, "ignore_eos": config.ignore_eos}
     if config.mode == "http":
         with running_server([str(Path(sys.executable).parent / "serve"), *flags(options)]) as url:
-            yield lambda tasks, level, name, seed: run_http(url, tasks, level, seed, cache_salt=name, **params)
+            yield lambda tasks, level, name, seed: run_http(url, tasks, level, name, seed, **params)
         return
     held: dict[str, Any] = {"engine": build_engine(EngineConfig(**options))}
     if held["engine"].stages:

@@ -95,15 +95,16 @@ def run_offline(
 ) -> Run:
     """Keeps `concurrency` requests in flight until all tasks are done. `params` are passed to every SamplingParams.
 
-    Task i samples with `seed` + i; with one seed for all, answers would be alike and a drafter could copy them.
-    `clock`: the engine's, if its drafter runs on the host. Raises ValueError for a task that the engine cannot serve.
+    Task i samples with `seed` + i; with one seed for all, answers would be alike and a drafter could copy them. For the
+    same reason a question that is asked again has a namespace of its own. `clock`: the engine's, if its drafter runs on
+    the host. Raises ValueError for a task that the engine cannot serve.
     """
     requests = [
         Request(
             id=str(index),
             prompt=task.prompt,
             params=SamplingParams(max_tokens=task.max_tokens, seed=seed + index, **params),
-            namespace=namespace,
+            namespace=own_namespace(namespace, task),
         )
         for index, task in enumerate(tasks)
     ]
@@ -129,6 +130,11 @@ def run_offline(
     )
 
 
+def own_namespace(namespace: str, task: Task) -> str:
+    """None if there is none for the others: with a dynamic token map."""
+    return f"{namespace}, repeat {task.repeat}" if namespace and task.repeat else namespace
+
+
 def outputs(
     engine: Engine, requests: Sequence[Request], concurrency: int, answers: dict[str, EngineAnswer]
 ) -> Iterator[Output]:
@@ -144,14 +150,20 @@ def outputs(
         yield from engine.step()
 
 
-def run_http(base_url: str, tasks: Sequence[Task], concurrency: int, seed: int = 0, **params: Any) -> Run:
-    """Streams the answers of all tasks. Seeds are those of run_offline; `params` are passed with every request.
+def run_http(
+    base_url: str, tasks: Sequence[Task], concurrency: int, namespace: str = "", seed: int = 0, **params: Any
+) -> Run:
+    """Streams the answers of all tasks. Seeds and namespaces are those of run_offline; `params` are passed with every
+    request.
 
     Raises ValueError if a request fails.
     """
     before = read_counters(base_url)
     prompts = [task.prompt for task in tasks]
-    own = [{"max_tokens": task.max_tokens, "seed": seed + index} for index, task in enumerate(tasks)]
+    own = [
+        {"max_tokens": task.max_tokens, "seed": seed + index, "cache_salt": own_namespace(namespace, task)}
+        for index, task in enumerate(tasks)
+    ]
     load = run_load(base_url, prompts, concurrency=concurrency, stream=True, each=own, **params)
     if load.errors:
         raise ValueError(f"{len(load.errors)} of {len(tasks)} requests failed, the first with: {load.errors[0]}")

@@ -39,6 +39,8 @@ class Task:
     max_tokens: int
     number: Decimal | None = None
     """The correct answer, if the prompt is a question."""
+    repeat: int = 0
+    """How many earlier tasks ask the same question."""
 
     def is_right(self, answer: str) -> bool:
         return self.number is not None and final_number(answer) == self.number
@@ -62,8 +64,8 @@ class Workload:
     """Variables of the chat template."""
 
     def tasks(self, count: int, seed: str) -> list[Task]:
-        """Different seeds give different prompts, so a prefix cache does not help. Raises ValueError if there are too
-        few questions."""
+        """Different seeds give different prompts, so a prefix cache does not help. If there are fewer questions, they
+        are asked again. Raises ValueError if there are none."""
         rng = random.Random(seed)
         lengths = [(self._length(rng, self.input_len), self._length(rng, self.output_len)) for _ in range(count)]
         if self.kind == "random":
@@ -75,14 +77,16 @@ class Workload:
             raise ValueError(
                 f"input_len is {self.input_len}; {path} has no rows of split 'train' to use as examples: give 0"
             )
-        if not questions or (count > len(questions) and not self.input_len):
-            raise ValueError(f"{count} requests ask a question each; {path} has {len(questions)}: ask for fewer")
+        if not questions:
+            raise ValueError(
+                f"{path} has no questions: its rows of split 'heldout' are asked, and those without a split"
+            )
         first = rng.randrange(len(questions))
         tasks = []
         for index, (length, answer_len) in enumerate(lengths):
             question = questions[(first + index) % len(questions)]
             prompt = self._few_shot(rng, question, answered, length)
-            tasks.append(Task(prompt, answer_len, final_number(question.answer)))
+            tasks.append(Task(prompt, answer_len, final_number(question.answer), index // len(questions)))
         return tasks
 
     def _length(self, rng: random.Random, longest: int) -> int:

@@ -15,7 +15,7 @@ from slipstream.bench import serving, serving_run
 from slipstream.bench.lines import table
 from slipstream.bench.server import flags
 from slipstream.bench.serving import COLUMNS, HOST_COLUMNS, ServingConfig, compare, label, main, split_draft
-from slipstream.bench.serving_run import Run, pool, run_http, run_offline
+from slipstream.bench.serving_run import Run, own_namespace, pool, run_http, run_offline
 from slipstream.bench.workload import Question, Task, Workload, final_number, read_questions
 from slipstream.serve.cli import read_config
 from slipstream.serve.engine.build import build_engine
@@ -286,8 +286,18 @@ def test_questions_stand_at_the_end_of_answered_ones(tokenizer: Any) -> None:
         turns = tokenizer.decode(task.prompt).split("<|im_start|>user\n")
         assert turns[-1].removesuffix("<|im_end|>\n<|im_start|>assistant\n") in heldout
         assert len(turns) > num_turns
-    with pytest.raises(ValueError, match="382 requests ask a question each; .* has 381: ask for fewer"):
-        Workload(tokenizer=tokenizer, kind="gsm8k", input_len=0, output_len=3).tasks(382, "a")
+
+
+def test_questions_are_asked_again_in_other_namespaces(tokenizer: Any, tmp_path: Path) -> None:
+    tasks = Workload(tokenizer=tokenizer, kind="gsm8k", input_len=0, output_len=3).tasks(2 * 381 + 1, "a")
+    first, again, third = tasks[0], tasks[381], tasks[-1]
+    assert first.prompt == again.prompt == third.prompt != tasks[1].prompt
+    assert len({own_namespace("at 8", task) for task in (first, again, third)}) == 3
+    assert own_namespace("at 8", tasks[1]) == "at 8"
+    assert own_namespace("", again) == ""
+    (empty := tmp_path / "questions.jsonl").write_text('{"question": "1+1?", "answer": "2", "split": "train"}\n')
+    with pytest.raises(ValueError, match="questions.jsonl has no questions"):
+        Workload(tokenizer=tokenizer, kind=str(empty), input_len=0, output_len=3).tasks(1, "a")
 
 
 @pytest.mark.parametrize(
