@@ -131,7 +131,7 @@ def run_offline(
 
 
 def own_namespace(namespace: str, task: Task) -> str:
-    """None if there is none for the others: with a dynamic token map."""
+    """Without a namespace for all, as a dynamic token map wants it, tasks have none of their own either."""
     return f"{namespace}, repeat {task.repeat}" if namespace and task.repeat else namespace
 
 
