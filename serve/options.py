@@ -4,13 +4,13 @@ Imports neither torch nor an HTTP package, so that `serve --help` is instant.
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slipstream.models.chat.messages import DEFAULT_DATE, check_date
 
-PREFILL_BLOCK = 32  # queries of which captured prefills are made; with 4 query heads to a KV head a tile of our kernel
 MOST_RUNNING = 1024  # with 64 nodes each, the most rows that kernels count programs for (kernels/grid_sync.py)
 
 
@@ -36,7 +36,12 @@ class EngineConfig:
     device: str = "auto"
     """auto, cpu or cuda."""
     width: int | None = None
-    """Nodes verified per round (drafted tokens + 1). Default: by load if rounds are captured, else all drafted ones."""
+    """Nodes verified of each request in a step (drafted tokens + 1). Default: the likeliest, as many as pay."""
+    objective: str = "throughput"
+    """throughput, or itl=20ms: keep 95 % of the times between a request's tokens under that where it is possible."""
+    max_chunk_ms: float | None = None
+    """Longest step, in milliseconds, that prompts may cause while others decode. Default: twice the step without them,
+    at least 30."""
     attention: str = "auto"
     """Attention backend NAME[:VARIANT] (a file in serve/attention), or one per phase: prefill=NAME,verify=NAME,
     draft=NAME. auto: sdpa on the CPU; on a GPU flashinfer for prefill and triton for the rest."""
@@ -47,20 +52,20 @@ class EngineConfig:
     max_running: int = 64
     """Most requests decoded at once."""
     prefill_budget: int = 1024
-    """Most prompt tokens computed per step; captured prefills may lower it to prefill_graph_tokens."""
+    """Most prompt tokens computed per step; captured passes may lower it to prefill_graph_tokens."""
     cuda_graph: bool = True
-    """On a GPU, replay rounds captured at start-up. Off: launch their kernels one by one."""
+    """On a GPU, replay passes captured at start-up. Off: launch their kernels one by one."""
     prefill_graph_tokens: int = 1024
-    """On a GPU, also capture prefills of up to so many tokens, with the attention of verify. 0: none."""
+    """On a GPU, also capture passes with prompts of up to so many tokens, with the attention of verify. 0: none."""
     overlap: bool = True
-    """On a GPU, read a round's tokens while the next one runs."""
+    """On a GPU, read a step's tokens while the next one runs; needs captured passes."""
     kv_cache_tokens: int | None = None
     """Size of the KV cache in tokens. Default: from mem_fraction; on the CPU from free memory."""
     mem_fraction: float = 0.9
     """Share of the GPU's memory to use for weights, working memory, graphs and, with the rest, the KV cache. (On the
     CPU the KV cache takes a quarter of free memory.)"""
     simulate_accept_length: float | None = None
-    """Benchmarks only: pretend that rounds emit so many tokens on average. The output is wrong."""
+    """Benchmarks only: pretend that steps emit so many tokens of a request on average. The output is wrong."""
     trust_remote_code: bool = False
     """Run Python code that comes with the target's config or tokenizer."""
 
@@ -83,17 +88,23 @@ class EngineConfig:
             raise ValueError(
                 f"simulate_accept_length is {self.simulate_accept_length}; it must be a number of tokens, at least 1"
             )
-        if self.prefill_graph_tokens and self.prefill_graph_tokens < PREFILL_BLOCK:
-            raise ValueError(
-                f"prefill_graph_tokens is {self.prefill_graph_tokens}; it must be at least {PREFILL_BLOCK}, or 0 (none)"
-            )
+        if self.prefill_graph_tokens < 0:
+            raise ValueError(f"prefill_graph_tokens is {self.prefill_graph_tokens}; it must be at least 0 (none)")
+        if self.max_chunk_ms is not None and not 0 < self.max_chunk_ms < math.inf:
+            raise ValueError(f"max_chunk_ms is {self.max_chunk_ms}; it must be a number of milliseconds above 0")
+        parse_objective(self.objective)
         if not 0.05 <= self.mem_fraction <= 0.98:
             raise ValueError(f"mem_fraction is {self.mem_fraction}; it must be between 0.05 and 0.98")
 
     @property
     def captured_tokens(self) -> int:
-        """Most tokens of a captured prefill; below PREFILL_BLOCK nothing is captured."""
+        """Most prompt tokens of a captured pass; 0: no pass with prompts is captured."""
         return min(self.prefill_graph_tokens, self.prefill_budget)
+
+    @property
+    def itl_ms(self) -> float | None:
+        """Most milliseconds between a request's tokens that the objective allows; None: any."""
+        return parse_objective(self.objective)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +146,16 @@ class ServeConfig(EngineConfig):
                 f"simulate_accept_length is {self.simulate_accept_length}: every answer would be wrong; if a benchmark "
                 "needs that, add --unsafe-simulate"
             )
+
+
+def parse_objective(objective: str) -> float | None:
+    """The milliseconds of itl=...ms; None for throughput. Raises ValueError for anything else."""
+    if objective == "throughput":
+        return None
+    match = re.fullmatch(r"itl=(\d+(?:\.\d+)?)ms", objective)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"objective is {objective!r}; choose throughput, or itl=20ms with a time of your own")
+    return float(match[1])
 
 
 def find_target(config: EngineConfig) -> tuple[str, Path]:

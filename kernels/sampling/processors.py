@@ -11,7 +11,7 @@ In the order of vLLM (vllm/v1/sample/sampler.py) and transformers (generation/ut
 They compute in fp32 on top of logits of any type. Kernels process what they load (`load_logits`), so nothing as wide as
 the vocabulary is written, and a row without processors costs one branch. A node of a draft tree counts the tokens of
 its own path, too: its own and its ancestors' below the root, whose token is in the counts since it was emitted.
-Letters: R rows of logits, V their vocabulary, E entries of parameters, B requests, N nodes per request, M masks.
+Letters: R rows of logits, V their vocabulary, E entries of parameters, B requests, N tokens of each, M masks.
 """
 
 import functools
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from slipstream.kernels.grid_sync import MAX_ROWS
 from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
-from slipstream.kernels.speculation.verify import unpack
 
 # Bits of an entry's flags; a kernel adds the last one for a row that has a mask.
 PENALTIES = tl.constexpr(1)
@@ -41,44 +40,49 @@ class Processors(NamedTuple):
     presence: Tensor  # (E,) fp32, 0 = off
     counts: Tensor  # (E, V) int32: twice the times that the token is in the answer, plus 1 if it is in the prompt
     bias: Tensor  # (E, V) fp32
-    nodes: Tensor | None = None  # (B, N) int32 the pass's tokens, root first, unused ones -1; its rows are b * N + n
-    ancestors: Tensor | None = None  # (B, N) int64 bit masks (kernels/speculation/verify.py); None: chains
+    # A request's nodes are neighbouring rows, root first, any number of them. None: no row has any.
+    row_nodes: Tensor | None = None  # (R,) int32 index of each row among its request's nodes; 0 of rows of prompts
+    nodes: Tensor | None = None  # (R or more,) int64 tokens, by row
+    ancestors: Tensor | None = None  # (R or more,) int64 bit masks (kernels/speculation/verify.py); None: chains
     masks: Tensor | None = None  # (M, ceil(V / 32)) int32: bit i % 32 of word i // 32 allows token i, as in xgrammar
     mask_rows: Tensor | None = None  # (R,) int32 which mask a row has, -1: none
 
-    def check(self, logits: Tensor, repeats: int) -> None:
-        """Asserts that they fit logits (R, V) with `repeats` rows for each request."""
+    def check(self, logits: Tensor) -> None:
+        """Asserts that they fit logits (R, V)."""
         num_rows, vocab_size = logits.shape
         assert self.counts.shape[1] == self.bias.shape[1] == vocab_size
-        assert self.nodes is None or self.nodes.shape[1] == repeats
+        assert (self.nodes is None) == (self.row_nodes is None)
+        assert self.row_nodes is None or len(self.row_nodes) == num_rows
+        assert self.ancestors is None or self.nodes is not None
         assert self.masks is None or self.masks.shape[1] == -(-vocab_size // 32)
         assert (self.mask_rows is None) == (self.masks is None)
         assert self.mask_rows is None or len(self.mask_rows) == num_rows
         assert all(x is None or x.is_contiguous() for x in self)
-        assert self.nodes is not None or repeats == 1
 
     def for_kernels(self) -> "Processors":
-        """The same without None, so that there is one kernel for every kind of pass: a row whose ancestors are all
-        nodes before it is a chain's, and no row has a mask. Of the others nothing is read."""
-        none = _minus_one(self.flags.device)
+        """The same without None, so that there is one kernel for every kind of pass: without nodes every row is a root,
+        a row whose ancestors are all nodes before it is a chain's, and no row has a mask. Of the others nothing is
+        read."""
+        zero, minus_one = _filled(0, self.flags.device), _filled(-1, self.flags.device)
         return self._replace(
-            nodes=self.flags if self.nodes is None else self.nodes,
-            ancestors=none if self.ancestors is None else self.ancestors,
+            row_nodes=zero.view(torch.int32) if self.row_nodes is None else self.row_nodes,
+            nodes=zero if self.nodes is None else self.nodes,
+            ancestors=minus_one if self.ancestors is None else self.ancestors,
             masks=self.flags if self.masks is None else self.masks,
-            mask_rows=none.view(torch.int32) if self.mask_rows is None else self.mask_rows,
+            mask_rows=minus_one.view(torch.int32) if self.mask_rows is None else self.mask_rows,
         )
 
 
 @functools.cache
-def _minus_one(device: torch.device) -> Tensor:
+def _filled(value: int, device: torch.device) -> Tensor:
     """(MAX_ROWS,) int64."""
     assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capture"
-    return torch.full((MAX_ROWS,), -1, dtype=torch.int64, device=device)
+    return torch.full((MAX_ROWS,), value, dtype=torch.int64, device=device)
 
 
-def process_logits(logits: Tensor, processors: Processors, entries: Tensor, repeats: int) -> Tensor:
+def process_logits(logits: Tensor, processors: Processors, entries: Tensor) -> Tensor:
     """The processed logits (R, V) fp32 of logits (R, V), whose row r has the parameters of entries[r] (R,)."""
-    processors.check(logits, repeats)
+    processors.check(logits)
     flags = processors.flags[entries]
     if processors.masks is None and not flags.any():
         return logits.float()
@@ -97,14 +101,15 @@ def process_logits(logits: Tensor, processors: Processors, entries: Tensor, repe
 def _counts_at(processors: Processors, entries: Tensor, rows: Tensor) -> Tensor:
     """Processors.counts (n, V) of some rows, with the tokens of their paths."""
     counts, nodes, ancestors = processors.counts[entries], processors.nodes, processors.ancestors
-    if nodes is None:
+    if nodes is None or processors.row_nodes is None or len(rows) == 0:
         return counts
-    N = nodes.shape[1]
-    chain = torch.ones(N, N, dtype=torch.bool, device=nodes.device).tril()
-    on_path = chain[rows % N] if ancestors is None else unpack(ancestors).flatten(0, 1)[rows]
-    tokens = nodes[rows // N].long()
-    on_path = on_path & (tokens >= 0)
-    return counts.scatter_add(1, tokens[:, 1:].clamp(min=0), 2 * on_path[:, 1:].int())
+    own = processors.row_nodes[rows][:, None]  # (n, 1)
+    other = torch.arange(1, int(own.max()) + 1, device=rows.device)  # not the root
+    on_path = other <= own
+    if ancestors is not None:
+        on_path &= (ancestors[rows, None] >> other & 1).bool()
+    tokens = nodes[torch.where(on_path, rows[:, None] - own + other, 0)]
+    return counts.scatter_add(1, tokens.long().clamp(min=0), 2 * on_path.int())
 
 
 def _penalised(logits: Tensor, processors: Processors, entries: Tensor, counts: Tensor) -> Tensor:
@@ -192,7 +197,7 @@ def _process(x, columns, V, row, flags, rows_ptr, repeats, processors):
         x += tl.load(processors.bias + entry * V + columns, mask=inside, other=0.0)
     if (flags & PENALTIES) != 0:
         counts = tl.load(processors.counts + entry * V + columns, mask=inside, other=0)
-        node = row % repeats
+        node = tl.load(processors.row_nodes + row)
         for other in range(1, node + 1):  # ancestors' ids are below a node's own
             token = tl.load(processors.nodes + row - node + other)
             is_on_path = (tl.load(processors.ancestors + row) >> other) & 1

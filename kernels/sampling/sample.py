@@ -117,7 +117,7 @@ def perturbed(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor
         return logits
     if sampling.processors is not None:
         assert ids is None
-        logits = process_logits(logits, sampling.processors, sampling.entries(), sampling.repeats)
+        logits = process_logits(logits, sampling.processors, sampling.entries())
     sampling = sampling.by_row()
     assert sampling.temperature is not None
     temperature = sampling.temperature[:, None]
@@ -204,7 +204,7 @@ def _thresholds(logits: Tensor, sampling: Sampling, ids: Tensor | None) -> Tenso
     processors = sampling.processors
     if processors is not None:
         assert ids is None
-        processors.check(logits, sampling.repeats)
+        processors.check(logits)
     if sampling.temperature is None or sampling.filters is None:
         return None
     parameters = sampling.temperature, sampling.filters, sampling.rows, sampling.repeats

@@ -21,7 +21,7 @@ from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
 from slipstream.serve.drafters.vocabulary import DraftVocabulary
-from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
 from slipstream.serve.runner.kv import KVSlots
 from slipstream.serve.runner.request_state import RequestState
 
@@ -100,11 +100,11 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         size = self.module.config.hidden_size
         self.hidden = torch.zeros(len(state.lengths), size, dtype=target.dtype, device=target.device)  # (R, H)
 
-    def extend(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
+    def extend(self, rows: PassRows, aux_states: Tensor) -> None:
         self.vocabulary.observe(rows)
         embeds, hidden = self.embed(rows.next_tokens.clamp(min=0)), self.module.fuse(aux_states)
         self.attention.plan(rows.metadata)
-        if result is None:  # of many rows the last ones alone need a state
+        if rows.only_prompts:  # of many rows the last ones alone need a state
             self.module.write_context(embeds, hidden, self.attention)
             self.attention.plan(rows.last_of_each())
             states = self.module(embeds[rows.last], hidden[rows.last], self.attention)

@@ -15,7 +15,7 @@ from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters.vocabulary import DraftVocabulary, find_vocabulary
 from slipstream.serve.options import NoOptions
 from slipstream.serve.request import Request
-from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
 from slipstream.serve.runner.request_state import RequestState
 
 
@@ -53,9 +53,9 @@ class Drafter(ABC):
         B, device = len(batch.roots), batch.roots.device
         return Proposal(batch.roots[:, None].int(), chain_parents(B, 1, device), root_scores(B, device))
 
-    def extend(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
+    def extend(self, rows: PassRows, aux_states: Tensor) -> None:
         """Extends the drafter's KV and state by rows of a target pass with the aux hidden states (C, K * H) that
-        `aux_layers` names; not called without such layers. `result`: None after prompts."""
+        `aux_layers` names; not called without such layers."""
 
 
 class NetworkDrafter(Drafter):

@@ -18,7 +18,7 @@ from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base
 from slipstream.serve.drafters.vocabulary import DraftVocabulary, TokenMapOptions
-from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
 from slipstream.serve.runner.request_state import RequestState
 
 
@@ -65,7 +65,7 @@ class Drafter(base.NetworkDrafter):
         if own != self.layers:  # else as at the last call
             self.layers, self.contexts = own, {group: self.module.stack_context(own[group]) for group in own}
 
-    def extend(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
+    def extend(self, rows: PassRows, aux_states: Tensor) -> None:
         self.vocabulary.observe(rows)
         context, eps = self.module.fuse(aux_states), self.module.config.rms_norm_eps
         rope, metadata = self.attention.rope, rows.metadata

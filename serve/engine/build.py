@@ -1,35 +1,40 @@
-"""Makes an engine: loads the weights, sizes the KV cache, captures and times rounds."""
+"""Makes an engine: loads the weights, sizes the KV cache, captures and times passes."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import torch
+import triton
 
-from slipstream import runtime
-from slipstream.models.files.checkpoint import read_json
+from slipstream import __version__, runtime
+from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.serve.attention.base import KVFormat, find_backends
 from slipstream.serve.drafters.registry import load_drafter
-from slipstream.serve.engine.engine import MAX_ROUNDS_IN_FLIGHT, Engine
+from slipstream.serve.engine import cost_files
+from slipstream.serve.engine.budget import BudgetPolicy
+from slipstream.serve.engine.cost_files import CostKey, text_hash
+from slipstream.serve.engine.engine import MAX_STEPS_IN_FLIGHT, Engine
 from slipstream.serve.engine.kv_cache import PageCache
 from slipstream.serve.engine.kv_windows import WindowPages
 from slipstream.serve.engine.memory import Sizing, log_kv_cache, measure_workspace
-from slipstream.serve.engine.planner import Planner, Widths
+from slipstream.serve.engine.planner import Limits, Planner
 from slipstream.serve.engine.scheduler import Scheduler
-from slipstream.serve.engine.widths import WidthPolicy
-from slipstream.serve.options import PREFILL_BLOCK, EngineConfig, find_target
+from slipstream.serve.engine.step_costs import Costs, CostTables, FittedCosts, StepCosts
+from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.request import EngineInfo
-from slipstream.serve.runner.cuda_graphs import RoundGraphs
+from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs, capture_all, most_node_rows
 from slipstream.serve.runner.kv import NetworkKV, find_windows, page_bytes
 from slipstream.serve.runner.model_runner import ModelRunner
-from slipstream.serve.runner.prompt_graphs import PromptGraphs, capture_all
 from slipstream.serve.runner.request_state import RequestState
-from slipstream.serve.runner.round import Runner
-from slipstream.serve.runner.round_times import time_modes
+from slipstream.serve.runner.step import Runner
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class Space:
 
     num_pages: list[int]  # by group, dump pages included
     max_model_len: int
-    max_reserve: int  # KV tokens that the passes in flight write beyond a request's committed ones
+    max_reserve: int  # KV tokens that the steps in flight write beyond a request's committed ones
 
 
 class Builder:
@@ -55,9 +60,11 @@ class Builder:
             self.drafter, self.stages = load_drafter(config.draft, config.drafter, self.target)
         offered = {*self.drafter.widths, *(width for stage in self.stages for width in stage.widths)}
         widths = pick_widths(config.width, tuple(sorted(offered)))
-        of_network = max(self.drafter.widths)
-        scratch = self.drafter.scratch(min(of_network, max(widths)))
-        self.widths = Widths(widths, of_network, reserve=max(widths) + scratch)
+        self.most_nodes, self.of_network = max(widths), min(max(widths), max(self.drafter.widths))
+        # What the draft's pass may propose; with a fixed width as much of that as the drafter can.
+        own = {min(width, self.of_network) for width in widths}
+        self.widths = tuple(sorted({1, *own} if config.width is None else own))
+        self.reserve = self.most_nodes + self.drafter.scratch(self.of_network)
         self.longest = pick_max_model_len(config.max_model_len, model)
         layers = tuple(layer.attention for layer in model.layers)
         self.networks = [layers, self.drafter.kv] if self.drafter.kv else [layers]
@@ -73,9 +80,9 @@ class Builder:
         with runtime.stage("sizing the KV cache"):
             space, pages_per_slot = self.size()
             passes = self.build_passes(space.num_pages, pages_per_slot)
-        graphs, prompts = self.capture(passes) if self.captures else (None, None)
-        with runtime.stage("timing rounds"):
-            policy = self.time(passes, graphs)
+        steps, drafts = self.capture(passes) if self.captures else (None, None)
+        with runtime.stage("timing passes"):
+            costs = self.find_costs(steps, drafts)
             self.drafter.forget()
         for stage in self.stages:
             stage.attach(config.max_running, pinned=self.device.type == "cuda")
@@ -83,9 +90,7 @@ class Builder:
             cache=self.make_cache(space),
             max_running=config.max_running,
             max_model_len=space.max_model_len,
-            prefill_budget=config.prefill_budget if prompts is None else config.captured_tokens,
-            prefill_block=1 if prompts is None else PREFILL_BLOCK,
-            max_chunks=None if prompts is None else prompts.num_requests,
+            max_chunks=steps.num_chunks if steps is not None and steps.num_chunks else None,
             stop_ids=self.target.end_ids,
             lookahead=self.drafter.lookahead,
             max_reserve=space.max_reserve,
@@ -94,15 +99,15 @@ class Builder:
         return Engine(
             config,
             EngineInfo(space.max_model_len, self.model.vocab_size, kv_cache_tokens=tokens),
-            Planner(scheduler, policy, self.widths, observes=self.device.type == "cuda"),
-            ModelRunner(passes, graphs, prompts),
+            self.make_planner(scheduler, costs),
+            ModelRunner(passes, steps, drafts),
             self.stages,
             self.drafter.check,
             overlap=self.overlap,
         )
 
     def pick_modes(self, phases: Iterable[str]) -> tuple[bool, bool]:
-        """Whether rounds are captured, and whether their tokens are read one round later (overlap)."""
+        """Whether passes are captured, and whether their tokens are read one step later (overlap)."""
         planned = [phase for phase in phases if phase != "prefill" and self.backends[phase].needs_host_lengths]
         on_gpu = self.device.type == "cuda"
         if on_gpu and self.config.cuda_graph and planned:
@@ -110,20 +115,20 @@ class Builder:
                 f"attention is {self.config.attention!r}: its backend for {planned[0]} plans on the host, which a CUDA "
                 f"graph cannot; choose another for {' and '.join(planned)}, or add --no-cuda-graph"
             )
-        overlap = on_gpu and self.config.overlap and not planned
-        return on_gpu and self.config.cuda_graph, overlap
+        captures = on_gpu and self.config.cuda_graph
+        return captures, captures and self.config.overlap  # others wait for the device in each step
 
     def size(self) -> tuple[Space, int]:
         """What the KV cache holds, and the pages of a request's table."""
         config = self.config
-        max_reserve = self.widths.reserve * (MAX_ROUNDS_IN_FLIGHT if self.overlap else 1)
+        max_reserve = self.reserve * (MAX_STEPS_IN_FLIGHT if self.overlap else 1)
         self.page_bytes = page_bytes(chain(*self.networks), self.windows, config.page_size, self.dtype)
         sizing = Sizing(config, self.windows, self.page_bytes, self.device, max_reserve)
         longest, workspace = self.longest, 0
         if self.device.type == "cuda":  # measured by running the largest passes over a cache of one dump page
             passes = self.build_passes([1] * len(self.windows), sizing.pages_for(longest))
-            widths = self.widths.offered if self.captures else ()
-            workspace = passes.state.nbytes + measure_workspace(passes, config, self.widths.most, widths)
+            widths = self.widths if self.captures else ()
+            workspace = passes.state.nbytes + measure_workspace(passes, config, widths)
         num_pages = sizing.num_pages(longest, workspace)
         max_model_len = sizing.fit_to_cache(longest, num_pages[0])
         return Space(num_pages, max_model_len, max_reserve), sizing.pages_for(max_model_len)
@@ -138,7 +143,7 @@ class Builder:
     def build_passes(self, num_pages: list[int], pages_per_slot: int) -> Runner:
         config, device, size = self.config, self.device, self.config.page_size
         vocab_size, num_groups = self.model.vocab_size, len(self.windows)
-        state = RequestState(config.max_running, pages_per_slot, size, self.widths.most, device, vocab_size, num_groups)
+        state = RequestState(config.max_running, pages_per_slot, size, self.most_nodes, device, vocab_size, num_groups)
         kv = [NetworkKV.allocate(own, self.windows, num_pages, size, self.dtype, device) for own in self.networks]
         rope_of = {(layers[0].rope, layers[0].head_dim) for layers in self.networks}  # a draft mostly has its target's
         ropes = {key: RotaryEmbedding(*key, pages_per_slot * size).to(device) for key in rope_of}
@@ -151,17 +156,55 @@ class Builder:
         branches = self.drafter.branches or any(stage.branches for stage in self.stages)
         return Runner(self.target, attention, self.drafter, state, tuple(kv), branches, config.simulate_accept_length)
 
-    def capture(self, passes: Runner) -> tuple[RoundGraphs, PromptGraphs | None]:
-        return capture_all(passes, self.config, self.widths.offered)
+    def capture(self, passes: Runner) -> tuple[StepGraphs, DraftGraphs | None]:
+        return capture_all(passes, self.config, self.widths)
 
-    def time(self, passes: Runner, graphs: RoundGraphs | None) -> WidthPolicy | None:
-        """None: all that is drafted is verified. Eager rounds are timed where the host drafts, since it knows how many
-        nodes each of them has."""
-        widths, drafts_on_host = self.widths.offered, any(max(stage.widths) > 1 for stage in self.stages)
-        if graphs is None and (not drafts_on_host or len(widths) == 1):
-            return None
-        tables = time_modes(passes, self.config.max_running, widths) if graphs is None else graphs.time_all()
-        return WidthPolicy(widths, tables["plain"], tables["all"])
+    def find_costs(self, steps: StepGraphs | None, drafts: DraftGraphs | None) -> Costs:
+        """Of captured passes as timed now, or at an earlier start that was like this one."""
+        config = self.config
+        if steps is None:
+            rows = max(config.prefill_budget, config.max_running * self.most_nodes)
+            return FittedCosts(rows + config.max_running)
+        key = self.cost_key()
+        saved = cost_files.load(key)
+        if saved is not None:
+            try:
+                return StepCosts(CostTables.from_json(saved))
+            except ValueError as error:
+                logger.warning("step times are measured again: %s", error)
+        tables = CostTables(steps.time_all(), drafts.time_all() if drafts is not None else {"plain": {}, "all": {}})
+        cost_files.save(key, tables.to_json())
+        return StepCosts(tables)
+
+    def cost_key(self) -> CostKey:
+        config, draft = self.config, self.config.draft
+        own = resolve(draft) / "config.json" if is_checkpoint(draft) else None
+        names = ("attention", "page_size", "max_running", "prefill_budget", "prefill_graph_tokens", "width", "drafter")
+        return CostKey(
+            gpu=torch.cuda.get_device_name(self.device),
+            torch=torch.__version__,
+            triton=triton.__version__,
+            slipstream=__version__,
+            model=text_hash((find_target(config)[1] / "config.json").read_text()),
+            draft=draft if own is None else text_hash(own.read_text()),
+            options={"dtype": str(self.dtype), **{name: getattr(config, name) for name in names}},
+        )
+
+    def make_planner(self, scheduler: Scheduler, costs: Costs) -> Planner:
+        config = self.config
+        policy = BudgetPolicy(
+            costs,
+            self.widths,
+            most_nodes=self.most_nodes,
+            fixed=config.width,
+            itl_ms=config.itl_ms,
+            max_chunk_ms=config.max_chunk_ms,
+        )
+        prompts = config.captured_tokens if self.captures and config.captured_tokens else config.prefill_budget
+        node_rows = most_node_rows(config.max_running, self.most_nodes)
+        limits = Limits(self.most_nodes, self.of_network, self.reserve, node_rows, prompts)
+        host_drafts = any(max(stage.widths) > 1 for stage in self.stages)
+        return Planner(scheduler, policy, limits, host_drafts=host_drafts)
 
 
 def build_engine(config: EngineConfig) -> Engine:

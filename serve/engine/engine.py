@@ -1,8 +1,8 @@
 """The engine's loop: plan, execute, let host stages work, read, commit. Imports no HTTP library.
 
-One step launches at most one pass for chunks of prompts and one round for every request that is decoding. On a GPU
-their tokens are read a round later (`overlap`): the planner plans with the tokens that it has, the device holds the
-rest. serve/engine/build.py makes engines.
+A step is one pass over nodes of every request that decodes and over chunks of prompts. On a GPU its tokens are read a
+step later (`overlap`): the planner plans with the tokens that it has, the device holds the rest.
+serve/engine/build.py makes engines.
 """
 
 import time
@@ -20,13 +20,13 @@ from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import EngineInfo, Output, Request
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
-MAX_ROUNDS_IN_FLIGHT = 2  # with overlap: one runs, the next one is queued
+MAX_STEPS_IN_FLIGHT = 2  # with overlap: one runs, the next one is queued
 Trace = Callable[[str, StepPlan], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """What a pass has yielded, before the scheduler knows."""
+    """What a step has yielded, before the scheduler knows."""
 
     flight: InFlight
     output: StepOutput
@@ -68,7 +68,7 @@ class Engine:
 
     @property
     def num_in_flight(self) -> int:
-        """Passes that are launched and not read. While there are any, the device does not wait for the host."""
+        """Steps that are launched and not read. While there are any, the device does not wait for the host."""
         return len(self._in_flight)
 
     def check(self, request: Request) -> None:
@@ -89,19 +89,16 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[Output]:
-        """Launches prefills and rounds, and returns new tokens.
+        """Launches work, and returns new tokens.
 
-        With overlap it waits for the oldest pass only, while newer ones run; otherwise for all that it launches.
+        With overlap it waits for the oldest step in flight only, while a newer one runs; otherwise for what it launches.
         """
         if not self.overlap:
-            return [*self._finish(self._launch_prompts()), *self._finish(self._launch_round(self._plan_round()))]
-        while self._has_room():
+            return self._finish(self._launch(self._plan()))
+        while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
             if self.waits_for_host:
                 return self._step_after_host()
-            launched = self._queue(self._launch_prompts())
-            if not self.waits_for_host:  # a stage may want the prompts' tokens before a round reads them
-                launched |= self._queue(self._launch_round(self._plan_round()))
-            if not launched:
+            if not self._queue(self._launch(self._plan())):
                 break
         return self._finish(self._in_flight.popleft() if self._in_flight else None)
 
@@ -113,9 +110,9 @@ class Engine:
         return outputs
 
     def _step_after_host(self) -> list[Output]:
-        """The device waits for the host's edits and for nothing else: the next round gets its pages before the last one
+        """The device waits for the host's edits and for nothing else: the next step gets its pages before the last one
         is read, and the scheduler gets the last one's tokens after the next is launched."""
-        planned = self._plan_round()
+        planned = self._plan()
         arrived = []
         while self._in_flight:
             arrived.append(self._read(self._in_flight.popleft()))
@@ -123,12 +120,8 @@ class Engine:
         for index, one in enumerate(arrived):
             later = {slot for other in arrived[index + 1 :] for slot in slots_of(other.flight.plan)}
             self._let_stages_work(one, later, is_last=True)
-        # The round first: a request whose prompt runs has no root to verify until its first token is read.
-        launched = self._launch_round(planned)
-        if launched is not None:
+        if self._queue(self._launch(planned)):
             self.planner.waited(1000 * (time.perf_counter() - landed))
-        self._queue(launched)
-        self._queue(self._launch_prompts())
         return [output for one in arrived for output in self._commit(one)]
 
     def _finish(self, flight: InFlight | None) -> list[Output]:
@@ -146,41 +139,26 @@ class Engine:
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether a stage wants what is in flight before the next round. A stage whose edits are optional gets it only
+        """Whether a stage wants what is in flight before the next step. A stage whose edits are optional gets it only
         while waiting for them pays."""
         slots = [slot for flight in self._in_flight for slot in slots_of(flight.plan)]
         return any((not stage.is_optional or self.planner.waiting_pays) and stage.wants(slots) for stage in self.stages)
 
-    def _has_room(self) -> bool:
-        """Whether another pass may be queued. One is kept queued, so that the device never waits for the host."""
-        rounds = sum(not flight.plan.chunks for flight in self._in_flight)
-        return max(rounds, len(self._in_flight) - rounds) < MAX_ROUNDS_IN_FLIGHT
-
-    def _launch_prompts(self) -> InFlight | None:
-        plan = self.planner.plan_prompts()
-        if plan is None:
-            return None
-        self._mask_first_tokens(plan)
-        return self._launch(plan, plan.width)
-
-    def _plan_round(self) -> StepPlan | None:
-        plan = self.planner.plan_round()
+    def _plan(self) -> StepPlan | None:
+        plan = self.planner.plan()
         if plan is not None:
+            self._mask_first_tokens(plan)
             self._tell("planned", plan)
             self.runner.prepare(plan)
         return plan
 
-    def _launch_round(self, plan: StepPlan | None) -> InFlight | None:
+    def _launch(self, plan: StepPlan | None) -> InFlight | None:
         if plan is None:
             return None
-        width = self.planner.choose_width(plan)
-        return self._launch(plan, width)
-
-    def _launch(self, plan: StepPlan, width: int) -> InFlight:
         edits, self._edits = self._edits.of(slots_of(plan))
         shown = any(stage.reads == "proposal" and stage.wants(list(slots_of(plan))) for stage in self.stages)
-        mode = "all" if edits.masks else plan.mode
-        plan = replace(plan, edits=edits, width=width, mode=mode, returns_proposals=shown)
+        plan = self.planner.choose(plan, "all" if edits.masks else plan.mode)
+        plan = replace(plan, edits=edits, returns_proposals=shown)
         self._tell("ready", plan)
         flight = self.runner.execute(plan)
         self._tell("launched", plan)
@@ -194,11 +172,11 @@ class Engine:
         return arrived
 
     def _let_stages_work(self, arrived: Arrived, later: Collection[int] = (), *, is_last: bool) -> None:
-        """Shows stages what a pass has yielded, and keeps their edits for the next plan, but for slots whose `later`
+        """Shows stages what a step has yielded, and keeps their edits for the next plan, but for slots whose `later`
         tokens have arrived, too.
 
         A request may end within its new tokens. `_commit` finds that out later, and stages learn it by `release`.
-        If the pass was not the last, the next round runs already; optional stages then only learn the tokens, and the
+        If the step was not the last, the next one runs already; optional stages then only learn the tokens, and the
         planner whether waiting would have paid.
         """
         plan, output = arrived.flight.plan, arrived.output
@@ -210,7 +188,7 @@ class Engine:
                 given = self.planner.proposed(plan, output).after(self._edits.proposals)
             else:
                 continue
-            edits = stage.run(given, self.planner.widths.most) if given.slots else Edits()
+            edits = stage.run(given, self.planner.limits.most_nodes) if given.slots else Edits()
             if stage.is_optional and not is_last:
                 self.planner.look_back(edits)
             else:

@@ -1,8 +1,8 @@
 """Work that the host does between two passes: n-gram lookahead, grammars.
 
-A stage reads either the tokens that the last pass emitted, before it is decided what the next round verifies, or the
-proposals of the next round, before they are verified. It answers with edits. As long as a stage wants them, a round
-waits for the pass before it; otherwise passes are launched ahead. Imports no torch.
+A stage reads either the tokens that the last step emitted, before it is decided what the next one verifies, or the
+proposals of the next step, before they are verified. It answers with edits. As long as a stage wants them, a step waits
+for the one before it; otherwise steps are launched ahead. Imports no torch.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proposed:
-    """What the next round verifies of each request; before a first token, the last token of its prompt as a root."""
+    """What the next step verifies of each request; before a first token, the last token of its prompt as a root."""
 
     slots: list[int]  # (B,)
     nodes: NDArray[np.int32]  # (2, B, N): tokens, unused ones -1, and parents
@@ -40,7 +40,7 @@ class Proposed:
             for index, (slot, count) in enumerate(zip(proposal.slots, proposal.counts, strict=True)):
                 if count and slot in place:
                     nodes[:, place[slot]] = -1
-                    nodes[:, place[slot], : proposal.nodes.shape[2]] = proposal.nodes[:, index]
+                    nodes[:, place[slot], : proposal.nodes.shape[2]] = proposal.nodes[:2, index]
         return Proposed(self.slots, nodes, self.results)
 
 
@@ -48,7 +48,7 @@ class HostStage(ABC):
     """`run` gets what `reads` names."""
 
     reads: ClassVar[Literal["emitted", "proposal"]]
-    is_optional: ClassVar[bool] = False  # rounds go on without its edits where waiting for them does not pay
+    is_optional: ClassVar[bool] = False  # steps go on without its edits where waiting for them does not pay
     widths: tuple[int, ...] = (1,)  # numbers of nodes that its proposals may have
     branches: bool = False  # False: its proposals are chains
 
@@ -60,7 +60,7 @@ class HostStage(ABC):
         """A request starts, or resumes, in `slot` with these tokens: its prompt and what it has emitted."""
 
     def wants(self, slots: list[int]) -> bool:
-        """Whether it has work for a round of these requests."""
+        """Whether it has work for a step of these requests."""
         return True
 
     @abstractmethod

@@ -4,6 +4,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -12,17 +13,15 @@ from slipstream.serve.engine.host_memory import available_bytes
 from slipstream.serve.engine.kv_windows import pages_of_window
 from slipstream.serve.engine.plan import PromptChunk
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.runner.cuda_graphs import MODES, Capturer, buckets
+from slipstream.serve.runner.chunks import pack_chunks, split_chunks
+from slipstream.serve.runner.cuda_graphs import Capturer, StepKey, make_graphs
 from slipstream.serve.runner.kv import Windows
-from slipstream.serve.runner.prefill import eager_prefill
-from slipstream.serve.runner.prompt_graphs import PromptGraphs
-from slipstream.serve.runner.prompt_graphs import sizes as prefill_sizes
 from slipstream.serve.runner.request_state import RequestState
-from slipstream.serve.runner.round import Runner
+from slipstream.serve.runner.step import HostShape, Runner, StepInputs
 
 logger = logging.getLogger(__name__)
 
-GRAPH_BYTES = 16 * 2**20  # what the driver keeps for one captured round, beside the pool that all share
+GRAPH_BYTES = 16 * 2**20  # what the driver keeps for one captured pass, beside the pool that all share
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +106,11 @@ def free_bytes(device: torch.device, mem_fraction: float) -> int:
     return available_bytes() // 4
 
 
-def measure_workspace(runner: Runner, config: EngineConfig, width: int, widths: Sequence[int]) -> int:
-    """Bytes that the largest prefill and, with rounds captured in `widths`, the graphs need beyond those in use.
+def measure_workspace(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> int:
+    """Bytes that the largest passes and, with passes captured that propose `widths` nodes, the graphs need beyond those
+    in use.
 
-    Runs both on padding, which reads and writes the dump page only. Passes to be captured run dry: their kernels, which
+    Runs them on padding, which reads and writes the dump page only. Passes to be captured run dry: their kernels, which
     are not compiled yet, allocate nothing.
     """
     before = torch.cuda.memory_allocated()
@@ -123,29 +123,35 @@ def measure_workspace(runner: Runner, config: EngineConfig, width: int, widths: 
 
     torch.cuda.synchronize()
     if not widths:
-        return peak(lambda: _prefill_padding(runner, config.prefill_budget, width))
-    most = config.max_running
-    requests = torch.full((most,), runner.state.padding, dtype=torch.int64, device=runner.state.device)
-    prefills = prefill_sizes(config.captured_tokens)
+        return peak(lambda: _prefill_padding(runner, config.prefill_budget))
+    steps, drafts = make_graphs(runner, config, widths, Capturer())
+    keys = steps.keys()
     with dry_run():
-        captured = peak(lambda: runner.round(requests, (0,) * most, "all", width))
-        if prefills:
-            prompts = PromptGraphs(runner, config.captured_tokens, width, Capturer())
-            largest = peak(lambda: prompts.run(prefills[-1], "all"))
-            captured = max(captured, largest)
-    if not prefills:
-        largest = peak(lambda: _prefill_padding(runner, config.prefill_budget, width))
-    num_graphs = len(MODES) * (len(buckets(most)) * len(widths) + len(prefills))
+        captured = max(peak(partial(steps.pass_of, *key)) for key in (keys[0], _largest(keys)))
+        if drafts is not None:
+            captured = max(captured, peak(partial(drafts.pass_of, *drafts.keys()[0])))
+    largest = captured
+    if not config.captured_tokens:
+        largest = peak(lambda: _prefill_padding(runner, config.prefill_budget))
+    num_graphs = len(keys) + (len(drafts.keys()) if drafts is not None else 0)
     return largest + captured + GRAPH_BYTES * num_graphs
 
 
-def _prefill_padding(runner: Runner, num_tokens: int, width: int) -> None:
-    runner.prefill(eager_prefill(runner.state, _padding_chunks(runner.state, num_tokens), "greedy"), width)
-    runner.state.lengths.zero_()
+def _largest(keys: Sequence[StepKey]) -> StepKey:
+    """The pass with the most rows with logits."""
+    return max(keys, key=lambda key: (key[1], key[0]))
+
+
+def _prefill_padding(runner: Runner, num_tokens: int) -> None:
+    state, chunks = runner.state, _padding_chunks(runner.state, num_tokens)
+    packed = pack_chunks(chunks, len(chunks), num_tokens, state.padding, pinned=False).to(state.device)
+    inputs = StepInputs(state.upload([0]), state.upload([]), split_chunks(packed, len(chunks), num_tokens))
+    runner.step(inputs, 0, 0, "greedy", HostShape((), tuple(chunks)))
+    state.lengths.zero_()
 
 
 def _padding_chunks(state: RequestState, num_tokens: int) -> list[PromptChunk]:
     """`num_tokens` tokens in prompts as long as a request can have."""
-    limit = max(1, state.pages.shape[-1] * state.page_size - 2 * state.tokens.shape[1])
+    limit = max(1, state.pages.shape[-1] * state.page_size - 2 * state.proposals.shape[2])
     lens = [min(limit, num_tokens - start) for start in range(0, num_tokens, limit)]
     return [PromptChunk(state.padding, 0, [0] * length, None, is_last=True) for length in lens]

@@ -2,7 +2,8 @@
 
 Both are plain data: ints, tuples, NumPy arrays. They can be pickled, logged, replayed in another runner or sent to
 another process. Imports no torch.
-Letters: B requests of a step, N tree nodes per request (root included), M masks, V target vocabulary.
+Letters: B requests, N tree nodes per request (root included), W nodes that a request slot stores, S segments of a
+pass: its decoding requests, then its chunks; M masks, C calibration cells, V target vocabulary.
 """
 
 from collections.abc import Collection
@@ -46,15 +47,16 @@ class HostProposal:
     """Proposals drafted on the host, in the layout of Proposal (serve/runner/batch.py)."""
 
     slots: list[int]  # (B,) request slots
-    nodes: NDArray[np.int32]  # (2, B, N): tokens, unused ones -1, and parents; pinned memory for a GPU
-    scores: NDArray[np.float32]  # (B, N)
+    # (4, B, N): tokens, unused ones -1; parents; and what the planner fills in, calibration cells and the bits of the
+    # fp32 probabilities that nodes are accepted. Pinned memory for a GPU.
+    nodes: NDArray[np.int32]
     counts: list[int]  # nodes in use, root included; 0: the request keeps its stored proposal
-    kinds: list[int]  # from 1 up, higher where surer; serve/engine/widths.py counts acceptance by kind
+    kinds: list[int]  # from 1 up, higher where surer; serve/engine/budget.py counts acceptance by kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeMasks:
-    """Tokens that a grammar allows after nodes of the proposal that a round verifies, or after a prompt (node 0)."""
+    """Tokens that a grammar allows after nodes of the proposal that a step verifies, or after a prompt (node 0)."""
 
     slot: int
     nodes: list[int]  # (M,); nodes that are not named may be followed by any token
@@ -110,7 +112,8 @@ class Edits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One pass: chunks of prompts, or a round of the requests in `slots`, never both.
+    """One target pass over the nodes of the requests in `slots` and over chunks of prompts, and one pass of the draft,
+    which proposes what the next step verifies.
 
     A runner executes plans in the order of their numbers.
     """
@@ -120,35 +123,36 @@ class StepPlan:
     pages: tuple[tuple[int, int, int, int], ...] = ()  # KV group, slot, index in its table, page
     chunks: tuple[PromptChunk, ...] = ()
     slots: tuple[int, ...] = ()
-    bounds: tuple[int, ...] = ()  # for each of `slots`: most tokens that it can have committed before the round
+    bounds: tuple[int, ...] = ()  # for each of `slots`: most tokens that it can have committed before the step
     mode: SamplingMode = "greedy"
-    width: int = 1  # nodes that a round verifies, and then proposes; for chunks: that it proposes
-    returns_proposals: bool = False  # a host stage wants to see what the pass proposes
+    nodes: int = 0  # that the pass verifies, roots included: the likeliest of all requests
+    width: int = 1  # nodes that the draft then proposes for each request, root included
+    survivals: NDArray[np.float32] | None = None  # (C,) by calibration cell, where they have changed
+    returns_proposals: bool = False  # a host stage wants to see what the step proposes
     edits: Edits = field(default_factory=Edits)
 
 
 def slots_of(plan: StepPlan) -> tuple[int, ...]:
-    """Of a round's requests, or of the chunks."""
-    return plan.slots or tuple(chunk.slot for chunk in plan.chunks)
+    """(S,): of the requests, then of the chunks."""
+    return plan.slots + tuple(chunk.slot for chunk in plan.chunks)
+
+
+def drafting_slots(plan: StepPlan) -> tuple[int, ...]:
+    """Of the requests that the draft proposes for."""
+    return plan.slots + tuple(chunk.slot for chunk in plan.chunks if chunk.is_last)
 
 
 class StepOutput(NamedTuple):
-    """What a pass yields for its B chunks or slots."""
+    """What a step yields for its S segments."""
 
-    num_emitted: NDArray[np.int32]  # (B,) tokens; of a chunk that does not end its prompt, one without meaning
-    tokens: NDArray[np.int32]  # (B, N), -1 padded
-    accepted: NDArray[np.int32] | None  # (B, N) accepted nodes, -1 padded; None: chains, whose first nodes are
-    proposed: NDArray[np.int32] | None  # (2, B, N) tokens and parents of the next round, where the plan wants them
+    num_emitted: NDArray[np.int32]  # (S,) tokens; of a chunk that does not end its prompt, 0
+    num_verified: NDArray[np.int32]  # (S,) nodes that the pass verified, root included; of chunks 0
+    tokens: NDArray[np.int32]  # (S, W) emitted, -1 padded
+    cells: NDArray[np.int32]  # (S, W) calibration cells of the nodes that were stored, -1 of roots and unused ones
+    accepted: NDArray[np.int32] | None  # (S, W) accepted nodes, -1 padded; None: chains, whose first nodes are
+    proposed: NDArray[np.int32] | None  # (2, S, W) tokens and parents of the next step, where the plan wants them
     errors: dict[int, str]  # by slot: the request fails, the others go on
 
     def emitted(self, index: int) -> list[int]:
-        """The tokens of chunk or slot `index`."""
+        """The tokens of segment `index`."""
         return self.tokens[index, : self.num_emitted[index]].tolist()
-
-    def accepted_nodes(self) -> list[list[int]]:
-        """The drafted nodes that each request accepted."""
-        counts = self.num_emitted.tolist()
-        if self.accepted is None:
-            return [list(range(1, count)) for count in counts]
-        rows = self.accepted[:, 1:].tolist()  # after the roots
-        return [row[: count - 1] for row, count in zip(rows, counts, strict=True)]

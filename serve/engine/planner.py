@@ -5,174 +5,187 @@ time that its output is read. Imports no torch.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.serve.engine.budget import BudgetPolicy, Offer, host_cells
 from slipstream.serve.engine.host_stages import Emitted, Proposed
-from slipstream.serve.engine.plan import Admission, Edits, PromptChunk, SamplingMode, StepOutput, StepPlan, slots_of
+from slipstream.serve.engine.plan import (
+    Admission,
+    Edits,
+    HostProposal,
+    PromptChunk,
+    SamplingMode,
+    StepOutput,
+    StepPlan,
+    drafting_slots,
+    slots_of,
+)
 from slipstream.serve.engine.scheduler import Chunk, Scheduler, Sequence
-from slipstream.serve.engine.widths import PATIENCE, WAIT_DECAY, Offer, WidthPolicy
 from slipstream.serve.request import Output
 
 
 @dataclass(frozen=True, slots=True)
-class Widths:
-    """Numbers of nodes that rounds may verify, and what a round may write."""
+class Limits:
+    """What passes can hold."""
 
-    offered: tuple[int, ...]  # by the drafter and the host stages
+    most_nodes: int  # of one request, root included
     of_network: int  # most nodes that the drafter proposes; more come from the host
-    reserve: int  # KV tokens beyond the committed ones
-
-    @property
-    def most(self) -> int:
-        return max(self.offered)
+    reserve: int  # KV tokens that a step may write beyond the committed ones of a request
+    node_rows: int  # nodes of a step, at most
+    prompt_rows: int  # prompt tokens of a step in which nothing decodes
 
 
 @dataclass(slots=True)
 class Launched:
     """Whose a plan's outputs are."""
 
-    sequences: list[Sequence]
-    chunks: list[Chunk]  # of a plan for prompts
-    offers: list[Offer]  # of a round: what it could verify
+    sequences: list[Sequence]  # that decode
+    chunks: list[Chunk]
+
+    @property
+    def everyone(self) -> list[Sequence]:
+        return [*self.sequences, *(chunk.sequence for chunk in self.chunks)]
 
 
 class Planner:
-    """`policy` None: rounds verify all that is proposed. `observes`: measured rounds correct its times."""
+    """`host_drafts`: some proposals come from the host, which knows their sizes."""
 
     def __init__(
-        self, scheduler: Scheduler, policy: WidthPolicy | None, widths: Widths, *, observes: bool = False
+        self, scheduler: Scheduler, policy: BudgetPolicy, limits: Limits, *, host_drafts: bool = False
     ) -> None:
-        self.scheduler, self.policy, self.widths, self.observes = scheduler, policy, widths, observes
+        self.scheduler, self.policy, self.limits, self.host_drafts = scheduler, policy, limits, host_drafts
         self._number = 0
-        self._rounds_without_host = 0  # in a row
+        self._sent_version = -1  # of the calibration that the runner has
         self._launched: dict[int, Launched] = {}  # by number of the plan
         self._admissions: list[Admission] = []  # since the last plan
         self._num_sent: dict[int, list[int]] = {}  # by slot and group: pages of its table that plans have named
-        self._offers: dict[int, Offer] = {}  # by slot: the proposal that the next round may verify
+        self._offers: dict[int, Offer] = {}  # by slot: the proposal that the next step may verify
 
     def admitted(self, sequence: Sequence) -> None:
         """The scheduler gave it a slot."""
         self._admissions.append(Admission(sequence.slot, sequence.request, tuple(sequence.tokens)))
         self._num_sent[sequence.slot] = [0] * (1 + len(sequence.table.windows))
 
-    def plan_prompts(self) -> StepPlan | None:
-        """The next chunks of prompts, None if there are none."""
-        chunks = self.scheduler.next_prefill()
-        if not chunks:
+    def plan(self) -> StepPlan | None:
+        """The next step, None if there is nothing to do. `choose` completes it."""
+        sequences = self.scheduler.next_decodes(self.limits.reserve)
+        num_rows = self.policy.chunk_rows(len(sequences)) if sequences else self.limits.prompt_rows
+        chunks = self.scheduler.next_chunks(num_rows)
+        if not sequences and not chunks:
             return None
-        sequences = [chunk.sequence for chunk in chunks]
+        launched = Launched(sequences, chunks)
         plan = StepPlan(
-            number=self._next(Launched(sequences, chunks, [])),
+            number=self._next(launched),
             admissions=tuple(self._admissions),
-            pages=self._new_pages(sequences),
+            pages=self._new_pages(launched.everyone),
             chunks=tuple(map(prompt_chunk, chunks)),
-            mode=sampling_mode(sequences),
-            width=self.widths.most,
+            slots=tuple(sequence.slot for sequence in sequences),
+            bounds=tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences),
+            mode=sampling_mode(launched.everyone),
         )
         self._admissions.clear()
         return plan
 
-    def plan_round(self) -> StepPlan | None:
-        """The next round, None if no request decodes. `choose_width` completes it."""
-        sequences = self.scheduler.next_round(self.widths.reserve)
-        if not sequences:
-            return None
-        return StepPlan(
-            number=self._next(Launched(sequences, [], [])),
-            pages=self._new_pages(sequences),
-            slots=tuple(sequence.slot for sequence in sequences),
-            bounds=tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences),
-            mode=sampling_mode(sequences),
-            width=self.widths.most,
-        )
-
     def offer(self, edits: Edits) -> None:
         """The next plan brings these proposals."""
         for proposal in edits.proposals:
+            self._calibrate(proposal)
             each = zip(proposal.slots, proposal.counts, proposal.kinds, strict=True)
             self._offers.update((slot, (count, kind)) for slot, count, kind in each if count)
 
-    def choose_width(self, plan: StepPlan) -> int:
-        """How many nodes the round verifies."""
-        offers = self._launched[plan.number].offers = [self._offers[slot] for slot in plan.slots]
-        if self.policy is None:
-            return self.widths.most
-        width = self.policy.choose(offers, self.widths.of_network, filtered=plan.mode == "all")
-        self._rounds_without_host = self._rounds_without_host + 1 if width <= self.widths.of_network else 0
-        return width
+    def choose(self, plan: StepPlan, mode: SamplingMode) -> StepPlan:
+        """The plan with the number of nodes that it verifies and then proposes."""
+        offers = [self._offers[slot] for slot in plan.slots] if self.host_drafts else None
+        num_rows = sum(len(chunk.tokens) for chunk in plan.chunks)
+        choice = self.policy.choose(len(plan.slots), num_rows, filtered=mode == "all", offers=offers)
+        survivals = None
+        if self._sent_version != self.policy.version:
+            self._sent_version, survivals = self.policy.version, self.policy.table.copy()
+        return replace(plan, mode=mode, nodes=min(choice.nodes, self.limits.node_rows), width=choice.width, survivals=survivals)
 
     @property
     def waiting_pays(self) -> bool:
-        """Whether rounds should wait for proposals of the host: not after PATIENCE rounds in a row that verified none,
-        until `look_back` sees one that was worth it."""
-        return self._rounds_without_host < PATIENCE
+        """Whether steps should wait for proposals of the host."""
+        return self.policy.waiting_pays
 
     def waited(self, ms: float) -> None:
-        """The device waited so long for the host before a round."""
-        if self.policy is not None:
-            self.policy.wait_ms += (1 - WAIT_DECAY) * (ms - self.policy.wait_ms)
+        """The device waited so long for the host before a step."""
+        self.policy.waited(ms)
 
     def look_back(self, edits: Edits) -> None:
-        """A round was launched without waiting for these proposals."""
-        least = self.widths.of_network
+        """A step was launched without waiting for these proposals."""
+        least = self.limits.of_network
         offers = [
             (count, kind) if count else (least, 0)
             for proposal in edits.proposals
             for count, kind in zip(proposal.counts, proposal.kinds, strict=True)
         ]
-        if self.policy is not None and offers and self.policy.choose(offers, least) > least:
-            self._rounds_without_host = 0
+        if offers:
+            self.policy.look_back(offers)
 
     def launched(self, plan: StepPlan) -> None:
-        """Its pass is on its way, and will store proposals."""
-        slots = plan.slots
-        if plan.chunks:
-            self.scheduler.launched(self._launched[plan.number].chunks)
-            slots = tuple(chunk.slot for chunk in plan.chunks)
-        self._offers.update(dict.fromkeys(slots, (min(plan.width, self.widths.of_network), 0)))
+        """Its passes are on their way, and will store proposals."""
+        self.scheduler.launched(self._launched[plan.number].chunks)
+        own: Offer = min(plan.width, self.limits.of_network), 0
+        self._offers.update(dict.fromkeys(drafting_slots(plan), own))
 
     def emitted(self, plan: StepPlan, output: StepOutput) -> Emitted:
-        """The tokens of a pass, without those that nobody waits for."""
+        """The tokens of a step, without those that nobody waits for."""
         places, slots = self._receivers(plan, output.errors)
         return Emitted(slots, results_of(output, places))
 
     def proposed(self, plan: StepPlan, output: StepOutput) -> Proposed:
-        """What a pass has proposed for the next round."""
+        """What a step has proposed for the next one."""
         assert output.proposed is not None
         places, slots = self._receivers(plan, output.errors)
         return Proposed(slots, output.proposed[:, places], results_of(output, places))
 
     def commit(self, plan: StepPlan, output: StepOutput, ms: float) -> list[Output]:
-        """Hands the tokens to the scheduler, in the order of the plans. The pass took `ms`."""
-        launched = self._launched.pop(plan.number)
+        """Hands the tokens to the scheduler, in the order of the plans. The step took `ms`."""
+        launched, count = self._launched.pop(plan.number), len(plan.slots)
         errors = {**plan.edits.errors, **output.errors}
-        each = zip(launched.sequences, slots_of(plan), strict=True)
+        each = zip(launched.everyone, slots_of(plan), strict=True)
         failed = [self.scheduler.fail(sequence, errors[slot]) for sequence, slot in each if slot in errors]
         outputs = [one for one in failed if one is not None]
-        if plan.chunks:
-            return outputs + self._commit_prompts(launched, output)
-        accepted = output.accepted_nodes()
-        if self.policy is not None and plan.width > 1 and not errors:
-            self.policy.record(launched.offers, plan.width, accepted)
-        if self.policy is not None and self.observes and not errors:
-            self.policy.observe(len(plan.slots), plan.width, ms, filtered=plan.mode == "all")
-        drafted = [min(nodes, plan.width) - 1 for nodes, _ in launched.offers]
-        tokens = [output.emitted(index) for index in range(len(launched.sequences))]
-        return outputs + self.scheduler.commit_round(launched.sequences, tokens, drafted)
+        if not errors:
+            self._learn(plan, output, ms)
+        drafted = (output.num_verified[:count] - 1).tolist()
+        tokens = [output.emitted(index) for index in range(count)]
+        outputs += self.scheduler.commit_decodes(launched.sequences, tokens, drafted)
+        firsts = [int(output.tokens[count + index, 0]) for index in range(len(launched.chunks))]
+        each_first = [token if chunk.is_last else None for token, chunk in zip(firsts, launched.chunks, strict=True)]
+        return outputs + self.scheduler.commit_chunks(launched.chunks, each_first)
 
-    def _commit_prompts(self, launched: Launched, output: StepOutput) -> list[Output]:
-        chunks = launched.chunks
-        firsts = [int(output.tokens[index, 0]) if chunk.is_last else None for index, chunk in enumerate(chunks)]
-        return self.scheduler.commit_prefill(chunks, firsts)
+    def _learn(self, plan: StepPlan, output: StepOutput, ms: float) -> None:
+        """Counts what was accepted, and the step's time."""
+        count = len(plan.slots)
+        if count and self.limits.most_nodes > 1:
+            accepted = accepted_nodes(output, count)
+            self.policy.record(output.cells[:count], output.num_verified[:count], accepted)
+        rows = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
+        requests = len(drafting_slots(plan))
+        self.policy.observe(rows=rows, requests=requests, width=plan.width, ms=ms, filtered=plan.mode == "all")
+
+    def _calibrate(self, proposal: HostProposal) -> None:
+        """Fills in its cells, and how likely they are accepted; never likelier than the nodes before."""
+        _, _, cells, survivals = proposal.nodes
+        cells[:], survivals[:] = -1, 0
+        values = survivals.view(np.float32)
+        for index, (count, kind) in enumerate(zip(proposal.counts, proposal.kinds, strict=True)):
+            if count:
+                own = host_cells(count, kind)
+                cells[index, :count] = own
+                values[index, 0] = 1.0
+                values[index, 1:count] = np.minimum.accumulate(self.policy.table[own[1:]])
 
     def _receivers(self, plan: StepPlan, errors: Iterable[int]) -> tuple[list[int], list[int]]:
         """Places in the pass, and slots, of the requests that gain tokens by it."""
         launched = self._launched[plan.number]
-        ends = [chunk.is_last for chunk in launched.chunks] or [True] * len(launched.sequences)
-        each = zip(launched.sequences, slots_of(plan), ends, strict=True)
+        ends = [True] * len(launched.sequences) + [chunk.is_last for chunk in launched.chunks]
+        each = zip(launched.everyone, slots_of(plan), ends, strict=True)
         own = [
             (place, slot)
             for place, (sequence, slot, is_end) in enumerate(each)
@@ -204,6 +217,15 @@ def results_of(output: StepOutput, places: list[int]) -> NDArray[np.int32]:
     """(B, 1 + N): the number of tokens and the tokens at those places of a pass."""
     results = np.concatenate((output.num_emitted[:, None], output.tokens), axis=1)
     return results if len(places) == len(results) else results[places]
+
+
+def accepted_nodes(output: StepOutput, count: int) -> NDArray[np.bool_]:
+    """(count, W): whether each node of the first `count` segments was accepted."""
+    if output.accepted is None:
+        return np.arange(output.tokens.shape[1]) < output.num_emitted[:count, None]
+    accepted = np.zeros((count, output.tokens.shape[1] + 1), dtype=bool)  # the last place takes the padding
+    np.put_along_axis(accepted, output.accepted[:count].astype(np.int64), values=True, axis=1)
+    return accepted[:, :-1]
 
 
 def prompt_chunk(chunk: Chunk) -> PromptChunk:

@@ -2,11 +2,13 @@
 
 Imports no torch. Invariant: every running sequence arrived before every waiting one, and the running ones are in order
 of arrival. A step is
-    chunks = scheduler.next_prefill()            ... launch ...    scheduler.launched(chunks)
-                                                                   scheduler.commit_prefill(chunks, first_tokens)
-    sequences = scheduler.next_round(reserve)    ... launch ...    scheduler.commit_round(sequences, tokens, drafted)
+    sequences = scheduler.next_decodes(reserve)
+    chunks = scheduler.next_chunks(num_tokens)
+    ... launch ...                                scheduler.launched(chunks)
+                                                  scheduler.commit_chunks(chunks, first_tokens)
+                                                  scheduler.commit_decodes(sequences, tokens, drafted)
 The caller launches what `next_...` returns at once, on a device that works in order. `commit_...` brings the tokens in
-the same order, perhaps after further passes were launched; those continue after known tokens and those in flight.
+the same order, perhaps after further steps were launched; those continue after known tokens and those in flight.
 """
 
 from collections import deque
@@ -19,7 +21,7 @@ from slipstream.serve.request import FinishReason, Output, Request, RequestStats
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """One request's state. While it decodes, tokens[num_computed:] is the next round's root, or empty until the token
+    """One request's state. While it decodes, tokens[num_computed:] is the next step's root, or empty until the token
     sampled after the prompt arrives. A preempted sequence continues as a new object."""
 
     request: Request
@@ -70,7 +72,7 @@ class Sequence:
 
     def cut(self, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
         """The tokens up to max_tokens and the first stop id, which is kept; and why the sequence ends, or None."""
-        assert emitted, "every round and every prefill emits at least one token"
+        assert emitted, "every step emits at least one token of a request that decodes or ends its prompt"
         num_left = self.request.params.max_tokens - self.stats.completion_tokens
         for index, token in enumerate(emitted[:num_left]):
             if token in self.stop_ids:
@@ -78,7 +80,7 @@ class Sequence:
         return emitted[:num_left], "length" if len(emitted) >= num_left else None
 
     def count_round(self, drafted: int, num_accepted: int) -> None:
-        """Counts one round that proposed `drafted` tokens, `num_accepted` of which are part of the answer."""
+        """Counts one step that verified `drafted` tokens, `num_accepted` of which are part of the answer."""
         self.stats.rounds += 1
         self.stats.drafted_tokens += drafted
         accepted = self.stats.accepted_by_position
@@ -89,7 +91,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, end) of a sequence, to be computed in one prefill step."""
+    """Tokens [start, end) of a sequence, to be computed in one step."""
 
     sequence: Sequence
     start: int
@@ -101,12 +103,12 @@ class Scheduler:
     """Requests in, work out, tokens in, outputs out.
 
     A waiting sequence has neither request slot nor pages. Admission gives it both: pages for all its tokens and for
-    `max_reserve` KV tokens more, so that no two half-computed prompts wait for each other. `next_round` adds pages as a
+    `max_reserve` KV tokens more, so that no two half-computed prompts wait for each other. `next_decodes` adds pages as a
     sequence grows. When pages run out it preempts the newest sequence, prefilling or decoding: the computed pages stay
     in the prefix cache, and the sequence returns to the front of the queue. Later a prefill of all its tokens yields
-    the token that the lost rounds would have given. The oldest is never preempted, so it always ends: `add` refuses
+    the token that the lost steps would have given. The oldest is never preempted, so it always ends: `add` refuses
     requests that cannot fit. Of a window group a sequence is admitted to a quota, and gets pages with each chunk and
-    round and gives them back with each commit: these never run out.
+    step and gives them back with each commit: these never run out.
 
     The scheduler calls `on_admit` when a sequence has its slot and pages, also when it resumes, and `on_release` before
     it takes them back.
@@ -118,19 +120,16 @@ class Scheduler:
         cache: PageCache,
         max_running: int,  # request slots 0..max_running-1
         max_model_len: int,  # prompt + answer, in tokens
-        prefill_budget: int,  # tokens per next_prefill, padding of last blocks included
         stop_ids: frozenset[int],  # the model's end-of-text ids
         lookahead: int,  # of the drafter's KV: see serve/engine/kv_cache.py
         max_reserve: int,  # most KV tokens that the passes in flight write beyond the committed ones
         on_admit: Callable[[Sequence], None] = lambda _: None,
         on_release: Callable[[Sequence], None] = lambda _: None,
-        prefill_block: int = 1,  # tokens of a block; captured passes compute whole blocks
-        max_chunks: int | None = None,  # requests that a captured pass holds
+        max_chunks: int | None = None,  # of a step; None: any number
     ) -> None:
         self.cache = cache
         self.max_running = max_running
         self.max_model_len = max_model_len
-        self.prefill_blocks, self.prefill_block = prefill_budget // prefill_block, prefill_block
         self.max_chunks = max_chunks
         self.stop_ids = stop_ids
         self.lookahead = lookahead
@@ -174,20 +173,21 @@ class Scheduler:
         """Ends a running request that cannot go on. None if it has ended or was preempted."""
         return replace(self._end(sequence, [], "error"), error=error) if sequence.slot >= 0 else None
 
-    def next_prefill(self) -> list[Chunk]:
-        """The next prompt tokens to compute, first come first served, at most `prefill_budget` in all."""
-        blocks, size = self.prefill_blocks, self.prefill_block
+    def next_chunks(self, num_tokens: int) -> list[Chunk]:
+        """The next prompt tokens to compute, first come first served, at most `num_tokens` in all."""
         chunks: list[Chunk] = []
+        if num_tokens < 1:
+            return chunks
         for sequence in self._prefilling():
             start, length = sequence.num_computed, len(sequence.tokens)
-            end = min(length, start + blocks * size)
+            end = min(length, start + num_tokens)
             is_last, reach = end == length, self.cache.reach(sequence.table, length + self.max_reserve)
             if end + self.max_reserve * is_last > reach:  # pages of windows are few: a shorter chunk
                 end, is_last = min(end, reach, length - 1), False
             self.cache.extend_windows(sequence.table, end + self.max_reserve * is_last)
             chunks.append(Chunk(sequence, start, end, is_last))
-            blocks -= -(-(end - start) // size)
-            if blocks == 0 or len(chunks) == self.max_chunks:  # do not admit one more
+            num_tokens -= end - start
+            if num_tokens == 0 or len(chunks) == self.max_chunks:  # do not admit one more
                 break
         return chunks
 
@@ -200,9 +200,9 @@ class Scheduler:
             self.cache.slide(sequence.table, sequence.num_computed)
             if chunk.is_last:
                 sequence.decoding = True
-                sequence.in_flight.append(0)  # the next round writes the sampled token's KV
+                sequence.in_flight.append(0)  # the next step writes the sampled token's KV
 
-    def commit_prefill(self, chunks: list[Chunk], first_tokens: list[int | None]) -> list[Output]:
+    def commit_chunks(self, chunks: list[Chunk], first_tokens: list[int | None]) -> list[Output]:
         """Each last chunk brings the token sampled after it. Chunks of ended or preempted sequences are ignored."""
         outputs: list[Output] = []
         for chunk, token in zip(chunks, first_tokens, strict=True):
@@ -215,7 +215,7 @@ class Scheduler:
             outputs.append(self._emit(sequence, *sequence.cut([token])))
         return outputs
 
-    def next_round(self, reserve: int) -> list[Sequence]:
+    def next_decodes(self, reserve: int) -> list[Sequence]:
         """The decoding sequences, oldest first, each with pages for `reserve` KV tokens beyond its bound.
 
         Those that end with the tokens in flight are left out.
@@ -231,10 +231,10 @@ class Scheduler:
             sequence.in_flight.append(reserve)
         return sequences
 
-    def commit_round(self, sequences: list[Sequence], tokens: list[list[int]], drafted: list[int]) -> list[Output]:
-        """`tokens[i]` are what the round emitted for `sequences[i]`: accepted drafts, then the target's own token.
+    def commit_decodes(self, sequences: list[Sequence], tokens: list[list[int]], drafted: list[int]) -> list[Output]:
+        """`tokens[i]` are what the step emitted for `sequences[i]`: accepted drafts, then the target's own token.
 
-        `drafted[i]` tokens were proposed to it. Sequences that ended or were preempted since are ignored.
+        `drafted[i]` of its drafted tokens were verified. Sequences that ended or were preempted since are ignored.
         """
         outputs: list[Output] = []
         for sequence, emitted, num_drafted in zip(sequences, tokens, drafted, strict=True):
@@ -247,7 +247,7 @@ class Scheduler:
         return outputs
 
     def check(self) -> None:
-        """Prove the invariants of queue, slots and pages. Raises AssertionError. Walks everything: not for rounds."""
+        """Prove the invariants of queue, slots and pages. Raises AssertionError. Walks everything: not for every step."""
         self.cache.check(sequence.table for sequence in self._running)
         everyone = [*self._running, *self._waiting]
         assert {id(sequence) for sequence in everyone} == {id(sequence) for sequence in self._sequences.values()}
@@ -305,7 +305,7 @@ class Scheduler:
         if not self._free_slots or sequence is self._refused:
             return False
         num_tokens = len(sequence.tokens) + self.max_reserve
-        headroom = len(self._running)  # a page for each, or the next round would preempt the new one
+        headroom = len(self._running)  # a page for each, or the next step would preempt the new one
         limit = self._limit(sequence.request)
         if not self.cache.admit(sequence.table, sequence.tokens, num_tokens, headroom, limit):
             assert self._running, "an empty cache is too small for a request that add() accepted"

@@ -1,14 +1,15 @@
 """What target pass, drafter and attention pass to each other.
 
-Letters: B requests of a batch, N tree nodes per request (root included), T packed query tokens, R request slots,
-P pages per request, V target vocabulary, K captured states, H hidden, G KV heads, D head dim.
+Letters: B requests of a batch, N tree nodes per request (root included), T packed query tokens, S segments of a ragged
+pass, R request slots, P pages per request, V target vocabulary, K captured states, H hidden, G KV heads, D head dim.
 """
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from slipstream.kernels.attention.ragged import Segments
 from slipstream.kernels.sampling.sample import Sampling
 from slipstream.serve.runner.kv import KVSlots
 from slipstream.serve.runner.request_state import RequestState
@@ -26,24 +27,15 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyResult:
-    """Which candidates the target accepted, and the tokens that this emits."""
-
-    nodes: Tensor  # (B, N) int32 accepted node ids, root first, -1 padded
-    tokens: Tensor  # (B, N) int32 emitted tokens: accepted children, then the target's own token; -1 padded
-    lengths: Tensor  # (B,) int32 accepted nodes = tokens emitted this round, 1..depth + 1
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """What attention needs to know of one pass: T packed queries of B requests, request after request.
 
     `query_lens` and `kv_bounds` are host numbers: how many queries each request has, and an upper bound of the KV
-    tokens it has once they are written; of prompts it is exact. Exact lengths live on the device, so that rounds need
-    no host. A captured prompt's requests are its blocks (serve/runner/prefill.py).
+    tokens it has once they are written; of prompts it is exact. Exact lengths live on the device, so that drafting
+    needs no host. Of a ragged pass, whose requests are its segments, the host knows neither, and ancestors are (T,).
     """
 
-    phase: Phase  # whose kernels compute it; outside "prefill" all requests that attend have as many queries
+    phase: Phase  # whose kernels compute it; but for "prefill" and ragged passes all requests have as many queries
     state: RequestState
     requests: Tensor  # (B,) int64 request slots
     lengths: Tensor  # (B,) int64 committed KV tokens before this pass
@@ -53,6 +45,8 @@ class AttentionMetadata:
     kv_bounds: tuple[int, ...]
     ancestors: Tensor | None = None  # (B, N) int64 bit masks of a tree (kernels/speculation/verify.py); None: chains
     first_node: int = 0  # nodes of each request before its queries
+    segments: Segments | None = None  # of a ragged pass
+    works: dict[Any, Any] = field(default_factory=dict)  # of a ragged pass: what backends have planned for it
 
     @classmethod
     def uniform(
@@ -66,22 +60,17 @@ class AttentionMetadata:
         shape = (count,) * len(requests), (kv_bound,) * len(requests)
         return cls(phase, state, requests, starts, positions, slots, *shape)
 
-    def per_query(self, values: Tensor) -> Tensor:
-        """values (B,) of the requests -> (T,) of their queries."""
-        if len(set(self.query_lens)) == 1:
-            return values.repeat_interleave(self.query_lens[0])
-        lens = self.state.upload(self.query_lens)
-        return values.repeat_interleave(lens, output_size=len(self.positions))
-
 
 class PassRows(NamedTuple):
-    """The C rows of a target pass whose tokens belong to their requests' texts: those of prompt chunks; after a round N
-    for each request, the accepted nodes first and in order. The next round overwrites the KV of the others."""
+    """C rows of a target pass: those of prompt chunks, and of each decoding request its accepted nodes in order and then
+    the others, whose KV the next step overwrites."""
 
     metadata: AttentionMetadata  # of a draft's attention over these rows: their positions (C,) and slots (C,)
     next_tokens: Tensor  # (C,) the token after each; -1 after rejected nodes and rows that fill up a pass
+    owners: Tensor  # (C,) int64 request slot of each row; padding where a row repeats another or fills up the pass
     requests: Tensor  # (B,) int64 request slots
-    last: Tensor  # (B,) int64 each request's last row
+    last: Tensor  # (B,) int64 each request's last row whose token belongs to its text
+    only_prompts: bool  # no row is a node's
 
     def last_of_each(self) -> AttentionMetadata:
         """The pass over each request's last row alone."""

@@ -1,13 +1,14 @@
-"""Rounds captured as CUDA graphs at start-up, one for each (batch size, width, sampling mode); a replay waits for
-nothing, and nothing is captured while serving.
+"""Passes captured as CUDA graphs at start-up; a replay waits for nothing, and nothing is captured while serving.
 
-All graphs share one memory pool, and all rounds write into one result buffer, so a replay's result must be copied away
-before the next replay, in stream order.
+A target pass is captured for (rows, rows with logits, sampling mode), a draft's for (requests, width, mode): every
+number of nodes and prompt tokens that fits replays the same graph. All graphs share one memory pool, and all target
+passes write into one result buffer, so a replay's results must be copied away before the next replay, in stream order.
 """
 
 import gc
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,22 +18,46 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from slipstream.kernels.compile_ahead import short_run
-from slipstream.serve.engine.plan import SamplingMode
-from slipstream.serve.runner.round import Runner
+from slipstream import runtime
+from slipstream.kernels.compile_ahead import compile_ahead, short_run
+from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepPlan
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.runner.chunks import pack_chunks, split_chunks
+from slipstream.serve.runner.step import Runner, StepInputs
 
 logger = logging.getLogger(__name__)
 
 # Sampling modes with graphs of their own. In the second a request without filters has neutral ones.
 MODES: tuple[SamplingMode, ...] = ("plain", "all")
-TIMED_ROUNDS = 2  # of each size, width and mode at start-up: the faster one counts
-TimeTables = dict[SamplingMode, dict[tuple[int, int], float]]  # mode -> (batch size, width) -> milliseconds
+MOST_CHUNKS = 16  # of a pass
+MOST_PAIRS = 2**24  # of a query and a key that it sees, 1,024 after 16,384: beyond, kernels made for prompts are faster
+HEADS = (32, 128, 256, 512)  # rows with logits of passes with prompts, besides the most that a pass can have
+MOST_NODE_ROWS = 1024  # of a pass without prompts, if there are no more requests than that
+TIMED_PASSES = 2  # of each key at start-up: the faster one counts
+StepKey = tuple[int, int, bool, SamplingMode]  # rows, rows with logits, whether there are prompts, mode
+CostTables = dict[str, dict[SamplingMode, dict[Any, float]]]  # "target": by rows; "draft": by (requests, width)
 
 
-def buckets(max_batch: int) -> list[int]:
-    """Batch sizes to capture: 1, 2, 4, then steps that waste at most a quarter of a pass, up to `max_batch`."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_batch, 64)]
-    return [size for size in sizes if size < max_batch] + [max_batch]
+def buckets(most: int) -> list[int]:
+    """Numbers of rows to capture: 1, 2, 4, then steps that waste at most a quarter of a pass, up to `most`."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 64), *range(512, most, 128)]
+    return [size for size in sizes if size < most] + [most]
+
+
+def prompt_sizes(most: int) -> list[int]:
+    """Numbers of rows of passes with prompts, from the fourth on in steps that waste at most a fifth."""
+    steps = [32, 64, 96, *(32 * base * 2**power for power in range(10) for base in (4, 5, 6, 7))]
+    return [size for size in steps if size < most] + [most] * (most > 0)
+
+
+def draft_sizes(most: int) -> list[int]:
+    """Numbers of requests of a draft's pass."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, most, 64)]
+    return [size for size in sizes if size < most] + [most]
+
+
+def most_node_rows(max_running: int, most_nodes: int) -> int:
+    return max(max_running, min(max_running * most_nodes, MOST_NODE_ROWS))
 
 
 @contextmanager
@@ -97,90 +122,271 @@ class Capturer:
         self._has_warned = True
 
 
-class RoundGraphs:
-    """Runs `runner.round` by replay."""
+class StepGraphs:
+    """Runs `runner.step` by replay.
 
-    def __init__(self, runner: Runner, max_batch: int, widths: Sequence[int], capturer: Capturer) -> None:
+    `most_rows`: of passes without prompts; `most_prompt_rows`: of passes with prompts, 0: none are captured.
+    """
+
+    def __init__(
+        self, runner: Runner, max_running: int, most_rows: int, most_prompt_rows: int, capturer: Capturer
+    ) -> None:
         state = runner.state
-        self.runner, self.capturer = runner, capturer
-        self.sizes, self.widths = buckets(max_batch), sorted(widths)
-        self.requests = torch.full((max_batch,), state.padding, dtype=torch.int64, device=state.device)
-        self.results = torch.zeros(max_batch, 1 + 2 * state.tokens.shape[1], dtype=torch.int32, device=state.device)
-        self._columns: dict[int, int] = {}  # of the results, by width
-        self._graphs: dict[tuple[int, int, SamplingMode], torch.cuda.CUDAGraph] = {}
-        self._held: tuple[list[int], int] = ([], 0)  # what self.requests holds
+        self.runner, self.capturer, self.max_running = runner, capturer, max_running
+        self.sizes = buckets(most_rows)
+        self.prompt_sizes = prompt_sizes(most_prompt_rows)
+        self.num_chunks = min(MOST_CHUNKS, max_running) if self.prompt_sizes else 0
+        self.most_prompt_rows = most_prompt_rows
+        numbers = torch.full((2 + max_running,), state.padding, dtype=torch.int64, device=state.device)
+        self.budget, self.requests = numbers[:1], numbers[2:]  # aligned alike
+        self.budget.zero_()
+        self.packed = self._pack((), most_prompt_rows).to(state.device)
+        columns = 2 + (3 if runner.branches else 2) * state.proposals.shape[2]
+        rows = max_running + self.num_chunks
+        self.results = torch.zeros(rows, columns, dtype=torch.int32, device=state.device)
+        self._graphs: dict[StepKey, torch.cuda.CUDAGraph] = {}
+        self._held: tuple[int, ...] | None = None  # what self.requests holds
+        self._held_budget = 0
 
     def run_all(self) -> None:
-        """Runs every batch size in every mode on padding, uncaptured."""
-        self._hold([], self.sizes[-1])
-        for key in self._keys():
-            self._round(*key)
+        """Runs every size on padding, uncaptured, and the largest ones in every mode."""
+        for key in self.keys():
+            rows, _, has_prompts, mode = key
+            if mode == MODES[0] or rows in (self.sizes[-1], *self.prompt_sizes[-1:]):
+                self._hold((), 0)
+                self._hold_chunks(())
+                self.pass_of(*key)
 
     def capture_all(self) -> None:
-        """Captures every batch size in every mode, largest first."""
-        sizes = f"batch {', '.join(map(str, self.sizes))}; width {', '.join(map(str, self.widths))}"
-        self.capturer.capture_all("rounds", sizes, self._keys(), self._capture)
+        """Captures every size in every mode, largest first."""
+        sizes = f"rows {', '.join(map(str, self.sizes))}; with prompts {', '.join(map(str, self.prompt_sizes))}"
+        self.capturer.capture_all("target passes", sizes, self.keys(), self._capture)
 
-    def time_all(self) -> TimeTables:
-        """Milliseconds of rounds with random tokens and no committed ones to read, in every mode, size and width."""
-        tables: TimeTables = {mode: {} for mode in MODES}
+    def time_all(self) -> dict[SamplingMode, dict[Any, float]]:
+        """Milliseconds of passes with random tokens and no committed ones to read, by mode and rows. Rows that a pass of
+        nodes alone cannot have are a prompt's."""
+        tables: dict[SamplingMode, dict[Any, float]] = {mode: {} for mode in MODES}
         with self.runner.state.random_requests(self.runner.target.config.vocab_size):
-            for size, width, mode in self._keys():
-                tables[mode][size, width] = self._time(size, width, mode)
+            for rows, heads, has_prompts, mode in self.keys():
+                if not has_prompts or (rows > self.sizes[-1] and heads == self._heads(rows)[-1]):
+                    nodes = min(rows, self.sizes[-1])
+                    self._hold(tuple(range(min(rows, self.max_running))), nodes)
+                    self._hold_chunks(self._random_chunks(rows - nodes))
+                    tables[mode][rows] = self._time((rows, heads, has_prompts, mode))
+        self._held = None
         return tables
 
-    def round(self, requests: list[int], mode: SamplingMode, width: int) -> Tensor | None:
-        """What `runner.round` returns, on the device; None where memory held no graph for it."""
-        mode = "all" if mode == "all" else "plain"
-        fitting = (size for size in self.sizes if size >= len(requests) and (size, width, mode) in self._graphs)
-        size = next(fitting, None)
-        if size is None:
+    def run(self, plan: StepPlan) -> tuple[Tensor, int] | None:
+        """The results of the plan's target pass, and the index of the first chunk's. None where no graph takes it: a
+        prompt alone whose context is so long that kernels made for prompts are faster (and compiled by now), or memory
+        held no graph."""
+        key = self.find(plan)
+        if key is None:
             return None
-        self._hold(requests, size)
-        self._graphs[size, width, mode].replay()
-        return self.results[: len(requests), : self._columns[width]]
+        self._hold(plan.slots, plan.nodes)
+        if plan.chunks:
+            self._hold_chunks(plan.chunks)
+        self._graphs[key].replay()
+        first = min(key[0], self.max_running)
+        return self.results[: first + len(plan.chunks) if plan.chunks else len(plan.slots)], first
 
-    def expect(self, requests: list[int]) -> None:
-        """The next `round` is theirs: what the device must know of them is on its way before that."""
-        self._hold(requests, next(size for size in self.sizes if size >= len(requests)))
+    def expect(self, slots: tuple[int, ...]) -> None:
+        """The next `run` is theirs: what the device must know of them is on its way before that."""
+        self._hold(slots, self._held_budget)
 
-    def _keys(self) -> list[tuple[int, int, SamplingMode]]:
+    def find(self, plan: StepPlan) -> StepKey | None:
+        mode: SamplingMode = "all" if plan.mode == "all" else "plain"
+        if not plan.chunks:
+            start = bisect_left(self.sizes, plan.nodes)
+            found = ((rows, rows, False, mode) for rows in self.sizes[start:])
+            return next((key for key in found if key in self._graphs), None)
+        pairs = sum(len(chunk.tokens) * (chunk.start + chunk.end) // 2 for chunk in plan.chunks)
+        is_long = pairs > MOST_PAIRS and self.runner.attention["prefill"].is_ready
+        if len(plan.chunks) > self.num_chunks or (is_long and not plan.slots):
+            return None
+        needed = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
+        heads = plan.nodes + len(plan.chunks)
+        start = bisect_left(self.prompt_sizes, needed)
+        each = ((rows, own) for rows in self.prompt_sizes[start:] for own in self._heads(rows) if own >= heads)
+        return next(((*key, True, mode) for key in each if (*key, True, mode) in self._graphs), None)
+
+    def keys(self) -> list[StepKey]:
         """Largest first: the later ones find memory in the pool."""
-        widths = sorted(self.widths, reverse=True)
-        return [(size, width, mode) for size in reversed(self.sizes) for width in widths for mode in reversed(MODES)]
+        own = [(rows, heads, True) for rows in self.prompt_sizes for heads in self._heads(rows)]
+        own += [(rows, rows, False) for rows in reversed(self.sizes)]
+        return [(*key, mode) for key in sorted(own, reverse=True) for mode in reversed(MODES)]
 
-    def _hold(self, requests: list[int], size: int) -> None:
-        if self._held != (requests, size):
-            padding = [self.runner.state.padding] * (size - len(requests))
-            self.requests[:size] = self.runner.state.upload(requests + padding)
-            self._held = (list(requests), size)
+    def pass_of(self, rows: int, heads: int, has_prompts: bool, mode: SamplingMode) -> None:
+        """The pass that is captured, on what the buffers hold."""
+        chunks = split_chunks(self.packed, self.num_chunks if has_prompts else 0, self.most_prompt_rows)
+        if not has_prompts:
+            chunks = type(chunks)(*(field[:0] for field in chunks))
+        inputs = StepInputs(self.budget, self.requests[: min(rows, self.max_running)], chunks)
+        results = self.runner.step(inputs, rows, heads, mode)
+        self.results[: len(results)] = results
 
-    def _time(self, size: int, width: int, mode: SamplingMode) -> float:
-        """The best of a few rounds."""
-        self._hold(list(range(size)), size)
-        graph = self._graphs.get((size, width, mode))
-        run = graph.replay if graph is not None else partial(self._round, size, width, mode)
-        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(TIMED_ROUNDS + 1)]
+    def _heads(self, rows: int) -> list[int]:
+        """Numbers of rows with logits that passes with prompts of so many rows are captured for."""
+        most = min(rows, self.sizes[-1] + self.num_chunks)
+        return [*(heads for heads in HEADS if heads < most), most]
+
+    def _pack(self, chunks: Sequence[Any], num_tokens: int) -> Tensor:
+        state = self.runner.state
+        return pack_chunks(chunks, self.num_chunks, num_tokens, state.padding, state.device.type == "cuda")
+
+    def _hold(self, slots: tuple[int, ...], budget: int) -> None:
+        if self._held != slots:
+            padding = [self.runner.state.padding] * (self.max_running - len(slots))
+            self.requests.copy_(self.runner.state.upload([*slots, *padding]))
+            self._held = slots
+        if self._held_budget != budget:
+            self.budget.fill_(budget)
+            self._held_budget = budget
+
+    def _random_chunks(self, num_tokens: int) -> list[PromptChunk]:
+        vocab_size, generator = self.runner.target.config.vocab_size, torch.Generator().manual_seed(0)
+        tokens = torch.randint(vocab_size, (num_tokens,), generator=generator).tolist()
+        return [PromptChunk(self.runner.state.padding, 0, tokens, None, is_last=True)] if tokens else []
+
+    def _hold_chunks(self, chunks: Sequence[Any]) -> None:
+        if self.num_chunks:
+            num_tokens = self.most_prompt_rows if not chunks else sum(len(chunk.tokens) for chunk in chunks)
+            packed = self._pack(chunks, num_tokens)
+            self.packed[: len(packed)].copy_(packed, non_blocking=True)
+
+    def _time(self, key: StepKey) -> float:
+        """The best of a few passes."""
+        graph, state = self._graphs.get(key), self.runner.state
+        run = graph.replay if graph is not None else partial(self.pass_of, *key)
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(TIMED_PASSES + 1)]
+        proposals = state.proposals.clone()
         for start, end in pairs:
-            self.runner.state.lengths.zero_()
+            state.lengths.zero_()
+            state.proposals.copy_(proposals)  # a pass leaves roots
             start.record()
             run()
             end.record()
         torch.cuda.synchronize()  # sync
         return min(start.elapsed_time(end) for start, end in pairs[1:])  # the first is slower
 
-    def _capture(self, size: int, width: int, mode: SamplingMode) -> bool:
+    def _capture(self, rows: int, heads: int, has_prompts: bool, mode: SamplingMode) -> bool:
         """On padding: nothing but the dump page is written."""
-        self._held = ([], 0)
-        self.requests.fill_(self.runner.state.padding)
-        what = f"a round with {size} requests and {width} nodes ({mode} sampling)"
-        remedy = "lower max_running or mem_fraction"
-        graph = self.capturer.capture(partial(self._round, size, width, mode), what, remedy)
+        self._hold((), 0)
+        self._hold_chunks(())
+        what = f"a pass of {rows} rows ({mode} sampling)"
+        remedy = "lower max_running, prefill_graph_tokens or mem_fraction"
+        key = rows, heads, has_prompts, mode
+        graph = self.capturer.capture(partial(self.pass_of, *key), what, remedy)
+        if graph is not None:
+            self._graphs[key] = graph
+        return graph is not None
+
+
+class DraftGraphs:
+    """Runs `runner.draft` by replay."""
+
+    def __init__(self, runner: Runner, max_running: int, widths: Sequence[int], capturer: Capturer) -> None:
+        state = runner.state
+        self.runner, self.capturer, self.widths = runner, capturer, sorted(width for width in widths if width > 1)
+        self.sizes = draft_sizes(max_running)
+        self.requests = torch.full((max_running,), state.padding, dtype=torch.int64, device=state.device)
+        self._graphs: dict[tuple[int, int, SamplingMode], torch.cuda.CUDAGraph] = {}
+        self._held: tuple[int, ...] | None = None
+
+    def run_all(self) -> None:
+        self._hold(())
+        for key in self.keys():
+            self.pass_of(*key)
+
+    def capture_all(self) -> None:
+        sizes = f"requests {', '.join(map(str, self.sizes))}; width {', '.join(map(str, self.widths))}"
+        self.capturer.capture_all("draft passes", sizes, self.keys(), self._capture)
+
+    def time_all(self) -> dict[SamplingMode, dict[Any, float]]:
+        """Milliseconds by mode and (requests, width)."""
+        tables: dict[SamplingMode, dict[Any, float]] = {mode: {} for mode in MODES}
+        with self.runner.state.random_requests(self.runner.target.config.vocab_size):
+            for size, width, mode in self.keys():
+                self._hold(tuple(range(size)))
+                tables[mode][size, width] = self._time((size, width, mode))
+        self._held = None
+        return tables
+
+    def run(self, slots: tuple[int, ...], mode: SamplingMode, width: int) -> bool:
+        """Whether there is a graph for it."""
+        mode = "all" if mode == "all" else "plain"
+        start = bisect_left(self.sizes, len(slots))
+        size = next((size for size in self.sizes[start:] if (size, width, mode) in self._graphs), None)
+        if size is None:
+            return False
+        self._hold(slots)
+        self._graphs[size, width, mode].replay()
+        return True
+
+    def keys(self) -> list[tuple[int, int, SamplingMode]]:
+        """Largest first: the later ones find memory in the pool."""
+        widths = sorted(self.widths, reverse=True)
+        return [(size, width, mode) for size in reversed(self.sizes) for width in widths for mode in reversed(MODES)]
+
+    def pass_of(self, size: int, width: int, mode: SamplingMode) -> None:
+        self.runner.draft(self.requests[:size], mode, width, 0)
+
+    def _hold(self, slots: tuple[int, ...]) -> None:
+        if self._held != slots:
+            padding = [self.runner.state.padding] * (len(self.requests) - len(slots))
+            self.requests.copy_(self.runner.state.upload([*slots, *padding]))
+            self._held = slots
+
+    def _time(self, key: tuple[int, int, SamplingMode]) -> float:
+        graph, state = self._graphs.get(key), self.runner.state
+        run = graph.replay if graph is not None else partial(self.pass_of, *key)
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(TIMED_PASSES + 1)]
+        for start, end in pairs:
+            state.lengths.zero_()
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()  # sync
+        return min(start.elapsed_time(end) for start, end in pairs[1:])
+
+    def _capture(self, size: int, width: int, mode: SamplingMode) -> bool:
+        self._hold(())
+        what = f"a draft for {size} requests of {width} nodes ({mode} sampling)"
+        graph = self.capturer.capture(
+            partial(self.pass_of, size, width, mode), what, "lower max_running or mem_fraction"
+        )
         if graph is not None:
             self._graphs[size, width, mode] = graph
         return graph is not None
 
-    def _round(self, size: int, width: int, mode: SamplingMode) -> None:
-        results = self.runner.round(self.requests[:size], (0,) * size, mode, width)
-        self._columns[width] = results.shape[1]
-        self.results[:size, : results.shape[1]] = results
+
+def make_graphs(
+    runner: Runner, config: EngineConfig, widths: Sequence[int], capturer: Capturer
+) -> tuple[StepGraphs, DraftGraphs | None]:
+    """Not captured yet. Prompts are captured with room for every running request's root."""
+    most, max_running = max(widths), config.max_running
+    prompts = config.captured_tokens + max_running if config.captured_tokens else 0
+    prompts = -(-prompts // 32) * 32
+    steps = StepGraphs(runner, max_running, most_node_rows(max_running, most), prompts, capturer)
+    own = [width for width in widths if width <= max(runner.drafter.widths)]
+    drafts = DraftGraphs(runner, max_running, own, capturer) if max(own, default=1) > 1 else None
+    return steps, drafts
+
+
+def capture_all(
+    runner: Runner, config: EngineConfig, widths: Sequence[int]
+) -> tuple[StepGraphs, DraftGraphs | None]:
+    """Their kernels are compiled first, in parallel."""
+    steps, drafts = make_graphs(runner, config, widths, Capturer())
+    try:
+        with runtime.stage("compiling kernels"), compile_ahead("compiling kernels"):
+            steps.run_all()
+            if drafts is not None:
+                drafts.run_all()
+    except torch.cuda.OutOfMemoryError as error:
+        remedy = "lower max_running, prefill_graph_tokens or mem_fraction"
+        raise ValueError(f"the largest passes do not fit into memory; {remedy}") from error
+    steps.capture_all()
+    if drafts is not None:
+        drafts.capture_all()
+    return steps, drafts

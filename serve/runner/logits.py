@@ -2,10 +2,11 @@
 
 In mode "all" bias, penalties and masks (kernels/sampling/processors.py) act before temperature, filters and noise.
 Drafts ignore them: that costs accepted tokens where they matter, and changes none.
-Letters: B requests, N nodes per request, V target vocabulary.
+Letters: H rows of logits, T rows of the pass, S segments, W nodes that a request slot stores, V target vocabulary.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,32 +16,36 @@ from slipstream.serve.engine.plan import SamplingMode
 from slipstream.serve.runner.request_state import RequestState
 
 
-def sample_target(
-    state: RequestState,
-    requests: Tensor,
-    mode: SamplingMode,
-    logits: Tensor,
-    positions: Tensor,
-    nodes: Tensor | None = None,
-    ancestors: Tensor | None = None,
-) -> Tensor:
-    """Samples the target's token after each row of logits (B * N, V), at positions (B * N,).
+class NodeTokens(NamedTuple):
+    """What a row's path through its proposal is read from."""
 
-    requests (B,) int64 slots of `state`. In a round nodes (B, N) int32 are the proposals' tokens and ancestors (B, N)
-    their bit masks, None for chains: a node counts its path. Mode "all" also heeds the masks that `state` holds.
-    Returns (B * N,) int64, -1 where nothing can be sampled: NaN, or no token allowed.
+    nodes: Tensor  # (H,) int32 which node of its request a row is
+    tokens: Tensor  # (T,) int64 of the pass, whose first rows are nodes in the order of the logits' rows
+    ancestors: Tensor | None  # (T,) int64 bit masks; None: chains
+
+
+def sample_target(
+    state: RequestState, requests: Tensor, mode: SamplingMode, logits: Tensor, positions: Tensor, path: NodeTokens
+) -> Tensor:
+    """Samples the target's token after each row of logits (H, V), at positions (H,).
+
+    requests (H,) int64: the slot of each row. A node counts the tokens of its path. Mode "all" also heeds the masks that
+    `state` holds. Returns (H,) int64, -1 where nothing can be sampled: NaN, or no token allowed.
     """
     sampling = state.sampling(requests, mode)
-    if nodes is not None:
-        sampling = sampling.repeat(nodes.shape[1])
     if mode == "all":
-        masks, rows = state.mask_bits, state.mask_rows[: len(logits)]
-        processors = state.processors._replace(nodes=nodes, ancestors=ancestors, masks=masks, mask_rows=rows)
+        processors = state.processors._replace(
+            row_nodes=path.nodes,
+            nodes=path.tokens,
+            ancestors=path.ancestors,
+            masks=state.mask_bits,
+            mask_rows=state.mask_rows[requests, path.nodes],
+        )
         sampling = replace(sampling, processors=processors)
     return sample(logits, positions, sampling)
 
 
 def count_emitted(state: RequestState, requests: Tensor, mode: SamplingMode, tokens: Tensor) -> None:
-    """Counts emitted tokens (B, N), -1 where there is none, for the penalties of `requests` (B,)."""
+    """Counts emitted tokens (S, W), -1 where there is none, for the penalties of `requests` (S,)."""
     if mode == "all":
         count_tokens(state.processors.counts, state.processors.flags, requests, tokens)

@@ -8,46 +8,56 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.serve.engine.plan import HostProposal, StepOutput, StepPlan, slots_of
-from slipstream.serve.runner.cuda_graphs import RoundGraphs
-from slipstream.serve.runner.prefill import eager_prefill
-from slipstream.serve.runner.prompt_graphs import PromptGraphs
-from slipstream.serve.runner.round import Runner
+from slipstream.serve.engine.plan import HostProposal, StepOutput, StepPlan, drafting_slots, slots_of
+from slipstream.serve.runner.chunks import pack_chunks, split_chunks
+from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
+from slipstream.serve.runner.step import HostShape, Runner, StepInputs
 
 NOT_FINITE = "the target's logits are not finite at some token of this request; its weights or its dtype are at fault"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InFlight:
-    """A launched pass."""
+    """A launched step."""
 
     plan: StepPlan
-    results: Tensor  # (B, 1 + N), or (B, 1 + 2 * N) for trees, int32 on the host, written once `landed` has passed
-    proposed: Tensor | None = None  # (2, B, N) int32, likewise
+    results: Tensor  # (S or more, ...) int32 on the host, written once `landed` has passed: see `verify_rows`
+    first_chunk: int  # index of the first chunk's results; those of the plan's slots are the first
+    width: int  # nodes that a request slot stores
+    proposed: Tensor | None = None  # (2, S, W) int32, likewise
     started: torch.cuda.Event | float = 0.0  # or the milliseconds that it took
     landed: torch.cuda.Event | None = None
-    failure: str = ""  # the pass could not run
+    failure: str = ""  # the step could not run
 
     def read(self) -> StepOutput:
         """Waits for the results."""
         if self.landed is not None:
             self.landed.synchronize()  # sync
-        plan, results = self.plan, self.results.numpy()
+        plan, width, results = self.plan, self.width, self.results.numpy()
+        if self.first_chunk != len(plan.slots) or len(results) != len(plan.slots) + len(plan.chunks):
+            chunks = results[self.first_chunk : self.first_chunk + len(plan.chunks)]
+            results = np.concatenate((results[: len(plan.slots)], chunks))
+        counts, tokens, accepted = results[:, 0], results[:, 2 : 2 + width], results[:, 2 + 2 * width :]
         slots = slots_of(plan)
-        width = plan.width if plan.slots else 1
-        counts, tokens = results[:, 0], results[:, 1 : 1 + width]
         errors = dict.fromkeys(slots, self.failure) if self.failure else self._not_finite(slots, counts, tokens)
-        accepted = results[:, 1 + width :] if results.shape[1] > 1 + width else None
-        proposed = None if self.proposed is None else self.proposed.numpy()
-        return StepOutput(counts, tokens, accepted, proposed, errors)
+        return StepOutput(
+            num_emitted=counts,
+            num_verified=results[:, 1],
+            tokens=tokens,
+            cells=results[:, 2 + width : 2 + 2 * width],
+            accepted=accepted if accepted.shape[1] else None,
+            proposed=None if self.proposed is None else self.proposed.numpy(),
+            errors=errors,
+        )
 
     def _not_finite(self, slots: Sequence[int], counts: np.ndarray, tokens: np.ndarray) -> dict[int, str]:
         """Where a logit was NaN, the last token that was emitted is -1."""
-        last = tokens[np.arange(len(tokens)), counts - 1]
-        return {slots[index]: NOT_FINITE for index in np.flatnonzero(last < 0).tolist()} if (last < 0).any() else {}
+        last = tokens[np.arange(len(tokens)), np.maximum(counts, 1) - 1]
+        wrong = (last < 0) & (counts > 0)
+        return {slots[index]: NOT_FINITE for index in np.flatnonzero(wrong).tolist()} if wrong.any() else {}
 
     def milliseconds(self) -> float:
-        """That the pass took, once it has been read."""
+        """That the step took, once it has been read."""
         if isinstance(self.started, float):
             return self.started
         assert self.landed is not None
@@ -55,19 +65,18 @@ class InFlight:
 
 
 class ModelRunner:
-    """`graphs`, `prompts`: captured rounds and prefills, or None. `on_launch` is called when the device has got a
-    plan's pass."""
+    """`steps`, `drafts`: captured passes, or None. `on_launch` is called when the device has got a plan's passes."""
 
-    def __init__(self, passes: Runner, graphs: RoundGraphs | None = None, prompts: PromptGraphs | None = None) -> None:
-        self.passes, self.graphs, self.prompts = passes, graphs, prompts
+    def __init__(self, passes: Runner, steps: StepGraphs | None = None, drafts: DraftGraphs | None = None) -> None:
+        self.passes, self.steps, self.drafts = passes, steps, drafts
         self.target, self.drafter, self.state = passes.target, passes.drafter, passes.state
         self.on_launch: Callable[[], None] | None = None
         self._prepared = 0  # number of the last plan whose slots and pages the device has
         self._started: torch.cuda.Event | None = None  # of that plan's pass, on a GPU
-        self._slots: tuple[tuple[int, ...], Tensor] = ((), self.state.upload([]))  # uploaded last
+        self._slots: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # uploaded last, by what they are for
 
     def prepare(self, plan: StepPlan) -> None:
-        """Uploads what a plan says of slots and pages, while the pass before it runs. `execute` does so otherwise."""
+        """Uploads what a plan says of slots and pages, while the step before it runs. `execute` does so otherwise."""
         if plan.number <= self._prepared:
             return
         self._prepared = plan.number
@@ -77,71 +86,82 @@ class ModelRunner:
             self.state.admit(admission.slot, admission.request, admission.tokens)
         self.state.set_pages(plan.pages)
         if plan.slots:
-            self._upload(plan.slots)
-            if self.graphs is not None:
-                self.graphs.expect(list(plan.slots))
+            self._upload("step", plan.slots)
+            if self.steps is not None:
+                self.steps.expect(plan.slots)
 
     def execute(self, plan: StepPlan) -> InFlight:
-        """Launches the plan's pass. Plans come in the order of their numbers.
+        """Launches the plan's passes. Plans come in the order of their numbers.
 
-        Where memory does not suffice for the pass, its requests fail and others go on.
+        Where memory does not suffice for them, their requests fail and others go on.
         """
         self.prepare(plan)
+        if plan.survivals is not None:
+            self.state.set_survivals(plan.survivals)
         for proposal in plan.edits.proposals:
             self._store(proposal)
-        self.state.set_masks(plan.edits.masks, slots_of(plan), plan.width if plan.slots else 1)
+        self.state.set_masks(plan.edits.masks)
         began, started = time.perf_counter(), self._started
         if started is not None:
             started.record()
         try:
-            results = self._prompts(plan) if plan.chunks else self._round(plan)
+            results, first_chunk = self._step(plan)
+            self._draft(plan)
         except torch.OutOfMemoryError as error:
             return self._failed(plan, error)
         if self.on_launch is not None:
             self.on_launch()
         proposed = self._proposals(plan) if plan.returns_proposals else None
+        width = self.state.proposals.shape[2]
         if started is None:
-            return InFlight(plan, results, proposed, 1000 * (time.perf_counter() - began))
+            return InFlight(plan, results, first_chunk, width, proposed, 1000 * (time.perf_counter() - began))
         copies = [None if each is None else to_host(each) for each in (results, proposed)]
         landed = torch.cuda.Event(enable_timing=True)
         landed.record()
         assert copies[0] is not None
-        return InFlight(plan, copies[0], copies[1], started, landed)
+        return InFlight(plan, copies[0], first_chunk, width, copies[1], started, landed)
 
     def _failed(self, plan: StepPlan, error: Exception) -> InFlight:
-        count = len(plan.slots or plan.chunks)
+        count, width = len(slots_of(plan)), self.state.proposals.shape[2]
         message = f"the device has no memory for this step ({error}); lower max_running, prefill_budget or mem_fraction"
-        return InFlight(plan, torch.zeros(count, 1 + plan.width, dtype=torch.int32), failure=message)
+        results = torch.zeros(count, 2 + 2 * width, dtype=torch.int32)
+        return InFlight(plan, results, len(plan.slots), width, failure=message)
 
-    def _upload(self, slots: tuple[int, ...]) -> Tensor:
-        if self._slots[0] != slots:
-            self._slots = slots, self.state.upload(slots)
-        return self._slots[1]
+    def _upload(self, purpose: str, slots: tuple[int, ...]) -> Tensor:
+        held = self._slots.get(purpose)
+        if held is None or held[0] != slots:
+            held = self._slots[purpose] = slots, self.state.upload(slots)
+        return held[1]
 
     def _store(self, proposal: HostProposal) -> None:
         if any(proposal.counts):
-            slots, last = tuple(proposal.slots), self._slots
-            self.state.store(last[1] if slots == last[0] else self.state.upload(slots), proposal)
+            self.state.store(self._upload("store", tuple(proposal.slots)), proposal)
 
     def _proposals(self, plan: StepPlan) -> Tensor:
-        """(2, B, N): the stored proposals."""
-        return self.state.nodes[:, self.state.upload(slots_of(plan))]
+        """(2, S, W): the stored proposals."""
+        return self.state.proposals[:2, self.state.upload(slots_of(plan))]
 
-    def _round(self, plan: StepPlan) -> Tensor:
-        captured = self.graphs.round(list(plan.slots), plan.mode, plan.width) if self.graphs is not None else None
-        if captured is not None:
-            return captured
-        return self.passes.round(self._upload(plan.slots), plan.bounds, plan.mode, plan.width)
+    def _step(self, plan: StepPlan) -> tuple[Tensor, int]:
+        """The results, and the index of the first chunk's."""
+        if self.steps is not None:
+            captured = self.steps.run(plan)
+            if captured is not None:
+                return captured
+        state, num_tokens = self.state, sum(len(chunk.tokens) for chunk in plan.chunks)
+        packed = pack_chunks(plan.chunks, len(plan.chunks), num_tokens, state.padding, state.device.type == "cuda")
+        chunks = split_chunks(packed.to(state.device, non_blocking=True), len(plan.chunks), num_tokens)
+        inputs = StepInputs(state.upload([plan.nodes]), self._upload("step", plan.slots), chunks)
+        shape = HostShape(plan.bounds, plan.chunks)
+        return self.passes.step(inputs, 0, 0, plan.mode, shape), len(plan.slots)
 
-    def _prompts(self, plan: StepPlan) -> Tensor:
-        """Samples a token after each chunk; only the tokens after last chunks count."""
-        sampled = self.prompts.prefill(plan.chunks, plan.mode) if self.prompts is not None else None
-        if sampled is None:
-            prompts = eager_prefill(self.state, plan.chunks, plan.mode)
-            proposes = any(chunk.is_last for chunk in plan.chunks)
-            sampled = self.passes.prefill(prompts, plan.width, proposes=proposes)
-        sampled = sampled.int()
-        return torch.stack((torch.ones_like(sampled), sampled), dim=1)
+    def _draft(self, plan: StepPlan) -> None:
+        slots = drafting_slots(plan)
+        if plan.width == 1 or not slots or max(self.drafter.widths) == 1:
+            return
+        if self.drafts is None or not self.drafts.run(slots, plan.mode, plan.width):
+            most = self.state.proposals.shape[2]
+            bounds = [bound + most for bound in plan.bounds] + [chunk.end for chunk in plan.chunks]
+            self.passes.draft(self._upload("draft", slots), plan.mode, plan.width, max(bounds))
 
 
 def to_host(values: Tensor) -> Tensor:

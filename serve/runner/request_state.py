@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from slipstream.kernels.kv.cache import chain_slots
 from slipstream.kernels.sampling.processors import BIAS, PENALTIES, Processors
 from slipstream.kernels.sampling.sample import Filters, Sampling, noise_key
+from slipstream.kernels.speculation.ragged import CELLS, Stored
 from slipstream.serve.engine.plan import HostProposal, NodeMasks, SamplingMode
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.serve.runner.kv import KVSlots
@@ -46,8 +47,13 @@ class RequestState:
         self.lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)  # (R,) committed KV tokens
         # By group (K, R, P); 0 = dump page. Entries behind a window are stale.
         self.pages = torch.zeros(num_groups, num_slots, num_pages, dtype=torch.int64, device=device)
-        self.nodes = torch.full((2, num_slots, width), -1, dtype=torch.int32, device=device)  # stored proposals
-        self.tokens, self.parents = self.nodes  # (R, N) each
+        # Stored proposals: tokens, parents, calibration cells and, in the bits of fp32, survivals (R, W) each.
+        self.proposals = torch.full((4, num_slots, width), -1, dtype=torch.int32, device=device)
+        self.proposals[3] = 0
+        roots = torch.zeros(num_slots, dtype=torch.int64, device=device)  # last tokens, whose KV is not written yet
+        tokens, parents, cells, survivals = self.proposals
+        self.stored = Stored(tokens, parents, survivals.view(torch.float32), cells, self.lengths, roots)
+        self.survivals = torch.zeros(CELLS, device=device)  # (C,) how likely nodes of a cell are accepted
         self.keys = torch.zeros(num_slots, dtype=torch.int64, device=device)  # (R,) noise keys
         self.temperature = torch.zeros(num_slots, device=device)  # (R,)
         self.top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -62,10 +68,9 @@ class RequestState:
             bias=_zeros((num_slots, vocab_size), torch.float32, device),
         )
 
-        # Masks of one pass, by its rows; captured passes read them in place.
-        num_rows = self.padding * width
-        self.mask_bits = _zeros((num_rows, -(-vocab_size // 32)), torch.int32, device)
-        self.mask_rows = torch.full((num_rows,), -1, dtype=torch.int32, device=device)  # (B * N,) row of mask_bits
+        # Masks of one pass; captured passes read them in place.
+        self.mask_bits = _zeros((self.padding * width, -(-vocab_size // 32)), torch.int32, device)
+        self.mask_rows = torch.full((num_slots, width), -1, dtype=torch.int32, device=device)  # by node: of mask_bits
         self._is_masked = False
 
     @property
@@ -107,21 +112,17 @@ class RequestState:
             bias[list(ids)] = values
             self._copy(bias, held.bias[slot])
 
-    def set_masks(self, masks: Sequence[NodeMasks], slots: Sequence[int], width: int) -> None:
-        """For the next pass in mode "all": over `width` nodes of each of `slots`. Later nodes' masks are left out."""
-        if not masks and not self._is_masked:
-            return
+    def set_masks(self, masks: Sequence[NodeMasks]) -> None:
+        """For the next pass in mode "all"."""
         if self._is_masked:
             self.mask_rows.fill_(-1)
-        place = {slot: index * width for index, slot in enumerate(slots)}
-        each = [(mask.slot, node, bits) for mask in masks for node, bits in zip(mask.nodes, mask.allowed, strict=True)]
-        held = [(place[slot] + node, bits) for slot, node, bits in each if node < width and slot in place]
-        self._is_masked = bool(held)
-        if held:
-            rows = np.full(len(slots) * width, -1, np.int32)
-            rows[[row for row, _ in held]] = np.arange(len(held))
-            self._copy(np.stack([bits for _, bits in held]).view(np.int32), self.mask_bits[: len(held)])
-            self._copy(rows, self.mask_rows[: len(rows)])
+        self._is_masked = bool(masks)
+        if masks:
+            held = [(mask.slot, node) for mask in masks for node in mask.nodes]
+            slots, nodes = self.upload(list(zip(*held, strict=True)))
+            self.mask_rows[slots, nodes] = torch.arange(len(held), dtype=torch.int32, device=self.device)
+            bits = np.concatenate([np.asarray(mask.allowed) for mask in masks])
+            self._copy(bits.view(np.int32), self.mask_bits[: len(held)])
 
     def _copy(self, values: NDArray[np.generic], to: Tensor) -> None:
         """Replaces `to` on the device. The host does not wait; the copy runs after the work queued there."""
@@ -148,9 +149,14 @@ class RequestState:
         if 0 in proposal.counts:
             chosen = self.upload([index for index, count in enumerate(proposal.counts) if count])
             requests, nodes = requests[chosen], nodes[:, chosen]
-        unused = self.nodes.shape[2] - nodes.shape[2]
-        nodes = pad(nodes, (0, unused), value=-1) if unused else nodes
-        self.nodes.index_copy_(1, requests, nodes)
+        unused = self.proposals.shape[2] - nodes.shape[2]
+        if unused:
+            nodes = torch.cat((pad(nodes[:3], (0, unused), value=-1), pad(nodes[3:], (0, unused))))
+        self.proposals.index_copy_(1, requests, nodes)
+
+    def set_survivals(self, survivals: NDArray[np.float32]) -> None:
+        """(C,): how likely nodes of each calibration cell are accepted, for proposals that are stored from now on."""
+        self._copy(survivals[: len(self.survivals)], self.survivals)
 
     def sampling(self, requests: Tensor, mode: SamplingMode) -> Sampling:
         temperature = None if mode == "greedy" else self.temperature
@@ -161,13 +167,17 @@ class RequestState:
     def random_requests(self, vocab_size: int) -> Iterator[None]:
         """Inside, every slot holds a request with a random proposal and common filters, so that timed passes do the
         work of real ones: copies of one row would read the experts of one. Their KV goes to the dump page."""
-        columns = (self.lengths, self.pages, self.nodes, self.temperature, self.top_k, self.top_p)
+        stored = self.stored
+        columns = (self.lengths, self.pages, self.proposals, stored.roots, self.temperature, self.top_k, self.top_p)
         held = [column.clone() for column in columns]
         generator = torch.Generator().manual_seed(0)
         self.lengths.zero_()
         self.pages.zero_()
-        self.tokens.copy_(torch.randint(vocab_size, self.tokens.shape, generator=generator, dtype=torch.int32))
-        self.parents.copy_(torch.arange(-1, self.parents.shape[1] - 1, dtype=torch.int32))
+        stored.roots.zero_()
+        stored.tokens.copy_(torch.randint(vocab_size, stored.tokens.shape, generator=generator, dtype=torch.int32))
+        stored.parents.copy_(torch.arange(-1, stored.parents.shape[1] - 1, dtype=torch.int32))
+        stored.survivals.fill_(1.0)
+        stored.survivals[self.padding] = 0.0
         for column, value in ((self.temperature, 0.6), (self.top_k, 20), (self.top_p, 0.95)):
             column.fill_(value)
         try:

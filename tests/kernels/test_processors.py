@@ -23,7 +23,6 @@ from slipstream.kernels.sampling.sample import Sampling, perturbed, perturbed_to
 from slipstream.kernels.speculation.verify import ancestor_masks
 from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, cover, keys_of, poisoned, replayed
 
-N = 5
 PARENTS = {"chain": [-1, 0, 1, 2, 3], "tree": [-1, 0, 0, 1, 1]}
 
 
@@ -51,6 +50,15 @@ ASKED = [
     Asked([8, 8, 1], [8, 2], repetition=0.8, frequency=-1.5, presence=2.0, bias=((8, -3.0), (2, 1.0))),
 ]
 REQUESTS = [4, 0, 2, 1, 3, 4]  # entries of the pass
+COUNTS = [5, 2, 4, 1, 3, 2]  # nodes of each in a pass of trees or chains; rows of prompts, entries 2 and 1, follow
+
+
+def rows_of(shape: str | None) -> list[tuple[int, int]]:
+    """By row: entry, node."""
+    if shape is None:
+        return [(entry, 0) for entry in REQUESTS]
+    nodes = [(entry, node) for entry, count in zip(REQUESTS, COUNTS, strict=True) for node in range(count)]
+    return [*nodes, (2, 0), (1, 0)]
 
 
 def processors_of(vocab: int, device: str, shape: str | None, masked: bool) -> Processors:
@@ -63,19 +71,20 @@ def processors_of(vocab: int, device: str, shape: str | None, masked: bool) -> P
             counts[entry] = torch.tensor([2 * asked.answer.count(t) + (t in asked.prompt) for t in range(vocab)])
         if asked.flags & 2:
             bias[entry] = torch.tensor([dict(asked.bias).get(t, 0.0) for t in range(vocab)])
-    rows = (1 if shape is None else N) * len(REQUESTS)
-    nodes = torch.randint(10, (len(REQUESTS), N), dtype=torch.int32, generator=generator)
-    nodes[::2, -1] = -1  # unused
-    parents = torch.tensor([PARENTS.get(shape or "chain")] * len(REQUESTS), dtype=torch.int32)
+    pairs = rows_of(shape)
+    nodes = torch.randint(10, (len(pairs) + 2,), generator=generator)  # a pass may have more rows than have logits
+    parents = torch.tensor([PARENTS.get(shape or "chain")], dtype=torch.int32)
+    paths = ancestor_masks(parents)[0][[node for _, node in pairs] + [0, 0]]
     masks = torch.randint(-(2**31), 2**31 - 1, (3, -(-vocab // 32)), dtype=torch.int32, generator=generator)
-    chosen = torch.randint(-1, 3, (rows,), dtype=torch.int32, generator=generator)
+    chosen = torch.randint(-1, 3, (len(pairs),), dtype=torch.int32, generator=generator)
     tensors = Processors(
         torch.tensor([asked.flags for asked in ASKED], dtype=torch.int32),
         *torch.tensor([(asked.repetition, asked.frequency, asked.presence) for asked in ASKED]).T.contiguous(),
         counts,
         bias,
+        None if shape is None else torch.tensor([node for _, node in pairs], dtype=torch.int32),
         None if shape is None else nodes,
-        ancestor_masks(parents) if shape == "tree" else None,
+        paths if shape == "tree" else None,
         masks if masked else None,
         chosen if masked else None,
     )
@@ -84,17 +93,14 @@ def processors_of(vocab: int, device: str, shape: str | None, masked: bool) -> P
 
 def texts_of(processors: Processors, shape: str | None) -> list[tuple[Asked, list[int]]]:
     """By row: the request, and its answer with the row's path."""
-    requests = [ASKED[entry] for entry in REQUESTS]
-    if processors.nodes is None:
-        return [(asked, asked.answer) for asked in requests]
     texts = []
-    for asked, nodes in zip(requests, processors.nodes.tolist(), strict=True):
-        for node in range(N):
-            path = []
-            while node > 0:
-                path.append(nodes[node])
-                node = PARENTS[shape][node]
-            texts.append((asked, asked.answer + [token for token in path if token >= 0]))
+    for row, (entry, node) in enumerate(rows_of(shape)):
+        root, path = row - node, []
+        while node > 0:
+            assert processors.nodes is not None
+            path.append(int(processors.nodes[root + node]))
+            node = PARENTS[shape or "chain"][node]
+        texts.append((ASKED[entry], ASKED[entry].answer + path))
     return texts
 
 
@@ -116,10 +122,9 @@ def oracle(logits: Tensor, processors: Processors, shape: str | None) -> Tensor:
 
 
 def logits_of(processors: Processors, vocab: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    rows = len(REQUESTS) * (1 if processors.nodes is None else N)
-    return (torch.randn(rows, vocab + 8, generator=torch.Generator().manual_seed(vocab)) * 4).to(device, dtype)[
-        :, :vocab
-    ]
+    rows = len(REQUESTS) if processors.row_nodes is None else len(processors.row_nodes)
+    logits = torch.randn(rows, vocab + 8, generator=torch.Generator().manual_seed(vocab)) * 4
+    return logits.to(device, dtype)[:, :vocab]
 
 
 def sampling_of(processors: Processors, device: str, temperature: float, filters: bool) -> Sampling:
@@ -130,9 +135,8 @@ def sampling_of(processors: Processors, device: str, temperature: float, filters
         keys_of(range(E)).to(device),
         torch.full((E,), temperature, device=device),
         Filters(*columns) if filters else None,
-        torch.tensor(REQUESTS, device=device),
-        1 if processors.nodes is None else N,
-        processors,
+        torch.tensor([entry for entry, _ in rows_of(None if processors.nodes is None else "tree")], device=device),
+        processors=processors,
     )
 
 
@@ -161,7 +165,7 @@ def test_both_equal_transformers_and_loops(shape: str | None, masked: bool, dtyp
             logits, sampling.rows, sampling.repeats, processors.for_kernels(), found, logits.stride(0), vocab, BLOCK=128
         )  # fmt: skip
         expected = oracle(logits, processors, shape)
-        reference = process_logits(logits, processors, sampling.entries(), sampling.repeats)
+        reference = process_logits(logits, processors, sampling.entries())
         torch.testing.assert_close(reference.cpu(), expected, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6)
         untouched = sampling.entries().cpu() == 0
@@ -182,7 +186,7 @@ def test_tokens_are_those_of_processed_logits(shape: str | None, masked: bool, v
     positions = torch.arange(len(logits), device=device) * 7
     for temperature, filters in ((0.0, True), (0.7, False), (0.7, True)):
         sampling = sampling_of(processors, device, temperature, filters)
-        processed, bare = process_logits(logits, processors, sampling.entries(), sampling.repeats), sampling.by_row()
+        processed, bare = process_logits(logits, processors, sampling.entries()), sampling.by_row()
         expected = sample.reference(processed, positions, bare)
         assert torch.equal(sample.reference(logits, positions, sampling), expected)
         with poisoned():
@@ -202,7 +206,7 @@ def test_thresholds_are_those_of_processed_logits(vocab: int, device: str) -> No
     logits = logits_of(processors, vocab, device).round()
     sampling = sampling_of(processors, device, 0.5, filters=True)
     entries = sampling.entries()
-    processed = process_logits(logits, processors, entries, N)
+    processed = process_logits(logits, processors, entries)
     assert sampling.filters is not None
     assert sampling.temperature is not None
     with poisoned():

@@ -1,28 +1,42 @@
-"""One server over a fake engine process for every test that leaves it whole; rounds that cost nothing."""
+"""One server over a fake engine process for every test that leaves it whole; steps that all take as long."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+from slipstream.serve.engine import build
+from slipstream.serve.engine.step_costs import FittedCosts
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
-from slipstream.serve.runner import round_times
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.fake_server import MODEL, serving, write_target
 
 
 @pytest.fixture(scope="session", autouse=True)
-def free_widths() -> Iterator[None]:
-    """No test depends on how fast this machine is: eager rounds of any width are said to take the same time."""
+def equal_steps() -> Iterator[None]:
+    """No test depends on how fast this machine is: steps that are not captured are said to take a millisecond each."""
 
-    def times(_: Any, max_batch: int, widths: Sequence[int], __: str) -> dict[tuple[int, int], float]:
-        return {(max_batch, width): 1.0 for width in widths}
+    class EqualCosts(FittedCosts):
+        is_fitted = False
+
+        def targets(self, rows: Any, *, filtered: bool) -> Any:
+            return np.ones(len(rows))
+
+        def draft(self, requests: int, width: int, *, filtered: bool) -> float:
+            return 0.0
+
+        def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
+            return 1.0
+
+        def observe(self, *_: Any, **__: Any) -> None:
+            pass
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(round_times, "time_rounds", times)
+        patch.setattr(build, "FittedCosts", EqualCosts)
         yield
 
 

@@ -64,8 +64,7 @@ def sized_requests(lengths: Iterable[int] = (1, 9, 33), **params: Any) -> list[R
 
 def cut_alike(packed: Engine, captured: Engine) -> None:
     """Has `packed` cut prompts into chunks as `captured` does, so that both give out the same pages."""
-    for name in ("prefill_blocks", "prefill_block", "max_chunks"):
-        setattr(packed.scheduler, name, getattr(captured.scheduler, name))
+    packed.scheduler.max_chunks, packed.planner.limits = captured.scheduler.max_chunks, captured.planner.limits
 
 
 @dataclass(slots=True)

@@ -27,12 +27,12 @@ class Recorder:
         **limits: int,
     ) -> None:
         self.calls: list[tuple[str, str, int]] = []
+        self.prefill_budget = prefill_budget
         self.cache = PageCache(num_pages, 4, windows)
         self.scheduler = Scheduler(
             cache=self.cache,
             max_running=max_running,
             max_model_len=200,
-            prefill_budget=prefill_budget,
             stop_ids=frozenset({STOP_ID}),
             lookahead=lookahead,
             max_reserve=RESERVE,
@@ -50,25 +50,33 @@ class Recorder:
         self.scheduler.check()
 
     def prefill(self) -> list[tuple[str, int, int]]:
-        """One step; returns (request, start, end) of its chunks."""
-        chunks = self.scheduler.next_prefill()
-        self.scheduler.check()
-        self.scheduler.launched(chunks)
-        self.scheduler.check()
-        self.outputs = self.scheduler.commit_prefill(chunks, [1 if chunk.is_last else None for chunk in chunks])
-        self.scheduler.check()
-        return [(chunk.sequence.request.id, chunk.start, chunk.end) for chunk in chunks]
+        """A step that computes prompts alone; returns (request, start, end) of its chunks."""
+        return self.step()[0]
 
-    def round(self, *emitted: list[int], drafted: int = 3) -> list[Output]:
-        sequences = self.scheduler.next_round(RESERVE)
-        self.scheduler.check()
-        outputs = self.scheduler.commit_round(sequences, list(emitted), [drafted] * len(sequences))
-        self.scheduler.check()
-        return outputs
+    def decode(self, *emitted: list[int], drafted: int = 3) -> list[Output]:
+        """A step that computes no prompts, in which the decoding requests emit this."""
+        return self.step(*emitted, drafted=drafted, prompt_tokens=0)[1]
+
+    def step(
+        self, *emitted: list[int], drafted: int = 3, prompt_tokens: int | None = None
+    ) -> tuple[list[tuple[str, int, int]], list[Output]]:
+        """Its chunks, and what the decoding requests output, of which there are none if none emits anything."""
+        scheduler = self.scheduler
+        sequences = scheduler.next_decodes(RESERVE) if emitted else []
+        scheduler.check()
+        chunks = scheduler.next_chunks(self.prefill_budget if prompt_tokens is None else prompt_tokens)
+        scheduler.check()
+        scheduler.launched(chunks)
+        scheduler.check()
+        outputs = scheduler.commit_decodes(sequences, list(emitted), [drafted] * len(sequences))
+        scheduler.check()
+        self.outputs = scheduler.commit_chunks(chunks, [1 if chunk.is_last else None for chunk in chunks])
+        scheduler.check()
+        return [(chunk.sequence.request.id, chunk.start, chunk.end) for chunk in chunks], outputs
 
     def decoding(self) -> list[str]:
-        """Who would take part in a round; it is not launched."""
-        sequences = self.scheduler.next_round(RESERVE)
+        """Who would decode in a step; it is not launched."""
+        sequences = self.scheduler.next_decodes(RESERVE)
         for sequence in sequences:
             sequence.in_flight.pop()
         return [sequence.request.id for sequence in sequences]
@@ -110,7 +118,7 @@ def test_the_largest_request_that_fits_runs_to_its_end_alone() -> None:
     recorder.add("a", count(0, 40), 36)
     recorder.prefill()
     for _ in range(35):
-        outputs = recorder.round([7])
+        outputs = recorder.decode([7])
     assert outputs[0].finish_reason == "length"
 
 
@@ -130,14 +138,36 @@ def test_prompts_are_cut_by_the_budget_and_taken_in_order() -> None:
     assert recorder.prefill() == [("c", 3, 13)]
 
 
-def test_chunks_fit_whole_blocks_and_so_many_requests() -> None:
-    recorder = Recorder(prefill_budget=19, prefill_block=4, max_chunks=3)  # four blocks
-    for name, length in (("a", 1), ("b", 5), ("c", 9), ("d", 1), ("e", 1), ("f", 1)):
+def test_a_step_has_so_many_chunks() -> None:
+    recorder = Recorder(prefill_budget=16, max_chunks=3)
+    for name, length in (("a", 1), ("b", 5), ("c", 20), ("d", 1), ("e", 1), ("f", 1)):
         recorder.add(name, count(10 * ord(name), length))
-    assert recorder.prefill() == [("a", 0, 1), ("b", 0, 5), ("c", 0, 4)], "1, 2 and 1 blocks"
-    assert recorder.prefill() == [("c", 4, 9), ("d", 0, 1)], "no row is free for e"
-    recorder.round([99], [99], [99], [99])
+    assert recorder.prefill() == [("a", 0, 1), ("b", 0, 5), ("c", 0, 10)]
+    assert recorder.prefill() == [("c", 10, 20), ("d", 0, 1)], "no slot is free for e"
+    recorder.decode([99], [99], [99], [99])
     assert recorder.prefill() == [("e", 0, 1), ("f", 0, 1)]
+
+
+def test_a_step_without_tokens_for_prompts_admits_no_one() -> None:
+    recorder = Recorder()
+    recorder.add("a", [5])
+    for num_tokens in (0, -3):
+        assert recorder.scheduler.next_chunks(num_tokens) == []
+    assert recorder.scheduler.num_running == 0
+
+
+def test_prompts_are_computed_while_others_decode() -> None:
+    """Chunks of any size ride with the requests that decode; a prompt that ends decodes from the next step on."""
+    recorder = Recorder()
+    recorder.add("a", [5])
+    recorder.prefill()
+    recorder.add("b", count(100, 10))
+    assert recorder.step([7, 7], prompt_tokens=4) == ([("b", 0, 4)], [Output(request_id="a", tokens=[7, 7])])
+    assert recorder.step([8], prompt_tokens=1) == ([("b", 4, 5)], [Output(request_id="a", tokens=[8])])
+    assert recorder.decoding() == ["a"]
+    assert recorder.step([9], prompt_tokens=90) == ([("b", 5, 10)], [Output(request_id="a", tokens=[9])])
+    assert recorder.outputs == [Output(request_id="b", tokens=[1])]
+    assert recorder.decoding() == ["a", "b"]
 
 
 def test_a_large_prompt_is_not_overtaken() -> None:
@@ -148,21 +178,21 @@ def test_a_large_prompt_is_not_overtaken() -> None:
     recorder.add("small", [5], 1)
     for _ in range(18):
         assert recorder.prefill() == []
-        recorder.round([7])
-    recorder.round([7])  # the end of a
+        recorder.decode([7])
+    recorder.decode([7])  # the end of a
     assert [name for name, _, _ in recorder.prefill()] == ["large", "small"]
 
 
-def test_rows_are_unique_and_reused_after_release() -> None:
+def test_slots_are_unique_and_reused_after_release() -> None:
     recorder = Recorder(max_running=2)
     for name in "abc":
         recorder.add(name, [5], 2)
     recorder.prefill()
-    recorder.round([7], [7])
+    recorder.decode([7], [7])
     recorder.prefill()
-    rows = {name: row for call, name, row in recorder.calls if call == "admit"}
-    assert sorted((rows["a"], rows["b"])) == [0, 1]
-    assert rows["c"] in (0, 1)
+    slots = {name: slot for call, name, slot in recorder.calls if call == "admit"}
+    assert sorted((slots["a"], slots["b"])) == [0, 1]
+    assert slots["c"] in (0, 1)
     assert [call for call, _, _ in recorder.calls] == ["admit", "admit", "release", "release", "admit"]
 
 
@@ -195,8 +225,8 @@ def test_an_answer_is_reused_by_the_next_turn() -> None:
     recorder = Recorder(lookahead=1)
     recorder.add("a", count(0, 5), 8)
     recorder.prefill()
-    recorder.round([20, 21, 22, 23])
-    recorder.round([24, 25, 26])
+    recorder.decode([20, 21, 22, 23])
+    recorder.decode([24, 25, 26])
     recorder.add("b", [*count(0, 5), 1, 20, 21, 22, 23, 24, 25, 26, 30])
     assert recorder.prefill() == [("b", 12, 14)]
 
@@ -212,14 +242,14 @@ def test_the_newest_is_preempted_and_resumes_before_others_with_its_tokens() -> 
     recorder.prefill()
     num_b_tokens = 0
     while len(recorder.decoding()) == 2:
-        recorder.round([7, 7], [8, 8])
+        recorder.decode([7, 7], [8, 8])
         num_b_tokens += 2
     assert recorder.decoding() == ["a"]
     assert (recorder.scheduler.num_preemptions, recorder.scheduler.num_waiting) == (1, 2)
     assert recorder.calls[-1][:2] == ("release", "b")
     while "a" in recorder.decoding():
         assert recorder.prefill() == [], "a keeps the pages that b would need"
-        recorder.round([7, 7])
+        recorder.decode([7, 7])
     chunks = recorder.prefill()
     assert [name for name, _, _ in chunks] == ["b", "c"]
     assert chunks[0][2] == 12 + 1 + num_b_tokens
@@ -238,10 +268,27 @@ def test_a_half_computed_prompt_is_preempted_and_keeps_its_pages_in_cache() -> N
     recorder.add("b", count(100, 40), 20)
     assert recorder.prefill() == [("b", 0, 12)]
     while recorder.scheduler.num_running == 2:
-        recorder.round([7, 7])
+        recorder.decode([7, 7])
     assert recorder.calls[-1][:2] == ("release", "b")
     recorder.scheduler.abort("a")
     assert recorder.prefill() == [("b", 12, 24)]
+
+
+def test_who_decodes_takes_the_pages_of_a_prompt_before_its_next_chunk() -> None:
+    """In one step: the newest is preempted for the nodes of an older one, and none of its tokens is computed."""
+    recorder = Recorder(num_pages=21, prefill_budget=2)
+    recorder.add("a", count(0, 2), 70)
+    recorder.prefill()
+    recorder.add("b", count(100, 50), 20)
+    computed = 0
+    while recorder.scheduler.num_preemptions == 0:
+        chunks, outputs = recorder.step([7, 7, 7])
+        assert [output.request_id for output in outputs] == ["a"]
+        computed += sum(end - start for _, start, end in chunks)
+    assert chunks == [], "nor is it admitted again at once"
+    assert 0 < computed < 50
+    recorder.scheduler.abort("a")
+    assert recorder.prefill() == [("b", computed // 4 * 4, computed // 4 * 4 + 2)]
 
 
 def test_admission_leaves_a_page_for_each_running_sequence() -> None:
@@ -251,11 +298,11 @@ def test_admission_leaves_a_page_for_each_running_sequence() -> None:
     recorder.add("b", count(100, 12), 20)
     recorder.prefill()
     assert recorder.cache.num_available == 12
-    recorder.add("c", count(200, 40), 20)  # needs 11 of 12 pages, and then one round could take 2
+    recorder.add("c", count(200, 40), 20)  # needs 11 of 12 pages, and then one step could take 2
     assert recorder.prefill() == []
     recorder.scheduler.abort("b")
     assert [name for name, _, _ in recorder.prefill()] == ["c"]
-    recorder.round([7, 7], [7, 7])
+    recorder.decode([7, 7], [7, 7])
     assert recorder.scheduler.num_preemptions == 0
 
 
@@ -277,18 +324,18 @@ def test_what_never_fits_a_window_group_is_refused() -> None:
         recorder.add("long", count(0, 4), 5)
 
 
-def test_pages_of_a_window_come_with_chunks_and_rounds_and_go_with_what_they_commit() -> None:
+def test_pages_of_a_window_come_with_chunks_and_decodes_and_go_with_what_they_commit() -> None:
     recorder = Recorder(windows=(window_pages(20),), prefill_budget=20)
     recorder.add("a", count(0, 50))
     held = []
     for _ in range(3):
-        sequence = recorder.scheduler.next_prefill()[0].sequence
+        sequence = recorder.scheduler.next_chunks(recorder.prefill_budget)[0].sequence
         before = len(sequence.table.windows[0].pages)
         recorder.prefill()
         held.append((before, sequence.table.windows[0].first, sequence.table.windows[0].end))
     assert held == [(5, 3, 5), (7, 8, 10), (6, 10, 14)], "of the prompt's 13 pages and one to draft in"
     for _ in range(9):
-        recorder.round([7, 7, 7])
+        recorder.decode([7, 7, 7])
     assert sequence.num_computed == 50 + 27
     assert (sequence.table.windows[0].first, sequence.table.windows[0].end) == (17, 20)
 
@@ -301,7 +348,7 @@ def test_sequences_wait_for_the_quotas_of_windows() -> None:
     recorder.scheduler.abort("a")
     assert [name for name, _, _ in recorder.prefill()] == ["c"]
     for _ in range(12):
-        recorder.round([7, 7, 7], [8, 8, 8])
+        recorder.decode([7, 7, 7], [8, 8, 8])
     assert recorder.scheduler.num_preemptions == 0
 
 
@@ -311,34 +358,34 @@ def test_a_preempted_sequence_holds_no_pages_of_windows() -> None:
     recorder.add("b", count(100, 12), 60)
     recorder.prefill()
     while len(recorder.decoding()) == 2:
-        recorder.round([7, 7], [8, 8])
+        recorder.decode([7, 7], [8, 8])
     resumed = recorder.scheduler._waiting[0]
     assert (resumed.request.id, resumed.table.windows) == ("b", [])
     assert recorder.cache.windows[0]._claimed == 4
 
 
-@pytest.mark.parametrize("num_rounds", range(1, 9))
-def test_an_answer_is_reused_by_the_next_turn_with_windows(num_rounds: int) -> None:
+@pytest.mark.parametrize("num_decodes", range(1, 9))
+def test_an_answer_is_reused_by_the_next_turn_with_windows(num_decodes: int) -> None:
     """Whatever its length, up to the last full page."""
     recorder = Recorder(windows=(window_pages(40), window_pages(40, window=3)))
-    recorder.add("a", count(0, 13), num_rounds + 1)
+    recorder.add("a", count(0, 13), num_decodes + 1)
     recorder.prefill()
-    for _ in range(num_rounds):
-        recorder.round([7])
-    recorder.add("b", [*count(0, 13), 1, *[7] * num_rounds, 30, 31, 32, 33])
-    num_known = 13 + num_rounds
+    for _ in range(num_decodes):
+        recorder.decode([7])
+    recorder.add("b", [*count(0, 13), 1, *[7] * num_decodes, 30, 31, 32, 33])
+    num_known = 13 + num_decodes
     assert recorder.prefill() == [("b", num_known // 4 * 4, num_known + 5)]
 
 
 # The end
 
 
-def test_a_stop_id_inside_a_round_ends_the_answer() -> None:
+def test_a_stop_id_inside_a_step_ends_the_answer() -> None:
     recorder = Recorder()
     recorder.add("a", [5, 6])
     recorder.prefill()
-    assert recorder.round([10, 11, 12, 13])[0] == Output(request_id="a", tokens=[10, 11, 12, 13])
-    output = recorder.round([14, STOP_ID, 15])[0]
+    assert recorder.decode([10, 11, 12, 13])[0] == Output(request_id="a", tokens=[10, 11, 12, 13])
+    output = recorder.decode([14, STOP_ID, 15])[0]
     assert (output.tokens, output.finish_reason) == ([14, STOP_ID], "stop")
     assert output.stats is not None
     assert output.stats.completion_tokens == 7
@@ -348,11 +395,11 @@ def test_a_stop_id_inside_a_round_ends_the_answer() -> None:
     assert not recorder.scheduler.has_work
 
 
-def test_max_tokens_inside_a_round_ends_the_answer() -> None:
+def test_max_tokens_inside_a_step_ends_the_answer() -> None:
     recorder = Recorder()
     recorder.add("a", [5], 3)
     recorder.prefill()
-    output = recorder.round([10, 11, 12, 13])[0]
+    output = recorder.decode([10, 11, 12, 13])[0]
     assert (output.tokens, output.finish_reason) == ([10, 11], "length")
     assert output.stats is not None
     assert (output.stats.completion_tokens, output.stats.accepted_by_position) == (3, [1, 1])
@@ -387,14 +434,14 @@ def test_work_that_was_under_way_for_a_lost_sequence_is_passed_over() -> None:
     recorder = Recorder()
     recorder.add("a", [5])
     recorder.add("b", [6])
-    chunks = recorder.scheduler.next_prefill()
+    chunks = recorder.scheduler.next_chunks(1000)
     recorder.scheduler.launched(chunks)
     recorder.scheduler.abort("a")
-    outputs = recorder.scheduler.commit_prefill(chunks, [1, 1])
+    outputs = recorder.scheduler.commit_chunks(chunks, [1, 1])
     assert [output.request_id for output in outputs] == ["b"]
-    sequences = recorder.scheduler.next_round(4)
+    sequences = recorder.scheduler.next_decodes(4)
     recorder.scheduler.abort("b")
-    assert recorder.scheduler.commit_round(sequences, [[7]], [3]) == []
+    assert recorder.scheduler.commit_decodes(sequences, [[7]], [3]) == []
     assert not recorder.scheduler.has_work
 
 

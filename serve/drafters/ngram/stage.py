@@ -127,7 +127,7 @@ class NgramStage(HostStage):
         self.core = self.options.core(num_slots)
         # Pinned, so that copies to the device do not wait. Two buffers in turn: a step drafts at most twice, and before
         # the next step drafts, it reads a pass that was launched after these copies.
-        size = 2 * num_slots * self.options.nodes
+        size = 4 * num_slots * self.options.nodes
         memory = [torch.empty(size, dtype=torch.int32, pin_memory=pinned).numpy() for _ in range(2)]
         self.arrays = cycle([cache(partial(_arrays_in, own)) for own in memory])
         if self.options.load:
@@ -146,7 +146,7 @@ class NgramStage(HostStage):
         if self.first:
             pairs = zip(counts, lengths, strict=True)
             counts = [count if count > 1 and length >= self.first else 0 for count, length in pairs]
-        return Edits((HostProposal(given.slots, nodes, scores, counts, list(map(int.bit_length, lengths))),))
+        return Edits((HostProposal(given.slots, nodes, counts, list(map(int.bit_length, lengths))),))
 
     def release(self, slot: int, tokens: list[int]) -> None:
         self.core.release(slot, len(tokens))
@@ -165,8 +165,8 @@ class NgramStage(HostStage):
 
 
 def _arrays_in(memory: Ints, batch: int, width: int) -> tuple[Ints, Ints, Ints, NDArray[np.float32], Ints]:
-    """nodes (2, B, N), its halves tokens and parents, scores (B, N), and matches (B,)."""
-    nodes = memory[: 2 * batch * width].reshape(2, batch, width)
+    """nodes (4, B, N), of which tokens and parents are filled, scores (B, N), and matches (B,)."""
+    nodes = memory[: 4 * batch * width].reshape(4, batch, width)
     return nodes, nodes[0], nodes[1], np.empty((batch, width), dtype=np.float32), np.empty(batch, dtype=np.int32)
 
 

@@ -1,0 +1,733 @@
+"""Attention of a ragged pass over a paged KV cache: nodes of decoding requests and chunks of prompts, any number each.
+
+The rows of a pass lie in segments, one per request. Tiles of a segment's queries attend to its context part by part.
+Where a part begins depends on positions alone, a part's sum starts anew, and parts are added in their order; so a row's
+bits do not depend on the rest of the pass, on the height of its tile, or on how many programs share its context.
+
+A small kernel plans once per pass, on the device: it lists the tiles and cuts the list, by tokens to read, into equal
+ranges for a fixed number of programs. A tile that lies in several ranges is merged by the last of its programs.
+
+Letters: T rows of the pass, S segments, Q/G query and KV heads, D head dim, R request slots, P pages of a request.
+"""
+
+import functools
+import math
+from bisect import bisect_right
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.attention.tree import (
+    Blocks,
+    Mask,
+    _apply_window,
+    _load_pages,
+    _node_bit,
+    fit_blocks,
+    sees,
+)
+from slipstream.kernels.grid_sync import MAX_ROWS, done_counters
+from slipstream.kernels.launch import Op, pdl_options, shared_memory, wait_for_inputs
+from slipstream.kernels.speculation.verify import MAX_NODES
+
+QUANTUM: tl.constexpr = tl.constexpr(128)  # tokens of the shortest part, and the unit in which work is shared out
+MOST_PARTS: tl.constexpr = tl.constexpr(16)  # of the tokens before a tile's first query; longer contexts, longer parts
+SCRATCH_PARTS = MOST_PARTS.value + 2  # and one that holds new tokens, and one that a window cuts
+MOST_WHOLE: tl.constexpr = tl.constexpr(4)  # quanta: a tile this short is not shared if a program's range holds it
+FIELDS: tl.constexpr = tl.constexpr(8)  # of a tile's record: the next ones
+ROW: tl.constexpr = tl.constexpr(0)  # first row of the pass
+COUNT: tl.constexpr = tl.constexpr(1)  # queries
+POSITION: tl.constexpr = tl.constexpr(2)  # place of the first query's token
+BASE: tl.constexpr = tl.constexpr(3)  # place that decides the parts; a segment of nodes: its committed tokens
+SLOT: tl.constexpr = tl.constexpr(4)  # request slot
+START: tl.constexpr = tl.constexpr(5)  # quanta of all tiles before it
+PART: tl.constexpr = tl.constexpr(6)  # tokens of a part
+STRIDE: tl.constexpr = tl.constexpr(7)  # quanta from part to part; 0: one program takes them all
+NO_TILE: tl.constexpr = tl.constexpr(2**31 - 1)  # START of the record after the last
+INTERPRETED_PROCESSORS = 2  # multiprocessors that the interpreter stands for
+
+
+class Segments(NamedTuple):
+    """Which rows of a pass belong to which request. All but the ints are on the device."""
+
+    starts: Tensor  # (S + 1,) int32 first row of each segment; starts[S]: rows in use
+    slots: Tensor  # (S,) int64 request slots
+    lengths: Tensor  # (S,) int64 committed tokens: row i of a segment is the token at place lengths + i
+    num_decoding: int  # segments of nodes, which come first; the others are chunks of prompts
+    most_nodes: int  # rows of a segment of nodes, at most; up to 64
+
+
+class Tiles(NamedTuple):
+    """Tiles of equal height and the programs that share them, the same for every KV head."""
+
+    records: Tensor  # (most + 1, FIELDS) int32; unused ones hold anything
+    programs: Tensor  # (programs + 1,) int32 first tile of each program's range; last, the quanta of a range
+    queries: int  # of a tile, at most
+    blocks: Blocks
+
+
+class Work(NamedTuple):
+    """What the programs of a pass do in each layer; None: there are no segments of the kind."""
+
+    nodes: Tiles | None
+    prompts: Tiles | None
+
+
+@Op
+def ragged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    segments: Segments,
+    ancestors: Tensor | None,
+    mask: Mask,
+    scale: float,
+    *,
+    window: int | None = None,
+    work: Work | None = None,  # noqa: ARG001  what the kernel does, not what it gives
+) -> Tensor:
+    """Rows attend to the committed tokens of their segment's request and to rows of their segment.
+
+    q (T, Q, D) rotated, contiguous; keys, values (num_pages, page_size, G, D) one layer of the cache, which already
+    holds the KV of every row in use; pages (R, P) int64 page table.
+    mask: "causal" row i of a segment sees places 0..lengths + i; "tree" a node sees all committed tokens and, of its
+    segment's nodes, those of its bits in ancestors (T,) int64: itself and all its ancestors, whose indices are
+    smaller. Chunks of prompts are causal in either case.
+    window: a query at position p sees, of what the mask lets it see, positions above p - window. A row's position is
+    its place, a tree's node's lengths plus the number of its ancestors. Up to place lengths - window nothing is read.
+    work: of `plan_work` for the same segments, sizes and window; None: it is planned here.
+    Returns (T, Q, D) in q's dtype; rows not in use hold anything.
+    """
+    out = torch.zeros_like(q)
+    page_size, group = keys.shape[1], q.shape[1] // keys.shape[2]
+    starts = segments.starts.tolist()
+    for s, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        if start == end:
+            continue
+        length, own = segments.lengths[s : s + 1], slice(start, end)
+        positions = torch.arange(int(length) + end - start, device=q.device)
+        nodes, queries = positions - length[:, None], torch.arange(end - start, device=q.device)
+        is_tree = mask == "tree" and s < segments.num_decoding
+        bits = ancestors[None, own] if is_tree and ancestors is not None else None
+        visible = sees(nodes, queries, bits, "tree" if is_tree else "causal", window)[0]  # (N, places)
+        read = visible.any(dim=0)
+        places = pages[segments.slots[s], positions // page_size] * page_size + positions % page_size
+        places = places.masked_fill(~read, 0)
+        k, v = (x.flatten(0, 1)[places].masked_fill(~read[:, None, None], 0).float() for x in (keys, values))
+        scores = torch.einsum("ngrd,sgd->ngrs", q[own].float().unflatten(1, (-1, group)), k) * scale
+        weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(dim=-1)
+        out[own] = torch.einsum("ngrs,sgd->ngrd", weights, v).flatten(1, 2).to(q.dtype)
+    return out
+
+
+@Op
+def plan_work(
+    segments: Segments, T: int, Q: int, G: int, D: int, dtype: torch.dtype, *, window: int | None = None
+) -> Work:
+    """Lists the tiles of a pass of T rows, in use or not, and shares them out: for all layers with these heads, this
+    dtype and this window."""
+    work = allot_work(segments, T, Q, G, D, dtype)
+    num_segments, decoding = len(segments.slots), segments.num_decoding
+    for tiles, own in ((work.nodes, range(decoding)), (work.prompts, range(decoding, num_segments))):
+        if tiles is not None:
+            _fill(tiles, segments, own, window)
+    return work
+
+
+def _fill(tiles: Tiles, segments: Segments, own: range, window: int | None) -> None:
+    starts, slots, lengths = (x.tolist() for x in segments[:3])
+    records, weights = [], []
+    for s in own:
+        is_chunk, n, length = own.start > 0 or segments.num_decoding == 0, starts[s + 1] - starts[s], lengths[s]
+        lead = length % tiles.queries if is_chunk else 0
+        for begin in range(-lead, n, tiles.queries) if n else ():
+            first, end = max(begin, 0), min(begin + tiles.queries, n)
+            base, reach = (length + begin, length + begin + tiles.queries) if is_chunk else (length, length + n)
+            lowest, part = _first_place(base, window), _part_tokens(base, window)
+            weights.append(triton.cdiv(reach, QUANTUM.value) - lowest // QUANTUM.value)
+            records.append([starts[s] + first, end - first, length + first, base, slots[s], sum(weights[:-1]), part])
+    programs = len(tiles.programs) - 1
+    per = max(1, triton.cdiv(sum(weights), programs))
+    for record, weight in zip(records, weights, strict=True):
+        record.append(0 if weight <= min(MOST_WHOLE.value, per) else record[PART.value] // QUANTUM.value)
+    used = -(-sum(weights) // per)  # programs
+    first_tiles = [bisect_right(records, j * per, key=lambda record: record[START.value]) - 1 for j in range(used)]
+    first_tiles += [len(records)] * (programs - used)
+    records.append([NO_TILE.value if field == START.value else 0 for field in range(FIELDS.value)])
+    tiles.records[: len(records)] = torch.tensor(records)
+    tiles.programs.copy_(torch.tensor([*first_tiles, per]))
+
+
+def _first_place(base: int, window: int | None) -> int:
+    """The first place that a tile may read."""
+    return 0 if window is None else max(0, base + 1 - window)
+
+
+def _part_tokens(base: int, window: int | None) -> int:
+    seen, part = base if window is None else min(base, window), QUANTUM.value
+    while seen >= MOST_PARTS.value * part:
+        part *= 2
+    return part
+
+
+def allot_work(
+    segments: Segments,
+    T: int,
+    Q: int,
+    G: int,
+    D: int,
+    dtype: torch.dtype,
+    blocks: tuple[Blocks, Blocks] | None = None,
+    programs: int | None = None,
+) -> Work:
+    """Memory for a plan. `blocks` of nodes and of prompts, and `programs` per KV head, replace the choice made here
+    (benchmarks, tests)."""
+    device, group, most = segments.starts.device, Q // G, segments.most_nodes
+    decoding, chunks = segments.num_decoding, len(segments.slots) - segments.num_decoding
+    assert most <= MAX_NODES
+    if blocks is None:
+        blocks = choose_blocks(most, group, D, dtype.itemsize)
+    fitting = (fit_blocks(x, _block_dim(D), dtype.itemsize, shared_memory(device)) for x in blocks)
+    (nodes, node_queries), (prompts, prompt_queries) = ((x, _queries(x, group)) for x in fitting)
+    node_tiles = min(decoding * triton.cdiv(most, node_queries), T // node_queries + decoding, T)
+    prompt_tiles = min(T // prompt_queries + 2 * chunks, T)
+
+    def allot(kind: Blocks, queries: int, most_tiles: int) -> Tiles:
+        count = programs or max(1, processors(device) * choose_residents(kind, D, dtype.itemsize) // G)
+        count = max(1, min(count, most_tiles * SCRATCH_PARTS))
+        assert count * G <= MAX_ROWS // 2
+        records = torch.empty(most_tiles + 1, FIELDS.value, dtype=torch.int32, device=device)
+        return Tiles(records, records.new_empty(count + 1), queries, kind)
+
+    return Work(
+        allot(nodes, node_queries, node_tiles) if decoding else None,
+        allot(prompts, prompt_queries, prompt_tiles) if chunks else None,
+    )
+
+
+def choose_blocks(most_nodes: int, group: int, D: int, element_size: int) -> tuple[Blocks, Blocks]:
+    """Of nodes and of prompts. The tokens of a tile decide a row's bits, so they depend on the model alone."""
+    least = max(16, triton.next_power_of_2(group))
+    if element_size == 4:  # exact products take no tensor cores: for tests and small models
+        return Blocks(least, 16, 4, 2), Blocks(least, 16, 4, 2)
+    rows = max(least, min(64, triton.next_power_of_2(most_nodes * group)))
+    if D > 128:
+        return Blocks(rows, 32, 4 if rows < 64 else 8, 3), Blocks(max(64, least), 32, 8, 3)
+    return Blocks(rows, 64, 4, 3), Blocks(max(64, least), 64, 4, 3)
+
+
+def choose_residents(blocks: Blocks, D: int, element_size: int) -> int:
+    """Programs that run at a time on a multiprocessor of an H100 or H200."""
+    if D > 128 or element_size == 4:
+        return 1 if blocks.rows > 16 else 2
+    return 2 if blocks.rows > 32 else 3
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of the device."""
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _queries(blocks: Blocks, group: int) -> int:
+    """Of a tile; a power of two, so that tiles of chunks begin at multiples of it and divide a part."""
+    return 1 << ((blocks.rows // group).bit_length() - 1)
+
+
+def _block_dim(D: int) -> int:
+    return max(16, triton.next_power_of_2(D))
+
+
+@plan_work.kernel(when=lambda segments, *_, **__: segments.starts.is_cuda)
+def plan_work_triton(
+    segments: Segments,
+    T: int,
+    Q: int,
+    G: int,
+    D: int,
+    dtype: torch.dtype,
+    *,
+    window: int | None = None,
+    blocks: tuple[Blocks, Blocks] | None = None,
+    programs: int | None = None,
+) -> Work:
+    """`plan_work` by the kernel; `blocks` and `programs` as in `allot_work`."""
+    work = allot_work(segments, T, Q, G, D, dtype, blocks, programs)
+    starts, slots, lengths = segments[:3]
+    assert all(x.is_contiguous() for x in (starts, slots, lengths))
+    (node_list, node_sizes, node_queries), (prompt_list, prompt_sizes, prompt_queries) = map(_list_of, work)
+    plan_kernel[(len(slots) + 2,)](
+        starts, slots, lengths, *node_list, *prompt_list, segments.num_decoding, len(slots),
+        *node_sizes, *prompt_sizes,
+        NODE_QUERIES=node_queries, PROMPT_QUERIES=prompt_queries, WINDOW=window,
+        SEGMENTS=max(16, triton.next_power_of_2(len(slots))), num_warps=4, **pdl_options(starts.device),
+    )  # fmt: skip
+    return work
+
+
+def _list_of(tiles: Tiles | None) -> tuple[tuple[Tensor | None, ...], tuple[int, int], int]:
+    if tiles is None:
+        return (None, None), (0, 0), 1
+    return (tiles.records, tiles.programs), (len(tiles.records) - 1, len(tiles.programs) - 1), tiles.queries
+
+
+SIZES = ["num_decoding", "num_segments", "node_tiles", "node_programs", "prompt_tiles", "prompt_programs"]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def plan_kernel(
+    starts_ptr, slots_ptr, lengths_ptr, node_records, node_starts, prompt_records, prompt_starts,
+    num_decoding, num_segments, node_tiles, node_programs, prompt_tiles, prompt_programs,
+    NODE_QUERIES: tl.constexpr, PROMPT_QUERIES: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program per segment writes its tiles; the last two end the lists of nodes and of prompts."""
+    wait_for_inputs(PDL)
+    own = tl.program_id(0)
+    if node_records is not None:  # noqa: SIM102  a constant, which Triton evaluates apart
+        if (own < num_decoding) | (own == num_segments):
+            _plan_tiles(
+                starts_ptr, slots_ptr, lengths_ptr, node_records, node_starts, own, own == num_segments,
+                0, num_decoding, node_tiles, node_programs, False, NODE_QUERIES, WINDOW, SEGMENTS,
+            )  # fmt: skip
+    if prompt_records is not None:  # noqa: SIM102
+        if (own >= num_decoding) & (own != num_segments):
+            _plan_tiles(
+                starts_ptr, slots_ptr, lengths_ptr, prompt_records, prompt_starts, own, own > num_segments,
+                num_decoding, num_segments, prompt_tiles, prompt_programs, True, PROMPT_QUERIES, WINDOW, SEGMENTS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _plan_tiles(
+    starts_ptr, slots_ptr, lengths_ptr, records_ptr, programs_ptr, own, is_end, first, last, most_tiles, programs,
+    CHUNKS: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Of the segments first..last - 1, all of one kind, the tiles of `own`, or the list's end."""
+    segment = tl.arange(0, SEGMENTS)
+    inside = (segment >= first) & (segment < last)
+    start = tl.load(starts_ptr + segment, mask=inside, other=0)
+    rows = tl.load(starts_ptr + segment + 1, mask=inside, other=0) - start
+    length = tl.load(lengths_ptr + segment, mask=inside, other=0).to(tl.int32)
+    tiles, quanta = _tiles_of(length, rows, CHUNKS, QUERIES, WINDOW)
+    total = tl.sum(quanta)
+    per = tl.maximum(tl.cdiv(total, programs), 1)
+    is_before = segment < own
+    tile = tl.sum(tl.where(is_before, tiles, 0))
+    quantum = tl.sum(tl.where(is_before, quanta, 0))
+    if is_end:
+        tile = tl.sum(tiles)
+        _end_list(records_ptr, programs_ptr, tl.minimum(tile, most_tiles), total, per, programs)
+    else:
+        start = tl.load(starts_ptr + own)
+        rows = tl.load(starts_ptr + own + 1) - start
+        length = tl.load(lengths_ptr + own).to(tl.int32)
+        slot = tl.load(slots_ptr + own).to(tl.int32)
+        _list_tiles(
+            records_ptr, programs_ptr, start, rows, length, slot, tile, quantum, per, most_tiles, programs,
+            CHUNKS, QUERIES, WINDOW,
+        )  # fmt: skip
+
+
+@triton.jit
+def _tiles_of(length, rows, CHUNKS: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr):
+    """The tiles of segments and their quanta together."""
+    if CHUNKS:
+        first = length // QUERIES
+        tiles = tl.where(rows > 0, tl.cdiv(length + rows, QUERIES) - first, 0)
+        quanta = (_quanta_before(first + tiles, QUERIES, WINDOW) - _quanta_before(first, QUERIES, WINDOW)).to(tl.int32)
+    else:
+        tiles = tl.cdiv(rows, QUERIES)
+        quanta = tiles * _node_quanta(length, rows, WINDOW)
+    return tiles, quanta
+
+
+@triton.jit
+def _node_quanta(length, rows, WINDOW: tl.constexpr):
+    """Of a tile of nodes: tokens that it may read."""
+    return tl.cdiv(length + rows, QUANTUM) - _lowest(length, WINDOW) // QUANTUM
+
+
+@triton.jit
+def _quanta_before(tile, QUERIES: tl.constexpr, WINDOW: tl.constexpr):
+    """Quanta of a request's tiles before `tile`, if all of its tokens were one chunk; int64.
+
+    Tile b reads b // m + 1 quanta, m = QUANTUM / QUERIES, less the max(0, b - c) // m that lie before its window.
+    """
+    quanta = _sum_of_quotients(tile, QUERIES) + tile
+    if WINDOW is not None:
+        quanta -= _sum_of_quotients(tl.maximum(tile - (WINDOW - 1 + QUERIES - 1) // QUERIES, 0), QUERIES)
+    return quanta
+
+
+@triton.jit
+def _sum_of_quotients(count, QUERIES: tl.constexpr):
+    """Sum of b // m over 0 <= b < count, m = QUANTUM / QUERIES; int64."""
+    M: tl.constexpr = QUANTUM // QUERIES
+    quotient, rest = (count // M).to(tl.int64), (count % M).to(tl.int64)
+    return M * (quotient * (quotient - 1) // 2) + rest * quotient
+
+
+@triton.jit
+def _lowest(base, WINDOW: tl.constexpr):
+    """The first place that a tile may read."""
+    lowest = base * 0
+    if WINDOW is not None:
+        lowest = tl.maximum(base + 1 - WINDOW, 0)
+    return lowest
+
+
+@triton.jit
+def _end_list(records_ptr, programs_ptr, tile, total, per, programs):
+    field = tl.arange(0, FIELDS)
+    tl.store(records_ptr + tile * FIELDS + field, tl.where(field == START, NO_TILE, 0))
+    tl.store(programs_ptr + programs, per)
+    for begin in range(tl.cdiv(total, per), programs, 128):  # programs without a range
+        program = begin + tl.arange(0, 128)
+        tl.store(programs_ptr + program, tl.zeros((128,), tl.int32) + tile, mask=program < programs)
+
+
+@triton.jit
+def _list_tiles(
+    records_ptr, programs_ptr, start, rows, length, slot, first_tile, first_quantum, per, most_tiles, programs,
+    CHUNKS: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Writes the records of a segment's tiles, and for programs whose ranges begin in one of them, which one."""
+    BLOCK: tl.constexpr = 32
+    lead = length % QUERIES if CHUNKS else 0
+    for begin in range(0, tl.cdiv(lead + rows, QUERIES), BLOCK):
+        index = begin + tl.arange(0, BLOCK)
+        query = index * QUERIES - lead
+        first = tl.maximum(query, 0)
+        count = tl.minimum(query + QUERIES, rows) - first
+        if CHUNKS:
+            base = length + query
+            before = _quanta_before(base // QUERIES, QUERIES, WINDOW)
+            quantum = first_quantum + (before - _quanta_before(length // QUERIES, QUERIES, WINDOW)).to(tl.int32)
+            quanta = tl.cdiv(base + QUERIES, QUANTUM) - _lowest(base, WINDOW) // QUANTUM
+        else:
+            base = length + index * 0
+            quanta = _node_quanta(length, rows, WINDOW) + index * 0
+            quantum = first_quantum + index * quanta
+        seen = base
+        if WINDOW is not None:
+            seen = tl.minimum(seen, WINDOW)
+        part = tl.full((BLOCK,), QUANTUM, tl.int32)
+        while tl.max(tl.where(seen >= MOST_PARTS * part, 1, 0)) > 0:
+            part = tl.where(seen >= MOST_PARTS * part, 2 * part, part)
+        tile = first_tile + index
+        kept = (count > 0) & (tile < most_tiles)
+        record = records_ptr + tile * FIELDS
+        tl.store(record + ROW, start + first, mask=kept)
+        tl.store(record + COUNT, count, mask=kept)
+        tl.store(record + POSITION, length + first, mask=kept)
+        tl.store(record + BASE, base, mask=kept)
+        tl.store(record + SLOT, slot + index * 0, mask=kept)
+        tl.store(record + START, quantum, mask=kept)
+        tl.store(record + PART, part, mask=kept)
+        is_whole = quanta <= tl.minimum(MOST_WHOLE, per)
+        tl.store(record + STRIDE, tl.where(is_whole, 0, part // QUANTUM), mask=kept)
+        program = tl.cdiv(quantum, per)
+        beyond = tl.where(kept, tl.minimum(tl.cdiv(quantum + quanta, per), programs), 0)
+        while tl.max(beyond - program) > 0:
+            tl.store(programs_ptr + program, tile, mask=program < beyond)
+            program += 1
+
+
+@ragged_attention.kernel()
+def ragged_attention_triton(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    segments: Segments,
+    ancestors: Tensor | None,
+    mask: Mask,
+    scale: float,
+    *,
+    window: int | None = None,
+    work: Work | None = None,
+) -> Tensor:
+    """`ragged_attention` by the kernel: a launch for the nodes and one for the prompts."""
+    (T, Q, D), G = q.shape, keys.shape[2]
+    assert q.dtype == keys.dtype == values.dtype
+    assert all(x.is_contiguous() for x in (q, keys, values, pages))
+    assert mask in ("causal", "tree")
+    assert window is None or window > 0
+    if work is None:
+        work = plan_work_triton(segments, T, Q, G, D, q.dtype, window=window)
+    out = torch.empty_like(q)
+    for tiles, bits in ((work.nodes, ancestors if mask == "tree" else None), (work.prompts, None)):
+        if tiles is not None:
+            assert bits is None or bits.is_contiguous()
+            _attend(q, keys, values, pages, bits, out, tiles, segments.most_nodes, scale, window)
+    return out
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    ancestors: Tensor | None,
+    out: Tensor,
+    tiles: Tiles,
+    most_nodes: int,
+    scale: float,
+    window: int | None,
+) -> None:
+    (page_size, G, D), group, blocks = keys.shape[1:], q.shape[1] // keys.shape[2], tiles.blocks
+    block_dim, programs = _block_dim(D), len(tiles.programs) - 1
+    partial = torch.empty(programs * SCRATCH_PARTS * G, blocks.rows, block_dim, dtype=torch.float32, device=q.device)
+    share = max(1, blocks.rows // 4)
+    attend_kernel[(G, programs)](
+        q, keys, values, pages, ancestors, out, tiles.records, tiles.programs,
+        partial, partial.new_empty(len(partial), 2, blocks.rows), done_counters(q.device),
+        scale / math.log(2), pages.shape[1],
+        G=G, D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
+        SLOTS=SCRATCH_PARTS, SHARE=share, AT_ONCE=max(1, 64 * 32 * blocks.warps // (share * block_dim)), WINDOW=window,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # ignored for 16-bit operands
+        WORD=tl.int32 if most_nodes <= 32 else tl.int64, OFFSET=tl.int32 if keys.numel() < 2**31 else tl.int64,
+        num_warps=blocks.warps, num_stages=blocks.stages, **pdl_options(q.device),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_width"])
+def attend_kernel(
+    q_ptr, keys_ptr, values_ptr, pages_ptr, ancestors_ptr, out_ptr, records_ptr, programs_ptr,
+    partial_ptr, sums_ptr, counters_ptr, scale, table_width,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One KV head (axis 0) of the tiles in a program's range (axis 1); scale is for exp2."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    head, program = tl.program_id(0), tl.program_id(1)
+    per = tl.load(programs_ptr + tl.num_programs(1))
+    record = records_ptr + tl.load(programs_ptr + program) * FIELDS
+    stop = (program + 1) * per
+    start = tl.load(record + START)
+    while start < stop:
+        base, part, stride = tl.load(record + BASE), tl.load(record + PART), tl.load(record + STRIDE)
+        end = tl.load(record + POSITION) + tl.load(record + COUNT)
+        lowest = _lowest(base, WINDOW)
+        first_part, parts_end = lowest // part, tl.cdiv(end, part)
+        begin = _part_at(stop - per - start, lowest, first_part, parts_end, stride)
+        finish = _part_at(stop - start, lowest, first_part, parts_end, stride)
+        if begin < finish:
+            _attend_tile(
+                q_ptr, keys_ptr, values_ptr, pages_ptr, ancestors_ptr, out_ptr, record, partial_ptr, sums_ptr,
+                counters_ptr, scale, table_width, head, start // per, begin, finish, first_part, parts_end, lowest,
+                G, D, BLOCK_D, GROUP, PAGE, ROWS, TOKENS, SLOTS, SHARE, AT_ONCE, WINDOW, PRECISION, WORD, OFFSET,
+            )  # fmt: skip
+        record += FIELDS
+        start = tl.load(record + START)
+
+
+@triton.jit
+def _part_at(quantum, lowest, first_part, parts_end, stride):
+    """The first part of a tile that begins `quantum` quanta after the tile's start or later."""
+    part = tl.maximum(tl.cdiv(quantum + lowest // QUANTUM, tl.maximum(stride, 1)), first_part + 1)
+    return tl.where(quantum <= 0, first_part, tl.where(stride == 0, parts_end, tl.minimum(part, parts_end)))
+
+
+@triton.jit
+def _attend_tile(
+    q_ptr, keys_ptr, values_ptr, pages_ptr, ancestors_ptr, out_ptr, record, partial_ptr, sums_ptr, counters_ptr,
+    scale, table_width, head, owner, begin, finish, first_part, parts_end, lowest,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """The parts begin..finish - 1 of a tile's first_part..parts_end - 1.
+
+    owner: the first program that has parts of the tile. It shares at most one tile, its last, with later programs.
+    """
+    first_row, count, position = tl.load(record + ROW), tl.load(record + COUNT), tl.load(record + POSITION)
+    base, part = tl.load(record + BASE), tl.load(record + PART)
+    table = pages_ptr + tl.load(record + SLOT).to(tl.int64) * table_width
+    is_shared = (begin > first_part) | (finish < parts_end)
+    tile = (owner * G + head) * SLOTS  # of the partial results
+    row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    num_rows = count * GROUP
+    clipped = tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
+    cells = _cell_of(first_row, clipped, head, G, GROUP).to(tl.int64)[:, None] * D + dims[None, :]
+    q = tl.load(q_ptr + cells, mask=(dims < D)[None, :], other=0.0)
+    place = position + clipped // GROUP
+    seen, before, certain = None, place, position + 1
+    if ancestors_ptr is not None:
+        seen = tl.load(ancestors_ptr + first_row + clipped // GROUP).to(WORD)
+        certain = base
+    if WINDOW is not None:
+        before = place - WINDOW
+        if ancestors_ptr is not None:
+            seen, depth = _apply_window(seen, place - base, position + count - base, "tree", WINDOW)
+            before = base + depth - WINDOW
+    merged, total = _attend_parts(
+        q, seen, place, before, keys_ptr, values_ptr, table, head, begin, finish, first_part, part, is_shared,
+        lowest, certain, base, position + count, scale,
+        partial_ptr + tile.to(tl.int64) * (ROWS * BLOCK_D), sums_ptr + tile * (2 * ROWS),
+        G, D, BLOCK_D, PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET,
+    )  # fmt: skip
+    if is_shared:
+        parts = parts_end - first_part
+        if _all_arrived(counters_ptr + owner * G + head, finish - begin, parts):
+            for first in range(0, num_rows, SHARE):
+                shared = first + tl.arange(0, SHARE)
+                merged_rows = _merge(
+                    partial_ptr + tile.to(tl.int64) * (ROWS * BLOCK_D), sums_ptr + tile * (2 * ROWS),
+                    shared, num_rows, parts, BLOCK_D, ROWS, SHARE, AT_ONCE,
+                )  # fmt: skip
+                _store(out_ptr, merged_rows, first_row, shared, num_rows, head, G, D, BLOCK_D, GROUP)
+    else:
+        _store(out_ptr, merged / total[:, None], first_row, row, num_rows, head, G, D, BLOCK_D, GROUP)
+
+
+@triton.jit
+def _attend_parts(
+    q, seen, place, before, keys_ptr, values_ptr, table, head, begin, finish, first_part, part, is_shared,
+    lowest, certain, base, end, scale, partial_ptr, sums_ptr,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Sums of a tile's parts begin..finish - 1, added up or, if the tile is shared, stored one by one.
+
+    seen (ROWS,): the bits of a tree's nodes; None: rows see up to their own place. before (ROWS,): the last position
+    before a row's window. All rows see what lies in `lowest` (and their window)..certain - 1.
+    Weights are summed by a product with ones: the order of a reduction would depend on the tile's layout.
+    """
+    dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
+    in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same in every tile, so computed once
+    ones = tl.full((TOKENS, 16), 1.0, keys_ptr.dtype.element_ty)
+    top, total, acc = _nothing(ROWS), tl.zeros((ROWS, 16), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
+    all_top, all_total, merged = _nothing(ROWS), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
+    start = tl.maximum(begin * part, lowest // TOKENS * TOKENS)
+    stop = tl.minimum(finish * part, end)
+    if WINDOW is not None:  # noqa: SIM102
+        if seen is None:
+            lowest = tl.maximum(lowest, certain - WINDOW)
+    page = _load_pages(table, start, end, PAGE, TOKENS)
+    for tile_start in range(start, stop, TOKENS):
+        first_cell = page.to(OFFSET) * (PAGE * G * D)
+        if PAGE > TOKENS:
+            first_cell += tile_start % PAGE * (G * D)
+        kv_cells = first_cell[:, None] + in_page
+        inside = (token < end - tile_start)[:, None] & (dims < D)
+        if WINDOW is not None:
+            inside &= (token >= lowest - tile_start)[:, None]
+        page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
+        k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        position = (tile_start + token)[None, :]
+        if WINDOW is not None:
+            visible = _visible(seen, place, position, base, end) & (position > before[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        elif tile_start + TOKENS > certain:
+            scores = tl.where(_visible(seen, place, position, base, end), scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
+        weights = tl.exp2(scores * scale - new_top[:, None]).to(keys_ptr.dtype.element_ty)
+        rescale = tl.exp2(top - new_top)[:, None]
+        total = tl.dot(weights, ones, total * rescale, input_precision=PRECISION)
+        v = tl.load(values_ptr + kv_cells, mask=inside, other=0.0)
+        acc = tl.dot(weights, v, acc * rescale, input_precision=PRECISION)
+        top = new_top
+        next_start = tile_start + TOKENS
+        if (next_start % part == 0) | (next_start >= stop):
+            sums = tl.max(total, axis=1)  # of equal columns
+            if is_shared:
+                _store_part(partial_ptr, sums_ptr, tile_start // part - first_part, acc, top, sums, ROWS, BLOCK_D)
+            else:
+                merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, top, sums)
+            top, total, acc = _nothing(ROWS), tl.zeros_like(total), tl.zeros_like(acc)
+    return merged, all_total
+
+
+@triton.jit
+def _visible(seen, place, position, base, end):
+    if seen is None:
+        visible = position <= place[:, None]
+    else:
+        visible = (seen[:, None] & _node_bit(position, base, end, True, seen.dtype)) != 0
+    return visible
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr):
+    """The largest score of rows that have seen nothing yet. Finite, so that exp2(-inf - top) is 0."""
+    return tl.full((ROWS,), -1e30, tl.float32)
+
+
+@triton.jit
+def _add_part(merged, all_top, all_total, acc, top, total):
+    """A part's sums added to those of the parts before it: the same operations wherever the parts come from."""
+    new_top = tl.maximum(all_top, top)
+    rescale, weight = tl.exp2(all_top - new_top), tl.exp2(top - new_top)
+    scale = tl.broadcast_to(rescale[:, None], merged.shape)
+    return tl.fma(merged, scale, acc * weight[:, None]), new_top, tl.fma(all_total, rescale, total * weight)
+
+
+@triton.jit
+def _store_part(partial_ptr, sums_ptr, index, acc, top, total, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    tl.store(partial_ptr + index * (ROWS * BLOCK_D) + row[:, None] * BLOCK_D + dims[None, :], acc)
+    tl.store(sums_ptr + index * (2 * ROWS) + row, top)
+    tl.store(sums_ptr + index * (2 * ROWS) + ROWS + row, total)
+
+
+@triton.jit
+def _all_arrived(counter_ptr, arriving, parts):
+    """Whether these parts are the last to be stored of `parts`; if so, the counter is reset, and the stores of other
+    programs must be read past the L1 cache (".cg")."""
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter_ptr, arriving, sem="acq_rel", scope="gpu") + arriving == parts
+    if is_last:
+        tl.store(counter_ptr, 0)
+    return is_last
+
+
+@triton.jit
+def _merge(
+    partial_ptr, sums_ptr, row, num_rows, parts,
+    BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The result of SHARE rows of a shared tile. AT_ONCE: parts whose loads are issued together."""
+    dims = tl.arange(0, BLOCK_D)
+    top, total = _nothing(SHARE), tl.zeros((SHARE,), tl.float32)
+    merged = tl.zeros((SHARE, BLOCK_D), tl.float32)
+    for begin in range(0, parts, AT_ONCE):
+        for index in tl.static_range(AT_ONCE):
+            part = begin + index
+            there = row < tl.where(part < parts, num_rows, 0)
+            sums = sums_ptr + part * (2 * ROWS) + row
+            part_top = tl.load(sums, mask=there, other=-1e30, cache_modifier=".cg")
+            part_total = tl.load(sums + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+            cells = (part * ROWS + row)[:, None] * BLOCK_D + dims[None, :]
+            acc = tl.load(partial_ptr + cells, mask=there[:, None], other=0.0, cache_modifier=".cg")
+            merged, top, total = _add_part(merged, top, total, acc, part_top, part_total)
+    return merged / tl.where(total > 0, total, 1.0)[:, None]  # 0: a row past the last
+
+
+@triton.jit
+def _store(
+    out_ptr, result, first_row, row, num_rows, head,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Stores result (rows, BLOCK_D) of the tile's rows `row` below num_rows."""
+    dims = tl.arange(0, BLOCK_D)
+    cells = _cell_of(first_row, row, head, G, GROUP).to(tl.int64)[:, None] * D + dims[None, :]
+    kept = (row < num_rows)[:, None] & (dims < D)[None, :]
+    tl.store(out_ptr + cells, result.to(out_ptr.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _cell_of(first_row, row, head, G: tl.constexpr, GROUP: tl.constexpr):
+    """Index into q and the result, ordered by row of the pass and head; row = query * GROUP + head within the group."""
+    return (first_row + row // GROUP) * (G * GROUP) + head * GROUP + row % GROUP

@@ -1,0 +1,547 @@
+"""How many nodes the target's pass of a step verifies, and how many the draft proposes for the next one.
+
+A pass over few rows costs as much as reading the weights, so drafts are free; a pass over many costs by the row, and
+refused drafts slow every request down. The policy takes the numbers with the most expected tokens per millisecond. It
+decides for the batch, the device for the request: a kernel fills the pass with the likeliest nodes (`admit` in
+kernels/speculation/ragged.py). What it needs to know is measured: how often nodes were accepted, by calibration cell,
+and how long steps took (serve/engine/step_costs.py). Imports no torch.
+
+A node's cell says what is known of it before it is verified: its place in the proposal and either the draft's own
+probability or how sure the host was. Which nodes are verified depends on their cells alone, so those that are not do
+not bias the survivals.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.serve.engine.step_costs import Costs
+
+PLACES = BUCKETS = KINDS = 16  # the last place, bucket of probabilities and kind stand for all above, too
+NETWORK_CELLS = PLACES * BUCKETS
+CELLS = NETWORK_CELLS + KINDS * PLACES
+PRIOR = 4.0  # nodes per cell that the prior counts as
+MOST_LIKELY = 0.98  # that a node is accepted, before any was verified
+MEMORY = 200.0  # verified nodes by which a cell is judged
+REVERT = 0.999  # per step: a cell that is never verified returns to its prior, and is tried again
+MOVED = 0.02  # of a survival, after which the device needs the table again
+REFRESH = 32  # steps between two refreshes; fewer at the beginning
+SEEN = 100.0  # proposals by which the cells of a place are judged
+RECOMPUTE = 8  # steps for which plans are used again
+HYSTERESIS = 0.01  # another width proposes for the next step only: require at least 1 % gain
+FREE = 1.02  # a pass that takes so much longer than one of the roots alone takes no longer
+PROBE_SHARE = 0.01  # of the time is spent on more nodes than pay, to notice changes
+PROBE_STEPS = 3  # the first one only drafts
+PATIENCE = 2  # steps without a node of the host that paid, after which steps stop waiting for the host
+WAIT_DECAY = 0.95  # per step, of the mean time in which steps wait for the host
+LIFT_DECAY = 0.98  # per step, of what proposals of the host add to the rate
+LEAST_CHUNK = 64  # rows of prompts that a step takes, however slow that is
+LEAST_CHUNK_MS = 30.0  # shorter steps need no limit
+
+# A request's proposal: its nodes, root included, and its kind. 0: drafted by a network; others: see HostProposal.
+Offer = tuple[int, int]
+
+
+class Choice(NamedTuple):
+    nodes: int  # that the target's pass verifies, roots included
+    width: int  # nodes, root included, that the draft pass then proposes for each request
+    ms: float = 0.0  # expected time of the step
+    tokens: float = 0.0  # expected of the decoding requests
+
+
+class Curve(NamedTuple):
+    """What the likeliest of a request's nodes after the root yield: (n,) both, from 0, concave between."""
+
+    nodes: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+
+
+class Calibration:
+    """How often nodes were accepted lately, by cell.
+
+    A cell in which few nodes were verified is judged by its prior, times how far the nodes at its place and before were
+    from theirs: so a draft that is too sure of itself is found out before each of its cells has been tried, and places
+    that are not verified at present follow those that are.
+    """
+
+    def __init__(self) -> None:
+        self._tried, self._accepted = np.zeros(CELLS), np.zeros(CELLS)  # verified nodes, decayed
+        self._prior = np.concatenate((_network_prior(), _host_prior()))
+        self._survivals: NDArray[np.float64] | None = self._prior.copy()
+        self.version, self.table = 0, self._prior.astype(np.float32)  # (CELLS,) what the device should have
+        self._steps = self._published = 0
+
+    def record(self, cells: NDArray[np.int32], accepted: NDArray[np.bool_], steps: int = 1) -> None:
+        """Counts the verified nodes of the last `steps` steps: (n,) cells, and whether each node was accepted."""
+        revert = REVERT**steps
+        tried = revert * self._tried
+        tried += np.bincount(cells, minlength=CELLS)
+        keep = MEMORY / np.maximum(tried, MEMORY)
+        self._tried = tried * keep
+        keep *= revert * self._accepted + np.bincount(cells[accepted], minlength=CELLS)
+        self._accepted = keep
+        self._survivals = None
+        self._steps += steps
+        if self._steps >= min(2 * self._published, self._published + REFRESH):
+            self._publish()
+
+    @property
+    def survivals(self) -> NDArray[np.float64]:
+        """(CELLS,) probability that a node is accepted: the present ones, which the table follows with delay."""
+        if self._survivals is None:
+            prior = np.minimum(self._prior * self._surer(), MOST_LIKELY)
+            self._survivals = (self._accepted + PRIOR * prior) / (self._tried + PRIOR)
+        return self._survivals
+
+    def survival(self, cell: int) -> float:
+        """Probability that a node of this cell is accepted."""
+        return float(self.survivals[cell])
+
+    def _surer(self) -> NDArray[np.float64]:
+        """(CELLS,) accepted nodes over those that the priors expected, at the same place of proposals of this kind."""
+        counts = np.stack((self._accepted, self._tried * self._prior))
+        network = counts[:, :NETWORK_CELLS].reshape(2, PLACES, 1, BUCKETS).sum(axis=3)
+        host = counts[:, NETWORK_CELLS:].reshape(2, KINDS, PLACES).swapaxes(1, 2)
+        accepted, expected = np.concatenate((network, host), axis=2)  # (PLACES, 1 + KINDS)
+        ratios, before = np.empty_like(accepted), np.ones(1 + KINDS)
+        for place in range(PLACES):
+            before = (accepted[place] + PRIOR * before) / (expected[place] + PRIOR)
+            ratios[place] = before
+        return np.concatenate((np.repeat(ratios[:, 0], BUCKETS), ratios[:, 1:].T.ravel()))
+
+    def _publish(self) -> None:
+        self._published = self._steps
+        if np.abs(self.survivals - self.table).max() > MOVED:
+            self.table = self.survivals.astype(np.float32)
+            self.version += 1
+
+
+class Offers:
+    """What the draft network's proposals look like: at each place, how often each bucket of probabilities occurs.
+
+    Nodes come best first, so a narrow proposal is taken to be the beginning of a wide one.
+    """
+
+    def __init__(self, most_nodes: int) -> None:
+        places = np.arange(most_nodes - 1)
+        self._cells = np.minimum(places, PLACES - 1)[:, None] * BUCKETS + np.arange(BUCKETS)
+        self._seen = np.zeros((most_nodes - 1, BUCKETS))  # proposals, decayed
+        buckets = (BUCKETS * 0.8 ** (places + 1)).astype(int)  # until some are seen
+        self._seen[places, np.minimum(buckets, BUCKETS - 1)] = 1.0
+        self._places = places
+
+    def record(self, cells: NDArray[np.int32]) -> None:
+        """Counts proposals: (B, N) cells of all nodes of each, verified or not; -1 roots and unused nodes. Proposals of
+        the host do not count."""
+        drafted = cells[:, 1 : len(self._seen) + 1]
+        rows, columns = ((drafted >= 0) & (drafted < NETWORK_CELLS)).nonzero()
+        index = columns * BUCKETS + drafted[rows, columns] % BUCKETS
+        self._seen += np.bincount(index, minlength=self._seen.size).reshape(self._seen.shape)
+        total = self._seen.sum(axis=1, keepdims=True)
+        self._seen *= SEEN / np.maximum(total, SEEN)
+
+    def curves(self, widths: Sequence[int], survivals: NDArray[np.float64]) -> list[Curve]:
+        """The mean proposal of each width."""
+        shares = self._seen / self._seen.sum(axis=1, keepdims=True)
+        places, buckets = (shares > 1e-4).nonzero()
+        shares, expected = shares[places, buckets], survivals[self._cells[places, buckets]]
+        order = np.argsort(-expected)
+        shares, expected, places = shares[order], expected[order], places[order]
+        curves = []
+        for width in widths:
+            kept = np.where(places < width - 1, shares, 0.0)
+            curves.append(Curve(_sums(kept), _sums(kept * expected)))
+        return curves
+
+
+class _Plan(NamedTuple):
+    """What passes over the rows of a batch cost and yield. By `k`, an index of possible passes, and by the index `j` of
+    the width that the verified proposals have or the next ones get."""
+
+    rows: list[int]  # [k] ascending
+    target_ms: list[float]  # [k] of the target's pass
+    draft_ms: list[float]  # [j] of the draft pass
+    tokens: NDArray[np.float64]  # [j, k] expected
+    best: list[int]  # [j] the k that yields most
+    values: list[float]  # [j] its tokens, less those that other steps would yield in the time
+    rate: float  # tokens per ms of the best step without prompts
+
+    def ms(self, k: int, j: int) -> float:
+        return self.target_ms[k] + self.draft_ms[j]
+
+
+class BudgetPolicy:
+    """Chooses the numbers of nodes of steps.
+
+    `widths`: that the draft network may propose, 1 included, roots included. `most_nodes`: of a request, if the host
+    proposes more. `fixed`: every request gets that many nodes instead. `itl_ms`: only steps that will most likely
+    (95 %) take no longer, if there are any. `max_chunk_ms`: of a step with prompts, if requests decode in it.
+
+    `choose` is called once for each step, in their order; `record` and `observe` after it with what it gave.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        widths: Sequence[int],
+        most_nodes: int | None = None,
+        *,
+        most_nodes: int = 1,
+        fixed: int | None = None,
+        itl_ms: float | None = None,
+        max_chunk_ms: float | None = None,
+    ) -> None:
+        self.costs, self.widths, self.fixed = costs, sorted(widths), fixed
+        self.most_nodes = max(most_nodes, self.widths[-1])
+        self.most_nodes = max(most_nodes or 1, self.widths[-1])
+        self.itl_ms, self.max_chunk_ms = itl_ms, max_chunk_ms
+        self.calibration, self.offers = Calibration(), Offers(max(2, self.widths[-1]))
+        self.wait_ms = 0.0  # mean time in which the device waits for the host's proposals
+        self._width = self._stored = len(self.widths) - 1  # indices: the best one; of the stored proposals
+        self._records: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]] = []  # not counted yet
+        self._curves: list[Curve] = []  # by width
+        self._drafted: dict[Offer, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}  # see `_nodes_of`
+        self._plans: dict[tuple[int, int, bool], _Plan] = {}
+        self._chunks: dict[tuple[int, int | None, bool], int] = {}
+        self._age = self._num_chosen = 0
+        self._probe_ms = 0.0  # that probes may cost
+        self._probe = (0, 0)  # steps left, width's index
+        self._probe_narrow = False  # the next one
+        # Fitted costs know nothing of other widths yet.
+        self._tour = [j for j in range(len(self.widths)) for _ in range(2)] if costs.is_fitted else []
+        self._steps_without_host = 0  # in a row
+        self._lift = np.ones(2)  # mean tokens of a step, and those that it would have to yield
+        self._chosen = np.zeros(2)  # nodes and steps, decayed: for metrics
+
+    @property
+    def table(self) -> NDArray[np.float32]:
+        """(CELLS,) survivals for the device, which needs them again when `version` has changed."""
+        return self.calibration.table
+
+    @property
+    def version(self) -> int:
+        return self.calibration.version
+
+    @property
+    def width(self) -> int:
+        """The best width lately."""
+        return self.widths[self._width] if self.fixed is None else min(self.fixed, self.widths[-1])
+
+    @property
+    def waiting_pays(self) -> bool:
+        """Whether steps should wait for proposals of the host: not after PATIENCE steps in a row where none paid,
+        until `look_back` sees one that would have."""
+        return self._steps_without_host < PATIENCE
+
+    def choose(
+        self, num_decoding: int, prompt_rows: int = 0, *, filtered: bool = False, offers: Sequence[Offer] | None = None
+    ) -> Choice:
+        """The numbers of nodes of the next step, whose pass has `prompt_rows` rows of prompts, too. `offers`: what each
+        decoding request has, if the host proposed anything; otherwise what the last step drafted."""
+        if self.fixed is not None:
+            return self._choose_fixed(self.fixed, num_decoding, prompt_rows, filtered, offers)
+        if num_decoding == 0:
+            ms = self.costs.time(prompt_rows, 0, self.width, filtered=filtered)
+            self._stored = self._width
+            return Choice(0, self.width, ms)
+        self._count_step()
+        plan = self._plan(num_decoding, prompt_rows, filtered)
+        self._follow(plan)
+        if offers is None:
+            most, k, tokens = num_decoding * self.widths[self._stored], plan.best[self._stored], None
+        else:
+            most = sum(count for count, _ in offers)
+            k, tokens = self._of_host(plan, offers, prompt_rows)
+        k, j = self._explore(plan, k, most, num_decoding, prompt_rows)
+        if tokens is None:
+            tokens = plan.tokens[self._stored]
+        self._stored = j
+        nodes = max(min(plan.rows[k] - prompt_rows, most), num_decoding)
+        self._chosen = LIFT_DECAY * self._chosen + (nodes, 1.0)
+        return Choice(nodes, self.widths[j], plan.ms(k, j), float(tokens[k]))
+
+    def record(self, cells: NDArray[np.int32], admitted: NDArray[np.int32], accepted: NDArray[np.bool_]) -> None:
+        """Counts what a step verified of B requests. (B, N) cells of all nodes that were stored for each, verified or
+        not, -1 of the root and unused ones; (B,) numbers of verified nodes, which come first, roots included; (B, N)
+        whether a node was accepted."""
+        if self._records and self._records[0][0].shape[1] != cells.shape[1]:
+            self._count_records()
+        self._records.append((cells.copy(), admitted.copy(), accepted.copy()))
+        if len(self._records) >= self._patience():
+            self._count_records()
+
+    def observe(self, *, rows: int, requests: int, width: int, ms: float, filtered: bool = False) -> None:
+        """A step took `ms`: a pass over `rows` (of nodes and prompts), and a draft pass for `requests` requests."""
+        self.costs.observe(rows, requests, width, ms, filtered=filtered)
+
+    def chunk_rows(self, num_decoding: int, nodes: int | None = None, *, filtered: bool = False) -> int:
+        """Most rows of prompts that the next step should take. `nodes`: that it verifies; None: as many as without
+        prompts."""
+        key = (num_decoding, nodes, filtered)
+        if key not in self._chunks:
+            self._chunks[key] = self._chunk_rows(*key)
+        return self._chunks[key]
+
+    def waited(self, ms: float) -> None:
+        """The device waited so long for the host before a step."""
+        self.wait_ms += (1 - WAIT_DECAY) * (ms - self.wait_ms)
+
+    def look_back(self, offers: Sequence[Offer], *, filtered: bool = False) -> None:
+        """A step was launched without waiting for these proposals."""
+        if self.fixed is None and offers and any(kind for _, kind in offers):
+            plan = self._plan(len(offers), 0, filtered)
+            _, tokens = self._expect(plan, offers, 0)
+            if self._pays(plan, tokens):
+                self._steps_without_host = 0
+
+    def metrics(self) -> dict[str, float]:
+        nodes, steps = self._chosen
+        return {
+            "step_time_error": self.costs.error(),
+            "step_time_p95_ratio": self.costs.p95(),
+            "draft_width": float(self.width),
+            "nodes_per_step": float(nodes / steps) if steps else 0.0,
+        }
+
+    def free_rows(self, num_decoding: int, *, filtered: bool = False) -> int:
+        """Rows up to which a pass takes no longer than over the roots alone."""
+        return self._free_rows(self._plan(num_decoding, 0, filtered))
+
+    def _choose_fixed(
+        self, fixed: int, num_decoding: int, prompt_rows: int, filtered: bool, offers: Sequence[Offer] | None
+    ) -> Choice:
+        width = min(fixed, self.widths[-1])  # more come from the host
+        nodes = num_decoding * width if offers is None else sum(min(count, fixed) for count, _ in offers)
+        nodes = min(nodes, max(self.costs.most_rows - prompt_rows, num_decoding))
+        if num_decoding:
+            self._chosen = LIFT_DECAY * self._chosen + (nodes, 1.0)
+        return Choice(nodes, width, self.costs.time(nodes + prompt_rows, num_decoding, width, filtered=filtered))
+
+    def _patience(self) -> int:
+        """Steps for which plans are used again and records wait; few at the beginning."""
+        return min(RECOMPUTE, 1 + self._num_chosen // RECOMPUTE)
+
+    def _count_step(self) -> None:
+        self._age += 1
+        self._num_chosen += 1
+        if self._age >= self._patience():
+            self._age = 0
+            self._plans.clear()
+            self._chunks.clear()
+            self._curves.clear()
+            self._drafted.clear()
+
+    def _count_records(self) -> None:
+        """Several steps at once, since that takes little longer than one."""
+        if not self._records:
+            return
+        cells, admitted, accepted = (np.concatenate(parts) for parts in zip(*self._records, strict=True))
+        tried = (np.arange(cells.shape[1]) < admitted[:, None]) & (cells >= 0)
+        self.calibration.record(cells[tried], accepted[tried], len(self._records))
+        self.offers.record(cells)
+        self._records.clear()
+
+    def _plan(self, num_decoding: int, prompt_rows: int, filtered: bool) -> _Plan:
+        key = (num_decoding, prompt_rows, filtered)
+        if key not in self._plans:
+            rate = self._plan(num_decoding, 0, filtered).rate if prompt_rows else None
+            self._plans[key] = self._solve(num_decoding, prompt_rows, filtered, rate)
+        return self._plans[key]
+
+    def _solve(self, num_decoding: int, prompt_rows: int, filtered: bool, rate: float | None) -> _Plan:
+        if not self._curves:
+            self._curves = self.offers.curves(self.widths, self.calibration.survivals)
+        rows = self._passes(num_decoding + prompt_rows, num_decoding * self.most_nodes + prompt_rows)
+        target = self.costs.targets(rows, filtered=filtered)
+        draft = [self.costs.draft(num_decoding, width, filtered=filtered) for width in self.widths]
+        drafted = np.maximum(rows - prompt_rows, num_decoding) / num_decoding - 1
+        tokens = num_decoding * np.array([1 + np.interp(drafted, *curve) for curve in self._curves])
+        ms = target + np.array(draft)[:, None]
+        allowed = self._allowed(ms)
+        if rate is None:
+            rate = float(np.where(allowed, tokens / ms, 0.0).max())
+        values = np.where(allowed, tokens - rate * ms, -np.inf)
+        best = values.argmax(axis=1)
+        # A width that no allowed step has still needs a number of nodes, as long as its proposals are stored.
+        best = np.where(allowed.any(axis=1), best, ms.argmin(axis=1))
+        highest = np.take_along_axis(values, best[:, None], axis=1)[:, 0]
+        return _Plan(rows.tolist(), target.tolist(), draft, tokens, best.tolist(), highest.tolist(), rate)
+
+    def _passes(self, least: int, most: int) -> NDArray[np.int64]:
+        """Rows of the passes that take at least `least` rows, up to the first that takes `most`."""
+        sizes = self.costs.sizes
+        if sizes is None:
+            return np.arange(least, max(min(most, self.costs.most_rows), least) + 1)
+        passes = sizes[bisect_left(sizes, least) : bisect_left(sizes, most) + 1]
+        return np.array(passes or (least,))
+
+    def _allowed(self, ms: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Which steps the objective allows: if none, the fastest."""
+        if self.itl_ms is None:
+            return np.ones(ms.shape, bool)
+        allowed = ms * self.costs.p95() <= self.itl_ms
+        return allowed if allowed.any() else ms == ms.min()
+
+    def _follow(self, plan: _Plan) -> None:
+        """Moves to the best width if it is better enough than the present one."""
+        j = max(range(len(self.widths)), key=plan.values.__getitem__)
+        now = self._width
+        if plan.values[j] - plan.values[now] > HYSTERESIS * plan.rate * plan.ms(plan.best[now], now):
+            self._width = j
+
+    def _explore(self, plan: _Plan, k: int, most: int, num_decoding: int, prompt_rows: int) -> tuple[int, int]:
+        """Indices of the pass and of the width that is drafted: `k` and the best width, or now and then others. `most`
+        nodes are stored."""
+        last = min(bisect_left(plan.rows, most + prompt_rows), len(plan.rows) - 1)
+        if self._tour and not prompt_rows:
+            return last, self._tour.pop()
+        k = min(k, last)
+        steps, j = self._probe
+        if steps == 0:
+            self._start_probe(plan, k, num_decoding)
+            return k, self._width
+        self._probe = steps - 1, j
+        if j < self._width:
+            return k, j
+        return min(_one_more(plan.rows, k, num_decoding), last), j
+
+    def _start_probe(self, plan: _Plan, k: int, num_decoding: int) -> None:
+        """Makes the next steps a probe if their time may be spent: the next wider proposals, and one more node per
+        request. Where costs are fitted, every other probe is narrower, since the times of such steps may be wrong."""
+        now = self._width
+        base = plan.ms(k, now)
+        self._probe_ms += PROBE_SHARE * base
+        narrow = self._probe_narrow and now > 0
+        if narrow:
+            j, extra = now - 1, (plan.values[now] - plan.values[now - 1]) / plan.rate
+        else:
+            j = min(now + 1, len(self.widths) - 1)
+            more = _one_more(plan.rows, k, num_decoding)
+            if (more, j) == (k, now):  # there is nothing more
+                self._probe_narrow = self.costs.is_fitted
+                return
+            extra = plan.ms(more, j) - base
+            if self.itl_ms is not None and plan.ms(more, j) * self.costs.p95() > self.itl_ms:
+                return
+        if self._probe_ms >= PROBE_STEPS * max(extra, PROBE_SHARE * base):
+            self._probe, self._probe_ms = (PROBE_STEPS, j), 0.0
+            self._probe_narrow = self.costs.is_fitted and not narrow
+
+    def _of_host(self, plan: _Plan, offers: Sequence[Offer], prompt_rows: int) -> tuple[int, NDArray[np.float64]]:
+        """The best pass for these offers and what each yields; notes whether it paid to wait for the host's."""
+        k, tokens = self._expect(plan, offers, prompt_rows)
+        self._steps_without_host = 0 if self._pays(plan, tokens) else self._steps_without_host + 1
+        if not prompt_rows:
+            ms = plan.ms(k, self._width) + self.wait_ms
+            self._lift = LIFT_DECAY * self._lift + (1 - LIFT_DECAY) * np.array((tokens[k], plan.rate * ms))
+        return k, tokens
+
+    def _expect(self, plan: _Plan, offers: Sequence[Offer], prompt_rows: int) -> tuple[int, NDArray[np.float64]]:
+        """The best pass for these offers, and the tokens that they yield by the pass."""
+        curve = self._curve(offers)
+        drafted = np.array(plan.rows) - prompt_rows - len(offers)
+        tokens = len(offers) + np.interp(drafted, *curve)
+        total = sum(count for count, _ in offers)
+        if total + prompt_rows <= self._free_rows(plan):
+            return min(bisect_left(plan.rows, total + prompt_rows), len(plan.rows) - 1), tokens
+        values = tokens - self._host_rate(plan) * np.array(plan.target_ms)
+        if self.itl_ms is not None:
+            ms = np.array(plan.target_ms) + plan.draft_ms[self._width]
+            values[~self._allowed(ms)] = -np.inf
+        return int(values.argmax()), tokens
+
+    def _curve(self, offers: Sequence[Offer]) -> Curve:
+        """What the likeliest nodes of all these offers yield."""
+        numbers = Counter(offers)
+        parts = [self._nodes_of(offer) for offer in numbers]
+        shares = np.concatenate([number * each for number, (each, _) in zip(numbers.values(), parts, strict=True)])
+        survivals = np.concatenate([each for _, each in parts])
+        order = np.argsort(-survivals)
+        return Curve(_sums(shares[order]), _sums((shares * survivals)[order]))
+
+    def _nodes_of(self, offer: Offer) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(n,) numbers of nodes in such a proposal, and (n,) how likely these are accepted."""
+        if offer not in self._drafted:
+            count, kind = offer
+            survivals = self.calibration.survivals
+            if kind == 0:
+                curve = self.offers.curves([count], survivals)[0]
+                shares = np.diff(curve.nodes)
+                self._drafted[offer] = shares, np.diff(curve.tokens) / np.maximum(shares, 1e-9)
+            else:
+                survivals = np.minimum.accumulate(survivals[host_cells(count, kind)[1:]])
+                self._drafted[offer] = np.ones(count - 1), survivals
+        return self._drafted[offer]
+
+    def _pays(self, plan: _Plan, tokens: NDArray[np.float64]) -> bool:
+        """Whether a pass that yields `tokens`, by index, is worth a wait for the host."""
+        rate, target = self._host_rate(plan), np.array(plan.target_ms)
+        gained = (tokens - rate * target).max() - (plan.tokens[self._stored] - rate * target).max()
+        return bool(gained > rate * self.wait_ms)
+
+    def _host_rate(self, plan: _Plan) -> float:
+        """Tokens per ms without prompts, with what the host's proposals add on average."""
+        tokens, expected = self._lift
+        return plan.rate * max(tokens / expected, 1.0)
+
+    def _free_rows(self, plan: _Plan) -> int:
+        k = bisect_left(plan.target_ms, FREE * plan.target_ms[0])
+        return plan.rows[max(k - 1, 0)]
+
+    def _chunk_rows(self, num_decoding: int, nodes: int | None, filtered: bool) -> int:
+        most_rows = self.costs.most_rows
+        if num_decoding == 0:
+            return most_rows
+        if self.fixed is not None:
+            nodes = nodes or min(num_decoding * self.fixed, most_rows - LEAST_CHUNK)
+            ms = self.costs.time(nodes, num_decoding, self.fixed, filtered=filtered)
+            draft = self.costs.draft(num_decoding, self.fixed, filtered=filtered)
+        else:
+            plan = self._plan(num_decoding, 0, filtered)
+            k = plan.best[self._width]
+            nodes = nodes or min(plan.rows[k], num_decoding * self.width)
+            ms, draft = plan.ms(k, self._width), plan.draft_ms[self._width]
+        limit = max(2 * ms, LEAST_CHUNK_MS) if self.max_chunk_ms is None else self.max_chunk_ms
+        if self.itl_ms is not None:
+            limit = min(limit, self.itl_ms / self.costs.p95())
+        rows = self._passes(nodes, most_rows) if self.costs.sizes else np.arange(nodes, most_rows + 1, 16)
+        fits = rows[self.costs.targets(rows, filtered=filtered) + draft <= limit]
+        least = self.costs.round_up(nodes + LEAST_CHUNK)
+        return max(min(max(int(fits.max(initial=0)), least), most_rows) - nodes, 0)
+
+
+def network_cell(place: int, probability: float) -> int:
+    """The cell of a drafted node: its place in the proposal, from 1, and the draft's probability of its path."""
+    return (min(place, PLACES) - 1) * BUCKETS + min(int(BUCKETS * probability), BUCKETS - 1)
+
+
+def host_cells(count: int, kind: int) -> NDArray[np.int32]:
+    """(count,) cells of the nodes of a host's proposal of a kind >= 1; -1 of its root."""
+    cells = NETWORK_CELLS + min(kind, KINDS - 1) * PLACES + np.minimum(np.arange(count), PLACES) - 1
+    cells[0] = -1
+    return cells.astype(np.int32)
+
+
+def _network_prior() -> NDArray[np.float64]:
+    """(NETWORK_CELLS,) the draft's own probability, in the middle of each bucket."""
+    return np.tile((np.arange(BUCKETS) + 0.5) / BUCKETS, PLACES)
+
+
+def _host_prior() -> NDArray[np.float64]:
+    """(KINDS * PLACES,) each node after the one before with the same probability, higher for surer kinds."""
+    places, kinds = np.arange(1, PLACES + 1), np.arange(KINDS)
+    return ((1 - 0.5 ** np.maximum(kinds, 1))[:, None] ** places).ravel()
+
+
+def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(n + 1,) sums of the first 0, 1, ... n values."""
+    return np.concatenate(((0.0,), np.cumsum(values)))
+
+
+def _one_more(rows: Sequence[int], k: int, num_decoding: int) -> int:
+    """The index of the pass with one more node per request than pass `k`."""
+    return min(bisect_left(rows, rows[k] + num_decoding), len(rows) - 1)

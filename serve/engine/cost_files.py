@@ -1,0 +1,71 @@
+"""Times of steps on disk, so that an engine that starts again as it was need not measure them. Imports no torch."""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.models.files.atomic import atomic_file
+
+FOLDER_VARIABLE = "SLIPSTREAM_CACHE"
+FORMAT = 1  # of the files; others are measured again
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CostKey:
+    """All that the time of a step depends on: tables are used again where every field is equal."""
+
+    gpu: str
+    torch: str
+    triton: str
+    slipstream: str
+    model: str  # `text_hash` of its config.json
+    draft: str  # of the draft's config.json, or the drafter's name
+    options: Mapping[str, Any] = field(default_factory=dict)  # dtype, attention, page size, most requests, widths...
+
+    def name(self) -> str:
+        """The tables' file name."""
+        text = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, default=str)
+        return f"{text_hash(text)}.json"
+
+
+def text_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def cache_folder() -> Path:
+    """$SLIPSTREAM_CACHE/step_costs, or ~/.cache/slipstream/step_costs."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    return (Path(named) if named else Path.home() / ".cache" / "slipstream") / "step_costs"
+
+
+def load(key: CostKey) -> dict[str, Any] | None:
+    """The tables saved for `key`, or None. A damaged file counts as none; the next `save` replaces it."""
+    path: Path | None = None
+    try:
+        path = cache_folder() / key.name()
+        data = json.loads(path.read_text())
+        if data["format"] != FORMAT or not isinstance(data["tables"], dict):
+            raise ValueError("it holds something else")
+        return data["tables"]
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:  # RuntimeError: no home folder
+        logger.warning("step times are measured again: %s cannot be read: %s", path or "their file", error)
+        return None
+
+
+def save(key: CostKey, tables: Mapping[str, Any]) -> None:
+    """Writes the tables, whole or not at all. Where that is not possible, a warning says so."""
+    try:
+        path = cache_folder() / key.name()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as new:
+            new.write_text(json.dumps({"format": FORMAT, "key": asdict(key), "tables": tables}, indent=1, default=str))
+    except (OSError, RuntimeError, ValueError) as error:
+        logger.warning("step times are not kept for the next start: %s", error)

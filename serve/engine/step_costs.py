@@ -1,0 +1,265 @@
+"""How long a step takes: the target's pass over its rows, and the draft's pass for its requests.
+
+`StepCosts` starts from times measured at start-up for every captured size, `FittedCosts` from nothing. Both learn from
+the steps that are measured while serving: contexts grow, and what experts a pass reads depends on its tokens. A single
+step may be slow for reasons of its own, so none moves a prediction far. Imports no torch.
+"""
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MODES = ("plain", "all")  # of tables: steps that sample by temperature alone, and those with filters or penalties
+REMEMBERED = 200  # steps by which predictions are judged
+RARELY = 0.95  # the share of steps that `p95` covers
+MOST_OFF = 1.5  # a step counts as at most this many times its prediction, and at least one over it
+OBSERVED = 0.02  # weight of a measured step in the factor of all steps
+DEVIATION = 0.05  # and in the deviation of its own size
+MOST_DEVIATION = 1.5
+FORGET = 0.99  # weight of a step in a fit after one more step like it
+# What `FittedCosts` assumes of a step, up to a common factor that its first measured step sets: a pass takes 1, and
+# more by the request, by the row, by the drafted node, and for drafting at all.
+ROUGH = (1.0, 0.02, 0.05, 0.02, 0.1)
+ROUGH_SPREAD = (1.0, 0.1, 0.2, 0.1, 0.5)
+TRUST_ROUGH = 0.01  # of that, a measured step counting as 1
+FIRST = 8  # measured steps that are fitted without a prediction to compare with
+
+
+@dataclass(frozen=True)
+class CostTables:
+    """Times in ms measured at start-up, by mode (see MODES)."""
+
+    target: Mapping[str, Mapping[int, float]]  # by rows of the pass
+    draft: Mapping[str, Mapping[tuple[int, int], float]]  # by requests and width; none: drafts take no time
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "target": {mode: [[rows, ms] for rows, ms in sorted(table.items())] for mode, table in self.target.items()},
+            "draft": {mode: [[*key, ms] for key, ms in sorted(table.items())] for mode, table in self.draft.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "CostTables":
+        """Raises ValueError if that is not what `to_json` makes."""
+        try:
+            target = {mode: {int(rows): float(ms) for rows, ms in data["target"][mode]} for mode in MODES}
+            draft = {
+                mode: {(int(requests), int(width)): float(ms) for requests, width, ms in data["draft"][mode]}
+                for mode in MODES
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"no tables of step times: {error!r}") from error
+        times = [ms for table in target.values() for ms in table.values()]
+        times += [ms for table in draft.values() for ms in table.values()]
+        if not all(target.values()) or not all(0 <= ms < float("inf") for ms in times):
+            raise ValueError("no tables of step times: a time is missing, negative or infinite")
+        return cls(target, draft)
+
+
+class Costs(ABC):
+    """Expected times of steps in ms. `filtered`: the step samples with filters or penalties (the mode "all")."""
+
+    sizes: tuple[int, ...] | None  # numbers of rows that a pass may have, ascending: others are filled up; None: any
+    most_rows: int
+    is_fitted: bool  # times of sizes that were never seen are guesses
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=REMEMBERED)  # measured over predicted
+        self._p95, self._p95_age = 1.0, 0
+
+    @abstractmethod
+    def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
+        """(n,) times of target passes over that many rows, (n,)."""
+
+    @abstractmethod
+    def draft(self, requests: int, width: int, *, filtered: bool) -> float:
+        """Time of the draft pass that proposes `width` nodes, roots included, for each request."""
+
+    @abstractmethod
+    def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
+        """Time of a step: a target pass over `rows`, then a draft pass."""
+
+    @abstractmethod
+    def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool) -> None:
+        """Such a step took `ms`."""
+
+    def target(self, rows: int, *, filtered: bool) -> float:
+        """Time of a target pass."""
+        return float(self.targets(np.array([rows]), filtered=filtered)[0])
+
+    def round_up(self, rows: int) -> int:
+        """Rows of the pass that computes so many."""
+        if self.sizes is None or rows > self.sizes[-1]:
+            return rows
+        return self.sizes[bisect_left(self.sizes, rows)]
+
+    def error(self) -> float:
+        """Median relative error of the predictions of recent steps; 0 before any was measured."""
+        return median(abs(1 / ratio - 1) for ratio in self._ratios) if self._ratios else 0.0
+
+    def p95(self) -> float:
+        """Time over predicted time that 95 % of recent steps stayed within; at least 1."""
+        if self._p95_age >= 16:
+            self._p95_age = 0
+            self._p95 = max(1.0, sorted(self._ratios)[int(RARELY * (len(self._ratios) - 1))])
+        return self._p95
+
+    def _judge(self, ms: float, predicted: float) -> float:
+        """Notes a prediction; returns the time to learn from: `ms`, if that is not too far from what was predicted."""
+        ratio = ms / predicted
+        self._ratios.append(max(ratio, 1e-6))
+        self._p95_age += 1
+        return predicted * min(max(ratio, 1 / MOST_OFF), MOST_OFF)
+
+
+class StepCosts(Costs):
+    """Times of captured passes: tables, one factor for all of them, and a small deviation of each entry."""
+
+    is_fitted = False
+
+    def __init__(self, tables: CostTables) -> None:
+        super().__init__()
+        self.sizes = self._sizes = tuple(sorted(tables.target["plain"]))
+        self.most_rows = self._sizes[-1]
+        self._target = {mode: [tables.target[mode][size] for size in self._sizes] for mode in MODES}
+        self._draft = tables.draft
+        self._requests = sorted({requests for requests, _ in tables.draft["plain"]})
+        self._widths = sorted({width for _, width in tables.draft["plain"]})
+        self._slower = 1.0
+        self._target_off = {mode: [1.0] * len(self._sizes) for mode in MODES}
+        self._draft_off: dict[tuple[str, int, int], float] = {}
+
+    def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
+        mode = MODES[filtered]
+        times = self._slower * np.array(self._target[mode]) * np.array(self._target_off[mode])
+        index = np.searchsorted(self._sizes, rows)
+        return times[np.minimum(index, len(self._sizes) - 1)] * np.maximum(rows / self.most_rows, 1.0)
+
+    def draft(self, requests: int, width: int, *, filtered: bool) -> float:
+        mode = MODES[filtered]
+        key = self._draft_key(requests, width)
+        return self._slower * self._draft[mode].get(key, 0.0) * self._draft_off.get((mode, *key), 1.0)
+
+    def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
+        return self.target(rows, filtered=filtered) + self.draft(requests, width, filtered=filtered)
+
+    def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool) -> None:
+        if rows > self.most_rows or ms <= 0:
+            return
+        mode, index, key = MODES[filtered], bisect_left(self._sizes, rows), self._draft_key(requests, width)
+        target, draft = self._target[mode][index], self._draft[mode].get(key, 0.0) if requests else 0.0
+        off, draft_off = self._target_off[mode], self._draft_off.get((mode, *key), 1.0)
+        ms = self._judge(ms, self._slower * (target * off[index] + draft * draft_off))
+        self._slower += OBSERVED * (ms / (target + draft) - self._slower)
+        wrong = ms / self._slower - target * off[index] - draft * draft_off
+        step = DEVIATION * wrong / (target * target + draft * draft)  # each part by its share: normalised least squares
+        off[index] = _near_one(off[index] + step * target)
+        if draft:
+            self._draft_off[mode, *key] = _near_one(draft_off + step * draft)
+
+    @property
+    def slower(self) -> float:
+        """Measured times over those of the tables, of all steps lately."""
+        return self._slower
+
+    def _draft_key(self, requests: int, width: int) -> tuple[int, int]:
+        """The entry of the table that such a draft pass has; (0, 0) where there is none."""
+        if not self._requests or requests == 0:
+            return 0, 0
+        return _at_least(self._requests, requests), _at_least(self._widths, width)
+
+
+class FittedCosts(Costs):
+    """Times of passes of any size: a + b * requests + c * rows + d * requests * (width - 1) + e * (width > 1) ms, with
+    coefficients >= 0 fitted to the measured steps by least squares of relative errors.
+
+    A measured step replaces a little of what is known of steps like it, and nothing of what is known of others: what
+    wide proposals cost is not forgotten while narrow ones are drafted.
+    """
+
+    is_fitted = True
+
+    def __init__(self, most_rows: int) -> None:
+        super().__init__()
+        self.sizes, self.most_rows = None, most_rows
+        self.coefficients = np.array(ROUGH)  # (5,) a to e
+        self._first: list[tuple[NDArray[np.float64], float]] = []  # measured steps, whose fastest sets the scale
+        self._matrix, self._vector = np.eye(len(ROUGH)), np.zeros(len(ROUGH))  # normal equations
+        self._filtered = 1.0  # time of a filtered step over that of a plain one
+
+    def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
+        factor = self._filtered if filtered else 1.0
+        return factor * (self.coefficients[0] + self.coefficients[2] * rows)
+
+    def draft(self, requests: int, width: int, *, filtered: bool) -> float:
+        """With what a step takes by the request."""
+        ms = float(_features(0, requests, width)[1:] @ self.coefficients[1:])
+        return ms * self._filtered if filtered else ms
+
+    def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
+        ms = float(_features(rows, requests, width) @ self.coefficients)
+        return ms * self._filtered if filtered else ms
+
+    def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool) -> None:
+        if rows == 0 or ms <= 0:
+            return
+        features, predicted = _features(rows, requests, width), self.time(rows, requests, width, filtered=filtered)
+        if len(self._first) < FIRST:
+            self._first.append((features, ms))
+            self._start()
+            return
+        ms = self._judge(ms, predicted)
+        if filtered:
+            self._filtered *= 1 + OBSERVED * (ms / predicted - 1)
+            ms /= self._filtered
+        self._fit(features / ms)
+        self.coefficients = _solve(self._matrix, self._vector)
+
+    def _start(self) -> None:
+        """Fits the first steps, some of which may be slow, since much is done for the first time."""
+        scale = min(ms / float(features @ ROUGH) for features, ms in self._first)
+        self._matrix = np.diag(TRUST_ROUGH / (scale * np.array(ROUGH_SPREAD)) ** 2)
+        self._vector = self._matrix @ (scale * np.array(ROUGH))
+        for features, ms in self._first:
+            self._fit(features / ms)
+        self.coefficients = _solve(self._matrix, self._vector)
+
+    def _fit(self, features: NDArray[np.float64]) -> None:
+        """Adds an equation features @ coefficients = 1, and forgets a part of what was known of that product."""
+        seen = self._matrix @ features
+        forgotten = (1 - FORGET) / float(features @ seen) * seen
+        self._vector = self._vector - forgotten * float(features @ self._vector) + features
+        self._matrix = self._matrix - np.outer(forgotten, seen) + np.outer(features, features)
+
+
+def _features(rows: int, requests: int, width: int) -> NDArray[np.float64]:
+    return np.array((1.0, requests, rows, requests * (width - 1), float(width > 1 and requests > 0)))
+
+
+def _solve(matrix: NDArray[np.float64], vector: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The least squares of normal equations, with no coefficient below 0: negative ones are set to 0, worst first."""
+    kept = np.arange(len(vector))
+    while True:
+        found = np.linalg.solve(matrix[np.ix_(kept, kept)], vector[kept])
+        if found.min(initial=0.0) >= 0:
+            break
+        kept = np.delete(kept, found.argmin())
+    solution = np.zeros(len(vector))
+    solution[kept] = found
+    return solution
+
+
+def _near_one(value: float) -> float:
+    return min(max(value, 1 / MOST_DEVIATION), MOST_DEVIATION)
+
+
+def _at_least(values: Sequence[int], value: int) -> int:
+    """The least of ascending `values` that is not below `value`, or the last."""
+    return values[min(bisect_left(values, value), len(values) - 1)]

@@ -1,0 +1,45 @@
+"""Chunks of prompts, packed on the host for a pass on the device.
+
+Letters: M chunks, T tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.speculation.ragged import Chunks
+from slipstream.serve.engine.plan import PromptChunk
+
+
+def pack_chunks(chunks: Sequence[PromptChunk], num_chunks: int, num_tokens: int, padding: int, pinned: bool) -> Tensor:
+    """One buffer on the host with room for so many chunks and tokens, for `split_chunks`; unused chunks have no tokens
+    and the padding slot."""
+    buffer = torch.zeros(sum(_places(num_chunks, num_tokens)), dtype=torch.int64, pin_memory=pinned)
+    to: Any = Chunks(*(field.numpy() for field in split_chunks(buffer, num_chunks, num_tokens)))
+    to.slots[:], to.next_tokens[:] = padding, -1
+    start = 0
+    for index, chunk in enumerate(chunks):
+        end = start + len(chunk.tokens)
+        to.slots[index], to.starts[index], to.counts[index] = chunk.slot, chunk.start, len(chunk.tokens)
+        to.is_last[index] = chunk.is_last
+        to.next_tokens[index] = -1 if chunk.next_token is None else chunk.next_token
+        to.tokens[start:end] = chunk.tokens
+        start = end
+    return buffer
+
+
+def split_chunks(buffer: Tensor, num_chunks: int, num_tokens: int) -> Chunks:
+    """Views of a buffer."""
+    sizes = [num_chunks] * 5 + [num_tokens]
+    parts = buffer.split(_places(num_chunks, num_tokens))
+    slots, starts, counts, is_last, next_tokens, tokens = (
+        part[:size] for part, size in zip(parts, sizes, strict=True)
+    )
+    return Chunks(slots, starts, counts, is_last, tokens, next_tokens)
+
+
+def _places(num_chunks: int, num_tokens: int) -> list[int]:
+    """Numbers of each field, rounded up to 16 bytes: Triton compiles a kernel anew for arrays that are not so aligned."""
+    return [size + size % 2 for size in [num_chunks] * 5 + [num_tokens]]

@@ -1,0 +1,256 @@
+"""The two passes of a step: the target's, over nodes of decoding requests and chunks of prompts, and the draft's.
+
+The target's pass verifies, accepts, commits and extends the drafter's KV; the draft's pass proposes what the next step
+verifies. Both are functions of device state. Nothing in them waits for the host, so they can be captured whole; a pass
+that is not captured reads how many nodes of each request it has, since its attention is planned by shapes.
+Letters: B decoding requests, M chunks, S = B + M segments, T rows of the pass, W nodes that a request slot stores.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention.ragged import Segments
+from slipstream.kernels.kv.cache import move_rows
+from slipstream.kernels.speculation.ragged import (
+    Chunks,
+    Layout,
+    Verified,
+    admit,
+    lay_out,
+    select_heads,
+    store,
+    verify_rows,
+)
+from slipstream.kernels.speculation.verify import MAX_NODES
+from slipstream.models.targets.decoder import Target
+from slipstream.serve.attention.base import Backend
+from slipstream.serve.attention.parts import NodeRows, PartsAttention
+from slipstream.serve.drafters.base import Drafter
+from slipstream.serve.engine.plan import PromptChunk, SamplingMode
+from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows, Phase
+from slipstream.serve.runner.kv import KVSlots, NetworkKV
+from slipstream.serve.runner.logits import NodeTokens, count_emitted, sample_target
+from slipstream.serve.runner.request_state import RequestState
+
+GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: its multiples modulo 2^32 spread evenly
+
+
+class StepInputs(NamedTuple):
+    """What a target pass reads besides request state."""
+
+    budget: Tensor  # (1,) int64 nodes to verify, roots included
+    requests: Tensor  # (B,) int64 slots of decoding requests
+    chunks: Chunks
+
+
+class HostShape(NamedTuple):
+    """What the host knows of a pass that is not captured."""
+
+    bounds: tuple[int, ...]  # for each decoding request: most tokens that it can have committed before
+    chunks: tuple[PromptChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """Everything a step needs on the device."""
+
+    target: Target
+    attention: Mapping[str, Backend]  # of the phases prefill and verify
+    drafter: Drafter
+    state: RequestState
+    kv: tuple[NetworkKV, ...]  # the target's and, if it has some, the draft's
+    branches: bool = False  # some proposals are trees, by the drafter or by the host
+    accept_length: float | None = None  # simulated: see `simulate`
+
+    @torch.inference_mode()
+    def step(
+        self,
+        inputs: StepInputs,
+        rows: int,
+        heads: int,
+        mode: SamplingMode,
+        host: HostShape | None = None,
+    ) -> Tensor:
+        """The target's pass over T = `rows` rows, with logits for `heads` of them: all nodes and the last row of each
+        chunk.
+
+        With `host` the pass is not captured, and `rows` and `heads` do not matter.
+        Returns (S, 2 + 2 * W) int32, for trees (S, 2 + 3 * W): the results of `verify_rows`.
+        """
+        state, B, M = self.state, len(inputs.requests), len(inputs.chunks.slots)
+        counts = admit(state.stored.survivals, inputs.requests, inputs.budget, state.proposals.shape[2])
+        numbers: list[int] = []
+        if host is not None:
+            numbers = counts.tolist() if B else []  # sync
+            rows = sum(numbers) + sum(len(chunk.tokens) for chunk in host.chunks)
+            heads = sum(numbers) + M
+        where = state.pages[0], state.page_size, rows, self.branches, state.padding
+        layout = lay_out(state.stored, counts, inputs.requests, inputs.chunks, *where)
+        attention, mask = self._attention(layout, B, numbers, host)
+        hidden, aux_states = self.target(layout.tokens, attention, self.drafter.aux_layers, mask)
+        sampled = self._sample(layout, inputs.chunks, hidden, B, heads if M else rows, mode)
+        columns = 2 + (3 if self.branches else 2) * state.proposals.shape[2]
+        results = torch.empty(B + M, columns, dtype=torch.int32, device=state.device)
+        verified = verify_rows(layout, sampled, state.stored, inputs.chunks, B, results, state.padding)
+        count_emitted(state, layout.segment_slots, mode, verified.tokens)
+        self._move_accepted(layout, verified, B)
+        if aux_states is not None:
+            self._extend(layout, verified, aux_states, B, numbers, host)
+        return results
+
+    @torch.inference_mode()
+    def draft(self, requests: Tensor, mode: SamplingMode, width: int, kv_bound: int) -> None:
+        """The draft's pass: proposes and stores `width` nodes for each of `requests` (B,) int64.
+
+        `kv_bound`: on the host, at least as many KV tokens as any of them has.
+        """
+        state, stored = self.state, self.state.stored
+        lengths, roots = stored.lengths[requests].long(), stored.roots[requests]
+        batch = DraftBatch(state, requests, lengths, roots, kv_bound, state.sampling(requests, mode))
+        proposal = self.drafter.propose(batch, width)
+        nodes = proposal.tokens, proposal.parents, proposal.scores
+        store(stored, requests, *nodes, state.survivals, state.padding)
+
+    def _sample(
+        self, layout: Layout, chunks: Chunks, hidden: Tensor, num_requests: int, heads: int, mode: SamplingMode
+    ) -> Tensor:
+        """The target's token after each row that has logits."""
+        requests, positions, nodes = layout.requests, layout.positions + 1, layout.nodes
+        if len(chunks.slots):
+            chosen = select_heads(layout, num_requests, heads, self.state.padding)
+            hidden, requests, positions, nodes = hidden[chosen.rows], chosen.requests, chosen.positions, chosen.nodes
+        logits, tokens = self.target.logits(hidden), NodeTokens(nodes, layout.tokens, layout.ancestors)
+        sampled = sample_target(self.state, requests, mode, logits, positions, tokens)
+        if self.accept_length is not None:
+            sampled = simulate(sampled, layout, self.state, self.accept_length)
+        return sampled
+
+    def _attention(
+        self, layout: Layout, num_requests: int, counts: list[int], host: HostShape | None
+    ) -> tuple[Backend | PartsAttention, str]:
+        """The target's attention, planned, and the mask of nodes."""
+        verify, prefill = self.attention["verify"], self.attention["prefill"]
+        mask = "tree" if self.branches and num_requests else "causal"
+        if host is None:
+            metadata = self._ragged("verify", layout, num_requests, layout.positions, layout.ancestors)
+            verify.plan(metadata)
+            return verify, mask
+        attention = PartsAttention(verify, prefill, NodeRows.of(counts, self.state.device))
+        is_tree = mask == "tree" and max(counts, default=0) > 1
+        nodes = self._nodes("verify", layout, attention.rows, counts, host, layout.positions, is_tree=is_tree)
+        attention.plan(nodes, self._prompts("prefill", layout, len(counts), sum(counts), host))
+        return attention, mask if is_tree else "causal"
+
+    def _ragged(
+        self, phase: Phase, layout: Layout, num_requests: int, positions: Tensor, ancestors: Tensor | None
+    ) -> AttentionMetadata:
+        state, slots = self.state, self._kv_slots(layout)
+        most = min(state.proposals.shape[2], MAX_NODES)
+        segments = Segments(layout.starts, layout.segment_slots, layout.segment_lengths, num_requests, most)
+        where = layout.segment_slots, layout.segment_lengths, positions, slots
+        return AttentionMetadata(phase, state, *where, (), (), ancestors, segments=segments)
+
+    def _kv_slots(self, layout: Layout) -> KVSlots:
+        return KVSlots(lambda group: self.state.slots(layout.requests, layout.places, group), {0: layout.kv_slots})
+
+    def _nodes(
+        self,
+        phase: Phase,
+        layout: Layout,
+        rows: NodeRows,
+        counts: list[int],
+        host: HostShape,
+        positions: Tensor,
+        *,
+        is_tree: bool = False,
+    ) -> AttentionMetadata | None:
+        if not counts:
+            return None
+        B, N, slots = len(counts), max(counts), self._kv_slots(layout)
+        own = KVSlots(lambda group: rows.repeat(slots.of(group)))
+        bound = max(host.bounds) + N
+        ancestors = rows.repeat(layout.ancestors).view(B, N) if is_tree and layout.ancestors is not None else None
+        where = layout.segment_slots[:B], layout.segment_lengths[:B], rows.repeat(positions), own
+        return AttentionMetadata(phase, self.state, *where, (N,) * B, (bound,) * B, ancestors)
+
+    def _prompts(
+        self, phase: Phase, layout: Layout, num_requests: int, num_nodes: int, host: HostShape
+    ) -> AttentionMetadata | None:
+        if not host.chunks:
+            return None
+        slots = self._kv_slots(layout)
+        own = KVSlots(lambda group: slots.of(group)[num_nodes:])
+        lens, ends = tuple(len(chunk.tokens) for chunk in host.chunks), tuple(chunk.end for chunk in host.chunks)
+        requests, starts = layout.segment_slots[num_requests:], layout.segment_lengths[num_requests:]
+        return AttentionMetadata(phase, self.state, requests, starts, layout.positions[num_nodes:], own, lens, ends)
+
+    def _move_accepted(self, layout: Layout, verified: Verified, num_requests: int) -> None:
+        """Moves the accepted nodes' KV down to follow the committed tokens.
+
+        A chain's accepted nodes lie there already. A tree's remaining KV is copied onto itself.
+        """
+        if self.branches and num_requests:
+            most = verified.nodes.shape[1]
+            order = torch.arange(most, device=verified.nodes.device).expand(num_requests, most)
+            nodes = torch.where(verified.nodes < 0, order, verified.nodes.long())
+            lengths, requests = layout.segment_lengths[:num_requests, None], layout.segment_slots[:num_requests, None]
+            for network in self.kv:
+                for group in network.caches:
+                    sources, destinations = (self.state.slots(requests, lengths + one, group) for one in (nodes, order))
+                    move_rows(network.flat(group), sources, destinations)
+
+    def _extend(
+        self,
+        layout: Layout,
+        verified: Verified,
+        aux_states: Tensor,
+        num_requests: int,
+        counts: list[int],
+        host: HostShape | None,
+    ) -> None:
+        """Nodes in the order in which they were accepted."""
+        if verified.order is not None:
+            aux_states = aux_states[verified.order]
+        if host is None:
+            metadata = self._ragged("draft", layout, num_requests, layout.places, None)
+            slots, last, owners = layout.segment_slots, verified.last, layout.requests
+            rows = PassRows(metadata, verified.next_tokens, owners, slots, last, only_prompts=False)
+            self.drafter.extend(rows, aux_states)
+            return
+        padding, count, B = self.state.padding, sum(counts), len(counts)
+        own = NodeRows.of(counts, self.state.device)
+        nodes = self._nodes("draft", layout, own, counts, host, layout.places)
+        if nodes is not None:
+            last = torch.arange(B, device=self.state.device) * max(counts) + verified.lengths[:B] - 1
+            owners = own.owners(layout.requests, padding)
+            rows = PassRows(nodes, own.repeat(verified.next_tokens), owners, nodes.requests, last, only_prompts=False)
+            self.drafter.extend(rows, own.repeat(aux_states))
+        prompts = self._prompts("draft", layout, B, count, host)
+        if prompts is not None:
+            owners, last = layout.requests[count:], verified.last[B:] - count
+            rows = PassRows(
+                prompts, verified.next_tokens[count:], owners, prompts.requests, last, only_prompts=True
+            )
+            self.drafter.extend(rows, aux_states[count:])
+
+
+def simulate(sampled: Tensor, layout: Layout, state: RequestState, accept_length: float) -> Tensor:
+    """Tokens for benchmarks of the runtime alone: so many nodes of each chain are accepted that a step emits
+    `accept_length` tokens on average, as far as they are in the pass. Tokens are wrong.
+
+    sampled (H,), whose first rows are the pass's nodes. A coin by key and length decides between two numbers.
+    """
+    owners, nodes = layout.requests[: len(sampled)], layout.nodes[: len(sampled)]
+    whole, fraction = int(accept_length), accept_length % 1
+    coin = (state.lengths[owners] * GOLDEN + state.keys[owners]) & 0xFFFFFFFF  # in [0, 2^32)
+    accepted = whole + (coin < int(fraction * 2**32))
+    following = layout.tokens.roll(-1)[: len(sampled)]
+    is_prompt = layout.parents[: len(sampled)].lt(0) & nodes.gt(0)
+    wanted = torch.where(nodes + 1 < accepted, following, (following + 1) % state.processors.counts.shape[1])
+    return torch.where(is_prompt, sampled, wanted)
+
+

@@ -1,0 +1,96 @@
+"""The benchmark of long prompts: gaps and first tokens of an engine whose times are known, and the program."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from slipstream.bench.long_prompt import Arrived, Load, LongPromptConfig, figures, main, time_alone
+from slipstream.bench.streams import Streams
+from slipstream.bench.workload import Task
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import Output, Request
+from slipstream.tests.serve.fake_engine import FakeEngine
+
+TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
+LONG, CHUNKS, CHUNK_S = [7] * 100, 2, 0.02
+
+
+class ChunkedEngine(FakeEngine):
+    """Everything waits while a long prompt is computed, in two steps of 20 ms."""
+
+    left = 0  # chunks to compute
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        if len(request.prompt) >= len(LONG):
+            self.left = CHUNKS
+
+    def step(self) -> list[Output]:
+        if self.left:
+            time.sleep(CHUNK_S)
+            self.left -= 1
+            if self.left:
+                return []
+        return super().step()
+
+
+def load(**fields: int) -> Load:
+    config = LongPromptConfig(target="x", streams=3, stream_len=12, quiet_steps=5, **fields)
+    return Load(config, Streams(ChunkedEngine(EngineConfig())), [Task([1, 2, 3], 12)])  # type: ignore[arg-type]
+
+
+def test_a_gap_spans_the_time_until_the_first_token() -> None:
+    running = load()
+    running.start()
+    assert len(running.streams.open) == 3
+    for _ in range(3):
+        found = running.arrive(LONG)
+        assert found.gap_s is not None
+        assert found.quiet_gap_s is not None
+        assert CHUNKS * CHUNK_S <= found.first_token_s <= found.gap_s < 1
+        assert 0 < found.quiet_gap_s < found.gap_s
+        assert found.tok_s < found.quiet_tok_s
+    assert len(running.streams.open) == 3, "streams that ended were followed by others"
+    assert len(running.streams.all) > 6
+    alone = time_alone(running.config, Streams(ChunkedEngine(EngineConfig())), LONG)  # type: ignore[arg-type]
+    assert CHUNKS * CHUNK_S <= alone < 1
+
+
+def test_streams_end_one_after_another() -> None:
+    running = load()
+    running.start()
+    assert [request.params.max_tokens for request in running.streams.engine.running.values()] == [4, 8, 12]  # type: ignore[attr-defined]
+
+
+def test_figures_are_medians() -> None:
+    arrived = [
+        Arrived(0.2, 0.3, 0.01, 50.0, 100.0),
+        Arrived(0.4, None, 0.02, 60.0, 110.0),
+        Arrived(0.3, 0.5, None, 70.0, 120.0),
+    ]
+    found = figures([0.1, 0.2, 0.15], arrived, [])
+    assert (found["gap_ms"], found["gap_ms_most"], found["quiet_gap_ms"]) == (400.0, 500.0, 15.0)
+    assert (found["first_token_ms"], found["alone_ms"], found["ratio"]) == (300.0, 150.0, 2.0)
+    assert (found["tok_s"], found["quiet_tok_s"], found["accept_length"]) == (60.0, 110.0, None)
+    assert found["gaps_ms"] == [300.0, None, 500.0]
+
+
+def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--streams", "2", "--stream-len", "24", "--prompt-len", "120", "--arrivals", "2", "--quiet-steps", "3"]
+    options = ["--target", str(TINY), "--engine.kv_cache_tokens", "1024", "--output", str(tmp_path / "lines")]
+    main([*sizes, *options])
+    line = json.loads((tmp_path / "lines").read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == line
+    assert (line["streams"], line["prompt_len"], line["arrivals"], line["draft"]) == (2, 120, 2, "none")
+    assert all(len(line[name]) == 2 for name in ("gaps_ms", "first_tokens_ms", "alones_ms"))
+    assert line["ratio"] == pytest.approx(line["first_token_ms"] / line["alone_ms"], abs=1e-3)
+    assert line["gap_ms"] > 0
+    assert line["accept_length"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["streams", "arrivals", "quiet_steps", "prompt_len"])
+def test_numbers_are_at_least_1(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0; give at least 1"):
+        LongPromptConfig(**{name: 0})

@@ -1,0 +1,429 @@
+"""The steps around a ragged pass: the references against loops over lists, the kernels against the references."""
+
+import math
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.speculation.ragged import (
+    CELLS,
+    Chunks,
+    Heads,
+    Layout,
+    Stored,
+    Verified,
+    admit,
+    lay_out,
+    select_heads,
+    store,
+    verify_rows,
+)
+from slipstream.tests.kernels.test_verify import VOCAB, padded, random_tree, walk
+from slipstream.tests.kernels.triton_runs import DEVICES, SLOW, cover, poisoned, replayed
+
+PAGES = 8  # of a request
+UNUSED = {"tokens": -1, "parents": -1, "survivals": 0, "cells": -1}
+
+
+def equal(found: tuple[Tensor | None, ...], expected: tuple[Tensor | None, ...]) -> None:
+    for name, one, other in zip(type(expected)._fields, found, expected, strict=True):
+        assert (one is None) == (other is None), name
+        if one is not None and other is not None:
+            assert one.dtype == other.dtype, name
+            assert torch.equal(one, other), name
+
+
+def on(device: str, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """A copy."""
+    return type(tensors)(*(None if x is None else x.to(device, copy=True) for x in tensors))
+
+
+@dataclass
+class Scene:
+    """Everything of a pass, on the CPU."""
+
+    stored: Stored
+    requests: Tensor
+    counts: Tensor
+    chunks: Chunks
+    pages: Tensor
+    page_size: int
+    num_rows: int
+    num_heads: int
+    branches: bool
+    padding: int
+    sampled: Tensor  # by head
+
+    @property
+    def sizes(self) -> list[int]:
+        return self.counts.tolist() + self.chunks.counts.tolist()
+
+    def lay_out_args(self, device: str) -> tuple:
+        stored, chunks = on(device, self.stored), on(device, self.chunks)
+        given = stored, self.counts.to(device), self.requests.to(device), chunks, self.pages.to(device)
+        return *given, self.page_size, self.num_rows, self.branches, self.padding
+
+    def new_results(self, device: str) -> Tensor:
+        width = 2 + (3 if self.branches else 2) * self.stored.tokens.shape[1]
+        return torch.full((len(self.sizes), width + 3), 77, dtype=torch.int32, device=device)[:, :width]
+
+
+def random_stored(rng: random.Random, slots: int, width: int, branches: bool) -> Stored:
+    """The last slot is padding."""
+    trees = [random_tree(rng, width, chain=not branches) for _ in range(slots - 1)]
+    survivals, cells = [], []
+    for tokens, _ in trees:
+        used = sum(token >= 0 for token in tokens)
+        falling = sorted((rng.choice((rng.random(), 0.25)) for _ in range(used - 1)), reverse=True)
+        survivals.append([1.0, *falling] + [0.0] * (width - used))
+        cells.append(padded([-1, *(rng.randrange(CELLS) for _ in range(used - 1))], width))
+    none = [-1] * width
+    return Stored(
+        torch.tensor([*(tokens for tokens, _ in trees), none], dtype=torch.int32),
+        torch.tensor([*(parents for _, parents in trees), none], dtype=torch.int32),
+        torch.tensor([*survivals, [0.0] * width]),
+        torch.tensor([*cells, none], dtype=torch.int32),
+        torch.tensor([*(rng.randrange(1, 20) for _ in trees), 0], dtype=torch.int32),
+        torch.tensor([*(max(tokens[0], 0) for tokens, _ in trees), 0]),
+    )
+
+
+def random_chunks(rng: random.Random, slots: list[int], padding: int, longest: int) -> Chunks:
+    """Chunks of `slots`, some of them padding."""
+    slots = [slot if rng.random() < 0.8 else padding for slot in slots]
+    counts = [0 if slot == padding else rng.randint(1, longest) for slot in slots]
+    is_last = [int(count > 0 and rng.random() < 0.5) for count in counts]
+    starts = [0 if slot == padding else rng.randrange(20) for slot in slots]
+    tokens = [rng.randrange(100) for _ in range(sum(counts) + rng.choice((0, 2) if sum(counts) or not slots else (1,)))]
+    after = [-1 if last or rng.random() < 0.3 else rng.randrange(100) for last in is_last]
+    return Chunks(*(torch.tensor(x, dtype=torch.int64) for x in (slots, starts, counts, is_last, tokens, after)))
+
+
+def random_scene(seed: int, decoding: int, chunks: int, width: int, branches: bool, longest: int = 20) -> Scene:
+    rng = random.Random(seed)
+    slots = decoding + chunks + 3
+    stored = random_stored(rng, slots, width, branches)
+    free = list(range(slots - 1))
+    rng.shuffle(free)
+    requests = [slots - 1 if rng.random() < 0.2 else free.pop() for _ in range(decoding)]
+    used = (stored.tokens >= 0).sum(dim=1).tolist()
+    counts = [0 if slot == slots - 1 else rng.randint(1, used[slot]) for slot in requests]
+    prompts = random_chunks(rng, [free.pop() for _ in range(chunks)], slots - 1, longest)
+    page_size = rng.choice((1, 3, 16))
+    total = sum(counts) + int(prompts.counts.sum())
+    num_rows, num_heads = max(1, total + rng.choice((0, 1, 70))), max(1, sum(counts) + chunks + rng.choice((0, 70)))
+    columns = -(-(20 + max(longest, width)) // page_size)
+    pages = torch.tensor([[rng.randrange(1, 1000) for _ in range(columns)] for _ in range(slots)])
+    pages[-1] = 0
+    sampled = torch.tensor([rng.randrange(-1, VOCAB) for _ in range(num_heads)])
+    return Scene(
+        stored, torch.tensor(requests, dtype=torch.int64), torch.tensor(counts, dtype=torch.int32), prompts, pages,
+        page_size, num_rows, num_heads, branches, slots - 1, sampled,
+    )  # fmt: skip
+
+
+def segments_of(scene: Scene) -> list[dict]:
+    """Slot, committed length and rows of each segment; a row is a dict of its columns, as the loop below finds them."""
+    segments, tokens = [], iter(scene.chunks.tokens.tolist())
+    for slot, count in zip(scene.requests.tolist(), scene.counts.tolist(), strict=True):
+        length, rows = int(scene.stored.lengths[slot]), []
+        for node in range(count):
+            parent, path = int(scene.stored.parents[slot, node]), [node]
+            while path[-1]:
+                path.append(int(scene.stored.parents[slot, path[-1]]))
+            token, mask = int(scene.stored.tokens[slot, node]), sum(1 << other for other in path)
+            rows.append({"tokens": token, "parents": parent, "positions": length + len(path) - 1, "ancestors": mask})
+        segments.append({"slot": slot, "length": length, "rows": rows})
+    for slot, start, count, *_ in zip(*(x.tolist() for x in scene.chunks[:3]), strict=True):
+        rows = [
+            {"tokens": next(tokens), "parents": -1, "positions": start + index, "ancestors": -1}
+            for index in range(count)
+        ]
+        segments.append({"slot": slot, "length": start, "rows": rows})
+    for segment in segments:
+        for index, row in enumerate(segment["rows"]):
+            place = segment["length"] + index
+            page = int(scene.pages[segment["slot"], place // scene.page_size])
+            kv_slot = page * scene.page_size + place % scene.page_size
+            row |= {"requests": segment["slot"], "nodes": index, "places": place, "kv_slots": kv_slot}
+    return segments
+
+
+def expected_layout(scene: Scene) -> Layout:
+    segments = segments_of(scene)
+    rows = [row for segment in segments for row in segment["rows"]]
+    unused = dict.fromkeys(Layout._fields[3:], 0) | {"requests": scene.padding, "parents": -1, "ancestors": -1}
+    rows += [unused] * (scene.num_rows - len(rows))
+    columns = {name: torch.tensor([row[name] for row in rows]) for name in unused}
+    columns |= {name: columns[name].int() for name in ("nodes", "parents")}
+    if not scene.branches:
+        del columns["ancestors"]
+    ends = [sum(scene.sizes[:index]) for index in range(len(segments) + 1)]
+    return Layout(
+        torch.tensor(ends, dtype=torch.int32),
+        torch.tensor([segment["slot"] for segment in segments]),
+        torch.tensor([segment["length"] for segment in segments]),
+        **{"ancestors": None} | columns,
+    )
+
+
+def expected_heads(scene: Scene) -> Heads:
+    segments, first, heads, ends = segments_of(scene), 0, [], []
+    for index, segment in enumerate(segments):
+        for row in segment["rows"] if index < len(scene.counts) else []:
+            heads.append((first + row["nodes"], segment["slot"], row["positions"] + 1, row["nodes"]))
+        first += len(segment["rows"])
+        if index >= len(scene.counts):
+            is_used = len(segment["rows"]) > 0
+            end = (first - 1, segment["slot"], segment["length"] + len(segment["rows"]), 0)
+            ends.append(end if is_used else (0, scene.padding, 0, 0))
+    heads += ends
+    heads += [(0, scene.padding, 0, 0)] * (scene.num_heads - len(heads))
+    rows, requests, positions, nodes = (torch.tensor(column) for column in zip(*heads, strict=True))
+    return Heads(rows, requests, positions, nodes.int())
+
+
+def expected_end(scene: Scene) -> tuple[Verified, Stored, Tensor]:
+    """What verify_rows returns, and leaves in the slots and in the results."""
+    W, B, T = scene.stored.tokens.shape[1], len(scene.counts), scene.num_rows
+    stored = Stored(*(x.tolist() for x in scene.stored))
+    segments, sampled, first = segments_of(scene), scene.sampled.tolist(), 0
+    num_nodes = sum(scene.counts.tolist())
+    following, order, paths, emitted, lengths, last, results = [-1] * T, list(range(T)), [], [], [], [], []
+    for index, segment in enumerate(segments):
+        rows, slot, tokens, path, cells = segment["rows"], segment["slot"], [], [], []
+        if index < B and rows:
+            after = sampled[first : first + len(rows)]
+            path = walk([row["tokens"] for row in rows], [row["parents"] for row in rows], after)
+            tokens, cells = [after[node] for node in path], stored.cells[slot]
+            for rank, node in enumerate(path):
+                following[first + rank], order[first + rank] = after[node], first + node
+        elif rows:
+            chunk = index - B
+            if scene.chunks.is_last[chunk]:
+                tokens = [sampled[num_nodes + chunk]]
+            after = [row["tokens"] for row in rows[1:]] + (tokens or [int(scene.chunks.next_tokens[chunk])])
+            following[first : first + len(rows)] = after
+        advance = len(path) if index < B else len(rows)
+        admitted = len(rows) if index < B else 0
+        results.append([len(tokens), admitted, *padded(tokens, W), *padded(cells, W)])
+        if scene.branches:
+            results[-1] += padded(path, W)
+        paths.append(padded(path, W))
+        emitted.append(padded(tokens, W))
+        lengths.append(len(tokens))
+        last.append(first + advance - 1 if advance else T - 1)
+        if advance and slot != scene.padding:
+            stored.lengths[slot] = segment["length"] + advance
+            if tokens:
+                root = max(tokens[-1], 0)
+                stored.roots[slot], stored.tokens[slot] = root, padded([root], W)
+                stored.parents[slot], stored.cells[slot] = [-1] * W, [-1] * W
+                stored.survivals[slot] = [1.0] + [0.0] * (W - 1)
+        first += len(rows)
+    numbers = (paths[:B], emitted, lengths, following)
+    nodes, emitted, lengths, following = (torch.tensor(x, dtype=torch.int32) for x in numbers)
+    verified = Verified(
+        nodes.view(B, W), emitted, lengths, following, torch.tensor(order) if scene.branches else None,
+        torch.tensor(last),
+    )  # fmt: skip
+    after = Stored(*(torch.tensor(x).to(y.dtype) for x, y in zip(stored, scene.stored, strict=True)))
+    return verified, after, torch.tensor(results, dtype=torch.int32)
+
+
+# Seed, decoding requests, chunks, nodes that a slot stores, trees.
+SCENES = [
+    (0, 1, 0, 1, False), (1, 1, 0, 4, False), (2, 0, 1, 4, False), (3, 0, 3, 1, True), (4, 5, 2, 4, False),
+    (5, 4, 1, 8, True), (6, 3, 3, 64, True), (7, 2, 0, 64, False), (8, 9, 5, 3, True), (9, 1, 1, 1, False),
+    (104, 6, 1, 1, True),
+]  # fmt: skip
+MORE = [(seed, seed % 7, 1 + seed % 4, (1, 2, 5, 17)[seed % 4], seed % 3 > 0) for seed in range(10, 130)]
+
+
+@pytest.mark.parametrize("scene", [random_scene(*scene) for scene in SCENES + MORE[::4]])
+def test_a_step_equals_a_walk_over_lists(scene: Scene) -> None:
+    layout = lay_out.reference(*scene.lay_out_args("cpu"))
+    equal(layout, expected_layout(scene))
+    B = len(scene.counts)
+    equal(select_heads.reference(layout, B, scene.num_heads, scene.padding), expected_heads(scene))
+    stored, results = on("cpu", scene.stored), scene.new_results("cpu")
+    found = verify_rows.reference(layout, scene.sampled, stored, scene.chunks, B, results, scene.padding)
+    verified, after, expected = expected_end(scene)
+    equal(found, verified)
+    equal(stored, after)
+    assert torch.equal(results, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("args", [*SCENES, *(pytest.param(x, marks=SLOW) for x in MORE), (99, 70, 40, 6, True, 60)])
+def test_a_step_of_the_kernels_equals_the_references(args: tuple, device: str) -> None:
+    scene = random_scene(*args)
+    B = len(scene.counts)
+    wanted = lay_out.reference(*scene.lay_out_args(device))
+    with poisoned():
+        layout = lay_out.triton(*scene.lay_out_args(device))
+        heads = select_heads.triton(layout, B, scene.num_heads, scene.padding)
+    equal(layout, wanted)
+    equal(heads, select_heads.reference(wanted, B, scene.num_heads, scene.padding))
+    ends = []
+    for run in (verify_rows.triton, verify_rows.reference):
+        stored, results = on(device, scene.stored), scene.new_results(device)
+        chunks, sampled = on(device, scene.chunks), scene.sampled.to(device)
+        with poisoned():
+            verified = run(wanted, sampled, stored, chunks, B, results, scene.padding)
+        ends.append((verified, stored, results))
+    equal(ends[0][0], ends[1][0])
+    equal(ends[0][1], ends[1][1])
+    assert torch.equal(ends[0][2], ends[1][2])
+
+
+def likeliest(survivals: list[list[float]], budget: int, most: int) -> list[int]:
+    """Roots, and the best of all other nodes, one by one."""
+    counts = [int(row[0] > 0) for row in survivals]
+    drafted = [
+        (-math.ceil(survival * 255), request, node)
+        for request, row in enumerate(survivals)
+        for node, survival in enumerate(row[:most])
+        if node > 0 and survival > 0
+    ]
+    for _, request, node in sorted(drafted)[: max(budget - sum(counts), 0)]:
+        assert node == counts[request], "what is admitted is a prefix"
+        counts[request] += 1
+    return counts
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("requests", "width"), [*cover([1, 5, 64], [1, 4, 64]), (1024, 2), (130, 16), pytest.param(1024, 64, marks=SLOW)]
+)
+def test_admission_takes_the_likeliest(requests: int, width: int, device: str) -> None:
+    rng = random.Random(requests * width)
+    stored = random_stored(rng, requests + 1, width, branches=False)
+    slots = [requests if rng.random() < 0.1 else slot for slot in rng.sample(range(requests), requests)]
+    known = [stored.survivals[slot].tolist() for slot in slots]
+    survivals, rows = stored.survivals.to(device), torch.tensor(slots, device=device)
+    total = int((stored.survivals[rows.cpu()] > 0).sum())
+    budgets = {0, 1, requests, (requests + total) // 2, total - 1, total, total + 1, 10 * total + 7}
+    for budget in budgets:
+        for most in {1, max(width // 2, 1), width, width + 3}:
+            given = torch.tensor([budget], dtype=torch.int32, device=device)
+            with poisoned():
+                found = admit.triton(survivals, rows, given, most)
+            expected = admit.reference(survivals, rows, given, most)
+            assert found.dtype == expected.dtype == torch.int32
+            assert torch.equal(found, expected)
+            assert expected.tolist() == likeliest(known, budget, most)
+
+
+@pytest.mark.parametrize(
+    "run", [pytest.param(x, id=name) for x, name in ((admit.triton, "kernel"), (admit.reference, "reference"))]
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_among_equals_the_first_requests_win(run, device: str) -> None:
+    """Also 0.5 and 0.4999, which lie in one step of 1/255; a tiny survival is not none."""
+    survivals = torch.tensor(
+        [[1, 0.4999, 0.4999, 1e-9], [1, 0.5, 0.5, 0], [1, 0.9, 0.5, 0.5], [0, 0, 0, 0]], device=device
+    )
+    rows = torch.tensor([3, 0, 3, 1, 2], device=device)
+    expected = {3: [1, 1, 1], 4: [1, 1, 2], 5: [2, 1, 2], 6: [3, 1, 2], 7: [3, 2, 2], 8: [3, 3, 2], 10: [3, 3, 4]}
+    for budget, counts in (expected | {11: [4, 3, 4], 99: [4, 3, 4], 0: [1, 1, 1]}).items():
+        found = run(survivals, rows, torch.tensor([budget], dtype=torch.int32, device=device), 4).tolist()
+        assert [found[index] for index in (1, 3, 4)] == counts
+        assert found[0] == found[2] == 0
+
+
+def expected_store(before: Stored, slots, tokens, parents, scores, table, padding: int) -> Stored:
+    after, W = Stored(*(x.tolist() for x in before)), before.tokens.shape[1]
+    for slot, *columns in zip(slots, tokens, parents, scores, strict=True):
+        for name, value in UNUSED.items():
+            getattr(after, name)[slot] = [value] * W
+        lowest = 1.0
+        for node, (token, parent, score) in enumerate(zip(*columns, strict=True)):
+            if slot == padding:
+                continue
+            if node == 0:
+                after.tokens[slot][0], after.survivals[slot][0] = token, 1.0
+            elif token < 0 or score == -math.inf:
+                lowest = 0.0
+            else:
+                cell = (min(node, 16) - 1) * 16 + min(int(16 * math.exp(score)), 15)
+                lowest = min(lowest, table[cell])
+                after.tokens[slot][node], after.parents[slot][node] = token, parent
+                after.cells[slot][node], after.survivals[slot][node] = cell, lowest
+    return Stored(*(torch.tensor(x).to(y.dtype) for x, y in zip(after, before, strict=True)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("nodes", "width", "dtype"),
+    [(1, 1, torch.int64), (1, 5, torch.int32), (4, 4, torch.int64), (7, 16, torch.int32), (64, 64, torch.int64)],
+)
+def test_a_proposal_replaces_all_that_its_slot_held(nodes: int, width: int, dtype: torch.dtype, device: str) -> None:
+    rng, generator = random.Random(nodes), torch.Generator().manual_seed(width)
+    before, padding = random_stored(rng, 8, width, branches=True), 7
+    slots = [4, padding, 0, 6, padding]
+    # Strided, as a drafter's columns may be.
+    tokens = torch.randint(0, 1000, (nodes, 5), dtype=dtype, generator=generator).t()
+    parents = (torch.arange(nodes, dtype=dtype) - 1).expand(5, nodes)
+    falling = torch.randn(5, nodes, generator=generator).abs().neg().cumsum(dim=1)
+    scores = torch.where(torch.rand(5, nodes, generator=generator) < 0.7, falling, 0.0)
+    tokens[3, nodes // 2 + 1 :], scores[3, nodes // 2 + 1 :] = -1, -torch.inf
+    scores[:, 0] = 0
+    table = torch.rand(2 * CELLS, generator=generator)
+    given = [x.tolist() for x in (tokens, parents, scores, table)]
+    expected = expected_store(before, slots, *given, padding)
+    for run in (store.reference, store.triton):
+        stored = on(device, before)
+        run(
+            stored,
+            torch.tensor(slots, device=device),
+            *(x.to(device) for x in (tokens, parents, scores, table)),
+            padding,
+        )
+        equal(stored, on(device, expected))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_buckets_begin_at_sixteenths_on_every_device(device: str) -> None:
+    """Of the scores around each boundary kernel and reference think alike; a NaN is no node."""
+    edges = torch.tensor([math.log(k / 16) for k in range(1, 17)])
+    scores = torch.stack((edges, edges.nextafter(torch.tensor(-9.0)), edges.nextafter(torch.tensor(9.0)))).to(device)
+    scores[2, 15] = torch.nan
+    scores = torch.cat((torch.zeros(3, 1, device=device), scores), dim=1)
+    tokens, slots = torch.ones(3, 17, dtype=torch.int32, device=device), torch.arange(3, device=device)
+    found = []
+    for run in (store.reference, store.triton):
+        stored = on(device, random_stored(random.Random(0), 4, 17, branches=False))
+        run(stored, slots, tokens, tokens, scores, torch.ones(CELLS, device=device), 3)
+        found.append(stored)
+    equal(found[0], found[1])
+    buckets = found[0].cells[:, 1:].cpu() % 16
+    assert buckets[0].tolist() == [*range(1, 16), 15]
+    assert buckets[1].tolist() == [*range(15), 15]
+    assert found[0].tokens[2].tolist() == [1] * 16 + [-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branches", [True, False])
+def test_a_graph_replays_a_step(branches: bool) -> None:
+    scene = random_scene(5, 64, 8, 16, branches, 200)
+    args, B = scene.lay_out_args("cuda"), len(scene.counts)
+    stored, budget = args[0], torch.tensor([2 * B], dtype=torch.int32, device="cuda")
+    before, chunks = on("cuda", stored), args[3]
+    sampled, results = scene.sampled.cuda().repeat(4), scene.new_results("cuda")
+
+    def run() -> tuple[Tensor | None, ...]:
+        for x, y in zip(stored, before, strict=True):
+            x.copy_(y)
+        counts = admit.triton(stored.survivals, args[2], budget, 16)
+        layout = lay_out.triton(stored, counts, *args[2:])
+        heads = select_heads.triton(layout, B, scene.num_heads, scene.padding)
+        verified = verify_rows.triton(layout, sampled, stored, chunks, B, results, scene.padding)
+        return counts, *layout, *heads, *verified, results.clone(), *(x.clone() for x in stored)
+
+    for actual, expected in zip(replayed(run), run(), strict=True):
+        assert (actual is None) == (expected is None)
+        assert actual is None or torch.equal(actual, expected)

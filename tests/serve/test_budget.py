@@ -1,0 +1,425 @@
+"""The numbers of nodes that steps verify and draft: against the best fixed ones, in a simulated engine."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from slipstream.serve.engine.budget import (
+    CELLS,
+    NETWORK_CELLS,
+    PATIENCE,
+    PRIOR,
+    PROBE_SHARE,
+    REFRESH,
+    BudgetPolicy,
+    Calibration,
+    Choice,
+    Offers,
+    host_cells,
+    network_cell,
+)
+from slipstream.serve.engine.step_costs import Costs, CostTables, FittedCosts, StepCosts
+from slipstream.tests.pairwise import rotating
+
+WIDTHS = (1, 2, 4, 8)
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 768, 1024)
+REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def target_ms(rows: int) -> float:
+    """A memory-bound pass that turns compute-bound beyond 128 rows."""
+    return max(4.0, 4.0 * rows / 128) + 0.002 * rows
+
+
+def draft_ms(requests: int, width: int) -> float:
+    return 0.3 + (width - 1) * (0.25 + 0.002 * requests) if width > 1 else 0.1
+
+
+def costs(filtered: float = 1.0) -> StepCosts:
+    target = {rows: target_ms(rows) for rows in SIZES}
+    draft = {(requests, width): draft_ms(requests, width) for requests in REQUESTS for width in WIDTHS}
+    slow = {rows: filtered * ms for rows, ms in target.items()}
+    return StepCosts(CostTables({"plain": target, "all": slow}, {"plain": draft, "all": draft}))
+
+
+def cpu_ms(rows: int, requests: int, width: int) -> float:
+    return 3 + 0.4 * rows + requests * (0.1 + 0.15 * (width - 1)) + 0.8 * (width > 1)
+
+
+def gpu_ms(rows: int, requests: int, width: int) -> float:
+    return target_ms(next(size for size in SIZES if size >= rows)) + draft_ms(requests, width)
+
+
+class World:
+    """Chains of drafts with probability q each by the draft, and q ** power by the target."""
+
+    def __init__(self, power: float, seed: int = 0) -> None:
+        self.rng, self.power = np.random.default_rng(seed), power
+
+    def propose(self, batch: int, width: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+        """(B, N) cells, and probabilities that nodes are accepted."""
+        drafted = self.rng.beta(3, 1, (batch, width - 1))
+        paths = np.cumprod(drafted, axis=1)
+        cells = np.full((batch, width), -1, np.int32)
+        cells[:, 1:] = 16 * np.arange(width - 1) + np.minimum((16 * paths).astype(int), 15)
+        return cells, np.concatenate((np.ones((batch, 1)), paths**self.power), axis=1)
+
+
+def admit(cells: NDArray[np.int32], table: NDArray[np.float32], budget: int) -> NDArray[np.int32]:
+    """(B,) nodes of each request: the root, and the likeliest of all others."""
+    survivals = np.ones(cells.shape, np.float32)
+    survivals[:, 1:] = table[cells[:, 1:]]
+    survivals = np.minimum.accumulate(survivals, axis=1)
+    survivals[:, 0] = 2
+    chosen = np.zeros(cells.size, bool)
+    chosen[np.argsort(-survivals.ravel(), kind="stable")[: max(budget, len(cells))]] = True
+    return np.minimum.accumulate(chosen.reshape(cells.shape), axis=1).sum(axis=1).astype(np.int32)
+
+
+class Simulation:
+    def __init__(self, policy: BudgetPolicy, world: World, batch: int, *, step_ms: Callable[..., float] = gpu_ms):
+        self.policy, self.world, self.batch, self.step_ms = policy, world, batch, step_ms
+        self.cells, self.survivals = world.propose(batch, WIDTHS[-1])
+        self.nodes: list[int] = []
+        self.widths: list[int] = []
+        self.noise = 0.0
+
+    def run(self, num_steps: int, choose: Callable[[], tuple[int, int]] | None = None) -> float:
+        """Tokens per ms: expected ones, which vary less than those of a run."""
+        tokens = ms = 0.0
+        for _ in range(num_steps):
+            nodes, width = choose() if choose else self.policy.choose(self.batch)[:2]
+            assert self.batch <= nodes <= self.cells.size
+            admitted = admit(self.cells, self.policy.table, nodes)
+            verified = np.arange(self.cells.shape[1]) < admitted[:, None]
+            accepted = verified & (self.world.rng.random((self.batch, 1)) < self.survivals)
+            tokens += self.survivals[verified].sum()
+            step = self.step_ms(nodes, self.batch, width) * (1 + self.noise * abs(self.world.rng.standard_normal()))
+            ms += step
+            self.policy.record(self.cells, admitted, accepted)
+            self.policy.observe(rows=nodes, requests=self.batch, width=width, ms=step)
+            self.cells, self.survivals = self.world.propose(self.batch, width)
+            self.nodes.append(nodes)
+            self.widths.append(width)
+        return tokens / ms
+
+    def best(self, num_steps: int, numbers: Sequence[int] = SIZES) -> float:
+        """The rate of the best fixed numbers of nodes, with what the policy has learnt."""
+        rates = []
+        for width in WIDTHS:
+            most = self.batch * width
+            for nodes in sorted({min(size, most) for size in numbers if size >= self.batch}):
+                self.cells, self.survivals = self.world.propose(self.batch, width)
+                rates.append(self.run(num_steps, lambda nodes=nodes, width=width: (nodes, width)))  # type: ignore[misc]
+        return max(rates)
+
+
+@pytest.mark.parametrize(("batch", "power"), rotating([5, 64, 16, 128, 1], [1.0, 1.0, 30.0, 3.0, 0.3]))
+def test_it_is_close_to_the_best_fixed_numbers(batch: int, power: float) -> None:
+    simulation = Simulation(BudgetPolicy(costs(), WIDTHS), World(power), batch)
+    simulation.run(300)
+    found = simulation.run(500)
+    assert found > 0.98 * simulation.best(max(40, 1000 // batch))
+    without = batch / gpu_ms(batch, batch, 1)
+    assert found > 0.98 * without
+
+
+@pytest.mark.parametrize(("batch", "power"), [(1, 30.0), (4, 100.0), (64, 30.0)])
+def test_useless_drafts_cost_little_from_the_beginning(batch: int, power: float) -> None:
+    found = Simulation(BudgetPolicy(costs(), WIDTHS), World(power, seed=1), batch).run(1500)
+    assert found > 0.98 * batch / gpu_ms(batch, batch, 1)
+
+
+@pytest.mark.parametrize("batch", [2, 16])
+def test_it_comes_back_when_drafts_are_accepted_again(batch: int) -> None:
+    simulation = Simulation(BudgetPolicy(costs(), WIDTHS), World(100.0), batch)
+    simulation.run(600)
+    assert simulation.widths[-100:].count(1) > 60
+    simulation.world.power = 0.3
+    simulation.run(300)
+    assert simulation.widths[-50:].count(8) > 40
+    simulation.world.power = 100.0
+    simulation.run(300)
+    assert simulation.widths[-100:].count(1) > 60
+
+
+def test_probes_cost_what_they_may() -> None:
+    """Of a batch where nothing pays, all time beyond that of the roots."""
+    simulation = Simulation(BudgetPolicy(costs(), WIDTHS), World(1.0), 128)
+    simulation.run(200)
+    start = len(simulation.nodes)
+    simulation.run(3000)
+    base = gpu_ms(128, 128, 1)
+    spent = [gpu_ms(*key) - base for key in zip(simulation.nodes[start:], [128] * 3000, simulation.widths[start:])]
+    assert 0.3 * PROBE_SHARE < sum(spent) / (3000 * base) < 1.3 * PROBE_SHARE
+
+
+@pytest.mark.parametrize(("batch", "power"), [(1, 3.0), (4, 1.0), (16, 3.0)])
+def test_fitted_costs_lead_to_the_best_numbers_too(batch: int, power: float) -> None:
+    simulation = Simulation(BudgetPolicy(FittedCosts(1024), WIDTHS), World(power), batch, step_ms=cpu_ms)
+    simulation.noise = 0.1
+    simulation.run(300)
+    found = simulation.run(400)
+    assert set(simulation.widths[:8]) == set(WIDTHS), "at first it measures every width"
+    numbers = [batch + batch * (width - 1) * quarter // 4 for width in WIDTHS for quarter in range(5)]
+    assert found > 0.96 * simulation.best(max(60, 800 // batch), sorted(set(numbers)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**31), shares=st.lists(st.floats(0.05, 1.0), min_size=2, max_size=4))
+def test_survivals_do_not_depend_on_what_was_admitted(seed: int, shares: list[float]) -> None:
+    """Budgets change, so that a node is verified or not by its cell: cells are judged by their own nodes."""
+    rng, seen = np.random.default_rng(seed), Calibration()
+    true = rng.uniform(0.1, 0.9, CELLS)
+    cells = rng.choice(NETWORK_CELLS, 12, replace=False)
+    for step in range(400):
+        stored = rng.choice(cells, 60)
+        order = np.argsort(-seen.survivals[stored], kind="stable")
+        verified = stored[order[: int(60 * shares[step % len(shares)])]]
+        seen.record(verified.astype(np.int32), rng.random(len(verified)) < true[verified])
+    tried = seen._tried[cells] > 100
+    assert tried.any()
+    assert np.abs(seen.survivals[cells] - true[cells])[tried].max() < 0.2
+    assert np.abs((seen.survivals[cells] - true[cells])[tried].mean()) < 0.08
+
+
+def test_a_cell_without_nodes_follows_its_place_and_comes_back_to_its_prior() -> None:
+    seen, before = Calibration(), Calibration().survivals
+    known, other, later = network_cell(1, 0.9), network_cell(1, 0.5), network_cell(3, 0.5)
+    for _ in range(20):
+        seen.record(np.full(8, known, np.int32), np.zeros(8, bool))
+    assert seen.survival(known) < 0.05
+    assert seen.survival(other) < 0.1 * before[other]
+    assert seen.survival(later) < 0.1 * before[later]
+    assert seen.survival(NETWORK_CELLS + 5) == before[NETWORK_CELLS + 5], "the host's are others"
+    for _ in range(10):
+        seen.record(np.zeros(0, np.int32), np.zeros(0, bool), 1000)
+    assert seen.survivals == pytest.approx(before, abs=0.03)
+
+
+def test_survivals_are_counts_with_a_prior() -> None:
+    seen, cell = Calibration(), network_cell(1, 0.99)
+    seen.record(np.full(10, cell, np.int32), np.arange(10) < 7)
+    prior = 15.5 / 16
+    expected = prior * (7 + PRIOR) / (10 * prior + PRIOR)
+    assert seen.survival(cell) == pytest.approx((7 + PRIOR * expected) / (10 + PRIOR))
+
+
+def test_the_table_changes_seldom_and_follows() -> None:
+    seen, rng, changes = Calibration(), np.random.default_rng(0), []
+    before = seen.table
+    for step in range(400):
+        version = seen.version
+        seen.record(np.full(64, 40, np.int32), rng.random(64) < 0.3)
+        if seen.version != version:
+            changes.append(step)
+            assert seen.table is not before, "its holder may still be reading it"
+            before = seen.table
+        else:
+            assert seen.table is before
+    assert changes[0] == 0
+    assert len(changes) < 6 + 400 / REFRESH
+    assert all(later - earlier >= REFRESH for earlier, later in zip(changes, changes[1:], strict=False) if earlier > 64)
+    assert abs(seen.table[40] - 0.3) < 0.1
+    assert seen.table.shape == (CELLS,)
+    assert seen.table.dtype == np.float32
+    assert ((seen.table > 0) & (seen.table < 1)).all(), "nothing is admitted whose survival is 0"
+
+
+def test_cells() -> None:
+    assert [network_cell(*key) for key in ((1, 0.0), (1, 1.0), (3, 0.5), (16, 0.2), (40, 0.2))] == [0, 15, 40, 243, 243]
+    assert host_cells(4, 2).tolist() == [-1, 288, 289, 290]
+    assert host_cells(20, 99).max() == CELLS - 1
+    surer = [Calibration().survivals[host_cells(9, kind)[1:]].sum() for kind in (1, 2, 3, 4)]
+    assert surer == sorted(surer)
+
+
+def test_curves_are_the_mean_proposal_best_nodes_first() -> None:
+    offers, survivals = Offers(4), np.zeros(CELLS)
+    sure, unsure, next_ = network_cell(1, 0.9), network_cell(1, 0.1), network_cell(2, 0.8)
+    survivals[[sure, unsure, next_]] = 0.75, 0.25, 0.5
+    cells = np.array([[-1, sure, next_, -1], [-1, unsure, next_, -1], [-1, NETWORK_CELLS, -1, -1]], np.int32)
+    for _ in range(2000):
+        offers.record(cells)
+    narrow, wide = offers.curves([2, 3], survivals)
+    assert wide.nodes == pytest.approx([0, 0.5, 1.5, 2], abs=1e-3)
+    assert wide.tokens == pytest.approx([0, 0.375, 0.875, 1], abs=1e-3)
+    assert np.interp([0.5, 1.0], *narrow) == pytest.approx([0.375, 0.5], abs=1e-3)
+
+
+def learnt(power: float = 1.0, batch: int = 64, **options: float) -> BudgetPolicy:
+    policy = BudgetPolicy(costs(), WIDTHS, **options)  # type: ignore[arg-type]
+    Simulation(policy, World(power), batch).run(200)
+    policy._probe = (0, 0)
+    return policy
+
+
+def settled(policy: BudgetPolicy, batch: int, prompt_rows: int = 0, **options: bool) -> Choice:
+    """The choice of most steps: the others are probes."""
+    choices = [policy.choose(batch, prompt_rows, **options) for _ in range(21)]
+    return max(choices, key=lambda choice: [one[:2] for one in choices].count(choice[:2]))
+
+
+def test_prompts_leave_what_they_do_not_fill() -> None:
+    """Of the rows that a pass has anyway, none is left empty; where rows cost, most belong to nodes that pay less."""
+    policy = learnt()
+    alone = settled(policy, 64)
+    with_prompt = settled(policy, 64, 30)
+    assert with_prompt.nodes + 30 in SIZES
+    assert settled(policy, 64, 450).nodes < alone.nodes
+    assert 512 >= settled(policy, 64, 450).nodes + 450 > 512 - 3
+    assert settled(policy, 2, 3).nodes == 16, "free: all that two requests have"
+
+
+def test_nodes_beside_prompts_pay_as_much_as_elsewhere() -> None:
+    """By hand: no other number of nodes is worth more of the time, at the rate of steps without prompts."""
+    policy = learnt()
+    for prompt_rows in (0, 7, 100, 300):
+        chosen = settled(policy, 64, prompt_rows)
+        plan = policy._plan(64, prompt_rows, False)
+        width = policy._stored
+        curve = policy._curves[width]
+
+        def value(nodes: int, prompt_rows: int = prompt_rows, plan=plan, curve=curve) -> float:  # type: ignore[no-untyped-def]
+            tokens = 64 * (1 + float(np.interp(nodes / 64 - 1, *curve)))
+            return tokens - plan.rate * policy.costs.target(nodes + prompt_rows, filtered=False)
+
+        best = max(value(nodes) for nodes in range(64, 64 * WIDTHS[width] + 1))
+        assert value(chosen.nodes) == pytest.approx(best)
+
+
+def test_filtered_steps_have_times_of_their_own() -> None:
+    policy = BudgetPolicy(costs(filtered=3.0), WIDTHS)
+    plain, filtered = policy.choose(8), policy.choose(8, filtered=True)
+    assert filtered.ms > 2 * plain.ms
+
+
+def test_a_wider_proposal_is_verified_one_step_later() -> None:
+    policy = learnt(power=100.0, batch=16)
+    assert policy.width == 1
+    before = settled(policy, 16)
+    assert before.nodes == 16
+    simulation = Simulation(policy, World(0.3), 16)
+    simulation.cells, simulation.survivals = simulation.world.propose(16, WIDTHS[policy._stored])
+    simulation.run(300)  # checks that no step verifies more than is stored
+    assert policy.width == 8
+
+
+def test_fixed_widths() -> None:
+    policy = BudgetPolicy(costs(), WIDTHS, fixed=4)
+    assert policy.choose(10)[:2] == (40, 4)
+    assert policy.choose(100, 700)[:2] == (324, 4), "the largest pass"
+    assert policy.choose(10, offers=[(16, 2)] * 5 + [(2, 0)] * 5)[:2] == (30, 4)
+    host_only = BudgetPolicy(costs(), (1,), fixed=8)
+    assert host_only.choose(2, offers=[(16, 3), (1, 0)])[:2] == (9, 1)
+
+
+def test_no_drafter_leaves_one_choice() -> None:
+    policy = BudgetPolicy(costs(), (1,))
+    for _ in range(50):
+        assert policy.choose(5)[:2] == (5, 1)
+        policy.record(np.full((5, 1), -1, np.int32), np.ones(5, np.int32), np.ones((5, 1), bool))
+    assert policy.choose(0, 100)[:2] == (0, 1)
+    assert policy.choose(2000)[:2] == (2000, 1), "larger than any that was measured"
+
+
+def test_a_latency_bounds_steps() -> None:
+    policy = learnt(itl_ms=4.9)
+    assert all(policy.choose(batch).ms <= 4.9 for batch in (1, 16, 64) for _ in range(20))
+    assert settled(policy, 64, 32).ms <= 4.9
+    assert settled(policy, 64, 200)[:2] == (64, 1), "none is fast enough: the fastest"
+    assert learnt(itl_ms=1000.0).choose(64).nodes > 64
+
+
+def test_a_latency_is_kept_by_nearly_all_steps() -> None:
+    """Steps take up to a third longer than expected; one in ten."""
+    steps, policy = costs(), BudgetPolicy(costs(), WIDTHS, itl_ms=6.0)
+    policy.costs = steps
+    for step in range(300):
+        policy.observe(rows=16, requests=4, width=2, ms=4.68 * (1.33 if step % 10 == 0 else 1.0))
+    assert all(1.2 * policy.choose(4).ms < 6.0 for _ in range(100))
+
+
+def test_chunks_keep_streams_flowing() -> None:
+    policy, steps = learnt(), costs()
+    nodes = settled(policy, 64).nodes
+    rows = policy.chunk_rows(64)
+    assert nodes + rows in SIZES
+    assert steps.target(nodes + rows, filtered=False) <= 30.0
+    assert policy.chunk_rows(0) == SIZES[-1]
+    assert policy.chunk_rows(64, 200) <= SIZES[-1] - 200
+    tight = BudgetPolicy(costs(), WIDTHS, max_chunk_ms=6.0)
+    assert 64 <= tight.chunk_rows(32, 32) <= 192 - 32
+    assert BudgetPolicy(costs(), WIDTHS, max_chunk_ms=0.1).chunk_rows(32, 32) == 96 - 32, "the least"
+    fixed = BudgetPolicy(costs(), WIDTHS, fixed=8)
+    assert 0 < fixed.chunk_rows(127) <= SIZES[-1] - 127 * 7
+    fitted = BudgetPolicy(FittedCosts(512), WIDTHS)
+    assert 64 <= fitted.chunk_rows(4, 4) <= 508
+
+
+def test_proposals_of_the_host_are_judged_one_by_one() -> None:
+    """Kind 1 is never accepted, kind 4 always."""
+    policy = BudgetPolicy(costs(), (1,))
+    cells = np.stack([host_cells(8, 1)] * 8 + [host_cells(8, 4)] * 8)
+    accepted = np.zeros((16, 8), bool)
+    accepted[8:] = True
+    for _ in range(30):
+        policy.choose(16)
+        policy.record(cells, np.full(16, 8, np.int32), accepted)
+    offers = [(1, 0)] * 112
+    assert policy.choose(128, offers=[*offers, *[(8, 4)] * 16]).nodes > 200
+    assert policy.choose(128, offers=[*offers, *[(8, 1)] * 16]).nodes < 140
+    both = policy.choose(128, offers=[*offers, *[(8, 1)] * 8, *[(8, 4)] * 8])
+    assert 160 < both.nodes <= 192, "the nodes of kind 4 and what a pass has left"
+    assert policy.choose(2, offers=[(8, 1), (8, 4)]).nodes == 16, "free"
+
+
+def test_steps_wait_for_the_host_while_that_pays() -> None:
+    policy = BudgetPolicy(costs(), (1,))
+    cells, accepted = np.stack([host_cells(8, 1)] * 4), np.zeros((4, 8), bool)
+    for _ in range(100):
+        policy.waited(0.5)
+    assert policy.wait_ms == pytest.approx(0.5, abs=0.05)
+    for _ in range(40):
+        policy.choose(4, offers=[(8, 1)] * 4)
+        policy.record(cells, np.full(4, 8, np.int32), accepted)
+    assert not policy.waiting_pays
+    policy.look_back([(8, 1)] * 4)
+    assert not policy.waiting_pays
+    policy.look_back([(8, 4)] * 4)
+    assert policy.waiting_pays
+    for _ in range(PATIENCE):
+        assert policy.waiting_pays
+        policy.choose(4, offers=[(1, 0)] * 4)
+    assert not policy.waiting_pays
+
+
+def test_results_may_be_overwritten_once_they_are_recorded() -> None:
+    """Several steps are counted together."""
+    policy, other = BudgetPolicy(costs(), WIDTHS), BudgetPolicy(costs(), WIDTHS)
+    world = World(1.0)
+    for _ in range(100):
+        cells, survivals = world.propose(4, 8)
+        admitted, accepted = np.full(4, 6, np.int32), world.rng.random((4, 1)) < survivals
+        other.calibration.record(cells[:, 1:6].ravel(), accepted[:, 1:6].ravel())
+        policy.choose(4)
+        policy.record(cells, admitted, accepted)
+        cells[:], admitted[:], accepted[:] = 0, 0, False
+    policy._count_records()
+    assert policy.calibration.survivals == pytest.approx(other.calibration.survivals, abs=0.02)
+
+
+@pytest.mark.parametrize("make", [costs, lambda: FittedCosts(1024)])
+def test_metrics(make: Callable[[], Costs]) -> None:
+    policy = BudgetPolicy(make(), WIDTHS)
+    assert policy.metrics()["step_time_error"] == 0
+    Simulation(policy, World(1.0), 8, step_ms=gpu_ms).run(50)
+    metrics = policy.metrics()
+    assert 0 <= metrics["step_time_error"] < 0.5
+    assert 8 <= metrics["nodes_per_step"] <= 64
+    assert metrics["draft_width"] in WIDTHS
+    assert policy.free_rows(8) == (128 if not make().is_fitted else policy.free_rows(8))

@@ -1,0 +1,161 @@
+"""Expected times of steps, from tables or fitted, and corrected by measured ones."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from slipstream.serve.engine.step_costs import MOST_OFF, Costs, CostTables, FittedCosts, StepCosts
+
+TARGET = {1: 4.0, 8: 4.2, 64: 5.0, 128: 8.0}
+DRAFT = {(1, 1): 0.1, (1, 4): 1.0, (8, 1): 0.2, (8, 4): 1.5}
+TABLES = CostTables(
+    {"plain": TARGET, "all": {rows: ms + 1 for rows, ms in TARGET.items()}},
+    {"plain": DRAFT, "all": {key: 2 * ms for key, ms in DRAFT.items()}},
+)
+
+
+def step_ms(rows: int, requests: int, width: int) -> float:
+    return 3.0 + 0.4 * rows + requests * (0.3 + 0.15 * (width - 1)) + 0.8 * (width > 1)
+
+
+def test_passes_are_filled_up_to_what_was_measured() -> None:
+    costs = StepCosts(TABLES)
+    assert [costs.target(rows, filtered=False) for rows in (1, 2, 8, 65, 256)] == [4.0, 4.2, 4.2, 8.0, 16.0]
+    assert [costs.round_up(rows) for rows in (1, 2, 128, 200)] == [1, 8, 128, 200]
+    assert costs.targets(np.array([1, 64]), filtered=True).tolist() == [5.0, 6.0]
+    assert [costs.draft(*key, filtered=False) for key in ((1, 1), (2, 3), (9, 9), (0, 4))] == [0.1, 1.5, 1.5, 0.0]
+    assert costs.time(5, 2, 4, filtered=True) == 5.2 + 3.0
+    assert (costs.sizes, costs.most_rows, costs.is_fitted) == ((1, 8, 64, 128), 128, False)
+
+
+def test_no_table_of_drafts_means_that_they_take_no_time() -> None:
+    costs = StepCosts(CostTables(TABLES.target, {"plain": {}, "all": {}}))
+    assert costs.draft(4, 1, filtered=True) == 0
+    costs.observe(1, 1, 1, 5.0, filtered=True)
+    assert costs.time(1, 1, 1, filtered=True) == 5.0
+
+
+def test_all_steps_learn_from_each() -> None:
+    costs = StepCosts(TABLES)
+    for _ in range(400):
+        costs.observe(8, 8, 4, 2 * 5.7, filtered=False)
+    assert costs.time(8, 8, 4, filtered=False) == pytest.approx(11.4, rel=0.01)
+    assert costs.time(128, 1, 1, filtered=True) == pytest.approx(2 * 9.2, rel=0.05), "never seen"
+    assert costs.error() < 0.01
+    assert costs.slower == pytest.approx(2, rel=0.05)
+
+
+def test_parts_are_told_apart_where_steps_differ() -> None:
+    """The target takes what its table says, but passes of 64 rows 20 % longer; drafts of 4 nodes 30 %."""
+    costs, rng = StepCosts(TABLES), random.Random(0)
+    for _ in range(3000):
+        rows, width = rng.choice([8, 64, 128]), rng.choice([1, 4])
+        ms = TARGET[rows] * (1.2 if rows == 64 else 1.0) + DRAFT[8, width] * (1.3 if width == 4 else 1.0)
+        costs.observe(rows, 8, width, ms, filtered=False)
+    assert costs.target(64, filtered=False) == pytest.approx(6.0, rel=0.03)
+    assert costs.target(8, filtered=False) == pytest.approx(4.2, rel=0.03)
+    assert costs.draft(8, 4, filtered=False) == pytest.approx(1.95, rel=0.1)
+    assert costs.error() < 0.02
+
+
+@pytest.mark.parametrize("costs", [StepCosts(TABLES), FittedCosts(128)])
+def test_a_disturbance_moves_little(costs: Costs) -> None:
+    for _ in range(100):
+        costs.observe(8, 8, 4, 5.7, filtered=False)
+    costs.observe(8, 8, 4, 1000.0, filtered=False)
+    assert costs.time(8, 8, 4, filtered=False) < (1 + 0.1 * MOST_OFF) * 5.7
+    costs.observe(8, 8, 4, 0.0, filtered=False)  # a clock that stood still
+    costs.observe(8, 8, 4, 1e-9, filtered=False)
+    assert costs.time(8, 8, 4, filtered=False) > 0.9 * 5.7
+    assert costs.error() < 0.01, "the median"
+
+
+def test_slow_steps_are_foreseen() -> None:
+    costs = StepCosts(TABLES)
+    for step in range(400):
+        costs.observe(8, 8, 4, 5.7 * (1.4 if step % 10 == 0 else 1.0), filtered=False)
+    assert costs.p95() == pytest.approx(1.4, rel=0.05)
+    for _ in range(400):
+        costs.observe(8, 8, 4, 5.7, filtered=False)
+    assert costs.p95() == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_fit_finds_the_coefficients(seed: int) -> None:
+    costs, rng = FittedCosts(1024), random.Random(seed)
+    for step in range(1500):
+        requests, width = rng.randint(1, 16), rng.choice([1, 2, 4, 8])
+        rows = requests * width + rng.choice([0, 0, 0, 100])
+        noise = rng.gauss(1, 0.05) * (5 if step % 50 == 0 else 1)
+        costs.observe(rows, requests, width, noise * step_ms(rows, requests, width), filtered=False)
+    for key in ((1, 1, 1), (16, 16, 1), (32, 16, 8), (128, 16, 8), (500, 4, 2)):
+        assert costs.time(*key, filtered=False) == pytest.approx(step_ms(*key), rel=0.06)
+    assert costs.coefficients[2] == pytest.approx(0.4, rel=0.1)
+    assert costs.error() < 0.06
+
+
+def test_a_fit_forgets_nothing_of_steps_that_are_not_taken_now() -> None:
+    costs = FittedCosts(1024)
+    for width in (8, 4, 2, 1) * 10:
+        costs.observe(4 * width, 4, width, step_ms(4 * width, 4, width), filtered=False)
+    for _ in range(5000):
+        costs.observe(4, 4, 1, step_ms(4, 4, 1), filtered=False)
+    for width in (1, 2, 8):
+        key = 4 * width, 4, width
+        assert costs.time(*key, filtered=False) == pytest.approx(step_ms(*key), rel=0.08)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_coefficient_of_a_fit_is_negative(seed: int) -> None:
+    """Whatever was measured."""
+    costs, rng = FittedCosts(256), random.Random(seed)
+    for _ in range(300):
+        requests, width = rng.randint(0, 8), rng.choice([1, 8])
+        ms = 10 ** rng.uniform(-1, 2)
+        costs.observe(requests * width + rng.choice([0, 64]), requests, width, ms, filtered=rng.random() < 0.5)
+        assert (costs.coefficients >= 0).all()
+        assert 0 < costs.time(8, 8, 1, filtered=False) < 1e4
+    assert np.isfinite(costs.targets(np.arange(1, 100), filtered=True)).all()
+
+
+def test_a_fit_starts_from_the_fastest_of_its_first_steps() -> None:
+    """The first one compiles."""
+    costs = FittedCosts(256)
+    for ms in (3000.0, *[step_ms(8, 1, 8)] * 7):
+        costs.observe(8, 1, 8, ms, filtered=False)
+    assert costs.time(8, 1, 8, filtered=False) == pytest.approx(step_ms(8, 1, 8), rel=0.05)
+    assert costs.time(1, 1, 1, filtered=False) < step_ms(8, 1, 8)
+
+
+def test_filtered_steps_of_a_fit_take_longer_by_a_factor() -> None:
+    costs, rng = FittedCosts(256), random.Random(0)
+    for step in range(2000):
+        width, filtered = rng.choice([1, 2, 8]), step > 20 and rng.random() < 0.5
+        costs.observe(width, 1, width, step_ms(width, 1, width) * (1.4 if filtered else 1), filtered=filtered)
+    ratio = costs.time(4, 1, 4, filtered=True) / costs.time(4, 1, 4, filtered=False)
+    assert ratio == pytest.approx(1.4, rel=0.05)
+
+
+def test_tables_as_json() -> None:
+    assert CostTables.from_json(json.loads(json.dumps(TABLES.to_json()))) == TABLES
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data.pop("draft"),
+        lambda data: data["target"].pop("all"),
+        lambda data: data["target"].update(plain=[]),
+        lambda data: data["target"].update(plain=[[1]]),
+        lambda data: data["draft"].update(plain=[[1, 2, "x"]]),
+        lambda data: data["target"].update(plain=[[1, float("nan")]]),
+        lambda data: data["target"].update(plain=None),
+    ],
+)
+def test_other_json_is_refused(damage) -> None:  # type: ignore[no-untyped-def]
+    data = TABLES.to_json()
+    damage(data)
+    with pytest.raises(ValueError, match="no tables of step times"):
+        CostTables.from_json(data)
