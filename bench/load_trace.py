@@ -42,6 +42,10 @@ from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.request import Request, SamplingParams
 
 WARMUP_TOKENS = 16
+RECORDED = (  # options that a line repeats
+    *("draft", "target", "seconds", "prompts", "input_len", "output_len", "ignore_eos", "temperature", "seed"),
+    *("engine", "drafter"),
+)
 COLUMNS = (  # heading, key of a line, format
     ("setting", "setting", "s"),
     ("total, s", "total_s", ".2f"),
@@ -147,8 +151,8 @@ def trace(config: LoadTraceConfig) -> None:
         warm_up(engine, config, work)
         for repeat in range(config.repeats):
             found = measure(engine, config, work, repeat)
-            shared = {"draft": config.draft, "setting": setting, "repeat": repeat, "levels": config.phases}
-            lines.add({**origin("load_trace", device_of(config)), **shared, **found})
+            place = {**origin("load_trace", device_of(config)), "setting": setting, "repeat": repeat}
+            lines.add({**place, **{name: getattr(config, name) for name in RECORDED}, "levels": config.phases, **found})
         engine.close()
         del engine  # frees its memory before the next one measures what is free
         gc.collect()

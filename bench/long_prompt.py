@@ -115,6 +115,12 @@ class Load:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, seed=self.config.seed)
         return Request(id=name, prompt=prompt, params=params, namespace=name)  # so that nothing is cached before
 
+    def alone(self, prompt: list[int]) -> float:
+        """Seconds to the first token of a prompt that comes before the streams."""
+        added = self.streams.add(self.request(prompt, 1))
+        self.streams.finish()
+        return added.first_token_s
+
     def start(self) -> None:
         """Starts the streams and steps until all decode. They end one after another, not all at once."""
         config = self.config
@@ -156,14 +162,14 @@ class Load:
 def long_prompts(config: LongPromptConfig) -> None:
     questions, prompts = read_work(config)
     engine = build_engine(config.engine_config())
-    alone = [time_alone(config, Streams(engine), prompt) for prompt in prompts_of(prompts, config)]
     load = Load(config, Streams(engine), questions)
+    alone = [load.alone(prompt) for prompt in prompts_of(prompts, config)]
     load.start()
     arrived = [load.arrive(prompt) for prompt in prompts_of(prompts, config)]
     load.streams.finish()
     engine.close()
     device = "cpu" if config.engine.get("device") == "cpu" else default_device()
-    names = ("draft", "streams", "stream_len", "prompt_len", "arrivals", "prompts", "engine", "drafter")
+    names = ("draft", "target", "streams", "stream_len", "prompt_len", "arrivals", "prompts", "engine", "drafter")
     lines = Lines(config.output, {**origin("long_prompt", device), **{name: getattr(config, name) for name in names}})
     ended = [stream for stream in load.streams.all.values() if len(stream.arrivals) > 1]
     lines.add(figures(alone[WARMUP_ARRIVALS:], arrived[WARMUP_ARRIVALS:], ended))
@@ -173,7 +179,10 @@ def long_prompts(config: LongPromptConfig) -> None:
 
 def read_work(config: LongPromptConfig) -> tuple[list[Task], Iterator[list[int]]]:
     """The streams' questions, and long prompts, each other than all before."""
-    shared = {"tokenizer": load_tokenizer(resolve(config.engine_config().target)), "kind": config.prompts}
+    shared: dict[str, Any] = {
+        "tokenizer": load_tokenizer(resolve(config.engine_config().target)),
+        "kind": config.prompts,
+    }
     shared |= {"template": config.template, "output_len": config.stream_len}
     short = 64 if config.prompts == "random" else 0
     questions = Workload(**shared, input_len=short).tasks(4 * config.streams, f"{config.seed}/streams")
@@ -186,13 +195,6 @@ def read_work(config: LongPromptConfig) -> tuple[list[Task], Iterator[list[int]]
 def prompts_of(prompts: Iterator[list[int]], config: LongPromptConfig) -> Iterator[list[int]]:
     """The next ones: those that warm up, and one for each arrival."""
     return (next(prompts) for _ in range(WARMUP_ARRIVALS + config.arrivals))
-
-
-def time_alone(config: LongPromptConfig, streams: Streams, prompt: list[int]) -> float:
-    """Seconds to the first token of a prompt beside no streams."""
-    added = streams.add(Load(config, streams, []).request(prompt, 1))
-    streams.finish()
-    return added.first_token_s
 
 
 def figures(alone: Sequence[float], arrived: Sequence[Arrived], streams: Sequence[Stream]) -> dict[str, Any]:

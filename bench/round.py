@@ -1,12 +1,13 @@
-"""Measures the time of a round by batch size: in the engine's loop, of its graph alone, and of the graph's parts.
+"""Measures the time of a round, a step that verifies equally many nodes of each request, by batch size: in the engine's
+loop, and of its captured passes alone.
 
     python bench/round.py --target CKPT --draft CKPT --batch "[1,8,32]" --prompt-len 512 --new-tokens 256
 
 Each batch size decodes with `--draft none` and with the draft, in one run. `ms` is wall time per round while all
-requests decode; `graph_ms` of one replay after the prompts; `gap_us` the median time between the end of one round on
-the device, its result's copy included, and the start of the next. `floor_ms` is the time to read the weights and the KV
-once per pass at the copy bandwidth measured in the same run. `--profile` lists the kernels of a round. Prints a table,
-then one JSON line per row.
+requests decode; `graph_ms` of its graphs, replayed after the prompts; `gap_us` the median time between the end of one
+round on the device, its result's copy included, and the start of the next. `floor_ms` is the time to read the weights
+and the KV once per pass at the copy bandwidth measured in the same run. `--profile` lists the kernels of a round.
+Prints a table, then one JSON line per row.
 """
 
 import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
@@ -21,7 +22,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from slipstream.bench.gpu import copy_bandwidth, milliseconds, print_kernels, profile_kernels
 from slipstream.bench.lines import Lines, origin, table
@@ -127,7 +127,7 @@ def measure(engine: Engine, config: RoundConfig, batch: int, bandwidth: float) -
         "batch": batch,
         "temperature": config.temperature,
         "top_p": config.top_p,
-        "width": engine.planner.widths.most,
+        "width": engine.planner.limits.most_nodes,
         "ms": round(ms, 3),
         "graph_ms": graph_ms,
         "gap_us": gap_us(flights),
@@ -207,49 +207,40 @@ def decode(engine: Engine, config: RoundConfig, batch: int) -> tuple[float, int,
 
 
 def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | None, dict[str, float]]:
-    """Milliseconds of a captured round alone, of its target pass, and of the rest."""
-    graphs = engine.runner.graphs
-    if graphs is None:
+    """Milliseconds of a round's captured passes alone: both, the target's, the draft's."""
+    runner = engine.runner
+    if runner.steps is None:
         return None, {}
     start_requests(engine, config, batch)
-    plan = engine.planner.plan_round()
+    plan = engine.planner.plan()
     assert plan is not None
-    engine.runner.prepare(plan)
-    rows, state, lengths = list(plan.slots), engine.runner.state, engine.runner.state.lengths.clone()
+    plan = engine.planner.choose(plan, plan.mode)
+    runner.prepare(plan)
+    state, steps, drafts = runner.state, runner.steps, runner.drafts
+    held = [state.lengths.clone(), state.proposals.clone(), state.stored.roots.clone()]
 
     def restore() -> None:
-        state.lengths.copy_(lengths)
+        for column, values in zip((state.lengths, state.proposals, state.stored.roots), held, strict=True):
+            column.copy_(values)
+
+    def target() -> None:
+        steps.run(plan)
+
+    def draft() -> None:
+        if drafts is not None:
+            drafts.run(plan.slots, plan.mode, plan.width)
 
     def one_round() -> None:
-        graphs.round(rows, "greedy", engine.planner.widths.most)
+        target()
+        draft()
 
-    whole = milliseconds(one_round, restore)
+    times = [milliseconds(run, restore) for run in (one_round, target, draft)]
     if config.profile:
         print_kernels(profile_kernels(one_round))
     restore()
-    target = milliseconds(capture_target(engine, state.upload(rows)).replay, restore)
     for index in range(batch):
         engine.abort(str(index))
-    return round(whole, 3), {"target": round(target, 3), "rest": round(whole - target, 3)}
-
-
-def capture_target(engine: Engine, rows: Tensor) -> torch.cuda.CUDAGraph:
-    """Captures the target's pass over the stored proposals, without sampling."""
-    runner = engine.runner.passes
-
-    @torch.inference_mode()
-    def target_pass() -> Tensor:
-        metadata, _, _, inputs = runner._begin(rows, (0,) * len(rows), engine.planner.widths.most)
-        mask = "causal" if metadata.ancestors is None else "tree"
-        hidden, _ = runner.target(inputs, runner.attention_for(metadata), runner.drafter.aux_layers, mask)
-        return runner.target.logits(hidden)
-
-    target_pass()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        graph.output = target_pass()  # type: ignore[attr-defined]
-    return graph
+    return round(times[0], 3), {"target": round(times[1], 3), "draft": round(times[2], 3)}
 
 
 def bytes_read(engine: Engine, config: RoundConfig, batch: int) -> float:
@@ -270,11 +261,11 @@ def passes(engine: Engine, length: float) -> Iterator[tuple[float, int]]:
     layers = [layer.attention for layer in target.config.layers]
     yield kv_bytes(layers, length, item), sum(x.nbytes for x in target.layers.parameters()) + head
     module = getattr(drafter, "module", None)
-    if module is None or engine.planner.widths.most == 1:
+    if module is None or engine.planner.limits.most_nodes == 1:
         return
     weights = dict(module.named_parameters())
     is_block = "lm_head.weight" not in weights
-    for step in range(1 if is_block else engine.planner.widths.most - 1):
+    for step in range(1 if is_block else engine.planner.limits.most_nodes - 1):
         read = sum(x.nbytes for name, x in weights.items() if step == 0 or not name.startswith("fc."))
         yield kv_bytes(drafter.kv, length, item), read + is_block * head
 

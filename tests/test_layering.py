@@ -31,23 +31,21 @@ ROOMS = {
 }
 TRACKERS = ("wandb", "tensorboard")
 HTTP = ("starlette", "uvicorn", "httpx")
-HOST_SIDE = ("host_stages", "kv_cache", "kv_windows", "plan", "planner", "scheduler", "widths")  # of the engine
+# Modules of the engine that plan without torch.
+HOST_SIDE = (
+    "budget",
+    "cost_files",
+    "host_stages",
+    "kv_cache",
+    "kv_windows",
+    "plan",
+    "planner",
+    "scheduler",
+    "step_costs",
+)
 # Modules (in one process) -> packages that none of them may load, not even through another module.
 NOT_LOADED = {
-    (
-        "engine.scheduler",
-        "engine.kv_cache",
-        "engine.host_stages",
-        "engine.plan",
-        "engine.planner",
-        "engine.widths",
-        "request",
-        "detokenize",
-    ): (
-        "torch",
-        "transformers",
-        *HTTP,
-    ),
+    (*(f"engine.{module}" for module in HOST_SIDE), "request", "detokenize"): ("torch", "transformers", *HTTP),
     ("engine.build", "engine.engine", "llm"): (*HTTP, *TRACKERS),
 }
 

@@ -216,15 +216,17 @@ def choose_blocks(most_nodes: int, group: int, D: int, element_size: int) -> tup
         return Blocks(least, 16, 4, 2), Blocks(least, 16, 4, 2)
     rows = max(least, min(64, triton.next_power_of_2(most_nodes * group)))
     if D > 128:
-        return Blocks(rows, 32, 4 if rows < 64 else 8, 3), Blocks(max(64, least), 32, 8, 3)
-    return Blocks(rows, 64, 4, 3), Blocks(max(64, least), 64, 4, 3)
+        return Blocks(rows, 32, 4 if rows < 64 else 8, 3), Blocks(max(64, least), 32, 8, 2)
+    return Blocks(rows, 64, 4, 3 if rows < 64 else 2), Blocks(max(64, least), 64, 4, 2)
 
 
 def choose_residents(blocks: Blocks, D: int, element_size: int) -> int:
     """Programs that run at a time on a multiprocessor of an H100 or H200."""
     if D > 128 or element_size == 4:
         return 1 if blocks.rows > 16 else 2
-    return 2 if blocks.rows > 32 else 3
+    if blocks.rows > 16:
+        return 2
+    return 3 if blocks.stages > 2 else 4
 
 
 @functools.cache
@@ -312,25 +314,24 @@ def _plan_tiles(
     """Of the segments first..last - 1, all of one kind, the tiles of `own`, or the list's end."""
     segment = tl.arange(0, SEGMENTS)
     inside = (segment >= first) & (segment < last)
-    start = tl.load(starts_ptr + segment, mask=inside, other=0)
-    rows = tl.load(starts_ptr + segment + 1, mask=inside, other=0) - start
-    length = tl.load(lengths_ptr + segment, mask=inside, other=0).to(tl.int32)
-    tiles, quanta = _tiles_of(length, rows, CHUNKS, QUERIES, WINDOW)
+    starts = tl.load(starts_ptr + segment, mask=inside, other=0)
+    stops = tl.load(starts_ptr + segment + 1, mask=inside, other=0)
+    lengths = tl.load(lengths_ptr + segment, mask=inside, other=0).to(tl.int32)
+    tiles, quanta = _tiles_of(lengths, stops - starts, CHUNKS, QUERIES, WINDOW)
     total = tl.sum(quanta)
     per = tl.maximum(tl.cdiv(total, programs), 1)
     is_before = segment < own
-    tile = tl.sum(tl.where(is_before, tiles, 0))
+    first_tile = tl.sum(tl.where(is_before, tiles, 0))
     quantum = tl.sum(tl.where(is_before, quanta, 0))
     if is_end:
-        tile = tl.sum(tiles)
-        _end_list(records_ptr, programs_ptr, tl.minimum(tile, most_tiles), total, per, programs)
+        _end_list(records_ptr, programs_ptr, tl.minimum(tl.sum(tiles), most_tiles), total, per, programs)
     else:
         start = tl.load(starts_ptr + own)
         rows = tl.load(starts_ptr + own + 1) - start
         length = tl.load(lengths_ptr + own).to(tl.int32)
         slot = tl.load(slots_ptr + own).to(tl.int32)
         _list_tiles(
-            records_ptr, programs_ptr, start, rows, length, slot, tile, quantum, per, most_tiles, programs,
+            records_ptr, programs_ptr, start, rows, length, slot, first_tile, quantum, per, most_tiles, programs,
             CHUNKS, QUERIES, WINDOW,
         )  # fmt: skip
 
@@ -495,6 +496,7 @@ def _attend(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # ignored for 16-bit operands
         WORD=tl.int32 if most_nodes <= 32 else tl.int64, OFFSET=tl.int32 if keys.numel() < 2**31 else tl.int64,
         num_warps=blocks.warps, num_stages=blocks.stages, **pdl_options(q.device),
+        **({"maxnreg": 128} if q.is_cuda and choose_residents(blocks, D, q.element_size()) == 4 else {}),
     )  # fmt: skip
 
 
@@ -571,35 +573,38 @@ def _attend_tile(
         if ancestors_ptr is not None:
             seen, depth = _apply_window(seen, place - base, position + count - base, "tree", WINDOW)
             before = base + depth - WINDOW
-    merged, total = _attend_parts(
-        q, seen, place, before, keys_ptr, values_ptr, table, head, begin, finish, first_part, part, is_shared,
-        lowest, certain, base, position + count, scale,
-        partial_ptr + tile.to(tl.int64) * (ROWS * BLOCK_D), sums_ptr + tile * (2 * ROWS),
-        G, D, BLOCK_D, PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET,
-    )  # fmt: skip
+    for piece in range(begin, tl.where(is_shared, finish, begin + 1)):
+        stop = tl.where(is_shared, piece + 1, finish)
+        merged, top, total = _attend_parts(
+            q, seen, place, before, keys_ptr, values_ptr, table, head,
+            tl.maximum(piece * part, lowest // TOKENS * TOKENS), tl.minimum(stop * part, position + count), part,
+            lowest, certain, base, position + count, scale,
+            G, D, BLOCK_D, PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET,
+        )  # fmt: skip
+        if is_shared:
+            _store_part(partial_ptr, sums_ptr, tile + piece - first_part, merged, top, total, ROWS, BLOCK_D)
+        else:
+            _store(out_ptr, merged / total[:, None], first_row, row, num_rows, head, G, D, BLOCK_D, GROUP)
     if is_shared:
         parts = parts_end - first_part
         if _all_arrived(counters_ptr + owner * G + head, finish - begin, parts):
             for first in range(0, num_rows, SHARE):
                 shared = first + tl.arange(0, SHARE)
-                merged_rows = _merge(
-                    partial_ptr + tile.to(tl.int64) * (ROWS * BLOCK_D), sums_ptr + tile * (2 * ROWS),
-                    shared, num_rows, parts, BLOCK_D, ROWS, SHARE, AT_ONCE,
+                result = _merge(
+                    partial_ptr, sums_ptr, tile, shared, num_rows, parts, BLOCK_D, ROWS, SHARE, AT_ONCE,
                 )  # fmt: skip
-                _store(out_ptr, merged_rows, first_row, shared, num_rows, head, G, D, BLOCK_D, GROUP)
-    else:
-        _store(out_ptr, merged / total[:, None], first_row, row, num_rows, head, G, D, BLOCK_D, GROUP)
+                _store(out_ptr, result, first_row, shared, num_rows, head, G, D, BLOCK_D, GROUP)
 
 
 @triton.jit
 def _attend_parts(
-    q, seen, place, before, keys_ptr, values_ptr, table, head, begin, finish, first_part, part, is_shared,
-    lowest, certain, base, end, scale, partial_ptr, sums_ptr,
+    q, seen, place, before, keys_ptr, values_ptr, table, head, start, stop, part, lowest, certain, base, end, scale,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a tile's parts begin..finish - 1, added up or, if the tile is shared, stored one by one.
+    """A tile's sums over the tokens start..stop - 1, which are whole parts but for the first and the last.
 
+    Returns values weighted relative to the largest score (ROWS, BLOCK_D), these scores, and the weights' sums (ROWS,).
     seen (ROWS,): the bits of a tree's nodes; None: rows see up to their own place. before (ROWS,): the last position
     before a row's window. All rows see what lies in `lowest` (and their window)..certain - 1.
     Weights are summed by a product with ones: the order of a reduction would depend on the tile's layout.
@@ -609,8 +614,6 @@ def _attend_parts(
     ones = tl.full((TOKENS, 16), 1.0, keys_ptr.dtype.element_ty)
     top, total, acc = _nothing(ROWS), tl.zeros((ROWS, 16), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
     all_top, all_total, merged = _nothing(ROWS), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
-    start = tl.maximum(begin * part, lowest // TOKENS * TOKENS)
-    stop = tl.minimum(finish * part, end)
     if WINDOW is not None:  # noqa: SIM102
         if seen is None:
             lowest = tl.maximum(lowest, certain - WINDOW)
@@ -642,12 +645,9 @@ def _attend_parts(
         next_start = tile_start + TOKENS
         if (next_start % part == 0) | (next_start >= stop):
             sums = tl.max(total, axis=1)  # of equal columns
-            if is_shared:
-                _store_part(partial_ptr, sums_ptr, tile_start // part - first_part, acc, top, sums, ROWS, BLOCK_D)
-            else:
-                merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, top, sums)
+            merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, top, sums)
             top, total, acc = _nothing(ROWS), tl.zeros_like(total), tl.zeros_like(acc)
-    return merged, all_total
+    return merged, all_top, all_total
 
 
 @triton.jit
@@ -677,7 +677,8 @@ def _add_part(merged, all_top, all_total, acc, top, total):
 @triton.jit
 def _store_part(partial_ptr, sums_ptr, index, acc, top, total, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    tl.store(partial_ptr + index * (ROWS * BLOCK_D) + row[:, None] * BLOCK_D + dims[None, :], acc)
+    cells = (index.to(tl.int64) * ROWS + row)[:, None] * BLOCK_D + dims[None, :]
+    tl.store(partial_ptr + cells, acc)
     tl.store(sums_ptr + index * (2 * ROWS) + row, top)
     tl.store(sums_ptr + index * (2 * ROWS) + ROWS + row, total)
 
@@ -695,7 +696,7 @@ def _all_arrived(counter_ptr, arriving, parts):
 
 @triton.jit
 def _merge(
-    partial_ptr, sums_ptr, row, num_rows, parts,
+    partial_ptr, sums_ptr, tile, row, num_rows, parts,
     BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """The result of SHARE rows of a shared tile. AT_ONCE: parts whose loads are issued together."""
@@ -706,10 +707,10 @@ def _merge(
         for index in tl.static_range(AT_ONCE):
             part = begin + index
             there = row < tl.where(part < parts, num_rows, 0)
-            sums = sums_ptr + part * (2 * ROWS) + row
+            sums = sums_ptr + (tile + part) * (2 * ROWS) + row
             part_top = tl.load(sums, mask=there, other=-1e30, cache_modifier=".cg")
             part_total = tl.load(sums + ROWS, mask=there, other=0.0, cache_modifier=".cg")
-            cells = (part * ROWS + row)[:, None] * BLOCK_D + dims[None, :]
+            cells = ((tile + part).to(tl.int64) * ROWS + row)[:, None] * BLOCK_D + dims[None, :]
             acc = tl.load(partial_ptr + cells, mask=there[:, None], other=0.0, cache_modifier=".cg")
             merged, top, total = _add_part(merged, top, total, acc, part_top, part_total)
     return merged / tl.where(total > 0, total, 1.0)[:, None]  # 0: a row past the last

@@ -160,7 +160,7 @@ def admit_triton(survivals: Tensor, requests: Tensor, budget: Tensor, most: int)
         block, nodes = triton.next_power_of_2(B), triton.next_power_of_2(most)
         _admit[(1,)](
             survivals, requests, budget, counts, B, W, most,
-            ROOT_KEY=ROOT_KEY, REQUESTS=block, NODES=nodes, num_warps=min(max(block * nodes // 256, 1), 16),
+            ROOT_KEY=ROOT_KEY, REQUESTS=block, NODES=nodes, num_warps=min(max(block * nodes // 128, 1), 16),
             **pdl_options(requests.device),
         )  # fmt: skip
     return counts
@@ -309,31 +309,34 @@ def verify_rows(
     and, with ancestors, accepted nodes; each of these lists -1 padded to W.
     """
     B, W, T = num_decoding, stored.tokens.shape[1], len(layout.nodes)
-    starts, node = layout.starts.long(), torch.arange(W, device=sampled.device)
-    counts, rows = (starts[1:] - starts[:-1])[:B], starts[:B, None] + node  # (B,), (B, W)
-    inside, known = node < counts[:, None], rows.clamp(max=T - 1)
-    tokens, parents = (torch.where(inside, x[known], -1).int() for x in (layout.tokens, layout.parents))
-    after = torch.where(inside, sampled[rows.clamp(max=len(sampled) - 1)], -1)
-    paths = None if layout.ancestors is None else torch.where(inside, layout.ancestors[known], -1)
-    nodes, emitted, accepted = verify.reference(tokens, parents, after, paths)
-    accepted = accepted.masked_fill(counts == 0, 0)
-    nodes, emitted = (x.masked_fill(counts[:, None] == 0, -1) for x in (nodes, emitted))
+    M, starts, node = len(chunks.slots), layout.starts.long(), torch.arange(W, device=sampled.device)
+    counts, rows = (starts[1:] - starts[:-1])[:B, None], starts[:B, None] + node  # (B, 1), (B, W)
+    known = rows.clamp(max=min(T, len(sampled)) - 1)
+    paths, parents, tokens = None, layout.parents, layout.tokens[known].masked_fill(node >= counts, -1)
+    if layout.ancestors is not None:
+        paths, parents = layout.ancestors[known].masked_fill(node >= counts, -1), layout.parents[known]
+    nodes, emitted, accepted = verify.reference(tokens, parents, sampled[known], paths)
+    is_padding = counts == 0
+    nodes, emitted = nodes.masked_fill_(is_padding, -1), emitted.masked_fill_(is_padding, -1)
+    lengths = accepted.masked_fill_(is_padding[:, 0], 0)
 
     following = torch.full((T + 1,), -1, dtype=torch.int32, device=sampled.device)  # one more, for what has no row
-    following[torch.where(inside, rows, T)] = emitted
+    following[torch.where(nodes >= 0, rows, T)] = emitted
     order = None
     if layout.ancestors is not None:
         order = torch.arange(T + 1, device=sampled.device)
         order[torch.where(nodes >= 0, rows, T)] = starts[:B, None] + nodes
         order = order[:T]
-    chunk_tokens = _follow_chunks(layout, sampled, chunks, B, following)
-    emitted = torch.cat((emitted, pad(chunk_tokens[:, None], (0, W - 1), value=-1)))
-    lengths = torch.cat((accepted, (chunks.is_last * (chunks.counts > 0)).int()))
-    advances = torch.cat((accepted.long(), chunks.counts))
-    columns = [lengths[:, None], pad(counts, (0, len(chunks.counts)))[:, None], emitted]
-    cells = stored.cells[layout.segment_slots[:B]].masked_fill(counts[:, None] == 0, -1)
-    columns += [pad(x, (0, 0, 0, len(chunks.counts)), value=-1) for x in (cells, *([] if order is None else [nodes]))]
-    results.copy_(torch.cat(columns, dim=1))
+    lists = [stored.cells[layout.segment_slots[:B]].masked_fill_(is_padding, -1)]
+    lists += [] if order is None else [nodes]
+    advances = lengths
+    if M:
+        chunk_tokens = _follow_chunks(layout, sampled, chunks, B, following)
+        emitted = torch.cat((emitted, pad(chunk_tokens[:, None], (0, W - 1), value=-1)))
+        lengths = torch.cat((lengths, (chunks.is_last * (chunks.counts > 0)).int()))
+        advances, counts = torch.cat((advances, chunks.counts)), pad(counts, (0, 0, 0, M))
+        lists = [pad(x, (0, 0, 0, M), value=-1) for x in lists]
+    results.copy_(torch.cat((lengths[:, None], counts, emitted, *lists), dim=1))
     _commit(stored, layout, advances, lengths, emitted, padding)
     last = torch.where(advances > 0, starts[:-1] + advances - 1, T - 1)
     return Verified(nodes, emitted, lengths, following[:T], order, last)
@@ -357,18 +360,21 @@ def _follow_chunks(layout: Layout, sampled: Tensor, chunks: Chunks, num_decoding
 
 def _commit(stored: Stored, layout: Layout, advances: Tensor, lengths: Tensor, emitted: Tensor, padding: int) -> None:
     """advances (S,): by how many tokens each segment's slot grows."""
-    slots, before = layout.segment_slots, layout.segment_lengths
+    slots, before, W = layout.segment_slots, layout.segment_lengths, stored.tokens.shape[1]
     grows = (advances > 0) & (slots != padding)
-    stored.lengths[slots[grows]] = (before + advances)[grows].int()
     emits = grows & (lengths > 0)
-    slots, last = slots[emits], lengths[emits].long() - 1
-    roots = emitted[emits].gather(1, last[:, None]).squeeze(1).clamp(min=0)
-    stored.roots[slots] = roots.long()
-    for column, root, unused in (
-        (stored.tokens, roots, -1), (stored.parents, -1, -1), (stored.survivals, 1, 0), (stored.cells, -1, -1)
-    ):  # fmt: skip
-        column[slots] = unused
-        column[slots, 0] = root
+    last = (lengths.long() - 1).clamp(min=0)
+    roots = emitted.gather(1, last[:, None]).clamp(min=0).masked_fill(~emits[:, None], 0)
+    # Of segments that have nothing to write the slot is `padding`, which gets what it holds.
+    to = torch.where(grows, slots, padding)
+    stored.lengths.index_copy_(0, to, (before + advances).masked_fill(~grows, 0).int())
+    to = torch.where(emits, slots, padding)
+    stored.roots.index_copy_(0, to, roots.squeeze(1).long())
+    tokens = roots.masked_fill(~emits[:, None], -1)
+    stored.tokens.index_copy_(0, to, pad(tokens, (0, W - 1), value=-1))
+    stored.survivals.index_copy_(0, to, pad(emits[:, None].float(), (0, W - 1)))
+    stored.parents.index_fill_(0, to, -1)
+    stored.cells.index_fill_(0, to, -1)
 
 
 @verify_rows.kernel(when=lambda layout, *_: use_triton(layout.starts))

@@ -48,9 +48,9 @@ class Backend(base.Backend):
         """q (T, Q, D) rotated -> the same shape."""
         metadata, spec, (keys, values) = self.metadata, layer.spec, self.layers[layer.id]
         assert metadata.segments is not None
-        key = spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, spec.head_dim, spec.window
-        if key not in metadata.works:  # layers that are alike share a plan
-            metadata.works[key] = plan_work(metadata.segments, q, keys, window=spec.window)
-        work, pages = metadata.works[key], metadata.state.pages[self.groups[layer.id]]
+        key = len(q), spec.num_heads, spec.num_kv_heads, spec.head_dim, q.dtype
+        if (*key, spec.window) not in metadata.works:  # layers that are alike share a plan
+            metadata.works[*key, spec.window] = plan_work(metadata.segments, *key, window=spec.window)
+        work, pages = metadata.works[*key, spec.window], metadata.state.pages[self.groups[layer.id]]
         where = pages, metadata.segments, metadata.ancestors
         return ragged_attention(q, keys, values, *where, mask, spec.score_scale, window=spec.window, work=work)

@@ -25,8 +25,10 @@ PLACES = BUCKETS = KINDS = 16  # the last place, bucket of probabilities and kin
 NETWORK_CELLS = PLACES * BUCKETS
 CELLS = NETWORK_CELLS + KINDS * PLACES
 PRIOR = 4.0  # nodes per cell that the prior counts as
-MOST_LIKELY = 0.98  # that a node is accepted, before any was verified
-MEMORY = 200.0  # verified nodes by which a cell is judged
+MOST_LIKELY = 0.98  # that a node is accepted
+MEMORY = 64.0  # verified nodes by which a cell is judged, at least
+DECAY = 0.98  # weight of those beyond that, after one more step
+RECENT = 0.97  # weight of a step among the last ones, after one more
 REVERT = 0.999  # per step: a cell that is never verified returns to its prior, and is tried again
 MOVED = 0.02  # of a survival, after which the device needs the table again
 REFRESH = 32  # steps between two refreshes; fewer at the beginning
@@ -37,6 +39,7 @@ FREE = 1.02  # a pass that takes so much longer than one of the roots alone take
 PROBE_SHARE = 0.01  # of the time is spent on more nodes than pay, to notice changes
 PROBE_STEPS = 3  # the first one only drafts
 PATIENCE = 2  # steps without a node of the host that paid, after which steps stop waiting for the host
+AGAIN_DECAY = 0.9  # per step with prompts, of how often another one follows
 WAIT_DECAY = 0.95  # per step, of the mean time in which steps wait for the host
 LIFT_DECAY = 0.98  # per step, of what proposals of the host add to the rate
 LEAST_CHUNK = 64  # rows of prompts that a step takes, however slow that is
@@ -65,26 +68,32 @@ class Calibration:
 
     A cell in which few nodes were verified is judged by its prior, times how far the nodes at its place and before were
     from theirs: so a draft that is too sure of itself is found out before each of its cells has been tried, and places
-    that are not verified at present follow those that are.
+    that are not verified at present follow those that are. A place at which the last steps accepted more or fewer nodes
+    than its cells made expect is believed to go on like that, until its cells have learnt it.
     """
 
     def __init__(self) -> None:
         self._tried, self._accepted = np.zeros(CELLS), np.zeros(CELLS)  # verified nodes, decayed
         self._prior = np.concatenate((_network_prior(), _host_prior()))
-        self._survivals: NDArray[np.float64] | None = self._prior.copy()
+        self._recent = np.zeros((2, PLACES + CELLS - NETWORK_CELLS))  # by place: accepted nodes, and expected ones
+        self._learnt = self._prior.copy()  # what the counts say
+        self._survivals = self._prior.copy()
+        self._is_new = True  # `_survivals` is
         self.version, self.table = 0, self._prior.astype(np.float32)  # (CELLS,) what the device should have
         self._steps = self._published = 0
 
     def record(self, cells: NDArray[np.int32], accepted: NDArray[np.bool_], steps: int = 1) -> None:
         """Counts the verified nodes of the last `steps` steps: (n,) cells, and whether each node was accepted."""
-        revert = REVERT**steps
-        tried = revert * self._tried
-        tried += np.bincount(cells, minlength=CELLS)
-        keep = MEMORY / np.maximum(tried, MEMORY)
-        self._tried = tried * keep
-        keep *= revert * self._accepted + np.bincount(cells[accepted], minlength=CELLS)
-        self._accepted = keep
-        self._survivals = None
+        tried = np.bincount(cells, minlength=CELLS)
+        right = np.bincount(cells[accepted], minlength=CELLS)
+        recent = _by_place(np.stack((right, tried * self._learnt)))
+        self._recent *= np.where(recent[1] > 0, RECENT, REVERT) ** steps
+        self._recent += recent
+        known = REVERT**steps * self._tried + tried
+        keep = np.clip(MEMORY / np.maximum(known, MEMORY), DECAY**steps, 1.0)
+        self._tried = keep * known
+        self._accepted = keep * (REVERT**steps * self._accepted + right)
+        self._is_new = False
         self._steps += steps
         if self._steps >= min(2 * self._published, self._published + REFRESH):
             self._publish()
@@ -92,9 +101,14 @@ class Calibration:
     @property
     def survivals(self) -> NDArray[np.float64]:
         """(CELLS,) probability that a node is accepted: the present ones, which the table follows with delay."""
-        if self._survivals is None:
+        if not self._is_new:
             prior = np.minimum(self._prior * self._surer(), MOST_LIKELY)
-            self._survivals = (self._accepted + PRIOR * prior) / (self._tried + PRIOR)
+            self._learnt = (self._accepted + PRIOR * prior) / (self._tried + PRIOR)
+            accepted, expected = self._recent
+            lately = (accepted + PRIOR) / (expected + PRIOR)
+            lately = np.concatenate((np.repeat(lately[:PLACES], BUCKETS), lately[PLACES:]))
+            self._survivals = np.minimum(self._learnt * lately, MOST_LIKELY)
+            self._is_new = True
         return self._survivals
 
     def survival(self, cell: int) -> float:
@@ -103,10 +117,9 @@ class Calibration:
 
     def _surer(self) -> NDArray[np.float64]:
         """(CELLS,) accepted nodes over those that the priors expected, at the same place of proposals of this kind."""
-        counts = np.stack((self._accepted, self._tried * self._prior))
-        network = counts[:, :NETWORK_CELLS].reshape(2, PLACES, 1, BUCKETS).sum(axis=3)
-        host = counts[:, NETWORK_CELLS:].reshape(2, KINDS, PLACES).swapaxes(1, 2)
-        accepted, expected = np.concatenate((network, host), axis=2)  # (PLACES, 1 + KINDS)
+        counts = _by_place(np.stack((self._accepted, self._tried * self._prior)))
+        host = counts[:, PLACES:].reshape(2, KINDS, PLACES).swapaxes(1, 2)
+        accepted, expected = np.concatenate((counts[:, :PLACES, None], host), axis=2)  # (PLACES, 1 + KINDS)
         ratios, before = np.empty_like(accepted), np.ones(1 + KINDS)
         for place in range(PLACES):
             before = (accepted[place] + PRIOR * before) / (expected[place] + PRIOR)
@@ -188,7 +201,6 @@ class BudgetPolicy:
         self,
         costs: Costs,
         widths: Sequence[int],
-        most_nodes: int | None = None,
         *,
         most_nodes: int = 1,
         fixed: int | None = None,
@@ -197,7 +209,6 @@ class BudgetPolicy:
     ) -> None:
         self.costs, self.widths, self.fixed = costs, sorted(widths), fixed
         self.most_nodes = max(most_nodes, self.widths[-1])
-        self.most_nodes = max(most_nodes or 1, self.widths[-1])
         self.itl_ms, self.max_chunk_ms = itl_ms, max_chunk_ms
         self.calibration, self.offers = Calibration(), Offers(max(2, self.widths[-1]))
         self.wait_ms = 0.0  # mean time in which the device waits for the host's proposals
@@ -213,6 +224,7 @@ class BudgetPolicy:
         self._probe_narrow = False  # the next one
         # Fitted costs know nothing of other widths yet.
         self._tour = [j for j in range(len(self.widths)) for _ in range(2)] if costs.is_fitted else []
+        self._had_prompts, self._again = False, 0.5  # how often a step with prompts follows on one lately
         self._steps_without_host = 0  # in a row
         self._lift = np.ones(2)  # mean tokens of a step, and those that it would have to yield
         self._chosen = np.zeros(2)  # nodes and steps, decayed: for metrics
@@ -244,21 +256,24 @@ class BudgetPolicy:
         decoding request has, if the host proposed anything; otherwise what the last step drafted."""
         if self.fixed is not None:
             return self._choose_fixed(self.fixed, num_decoding, prompt_rows, filtered, offers)
+        if self._had_prompts:
+            self._again += (1 - AGAIN_DECAY) * ((prompt_rows > 0) - self._again)
+        self._had_prompts = prompt_rows > 0
         if num_decoding == 0:
             ms = self.costs.time(prompt_rows, 0, self.width, filtered=filtered)
             self._stored = self._width
             return Choice(0, self.width, ms)
         self._count_step()
         plan = self._plan(num_decoding, prompt_rows, filtered)
-        self._follow(plan)
-        if offers is None:
-            most, k, tokens = num_decoding * self.widths[self._stored], plan.best[self._stored], None
-        else:
+        self._follow(plan, self._plan(num_decoding, 0, filtered))
+        if offers is not None and any(kind for _, kind in offers):
             most = sum(count for count, _ in offers)
             k, tokens = self._of_host(plan, offers, prompt_rows)
+        else:
+            most = num_decoding * self.widths[self._stored]
+            k, tokens = plan.best[self._stored], plan.tokens[self._stored]
+            self._steps_without_host += offers is not None
         k, j = self._explore(plan, k, most, num_decoding, prompt_rows)
-        if tokens is None:
-            tokens = plan.tokens[self._stored]
         self._stored = j
         nodes = max(min(plan.rows[k] - prompt_rows, most), num_decoding)
         self._chosen = LIFT_DECAY * self._chosen + (nodes, 1.0)
@@ -386,11 +401,15 @@ class BudgetPolicy:
         allowed = ms * self.costs.p95() <= self.itl_ms
         return allowed if allowed.any() else ms == ms.min()
 
-    def _follow(self, plan: _Plan) -> None:
-        """Moves to the best width if it is better enough than the present one."""
-        j = max(range(len(self.widths)), key=plan.values.__getitem__)
-        now = self._width
-        if plan.values[j] - plan.values[now] > HYSTERESIS * plan.rate * plan.ms(plan.best[now], now):
+    def _follow(self, plan: _Plan, alone: _Plan) -> None:
+        """Moves to the best width for the next step if it is better enough than the present one. That step has prompts
+        like this one, or none (`alone`)."""
+        values = plan.values
+        if plan is not alone:
+            pairs = zip(plan.values, alone.values, strict=True)
+            values = [self._again * value + (1 - self._again) * other for value, other in pairs]
+        j, now = max(range(len(values)), key=values.__getitem__), self._width
+        if values[j] - values[now] > HYSTERESIS * plan.rate * alone.ms(alone.best[now], now):
             self._width = j
 
     def _explore(self, plan: _Plan, k: int, most: int, num_decoding: int, prompt_rows: int) -> tuple[int, int]:
@@ -524,6 +543,12 @@ def host_cells(count: int, kind: int) -> NDArray[np.int32]:
     cells = NETWORK_CELLS + min(kind, KINDS - 1) * PLACES + np.minimum(np.arange(count), PLACES) - 1
     cells[0] = -1
     return cells.astype(np.int32)
+
+
+def _by_place(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums by cell, (n, CELLS), as sums by place: (n, PLACES + KINDS * PLACES)."""
+    network = values[:, :NETWORK_CELLS].reshape(len(values), PLACES, BUCKETS).sum(axis=2)
+    return np.concatenate((network, values[:, NETWORK_CELLS:]), axis=1)
 
 
 def _network_prior() -> NDArray[np.float64]:

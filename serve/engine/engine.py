@@ -91,7 +91,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Launches work, and returns new tokens.
 
-        With overlap it waits for the oldest step in flight only, while a newer one runs; otherwise for what it launches.
+        With overlap it waits for the oldest step in flight alone, while a newer one runs; otherwise for what it starts.
         """
         if not self.overlap:
             return self._finish(self._launch(self._plan()))
@@ -232,13 +232,14 @@ class Engine:
         for stage in self.stages:
             stage.close()
 
-    def metrics(self) -> dict[str, int]:
+    def metrics(self) -> dict[str, float]:
         """Current gauges; a request's counts come with its last Output."""
-        gauges = {
+        gauges: dict[str, float] = {
             "running": self.scheduler.num_running,
             "waiting": self.scheduler.num_waiting,
             "preemptions": self.scheduler.num_preemptions,
         }
+        gauges |= self.planner.policy.metrics()
         for stage in self.stages:
             gauges |= stage.metrics()
         return gauges

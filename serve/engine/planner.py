@@ -104,7 +104,9 @@ class Planner:
         survivals = None
         if self._sent_version != self.policy.version:
             self._sent_version, survivals = self.policy.version, self.policy.table.copy()
-        return replace(plan, mode=mode, nodes=min(choice.nodes, self.limits.node_rows), width=choice.width, survivals=survivals)
+        return replace(
+            plan, mode=mode, nodes=min(choice.nodes, self.limits.node_rows), width=choice.width, survivals=survivals
+        )
 
     @property
     def waiting_pays(self) -> bool:

@@ -103,12 +103,12 @@ class Scheduler:
     """Requests in, work out, tokens in, outputs out.
 
     A waiting sequence has neither request slot nor pages. Admission gives it both: pages for all its tokens and for
-    `max_reserve` KV tokens more, so that no two half-computed prompts wait for each other. `next_decodes` adds pages as a
-    sequence grows. When pages run out it preempts the newest sequence, prefilling or decoding: the computed pages stay
-    in the prefix cache, and the sequence returns to the front of the queue. Later a prefill of all its tokens yields
-    the token that the lost steps would have given. The oldest is never preempted, so it always ends: `add` refuses
-    requests that cannot fit. Of a window group a sequence is admitted to a quota, and gets pages with each chunk and
-    step and gives them back with each commit: these never run out.
+    `max_reserve` KV tokens more, so that no two half-computed prompts wait for each other. `next_decodes` adds pages as
+    a sequence grows. When pages run out it preempts the newest sequence, prefilling or decoding: the computed pages
+    stay in the prefix cache, and the sequence returns to the front of the queue. Later a prefill of all its tokens
+    yields the token that the lost steps would have given. The oldest is never preempted, so it always ends: `add`
+    refuses requests that cannot fit. Of a window group a sequence is admitted to a quota, and gets pages with each
+    chunk and step and gives them back with each commit: these never run out.
 
     The scheduler calls `on_admit` when a sequence has its slot and pages, also when it resumes, and `on_release` before
     it takes them back.
@@ -247,7 +247,7 @@ class Scheduler:
         return outputs
 
     def check(self) -> None:
-        """Prove the invariants of queue, slots and pages. Raises AssertionError. Walks everything: not for every step."""
+        """Prove the invariants of queue, slots and pages. Raises AssertionError. Walks everything: for tests."""
         self.cache.check(sequence.table for sequence in self._running)
         everyone = [*self._running, *self._waiting]
         assert {id(sequence) for sequence in everyone} == {id(sequence) for sequence in self._sequences.values()}

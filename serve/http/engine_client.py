@@ -62,7 +62,7 @@ class EngineClient:
         self.failure: str | None = None  # why there is no engine any more
         self.ended = asyncio.Event()  # set with `failure`
         self.num_failed = 0  # requests that were open when the engine ended
-        self.metrics: dict[str, int] = {}  # the engine's latest gauges
+        self.metrics: dict[str, float] = {}  # the engine's latest gauges
         self._make_engine = make_engine
         self._receivers: dict[str, Receiver] = {}
         self._outbox: list[Request | Abort | Ping | None] = []

@@ -53,7 +53,7 @@ class Metrics:
         if stats.rounds:
             self.accept_length.observe((stats.completion_tokens - stats.prefills) / stats.rounds)
 
-    def render(self, gauges: Mapping[str, int], num_open: int, is_healthy: bool) -> str:
+    def render(self, gauges: Mapping[str, float], num_open: int, is_healthy: bool) -> str:
         """`gauges`: the engine's, rendered as slipstream_engine_<name>."""
         totals = self.totals
         reasons = {reason: self.finished[reason] for reason in ("stop", "length", "abort", "error")}
@@ -82,7 +82,7 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
 
-def family(name: str, kind: str, text: str, counts: Mapping[Any, int], label: str = "") -> Iterator[str]:
+def family(name: str, kind: str, text: str, counts: Mapping[Any, float], label: str = "") -> Iterator[str]:
     """One metric: a count for each value of `label`, or a single count without a label."""
     yield f"# HELP slipstream_{name} {text}"
     yield f"# TYPE slipstream_{name} {kind}"

@@ -62,7 +62,7 @@ class AttentionMetadata:
 
 
 class PassRows(NamedTuple):
-    """C rows of a target pass: those of prompt chunks, and of each decoding request its accepted nodes in order and then
+    """C rows of a target pass: those of prompt chunks, and of each decoding request its accepted nodes in order before
     the others, whose KV the next step overwrites."""
 
     metadata: AttentionMetadata  # of a draft's attention over these rows: their positions (C,) and slots (C,)

@@ -4,7 +4,7 @@ Letters: M chunks, T tokens.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def pack_chunks(chunks: Sequence[PromptChunk], num_chunks: int, num_tokens: int,
     """One buffer on the host with room for so many chunks and tokens, for `split_chunks`; unused chunks have no tokens
     and the padding slot."""
     buffer = torch.zeros(sum(_places(num_chunks, num_tokens)), dtype=torch.int64, pin_memory=pinned)
-    to: Any = Chunks(*(field.numpy() for field in split_chunks(buffer, num_chunks, num_tokens)))
+    to = cast(Any, Chunks)(*(field.numpy() for field in split_chunks(buffer, num_chunks, num_tokens)))
     to.slots[:], to.next_tokens[:] = padding, -1
     start = 0
     for index, chunk in enumerate(chunks):
@@ -34,12 +34,10 @@ def split_chunks(buffer: Tensor, num_chunks: int, num_tokens: int) -> Chunks:
     """Views of a buffer."""
     sizes = [num_chunks] * 5 + [num_tokens]
     parts = buffer.split(_places(num_chunks, num_tokens))
-    slots, starts, counts, is_last, next_tokens, tokens = (
-        part[:size] for part, size in zip(parts, sizes, strict=True)
-    )
+    slots, starts, counts, is_last, next_tokens, tokens = (part[:size] for part, size in zip(parts, sizes, strict=True))
     return Chunks(slots, starts, counts, is_last, tokens, next_tokens)
 
 
 def _places(num_chunks: int, num_tokens: int) -> list[int]:
-    """Numbers of each field, rounded up to 16 bytes: Triton compiles a kernel anew for arrays that are not so aligned."""
+    """Numbers of each field, rounded up to 16 bytes: Triton compiles a kernel anew for others."""
     return [size + size % 2 for size in [num_chunks] * 5 + [num_tokens]]

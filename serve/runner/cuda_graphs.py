@@ -35,7 +35,6 @@ HEADS = (32, 128, 256, 512)  # rows with logits of passes with prompts, besides 
 MOST_NODE_ROWS = 1024  # of a pass without prompts, if there are no more requests than that
 TIMED_PASSES = 2  # of each key at start-up: the faster one counts
 StepKey = tuple[int, int, bool, SamplingMode]  # rows, rows with logits, whether there are prompts, mode
-CostTables = dict[str, dict[SamplingMode, dict[Any, float]]]  # "target": by rows; "draft": by (requests, width)
 
 
 def buckets(most: int) -> list[int]:
@@ -162,10 +161,10 @@ class StepGraphs:
         sizes = f"rows {', '.join(map(str, self.sizes))}; with prompts {', '.join(map(str, self.prompt_sizes))}"
         self.capturer.capture_all("target passes", sizes, self.keys(), self._capture)
 
-    def time_all(self) -> dict[SamplingMode, dict[Any, float]]:
-        """Milliseconds of passes with random tokens and no committed ones to read, by mode and rows. Rows that a pass of
-        nodes alone cannot have are a prompt's."""
-        tables: dict[SamplingMode, dict[Any, float]] = {mode: {} for mode in MODES}
+    def time_all(self) -> dict[str, dict[Any, float]]:
+        """Milliseconds of passes with random tokens and no committed ones to read, by mode and rows. Where a pass has
+        more rows than it can have nodes, the others are a prompt's."""
+        tables: dict[str, dict[Any, float]] = {mode: {} for mode in MODES}
         with self.runner.state.random_requests(self.runner.target.config.vocab_size):
             for rows, heads, has_prompts, mode in self.keys():
                 if not has_prompts or (rows > self.sizes[-1] and heads == self._heads(rows)[-1]):
@@ -302,9 +301,9 @@ class DraftGraphs:
         sizes = f"requests {', '.join(map(str, self.sizes))}; width {', '.join(map(str, self.widths))}"
         self.capturer.capture_all("draft passes", sizes, self.keys(), self._capture)
 
-    def time_all(self) -> dict[SamplingMode, dict[Any, float]]:
+    def time_all(self) -> dict[str, dict[Any, float]]:
         """Milliseconds by mode and (requests, width)."""
-        tables: dict[SamplingMode, dict[Any, float]] = {mode: {} for mode in MODES}
+        tables: dict[str, dict[Any, float]] = {mode: {} for mode in MODES}
         with self.runner.state.random_requests(self.runner.target.config.vocab_size):
             for size, width, mode in self.keys():
                 self._hold(tuple(range(size)))
@@ -373,9 +372,7 @@ def make_graphs(
     return steps, drafts
 
 
-def capture_all(
-    runner: Runner, config: EngineConfig, widths: Sequence[int]
-) -> tuple[StepGraphs, DraftGraphs | None]:
+def capture_all(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> tuple[StepGraphs, DraftGraphs | None]:
     """Their kernels are compiled first, in parallel."""
     steps, drafts = make_graphs(runner, config, widths, Capturer())
     try:

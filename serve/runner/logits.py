@@ -29,8 +29,8 @@ def sample_target(
 ) -> Tensor:
     """Samples the target's token after each row of logits (H, V), at positions (H,).
 
-    requests (H,) int64: the slot of each row. A node counts the tokens of its path. Mode "all" also heeds the masks that
-    `state` holds. Returns (H,) int64, -1 where nothing can be sampled: NaN, or no token allowed.
+    requests (H,) int64: the slot of each row. A node counts the tokens of its path. Mode "all" also heeds the masks
+    that `state` holds. Returns (H,) int64, -1 where nothing can be sampled: NaN, or no token allowed.
     """
     sampling = state.sampling(requests, mode)
     if mode == "all":

@@ -6,8 +6,8 @@ that is not captured reads how many nodes of each request it has, since its atte
 Letters: B decoding requests, M chunks, S = B + M segments, T rows of the pass, W nodes that a request slot stores.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -232,9 +232,7 @@ class Runner:
         prompts = self._prompts("draft", layout, B, count, host)
         if prompts is not None:
             owners, last = layout.requests[count:], verified.last[B:] - count
-            rows = PassRows(
-                prompts, verified.next_tokens[count:], owners, prompts.requests, last, only_prompts=True
-            )
+            rows = PassRows(prompts, verified.next_tokens[count:], owners, prompts.requests, last, only_prompts=True)
             self.drafter.extend(rows, aux_states[count:])
 
 
@@ -252,5 +250,3 @@ def simulate(sampled: Tensor, layout: Layout, state: RequestState, accept_length
     is_prompt = layout.parents[: len(sampled)].lt(0) & nodes.gt(0)
     wanted = torch.where(nodes + 1 < accepted, following, (following + 1) % state.processors.counts.shape[1])
     return torch.where(is_prompt, sampled, wanted)
-
-

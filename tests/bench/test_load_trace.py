@@ -20,6 +20,7 @@ from slipstream.bench.streams import Arrival, Stream, Streams, accept_length, ga
 from slipstream.bench.workload import Task
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import RequestStats
+from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.serve.fake_engine import FakeEngine
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-target"
@@ -106,12 +107,15 @@ def test_medians_are_compared_with_those_without_a_draft() -> None:
 def test_the_program_measures_the_same_questions_with_each_setting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output, plot = tmp_path / "lines", tmp_path / "plot.png"
+    draft, output, plot = (tmp_path / name for name in ("draft", "lines", "plot.png"))
+    save_random_draft(TINY, draft, 1500)
     sizes = ["--levels", "1,3,1", "--requests", "3", "--output-len", "8", "--engine.kv_cache_tokens", "2048"]
-    settings = ["--settings", "none", "nodes=3"]
-    main(["--target", str(TINY), "--draft", "ngram", *sizes, *settings, "--output", str(output), "--plot", str(plot)])
+    settings = ["--settings", "none", "width=2"]
+    main(
+        ["--target", str(TINY), "--draft", str(draft), *sizes, *settings, "--output", str(output), "--plot", str(plot)]
+    )
     lines = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [line["setting"] for line in lines] == ["none", "nodes=3"]
+    assert [line["setting"] for line in lines] == ["none", "width=2"]
     assert len({tuple(line["answers"]) for line in lines}) == 1
     for line in lines:
         assert [phase["level"] for phase in line["phases"]] == line["levels"] == [1, 3, 1]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.bench.long_prompt import Arrived, Load, LongPromptConfig, figures, main, time_alone
+from slipstream.bench.long_prompt import Arrived, Load, LongPromptConfig, figures, main
 from slipstream.bench.streams import Streams
 from slipstream.bench.workload import Task
 from slipstream.serve.options import EngineConfig
@@ -54,8 +54,7 @@ def test_a_gap_spans_the_time_until_the_first_token() -> None:
         assert found.tok_s < found.quiet_tok_s
     assert len(running.streams.open) == 3, "streams that ended were followed by others"
     assert len(running.streams.all) > 6
-    alone = time_alone(running.config, Streams(ChunkedEngine(EngineConfig())), LONG)  # type: ignore[arg-type]
-    assert CHUNKS * CHUNK_S <= alone < 1
+    assert CHUNKS * CHUNK_S <= load().alone(LONG) < 1
 
 
 def test_streams_end_one_after_another() -> None:

@@ -143,7 +143,7 @@ def test_it_comes_back_when_drafts_are_accepted_again(batch: int) -> None:
     simulation.run(300)
     assert simulation.widths[-50:].count(8) > 40
     simulation.world.power = 100.0
-    simulation.run(300)
+    simulation.run(400)
     assert simulation.widths[-100:].count(1) > 60
 
 
@@ -154,18 +154,19 @@ def test_probes_cost_what_they_may() -> None:
     start = len(simulation.nodes)
     simulation.run(3000)
     base = gpu_ms(128, 128, 1)
-    spent = [gpu_ms(*key) - base for key in zip(simulation.nodes[start:], [128] * 3000, simulation.widths[start:])]
+    taken = zip(simulation.nodes[start:], simulation.widths[start:], strict=True)
+    spent = [gpu_ms(nodes, 128, width) - base for nodes, width in taken]
     assert 0.3 * PROBE_SHARE < sum(spent) / (3000 * base) < 1.3 * PROBE_SHARE
 
 
-@pytest.mark.parametrize(("batch", "power"), [(1, 3.0), (4, 1.0), (16, 3.0)])
+@pytest.mark.parametrize(("batch", "power"), [(2, 1.0), (16, 3.0)])
 def test_fitted_costs_lead_to_the_best_numbers_too(batch: int, power: float) -> None:
     simulation = Simulation(BudgetPolicy(FittedCosts(1024), WIDTHS), World(power), batch, step_ms=cpu_ms)
     simulation.noise = 0.1
     simulation.run(300)
     found = simulation.run(400)
     assert set(simulation.widths[:8]) == set(WIDTHS), "at first it measures every width"
-    numbers = [batch + batch * (width - 1) * quarter // 4 for width in WIDTHS for quarter in range(5)]
+    numbers = [batch + batch * (width - 1) * quarter // 4 for width in WIDTHS for quarter in (0, 2, 4)]
     assert found > 0.96 * simulation.best(max(60, 800 // batch), sorted(set(numbers)))
 
 
@@ -202,8 +203,12 @@ def test_a_cell_without_nodes_follows_its_place_and_comes_back_to_its_prior() ->
 
 
 def test_survivals_are_counts_with_a_prior() -> None:
+    """Of steps long ago: what happened lately counts more."""
     seen, cell = Calibration(), network_cell(1, 0.99)
     seen.record(np.full(10, cell, np.int32), np.arange(10) < 7)
+    assert seen.survival(cell) < 0.7
+    seen._recent[:] = 0
+    seen._is_new = False
     prior = 15.5 / 16
     expected = prior * (7 + PRIOR) / (10 * prior + PRIOR)
     assert seen.survival(cell) == pytest.approx((7 + PRIOR * expected) / (10 + PRIOR))
@@ -246,8 +251,8 @@ def test_curves_are_the_mean_proposal_best_nodes_first() -> None:
     for _ in range(2000):
         offers.record(cells)
     narrow, wide = offers.curves([2, 3], survivals)
-    assert wide.nodes == pytest.approx([0, 0.5, 1.5, 2], abs=1e-3)
-    assert wide.tokens == pytest.approx([0, 0.375, 0.875, 1], abs=1e-3)
+    assert wide.nodes[:4] == pytest.approx([0, 0.5, 1.5, 2], abs=1e-3)
+    assert wide.tokens[:4] == pytest.approx([0, 0.375, 0.875, 1], abs=1e-3)
     assert np.interp([0.5, 1.0], *narrow) == pytest.approx([0.375, 0.5], abs=1e-3)
 
 
@@ -264,15 +269,24 @@ def settled(policy: BudgetPolicy, batch: int, prompt_rows: int = 0, **options: b
     return max(choices, key=lambda choice: [one[:2] for one in choices].count(choice[:2]))
 
 
-def test_prompts_leave_what_they_do_not_fill() -> None:
-    """Of the rows that a pass has anyway, none is left empty; where rows cost, most belong to nodes that pay less."""
-    policy = learnt()
-    alone = settled(policy, 64)
-    with_prompt = settled(policy, 64, 30)
-    assert with_prompt.nodes + 30 in SIZES
-    assert settled(policy, 64, 450).nodes < alone.nodes
-    assert 512 >= settled(policy, 64, 450).nodes + 450 > 512 - 3
+def test_nodes_fill_what_prompts_leave() -> None:
+    """Rows that a pass has anyway are not left empty."""
+    policy = learnt(power=0.3)
+    assert settled(policy, 64, 30).nodes == 128 - 30
     assert settled(policy, 2, 3).nodes == 16, "free: all that two requests have"
+
+
+def test_nothing_is_drafted_where_prompts_leave_no_room() -> None:
+    """Unless the next step has none: a pass of 480 rows is bound by compute."""
+    policy = learnt()
+    for _ in range(20):
+        policy.choose(64)
+        assert policy.choose(64, 440).width > 1
+    for _ in range(20):
+        policy.choose(64, 440)
+    assert settled(policy, 64, 440)[:2] == (64, 1)
+    policy.choose(64)
+    assert settled(policy, 64).nodes == 128, "it drafts again"
 
 
 def test_nodes_beside_prompts_pay_as_much_as_elsewhere() -> None:
@@ -363,23 +377,22 @@ def test_chunks_keep_streams_flowing() -> None:
 
 def test_proposals_of_the_host_are_judged_one_by_one() -> None:
     """Kind 1 is never accepted, kind 4 always."""
-    policy = BudgetPolicy(costs(), (1,))
+    policy = BudgetPolicy(costs(), (1,), most_nodes=8)
     cells = np.stack([host_cells(8, 1)] * 8 + [host_cells(8, 4)] * 8)
     accepted = np.zeros((16, 8), bool)
     accepted[8:] = True
     for _ in range(30):
         policy.choose(16)
         policy.record(cells, np.full(16, 8, np.int32), accepted)
-    offers = [(1, 0)] * 112
-    assert policy.choose(128, offers=[*offers, *[(8, 4)] * 16]).nodes > 200
-    assert policy.choose(128, offers=[*offers, *[(8, 1)] * 16]).nodes < 140
-    both = policy.choose(128, offers=[*offers, *[(8, 1)] * 8, *[(8, 4)] * 8])
-    assert 160 < both.nodes <= 192, "the nodes of kind 4 and what a pass has left"
+    offers = [(1, 0)] * 48
+    assert policy.choose(64, offers=[*offers, *[(8, 4)] * 16]).nodes >= 160, "most of them"
+    assert policy.choose(64, offers=[*offers, *[(8, 1)] * 16]).nodes <= 128, "what is free"
+    assert 64 + 56 <= policy.choose(64, offers=[*offers, *[(8, 1)] * 8, *[(8, 4)] * 8]).nodes <= 128
     assert policy.choose(2, offers=[(8, 1), (8, 4)]).nodes == 16, "free"
 
 
 def test_steps_wait_for_the_host_while_that_pays() -> None:
-    policy = BudgetPolicy(costs(), (1,))
+    policy = BudgetPolicy(costs(), (1,), most_nodes=8)
     cells, accepted = np.stack([host_cells(8, 1)] * 4), np.zeros((4, 8), bool)
     for _ in range(100):
         policy.waited(0.5)
@@ -422,4 +435,8 @@ def test_metrics(make: Callable[[], Costs]) -> None:
     assert 0 <= metrics["step_time_error"] < 0.5
     assert 8 <= metrics["nodes_per_step"] <= 64
     assert metrics["draft_width"] in WIDTHS
-    assert policy.free_rows(8) == (128 if not make().is_fitted else policy.free_rows(8))
+
+
+def test_rows_that_are_free() -> None:
+    """4.032 ms for 16 rows: 2 % more are not reached by 48 rows, but by 64."""
+    assert BudgetPolicy(costs(), WIDTHS).free_rows(16) == 48

@@ -98,7 +98,7 @@ def test_the_cache_holds_what_memory_allows(target: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(memory, "free_bytes", lambda *_: 1000 * 512)
     assert build_engine(target, kv_cache_tokens=None).info.kv_cache_tokens == 1000 // 16 * 16
     monkeypatch.setattr(memory, "free_bytes", lambda *_: 10**9)
-    assert build_engine(target, kv_cache_tokens=None).info.kv_cache_tokens == 8 * 272, "all that 8 rows can use"
+    assert build_engine(target, kv_cache_tokens=None).info.kv_cache_tokens == 8 * 272, "all that 8 requests can use"
 
 
 @pytest.mark.parametrize("options", [{"kv_cache_tokens": 192}, {"kv_cache_tokens": None}])
@@ -179,25 +179,25 @@ def test_metrics_count_requests(target: Path) -> None:
 
 
 def test_every_token_is_counted(target: Path, draft: Path) -> None:
-    """A round emits its accepted tokens and one of the target's own; the prompt's pass emits the first."""
+    """A step emits its accepted tokens and one of the target's own; the prompt's pass emits the first."""
     requests = [make_request(str(seed), random_prompt(9, seed), max_tokens=50, seed=seed) for seed in range(4)]
     for answer in run(build_engine(target, draft), requests).values():
         counts = answer.counts
         assert (counts.prompt_tokens, counts.prefills) == (9, 1)
         assert counts.drafted_tokens == 3 * counts.rounds
         full = counts.prefills + counts.rounds + counts.accepted_tokens
-        assert full - 1 <= counts.completion_tokens <= full, "only the last round may be cut"
+        assert full - 1 <= counts.completion_tokens <= full, "only the last step may be cut"
         assert len(answer.starts) == 1 + counts.rounds
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_context_shorter_than_a_round_is_measured_by_prompts_of_one_token(
+def test_a_context_shorter_than_a_proposal_is_measured_by_prompts_of_one_token(
     make_target: Callable[[str], Path], page_size: int, overlap: bool
 ) -> None:
     options: dict[str, Any] = {"max_model_len": 2, "width": 16, "page_size": page_size, "overlap": overlap}
     runner = build_engine(make_target("qwen3"), "ngram", **options).runner.passes
-    memory._prefill_padding(runner, 40, 16)
+    memory._prefill_padding(runner, 40)
     chunks = memory._padding_chunks(runner.state, 40)
     assert [len(chunk.tokens) for chunk in chunks] == [1] * 40
     assert not runner.state.lengths.any()

@@ -92,9 +92,9 @@ def test_stop_strings_cut_text_tokens_and_counts(stride: int, plain: LLM, drafte
             assert answer.text.strip() == words(whole[: end - 1])
             counts = answer.stats
             assert counts.completion_tokens == end
-            assert end <= 1 + counts.rounds + counts.accepted_tokens <= end + 1, "the last round may be cut"
+            assert end <= 1 + counts.rounds + counts.accepted_tokens <= end + 1, "the last step may be cut"
             assert (counts.rounds > 0) == (end > 1)
-            assert counts.drafted_tokens == counts.rounds * (llm.engine.planner.widths.most - 1)
+            assert counts.drafted_tokens == counts.rounds * (llm.engine.planner.limits.most_nodes - 1)
             assert not llm.engine.has_work
             llm.engine.scheduler.check()
     for llm in (plain, drafted):
@@ -194,7 +194,7 @@ def test_generation_can_be_interrupted_and_started_again(plain: LLM, monkeypatch
     assert tokens_of(plain.generate(PROMPTS, PARAMS)) == expected
 
 
-@pytest.mark.parametrize("last_pass", [1, 3])  # that breaks off: the prompt's, a round
+@pytest.mark.parametrize("last_pass", [1, 3])  # that breaks off: the prompt's, a later step's
 def test_what_a_broken_pass_has_not_computed_is_not_shared(
     last_pass: int, plain: LLM, drafted: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,10 @@
 """Random operation sequences on a simulated engine: every answer equals the one computed alone and without a cache.
 
 The simulated KV of a token is a digest of all text that a real one would depend on, so a page that is shared wrongly,
-freed too early or published before it is complete shows as wrong content when a sequence reads it. Passes are computed
-when they are launched; their tokens reach the scheduler up to `max_in_flight` passes later. What layers with a window
-read and write is computed late, in launch order, by the page tables that the passes before have brought to the device.
+freed too early or published before it is complete shows as wrong content when a sequence reads it. A pass holds
+nodes of sequences that decode and chunks of prompts. Passes are computed when they are launched; their tokens reach the
+scheduler up to `max_in_flight` passes later. What layers with a window read and write is computed late, in launch
+order, by the page tables that the passes before have brought to the device.
 """
 
 import random
@@ -11,18 +12,19 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 
 from slipstream.serve.engine.kv_cache import PageCache
 from slipstream.serve.engine.kv_windows import WindowPages
-from slipstream.serve.engine.scheduler import Scheduler, Sequence
+from slipstream.serve.engine.scheduler import Chunk, Scheduler, Sequence
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
 from slipstream.tests.pairwise import pairwise
 
 VOCAB_SIZE = 40
 STOP_IDS = frozenset({0})
-WIDTH = 5  # nodes of a round: at most 4 drafts accepted
+WIDTH = 5  # most nodes of a request that a step verifies: at most 4 drafts accepted
 SCRATCH = 2
 RESERVE = WIDTH + SCRATCH
 MAX_MODEL_LEN = 70
@@ -59,8 +61,8 @@ class Setting:
     lookahead: int
     num_pages: int
     max_running: int
-    prefill_budget: int
     max_in_flight: int
+    max_chunks: int | None
     windows: tuple[int, ...] = field(repr=False)  # the seed, a setting's text, does not depend on them
 
     @property
@@ -73,9 +75,21 @@ class Setting:
         return WindowPages(num_pages, self.page_size, window, self.max_reserve)
 
 
+class Part(NamedTuple):
+    """What a pass computes of one sequence: tokens [start, end), of which drafting and rejected nodes write others up
+    to `spoiled`."""
+
+    sequence: Sequence
+    known: list[int]  # its tokens, those that the pass samples included
+    num_known: int  # tokens before it
+    start: int
+    end: int
+    spoiled: int
+
+
 @dataclass(frozen=True, slots=True)
-class WindowPass:
-    """One sequence's part of a pass over tokens [start, end): drafting and rejected nodes write up to `spoiled`."""
+class WindowPart:
+    """The same for a device."""
 
     slot: int
     pages: list[tuple[int, int]]  # (index, page) that no pass before has brought
@@ -97,22 +111,31 @@ class WindowDevice:
     table: dict[tuple[int, int], int] = field(default_factory=dict)  # (request slot, index) -> page
     kv: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # (page, place) -> digests
 
-    def run(self, part: WindowPass) -> None:
-        self.table.update(((part.slot, index), page) for index, page in part.pages)
-        first = max(0, part.start - self.window + 1)
-        for index in range(first, part.start):
+    def run(self, parts: list[WindowPart]) -> None:
+        for part in parts:
+            self.table.update(((part.slot, index), page) for index, page in part.pages)
+        for part in parts:
+            for index in range(part.start, part.spoiled):
+                self.kv[self._place(part, index)] = GARBAGE, GARBAGE
+        for part in parts:
+            self._read(part)
+        for part in parts:
+            for index in range(max(self._first(part), part.start - self.lookahead), part.end):
+                ahead = index + 1 + self.lookahead
+                draft = part.text[ahead] if ahead < len(part.text) else GARBAGE
+                self.kv[self._place(part, index)] = part.text[index + 1], draft
+
+    def _read(self, part: WindowPart) -> None:
+        for index in range(self._first(part), part.start):
             target, draft = self.kv[self._place(part, index)]
             assert target == part.text[index + 1], "not the token that the window shows"
             if self.window > self.lookahead and index + 1 + self.lookahead <= part.num_known:
                 assert draft == part.text[index + 1 + self.lookahead]
-        for index in range(part.start, part.spoiled):
-            self.kv[self._place(part, index)] = GARBAGE, GARBAGE
-        for index in range(max(first, part.start - self.lookahead), part.end):
-            ahead = index + 1 + self.lookahead
-            draft = part.text[ahead] if ahead < len(part.text) else GARBAGE
-            self.kv[self._place(part, index)] = part.text[index + 1], draft
 
-    def _place(self, part: WindowPass, index: int) -> tuple[int, int]:
+    def _first(self, part: WindowPart) -> int:
+        return max(0, part.start - self.window + 1)
+
+    def _place(self, part: WindowPart, index: int) -> tuple[int, int]:
         return self.table[part.slot, index // self.page_size], index % self.page_size
 
 
@@ -121,7 +144,6 @@ class Simulation:
 
     def __init__(self, setting: Setting, rng: random.Random) -> None:
         self.rng, self.lookahead, self.page_size = rng, setting.lookahead, setting.page_size
-        self.prefill_budget = setting.prefill_budget
         windows = [setting.window_pages(window) for window in setting.windows]
         self.cache = PageCache(setting.num_pages, setting.page_size, windows)
         self.devices = [WindowDevice(setting.page_size, window, setting.lookahead) for window in setting.windows]
@@ -130,41 +152,43 @@ class Simulation:
         self.target_kv = [[GARBAGE] * setting.page_size for _ in range(setting.num_pages)]
         self.draft_kv = [[GARBAGE] * setting.page_size for _ in range(setting.num_pages)]
         self.max_in_flight = setting.max_in_flight
-        self.rows: dict[int, Sequence] = {}
+        self.slots: dict[int, Sequence] = {}
         self.known: dict[Sequence, list[int]] = {}  # what the device knows of a decoding sequence
         self.num_shared: dict[Sequence, int] = {}  # tokens in pages that were shared before the last pass
-        self.flights: deque[tuple[str, Callable[[], None]]] = deque()
+        self.flights: deque[tuple[bool, Callable[[], None]]] = deque()  # whether anything decodes; the commit
+        self.num_mixed = 0  # passes with nodes and chunks
         self.scheduler = Scheduler(
             cache=self.cache,
             max_running=setting.max_running,
             max_model_len=MAX_MODEL_LEN,
-            prefill_budget=setting.prefill_budget,
             stop_ids=STOP_IDS,
             lookahead=setting.lookahead,
             max_reserve=setting.max_reserve,
             on_admit=self._admit,
             on_release=self._release,
+            max_chunks=setting.max_chunks,
         )
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
-        self.rounds: dict[str, list[tuple[int, int]]] = {}  # of each round: tokens emitted before and after the cut
+        # Of each step: nodes that it verified, tokens emitted before and after the cut.
+        self.steps: dict[str, list[tuple[int, int, int]]] = {}
         self.ended: dict[str, Output] = {}
         self.num_aborted = 0
 
     def _admit(self, sequence: Sequence) -> None:
-        assert sequence.slot not in self.rows, "the row was given before it was released"
+        assert sequence.slot not in self.slots, "the slot was given before it was released"
         assert len(sequence.table.pages) * self.page_size >= len(sequence.tokens) + RESERVE
-        self.rows[sequence.slot] = sequence
+        self.slots[sequence.slot] = sequence
         self.num_shared[sequence] = len(sequence.table.nodes) * self.page_size
 
     def _release(self, sequence: Sequence) -> None:
-        assert self.rows.pop(sequence.slot) is sequence
-        assert sequence.table.pages, "pages are still held when the row is released"
+        assert self.slots.pop(sequence.slot) is sequence
+        assert sequence.table.pages, "pages are still held when the slot is released"
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
         self.requests[request.id] = request
-        self.answers[request.id], self.rounds[request.id] = [], []
+        self.answers[request.id], self.steps[request.id] = [], []
 
     def abort_one(self) -> None:
         alive = sorted(self.requests.keys() - self.ended.keys())
@@ -174,48 +198,57 @@ class Simulation:
             self._take([output])
             self.num_aborted += 1
 
-    def prefill(self, abort: bool = False) -> None:
-        chunks = self.scheduler.next_prefill()
-        assert sum(chunk.end - chunk.start for chunk in chunks) <= self.prefill_budget
-        first_tokens: list[int | None] = []
-        for chunk in chunks:
-            sequence = chunk.sequence
-            known = list(sequence.tokens)
-            self._read(sequence, known, chunk.start)
-            if chunk.is_last:
-                assert chunk.end == len(known)
-                known.append(next_token(known))
-                self._spoil(sequence, chunk.end)
-            self._write(sequence, chunk.start, chunk.end, known)
-            self._enqueue(sequence, known, chunk.start, chunk.end, chunk.end + RESERVE if chunk.is_last else chunk.end)
-            self.known[sequence] = known
-            first_tokens.append(known[-1] if chunk.is_last else None)
-        self.scheduler.launched(chunks)
-        self.flights.append(("prefill", lambda: self._take(self.scheduler.commit_prefill(chunks, first_tokens))))
-        if abort:
-            self.abort_one()
-        self.land(self.rng.randrange(self.max_in_flight + 1))
-
-    def round(self, abort: bool = False) -> None:
-        while sum(kind == "round" for kind, _ in self.flights) > 1:
+    def step(self, *, decodes: bool, prompt_tokens: int, abort: bool = False) -> None:
+        """One pass: nodes of what `decodes`, and so many tokens of prompts."""
+        scheduler, rng = self.scheduler, self.rng
+        while decodes and sum(decoding for decoding, _ in self.flights) > 1:
             self.land(len(self.flights) - 1)
-        reserve = self.rng.randrange(WIDTH, RESERVE + 1)
-        sequences = self.scheduler.next_round(reserve)
-        emitted: list[list[int]] = []
-        for sequence in sequences:
-            known = self.known[sequence]
-            start = len(known) - 1
-            self._read(sequence, known, start)
-            self._spoil(sequence, start, WIDTH)
-            for _ in range(self.rng.randrange(1, WIDTH + 1)):
-                known.append(next_token(known))
-            emitted.append(known[start + 1 :])
-            self._write(sequence, start, len(known) - 1, known)
-            self._enqueue(sequence, known, start, len(known) - 1, start + reserve)
-        self.flights.append(("round", lambda: self._commit_round(sequences, emitted)))
+        reserve = rng.randrange(WIDTH, RESERVE + 1)
+        sequences = scheduler.next_decodes(reserve) if decodes else []
+        chunks = scheduler.next_chunks(prompt_tokens)
+        assert sum(chunk.end - chunk.start for chunk in chunks) <= prompt_tokens
+        assert scheduler.max_chunks is None or len(chunks) <= scheduler.max_chunks
+        assert len({chunk.sequence for chunk in chunks}.union(sequences)) == len(chunks) + len(sequences)
+        verified = [rng.randrange(1, WIDTH + 1) for _ in sequences]
+        nodes = [self._verify(*pair, reserve) for pair in zip(sequences, verified, strict=True)]
+        prompts = [self._compute(chunk) for chunk in chunks]
+        self._run(rng.sample(nodes + prompts, len(nodes + prompts)))
+        self.num_mixed += bool(nodes and prompts)
+        scheduler.launched(chunks)
+        emitted = [part.known[part.start + 1 :] for part in nodes]
+        firsts = [part.known[-1] if chunk.is_last else None for part, chunk in zip(prompts, chunks, strict=True)]
+        for part in nodes + prompts:
+            self.known[part.sequence] = part.known
+        self.flights.append((bool(nodes), lambda: self._commit(sequences, verified, emitted, chunks, firsts)))
         if abort:
             self.abort_one()
-        self.land(self.rng.randrange(self.max_in_flight + 1))
+        self.land(rng.randrange(self.max_in_flight + 1))
+
+    def _verify(self, sequence: Sequence, num_verified: int, reserve: int) -> Part:
+        """The nodes of a sequence. The root, some nodes after it and what the target adds belong to the text."""
+        known = list(self.known[sequence])
+        start = len(known) - 1
+        for _ in range(self.rng.randrange(1, num_verified + 1)):
+            known.append(next_token(known))
+        return Part(sequence, known, start + 1, start, len(known) - 1, start + reserve)
+
+    def _compute(self, chunk: Chunk) -> Part:
+        known, num_known = list(chunk.sequence.tokens), len(chunk.sequence.tokens)
+        if chunk.is_last:
+            assert chunk.end == num_known
+            known.append(next_token(known))
+        return Part(chunk.sequence, known, num_known, chunk.start, chunk.end, chunk.end + RESERVE * chunk.is_last)
+
+    def _run(self, parts: list[Part]) -> None:
+        """The parts of one pass compute side by side: none reads what another spoils or writes."""
+        for part in parts:
+            self._spoil(part.sequence, part.start, part.spoiled)
+        for part in parts:
+            self._read(part.sequence, part.known[: part.num_known], part.start)
+        for part in parts:
+            self._write(part.sequence, part.start, part.end, part.known)
+        for group, device in enumerate(self.devices):
+            self.queue.append(partial(device.run, [self._of_window(part, group) for part in parts]))
 
     def land(self, num_left: int) -> None:
         """Brings tokens home until `num_left` passes are in flight. What the device has run may be more."""
@@ -230,24 +263,30 @@ class Simulation:
         while len(self.queue) > num_left:
             self.queue.popleft()()
 
-    def _enqueue(self, sequence: Sequence, known: list[int], start: int, end: int, spoiled: int) -> None:
-        """What window groups compute of a pass, with the pages that its plan would name."""
-        text = digests(sequence.request.namespace, known)
-        num_known = start + 1 if sequence.decoding else len(sequence.tokens)
-        for group, (device, pages) in enumerate(zip(self.devices, sequence.table.windows, strict=True)):
-            first = max(self.num_sent.get((sequence, group), 0), pages.first)
-            self.num_sent[sequence, group] = pages.end
-            new = [(index, pages.pages[index - pages.first]) for index in range(first, pages.end)]
-            part = WindowPass(sequence.slot, new, text, num_known, start, end, spoiled)
-            self.queue.append(partial(device.run, part))
+    def _of_window(self, part: Part, group: int) -> WindowPart:
+        """What a window group computes of it, with the pages that its plan would name."""
+        sequence, pages = part.sequence, part.sequence.table.windows[group]
+        first = max(self.num_sent.get((sequence, group), 0), pages.first)
+        self.num_sent[sequence, group] = pages.end
+        new = [(index, pages.pages[index - pages.first]) for index in range(first, pages.end)]
+        text = digests(sequence.request.namespace, part.known)
+        return WindowPart(sequence.slot, new, text, part.num_known, part.start, part.end, part.spoiled)
 
-    def _commit_round(self, sequences: list[Sequence], emitted: list[list[int]]) -> None:
-        outputs = self.scheduler.commit_round(sequences, emitted, [WIDTH - 1] * len(sequences))
+    def _commit(
+        self,
+        sequences: list[Sequence],
+        verified: list[int],
+        emitted: list[list[int]],
+        chunks: list[Chunk],
+        firsts: list[int | None],
+    ) -> None:
+        outputs = self.scheduler.commit_decodes(sequences, emitted, [count - 1 for count in verified])
         kept = {output.request_id: len(output.tokens) for output in outputs}
-        for sequence, tokens in zip(sequences, emitted, strict=True):
+        for sequence, count, tokens in zip(sequences, verified, emitted, strict=True):
             if sequence.request.id in kept:
-                self.rounds[sequence.request.id].append((len(tokens), kept[sequence.request.id]))
+                self.steps[sequence.request.id].append((count, len(tokens), kept[sequence.request.id]))
         self._take(outputs)
+        self._take(self.scheduler.commit_chunks(chunks, firsts))
 
     def _read(self, sequence: Sequence, known: list[int], num_computed: int) -> None:
         text = digests(sequence.request.namespace, known)
@@ -269,9 +308,9 @@ class Simulation:
             if index + 1 + self.lookahead < len(text):
                 self.draft_kv[page][slot] = text[index + 1 + self.lookahead]
 
-    def _spoil(self, sequence: Sequence, start: int, num_rows: int = RESERVE) -> None:
+    def _spoil(self, sequence: Sequence, start: int, end: int) -> None:
         """What drafting and rejected nodes leave behind."""
-        for index in range(start, start + num_rows):
+        for index in range(start, end):
             page, slot = sequence.table.pages[index // self.page_size], index % self.page_size
             self.target_kv[page][slot] = self.draft_kv[page][slot] = GARBAGE
 
@@ -296,14 +335,14 @@ class Simulation:
             self._check_stats(name, output.stats)
 
     def _check_stats(self, name: str, stats: RequestStats) -> None:
-        rounds = self.rounds[name]
+        steps = self.steps[name]
         assert stats.prompt_tokens == len(self.requests[name].prompt)
         assert stats.completion_tokens == len(self.answers[name])
-        assert stats.completion_tokens - stats.prefills == sum(kept for _, kept in rounds)
-        assert stats.rounds == len(rounds)
-        assert stats.drafted_tokens == (WIDTH - 1) * len(rounds)
+        assert stats.completion_tokens - stats.prefills == sum(kept for _, _, kept in steps)
+        assert stats.rounds == len(steps)
+        assert stats.drafted_tokens == sum(verified - 1 for verified, _, _ in steps)
         assert stats.cached_tokens in range(0, stats.prompt_tokens, self.page_size)
-        accepted = [sum(min(emitted - 1, kept) > position for emitted, kept in rounds) for position in range(WIDTH)]
+        accepted = [sum(min(emitted - 1, kept) > position for _, emitted, kept in steps) for position in range(WIDTH)]
         assert stats.accepted_by_position == [count for count in accepted if count]
 
 
@@ -330,40 +369,39 @@ def random_request(rng: random.Random, number: int, stems: list[list[int]]) -> R
 def test_random_operations(
     sizes: tuple[int, int, int], page_size: int, lookahead: int, max_in_flight: int, windows: tuple[int, ...]
 ) -> None:
-    """sizes: tokens that the cache holds, max_running and prefill_budget."""
+    """sizes: tokens that the cache holds, max_running and the most prompt tokens of a step."""
     tokens, max_running, prefill_budget = sizes
-    num_pages = 1 + -(-tokens // page_size)
-    setting = Setting(page_size, lookahead, num_pages, max_running, prefill_budget, max_in_flight, windows)
-    rng = random.Random(str(setting))
+    num_pages, max_chunks = 1 + -(-tokens // page_size), 2 if prefill_budget == 64 else None
+    setting = Setting(page_size, lookahead, num_pages, max_running, max_in_flight, max_chunks, windows)
+    rng = random.Random(f"{sizes} {setting}")
     simulation = Simulation(setting, rng)
     stems = [rng.choices(range(1, 4), k=40) for _ in range(3)]
     scheduler, number = simulation.scheduler, 0
     num_steps = 2_000 if windows and page_size == 16 else 700  # windows make hits on such pages rare
     for _ in range(num_steps):
-        kind = rng.choices(["add", "prefill", "round", "abort"], weights=[6, 5, 8, 0.3])[0]
+        kind = rng.choices(["add", "step", "abort"], weights=[6, 11, 0.3])[0]
         if kind == "add":
             number += 1
             request = random_request(rng, number, stems)
             if scheduler.num_waiting < 6 + len(scheduler._free_slots):
                 simulation.add(request)
-        elif kind == "prefill":
-            simulation.prefill(abort=rng.random() < 0.03)
-        elif kind == "round":
-            simulation.round(abort=rng.random() < 0.03)
+        elif kind == "step":
+            decodes, chunk = rng.random() < 0.8, rng.choice([0, prefill_budget, rng.randrange(prefill_budget + 1)])
+            simulation.step(decodes=decodes, prompt_tokens=chunk, abort=rng.random() < 0.03)
         else:
             simulation.abort_one()
         scheduler.check()
     for _ in range(10_000):
         if not scheduler.has_work:
             break
-        simulation.prefill()
-        simulation.round()
+        simulation.step(decodes=True, prompt_tokens=prefill_budget)
         scheduler.check()
     simulation.land(0)
     simulation.check_ended()
-    assert (scheduler.num_running, scheduler.num_waiting, simulation.rows) == (0, 0, {})
+    assert (scheduler.num_running, scheduler.num_waiting, simulation.slots) == (0, 0, {})
     assert simulation.cache.num_available == simulation.cache.total_pages
     assert simulation.num_aborted > 0
+    assert simulation.num_mixed > 10
     assert any(output.stats and output.stats.cached_tokens for output in simulation.ended.values())
-    if setting.prefill_budget in (16, 64):  # else prompts come too slowly to fill the cache, or it is large
+    if prefill_budget in (16, 64):  # else prompts come too slowly to fill the cache, or it is large
         assert scheduler.num_preemptions > 0, "the cache was meant to be too small"

@@ -22,12 +22,12 @@ from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine, refuse_to_start
 from slipstream.tests.serve.fake_server import read_banner, start, wait_until, write_target
 
-# Frozen: a new one is a decision, and there are never more than 27.
+# Frozen: a new one is a decision, and there are never more than 29.
 OPTIONS = (
     "attention control_tokens_as_text cuda_graph date device draft drain_timeout dtype health_timeout host "
-    "kv_cache_tokens max_model_len max_running max_waiting mem_fraction overlap page_size port prefill_budget "
-    "prefill_graph_tokens revision served_model_name simulate_accept_length target trust_remote_code unsafe_simulate "
-    "width"
+    "kv_cache_tokens max_chunk_ms max_model_len max_running max_waiting mem_fraction objective overlap page_size port "
+    "prefill_budget prefill_graph_tokens revision served_model_name simulate_accept_length target trust_remote_code "
+    "unsafe_simulate width"
 )
 TREE = ["drafter", "drafter.depth", "drafter.nodes", "drafter.token_map", "drafter.topk"]
 
