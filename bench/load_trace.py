@@ -145,9 +145,10 @@ class Phase:
 
 def trace(config: LoadTraceConfig) -> None:
     lines = Lines(config.output)
+    engines = {setting: config.engine_config(setting) for setting in config.settings}  # all options are checked first
     work = read_work(config)
-    for setting in config.settings:
-        engine = build_engine(config.engine_config(setting))
+    for setting, engine_config in engines.items():
+        engine = build_engine(engine_config)
         warm_up(engine, config, work)
         for repeat in range(config.repeats):
             found = measure(engine, config, work, repeat)

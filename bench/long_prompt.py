@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from slipstream.bench.lines import Lines, milliseconds, origin, table
-from slipstream.bench.serving import default_device
+from slipstream.bench.serving import default_device, label
 from slipstream.bench.streams import Stream, Streams, accept_length, gaps_ended, gaps_touching, num_tokens
 from slipstream.bench.workload import KINDS, Task, Workload
 from slipstream.config import run
@@ -173,7 +173,7 @@ def long_prompts(config: LongPromptConfig) -> None:
     lines = Lines(config.output, {**origin("long_prompt", device), **{name: getattr(config, name) for name in names}})
     ended = [stream for stream in load.streams.all.values() if len(stream.arrivals) > 1]
     lines.add(figures(alone[WARMUP_ARRIVALS:], arrived[WARMUP_ARRIVALS:], ended))
-    print(table(COLUMNS, lines.all))
+    print(table(COLUMNS, [{**line, "draft": label(line["draft"])} for line in lines.all]))
     lines.print()
 
 

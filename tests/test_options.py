@@ -23,11 +23,32 @@ from slipstream.serve.request import SamplingParams
         ("kv_cache_tokens", 0, "it must be at least 1"),
         ("mem_fraction", 0.0, "it must be between 0.05 and 0.98"),
         ("mem_fraction", 1.5, "it must be between 0.05 and 0.98"),
+        ("prefill_graph_tokens", -1, r"it must be at least 0 \(none\)"),
+        ("max_chunk_ms", 0.0, "it must be a number of milliseconds above 0"),
+        ("max_chunk_ms", float("nan"), "it must be a number of milliseconds above 0"),
+        ("max_chunk_ms", float("inf"), "it must be a number of milliseconds above 0"),
+        ("objective", "latency", "choose throughput, or itl=20ms with a time of your own"),
+        ("objective", "itl=0ms", "choose throughput, or itl=20ms with a time of your own"),
+        ("objective", "itl=20", "choose throughput, or itl=20ms with a time of your own"),
+        ("objective", "itl=-5ms", "choose throughput, or itl=20ms with a time of your own"),
     ],
 )
 def test_bad_engine_options_are_sentences(field: str, value: Any, remedy: str) -> None:
     with pytest.raises(ValueError, match=f"^{field} is {value!r}; {remedy}$"):
         EngineConfig(**{"target": "owner/model", field: value})
+
+
+@pytest.mark.parametrize(("objective", "ms"), [("throughput", None), ("itl=20ms", 20.0), ("itl=0.5ms", 0.5)])
+def test_an_objective_may_be_a_time(objective: str, ms: float | None) -> None:
+    assert EngineConfig(target="owner/model", objective=objective).itl_ms == ms
+
+
+@pytest.mark.parametrize(
+    ("budget", "captured", "most"), [(1024, 1024, 1024), (100, 1024, 100), (1024, 7, 7), (1024, 0, 0)]
+)
+def test_captured_passes_take_no_more_of_a_prompt_than_any_other(budget: int, captured: int, most: int) -> None:
+    config = EngineConfig(target="owner/model", prefill_budget=budget, prefill_graph_tokens=captured)
+    assert config.captured_tokens == most
 
 
 def test_the_server_checks_the_engines_options_too() -> None:

@@ -34,10 +34,15 @@ from slipstream.kernels.launch import Op, pdl_options, shared_memory, wait_for_i
 from slipstream.kernels.speculation.verify import MAX_NODES
 
 QUANTUM: tl.constexpr = tl.constexpr(128)  # tokens of the shortest part, and the unit in which work is shared out
+SHORTEST: tl.constexpr = tl.constexpr(128)  # part
 MOST_PARTS: tl.constexpr = tl.constexpr(16)  # of the tokens before a tile's first query; longer contexts, longer parts
 SCRATCH_PARTS = MOST_PARTS.value + 2  # and one that holds new tokens, and one that a window cuts
-MOST_WHOLE: tl.constexpr = tl.constexpr(4)  # quanta: a tile this short is not shared if a program's range holds it
-FIELDS: tl.constexpr = tl.constexpr(8)  # of a tile's record: the next ones
+OVERHEAD: tl.constexpr = tl.constexpr(1)  # quanta that the start and the end of a tile cost
+MOST_WHOLE: tl.constexpr = tl.constexpr(4)  # quanta: a tile as short as this is not shared
+LONG_RANGE: tl.constexpr = tl.constexpr(12)  # quanta: shorter ranges are not made of longer ones to even out the load
+WAVES = 4  # ranges per program that runs at a time, at most
+
+RECORD: tl.constexpr = tl.constexpr(8)  # fields of a tile's record, the next ones
 ROW: tl.constexpr = tl.constexpr(0)  # first row of the pass
 COUNT: tl.constexpr = tl.constexpr(1)  # queries
 POSITION: tl.constexpr = tl.constexpr(2)  # place of the first query's token
@@ -46,7 +51,10 @@ SLOT: tl.constexpr = tl.constexpr(4)  # request slot
 START: tl.constexpr = tl.constexpr(5)  # quanta of all tiles before it
 PART: tl.constexpr = tl.constexpr(6)  # tokens of a part
 STRIDE: tl.constexpr = tl.constexpr(7)  # quanta from part to part; 0: one program takes them all
-NO_TILE: tl.constexpr = tl.constexpr(2**31 - 1)  # START of the record after the last
+NO_TILE: tl.constexpr = tl.constexpr(2**31 - 1)  # START after the last tile
+RANGE: tl.constexpr = tl.constexpr(16)  # fields of a range's record: that of its first tile, and the next ones
+TILE: tl.constexpr = tl.constexpr(8)  # index of the first tile
+LENGTH: tl.constexpr = tl.constexpr(9)  # quanta of every range
 INTERPRETED_PROCESSORS = 2  # multiprocessors that the interpreter stands for
 
 
@@ -63,8 +71,9 @@ class Segments(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles of equal height and the programs that share them, the same for every KV head."""
 
-    records: Tensor  # (most + 1, FIELDS) int32; unused ones hold anything
-    programs: Tensor  # (programs + 1,) int32 first tile of each program's range; last, the quanta of a range
+    records: Tensor  # (tiles + 1, RECORD) int32; those after the last tile's successor hold anything
+    ranges: Tensor  # (ranges, RANGE) int32, one for each program
+    programs: int  # that run at a time
     queries: int  # of a tile, at most
     blocks: Blocks
 
@@ -148,18 +157,20 @@ def _fill(tiles: Tiles, segments: Segments, own: range, window: int | None) -> N
             first, end = max(begin, 0), min(begin + tiles.queries, n)
             base, reach = (length + begin, length + begin + tiles.queries) if is_chunk else (length, length + n)
             lowest, part = _first_place(base, window), _part_tokens(base, window)
-            weights.append(triton.cdiv(reach, QUANTUM.value) - lowest // QUANTUM.value)
+            weights.append(OVERHEAD.value + triton.cdiv(reach, QUANTUM.value) - lowest // QUANTUM.value)
             records.append([starts[s] + first, end - first, length + first, base, slots[s], sum(weights[:-1]), part])
-    programs = len(tiles.programs) - 1
-    per = max(1, triton.cdiv(sum(weights), programs))
+    total, end = sum(weights), len(records)
+    per = max(triton.cdiv(total, len(tiles.ranges)), min(triton.cdiv(total, tiles.programs), LONG_RANGE.value), 1)
     for record, weight in zip(records, weights, strict=True):
-        record.append(0 if weight <= min(MOST_WHOLE.value, per) else record[PART.value] // QUANTUM.value)
-    used = -(-sum(weights) // per)  # programs
-    first_tiles = [bisect_right(records, j * per, key=lambda record: record[START.value]) - 1 for j in range(used)]
-    first_tiles += [len(records)] * (programs - used)
-    records.append([NO_TILE.value if field == START.value else 0 for field in range(FIELDS.value)])
-    tiles.records[: len(records)] = torch.tensor(records)
-    tiles.programs.copy_(torch.tensor([*first_tiles, per]))
+        is_whole = weight - OVERHEAD.value <= MOST_WHOLE.value
+        record.append(0 if is_whole else record[PART.value] // QUANTUM.value)
+    after = [NO_TILE.value if field == START.value else 0 for field in range(RECORD.value)]
+    tiles.records[: end + 1] = torch.tensor([*records, after])
+    tiles.ranges.zero_()
+    for j in range(len(tiles.ranges)):
+        tile = bisect_right(records, j * per, key=lambda record: record[START.value]) - 1 if j * per < total else end
+        tiles.ranges[j, : RECORD.value] = tiles.records[tile]
+        tiles.ranges[j, TILE.value], tiles.ranges[j, LENGTH.value] = tile, per
 
 
 def _first_place(base: int, window: int | None) -> int:
@@ -168,7 +179,7 @@ def _first_place(base: int, window: int | None) -> int:
 
 
 def _part_tokens(base: int, window: int | None) -> int:
-    seen, part = base if window is None else min(base, window), QUANTUM.value
+    seen, part = base if window is None else min(base, window), SHORTEST.value
     while seen >= MOST_PARTS.value * part:
         part *= 2
     return part
@@ -184,8 +195,8 @@ def allot_work(
     blocks: tuple[Blocks, Blocks] | None = None,
     programs: int | None = None,
 ) -> Work:
-    """Memory for a plan. `blocks` of nodes and of prompts, and `programs` per KV head, replace the choice made here
-    (benchmarks, tests)."""
+    """Memory for a plan. `blocks` of nodes and of prompts, and `programs` that run at a time per KV head, replace the
+    choice made here (benchmarks, tests)."""
     device, group, most = segments.starts.device, Q // G, segments.most_nodes
     decoding, chunks = segments.num_decoding, len(segments.slots) - segments.num_decoding
     assert most <= MAX_NODES
@@ -198,10 +209,10 @@ def allot_work(
 
     def allot(kind: Blocks, queries: int, most_tiles: int) -> Tiles:
         count = programs or max(1, processors(device) * choose_residents(kind, D, dtype.itemsize) // G)
-        count = max(1, min(count, most_tiles * SCRATCH_PARTS))
-        assert count * G <= MAX_ROWS // 2
-        records = torch.empty(most_tiles + 1, FIELDS.value, dtype=torch.int32, device=device)
-        return Tiles(records, records.new_empty(count + 1), queries, kind)
+        ranges = max(1, min(WAVES * count, most_tiles * SCRATCH_PARTS))
+        assert ranges * G <= MAX_ROWS // 2
+        records = torch.empty(most_tiles + 1, RECORD.value, dtype=torch.int32, device=device)
+        return Tiles(records, records.new_empty(ranges, RANGE.value), min(count, ranges), queries, kind)
 
     return Work(
         allot(nodes, node_queries, node_tiles) if decoding else None,
@@ -273,19 +284,21 @@ def plan_work_triton(
     return work
 
 
-def _list_of(tiles: Tiles | None) -> tuple[tuple[Tensor | None, ...], tuple[int, int], int]:
+def _list_of(tiles: Tiles | None) -> tuple[tuple[Tensor | None, ...], tuple[int, ...], int]:
     if tiles is None:
-        return (None, None), (0, 0), 1
-    return (tiles.records, tiles.programs), (len(tiles.records) - 1, len(tiles.programs) - 1), tiles.queries
+        return (None, None), (0, 0, 0), 1
+    return (tiles.records, tiles.ranges), (len(tiles.records) - 1, len(tiles.ranges), tiles.programs), tiles.queries
 
 
-SIZES = ["num_decoding", "num_segments", "node_tiles", "node_programs", "prompt_tiles", "prompt_programs"]
+SIZES = ["num_decoding", "num_segments"]
+SIZES += [f"{kind}_{name}" for kind in ("node", "prompt") for name in ("most_tiles", "num_ranges", "programs")]
 
 
 @triton.jit(do_not_specialize=SIZES)
 def plan_kernel(
-    starts_ptr, slots_ptr, lengths_ptr, node_records, node_starts, prompt_records, prompt_starts,
-    num_decoding, num_segments, node_tiles, node_programs, prompt_tiles, prompt_programs,
+    starts_ptr, slots_ptr, lengths_ptr, node_records, node_ranges, prompt_records, prompt_ranges,
+    num_decoding, num_segments, node_most_tiles, node_num_ranges, node_programs,
+    prompt_most_tiles, prompt_num_ranges, prompt_programs,
     NODE_QUERIES: tl.constexpr, PROMPT_QUERIES: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -295,20 +308,22 @@ def plan_kernel(
     if node_records is not None:  # noqa: SIM102  a constant, which Triton evaluates apart
         if (own < num_decoding) | (own == num_segments):
             _plan_tiles(
-                starts_ptr, slots_ptr, lengths_ptr, node_records, node_starts, own, own == num_segments,
-                0, num_decoding, node_tiles, node_programs, False, NODE_QUERIES, WINDOW, SEGMENTS,
+                starts_ptr, slots_ptr, lengths_ptr, node_records, node_ranges, own, own == num_segments,
+                0, num_decoding, node_most_tiles, node_num_ranges, node_programs, False, NODE_QUERIES, WINDOW, SEGMENTS,
             )  # fmt: skip
     if prompt_records is not None:  # noqa: SIM102
         if (own >= num_decoding) & (own != num_segments):
             _plan_tiles(
-                starts_ptr, slots_ptr, lengths_ptr, prompt_records, prompt_starts, own, own > num_segments,
-                num_decoding, num_segments, prompt_tiles, prompt_programs, True, PROMPT_QUERIES, WINDOW, SEGMENTS,
+                starts_ptr, slots_ptr, lengths_ptr, prompt_records, prompt_ranges, own, own > num_segments,
+                num_decoding, num_segments, prompt_most_tiles, prompt_num_ranges, prompt_programs, True, PROMPT_QUERIES,
+                WINDOW, SEGMENTS,
             )  # fmt: skip
 
 
 @triton.jit
 def _plan_tiles(
-    starts_ptr, slots_ptr, lengths_ptr, records_ptr, programs_ptr, own, is_end, first, last, most_tiles, programs,
+    starts_ptr, slots_ptr, lengths_ptr, records_ptr, ranges_ptr, own, is_end, first, last,
+    most_tiles, num_ranges, programs,
     CHUNKS: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Of the segments first..last - 1, all of one kind, the tiles of `own`, or the list's end."""
@@ -319,19 +334,20 @@ def _plan_tiles(
     lengths = tl.load(lengths_ptr + segment, mask=inside, other=0).to(tl.int32)
     tiles, quanta = _tiles_of(lengths, stops - starts, CHUNKS, QUERIES, WINDOW)
     total = tl.sum(quanta)
-    per = tl.maximum(tl.cdiv(total, programs), 1)
+    per = tl.minimum(tl.cdiv(total, programs), LONG_RANGE)
+    per = tl.maximum(tl.maximum(tl.cdiv(total, num_ranges), per), 1)
     is_before = segment < own
     first_tile = tl.sum(tl.where(is_before, tiles, 0))
     quantum = tl.sum(tl.where(is_before, quanta, 0))
     if is_end:
-        _end_list(records_ptr, programs_ptr, tl.minimum(tl.sum(tiles), most_tiles), total, per, programs)
+        _end_list(records_ptr, ranges_ptr, tl.minimum(tl.sum(tiles), most_tiles), total, per, num_ranges)
     else:
         start = tl.load(starts_ptr + own)
         rows = tl.load(starts_ptr + own + 1) - start
         length = tl.load(lengths_ptr + own).to(tl.int32)
         slot = tl.load(slots_ptr + own).to(tl.int32)
         _list_tiles(
-            records_ptr, programs_ptr, start, rows, length, slot, first_tile, quantum, per, most_tiles, programs,
+            records_ptr, ranges_ptr, start, rows, length, slot, first_tile, quantum, per, most_tiles, num_ranges,
             CHUNKS, QUERIES, WINDOW,
         )  # fmt: skip
 
@@ -346,7 +362,7 @@ def _tiles_of(length, rows, CHUNKS: tl.constexpr, QUERIES: tl.constexpr, WINDOW:
     else:
         tiles = tl.cdiv(rows, QUERIES)
         quanta = tiles * _node_quanta(length, rows, WINDOW)
-    return tiles, quanta
+    return tiles, quanta + tiles * OVERHEAD
 
 
 @triton.jit
@@ -385,21 +401,22 @@ def _lowest(base, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _end_list(records_ptr, programs_ptr, tile, total, per, programs):
-    field = tl.arange(0, FIELDS)
-    tl.store(records_ptr + tile * FIELDS + field, tl.where(field == START, NO_TILE, 0))
-    tl.store(programs_ptr + programs, per)
-    for begin in range(tl.cdiv(total, per), programs, 128):  # programs without a range
-        program = begin + tl.arange(0, 128)
-        tl.store(programs_ptr + program, tl.zeros((128,), tl.int32) + tile, mask=program < programs)
+def _end_list(records_ptr, ranges_ptr, tile, total, per, num_ranges):
+    """Ends the list of tiles after the last, and leaves nothing to the programs beyond the last range."""
+    field = tl.arange(0, RECORD)
+    tl.store(records_ptr + tile * RECORD + field, tl.where(field == START, NO_TILE, 0))
+    for begin in range(tl.cdiv(total, per), num_ranges, 128):
+        index = begin + tl.arange(0, 128)
+        tl.store(ranges_ptr + index * RANGE + START, tl.full((128,), NO_TILE, tl.int32), mask=index < num_ranges)
+        tl.store(ranges_ptr + index * RANGE + LENGTH, tl.full((128,), 1, tl.int32), mask=index < num_ranges)
 
 
 @triton.jit
 def _list_tiles(
-    records_ptr, programs_ptr, start, rows, length, slot, first_tile, first_quantum, per, most_tiles, programs,
+    records_ptr, ranges_ptr, start, rows, length, slot, first_tile, first_quantum, per, most_tiles, num_ranges,
     CHUNKS: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Writes the records of a segment's tiles, and for programs whose ranges begin in one of them, which one."""
+    """Writes the records of a segment's tiles and of the ranges that begin in one of them."""
     BLOCK: tl.constexpr = 32
     lead = length % QUERIES if CHUNKS else 0
     for begin in range(0, tl.cdiv(lead + rows, QUERIES), BLOCK):
@@ -410,35 +427,45 @@ def _list_tiles(
         if CHUNKS:
             base = length + query
             before = _quanta_before(base // QUERIES, QUERIES, WINDOW)
-            quantum = first_quantum + (before - _quanta_before(length // QUERIES, QUERIES, WINDOW)).to(tl.int32)
+            before = (before - _quanta_before(length // QUERIES, QUERIES, WINDOW)).to(tl.int32)
             quanta = tl.cdiv(base + QUERIES, QUANTUM) - _lowest(base, WINDOW) // QUANTUM
         else:
             base = length + index * 0
             quanta = _node_quanta(length, rows, WINDOW) + index * 0
-            quantum = first_quantum + index * quanta
+            before = index * quanta
+        quantum = first_quantum + before + index * OVERHEAD
         seen = base
         if WINDOW is not None:
             seen = tl.minimum(seen, WINDOW)
-        part = tl.full((BLOCK,), QUANTUM, tl.int32)
+        part = tl.full((BLOCK,), SHORTEST, tl.int32)
         while tl.max(tl.where(seen >= MOST_PARTS * part, 1, 0)) > 0:
             part = tl.where(seen >= MOST_PARTS * part, 2 * part, part)
+        stride = tl.where(quanta <= MOST_WHOLE, 0, part // QUANTUM)
         tile = first_tile + index
         kept = (count > 0) & (tile < most_tiles)
-        record = records_ptr + tile * FIELDS
-        tl.store(record + ROW, start + first, mask=kept)
-        tl.store(record + COUNT, count, mask=kept)
-        tl.store(record + POSITION, length + first, mask=kept)
-        tl.store(record + BASE, base, mask=kept)
-        tl.store(record + SLOT, slot + index * 0, mask=kept)
-        tl.store(record + START, quantum, mask=kept)
-        tl.store(record + PART, part, mask=kept)
-        is_whole = quanta <= tl.minimum(MOST_WHOLE, per)
-        tl.store(record + STRIDE, tl.where(is_whole, 0, part // QUANTUM), mask=kept)
-        program = tl.cdiv(quantum, per)
-        beyond = tl.where(kept, tl.minimum(tl.cdiv(quantum + quanta, per), programs), 0)
-        while tl.max(beyond - program) > 0:
-            tl.store(programs_ptr + program, tile, mask=program < beyond)
-            program += 1
+        row, position, slots = start + first, length + first, slot + index * 0
+        _store_record(records_ptr + tile * RECORD, row, count, position, base, slots, quantum, part, stride, kept)
+        number = tl.cdiv(quantum, per)
+        beyond = tl.where(kept, tl.minimum(tl.cdiv(quantum + quanta + OVERHEAD, per), num_ranges), 0)
+        while tl.max(beyond - number) > 0:
+            kept = number < beyond
+            record = ranges_ptr + number * RANGE
+            _store_record(record, row, count, position, base, slots, quantum, part, stride, kept)
+            tl.store(record + TILE, tile, mask=kept)
+            tl.store(record + LENGTH, per + index * 0, mask=kept)
+            number += 1
+
+
+@triton.jit
+def _store_record(record, row, count, position, base, slot, start, part, stride, kept):
+    tl.store(record + ROW, row, mask=kept)
+    tl.store(record + COUNT, count, mask=kept)
+    tl.store(record + POSITION, position, mask=kept)
+    tl.store(record + BASE, base, mask=kept)
+    tl.store(record + SLOT, slot, mask=kept)
+    tl.store(record + START, start, mask=kept)
+    tl.store(record + PART, part, mask=kept)
+    tl.store(record + STRIDE, stride, mask=kept)
 
 
 @ragged_attention.kernel()
@@ -463,11 +490,12 @@ def ragged_attention_triton(
     assert window is None or window > 0
     if work is None:
         work = plan_work_triton(segments, T, Q, G, D, q.dtype, window=window)
-    out = torch.empty_like(q)
+    out, alive = torch.empty_like(q), []
     for tiles, bits in ((work.nodes, ancestors if mask == "tree" else None), (work.prompts, None)):
         if tiles is not None:
             assert bits is None or bits.is_contiguous()
-            _attend(q, keys, values, pages, bits, out, tiles, segments.most_nodes, scale, window)
+            tensors = (q, keys, values, pages, bits, out)
+            alive.append(_attend(*tensors, tiles, segments.most_nodes, scale, window, follows=bool(alive)))
     return out
 
 
@@ -482,82 +510,97 @@ def _attend(
     most_nodes: int,
     scale: float,
     window: int | None,
-) -> None:
+    follows: bool,
+) -> tuple[Tensor, Tensor]:
+    """Launches a kernel for one kind of tiles and returns its scratch. follows: it runs beside the one before it, so
+    both need scratch and counters of their own."""
     (page_size, G, D), group, blocks = keys.shape[1:], q.shape[1] // keys.shape[2], tiles.blocks
-    block_dim, programs = _block_dim(D), len(tiles.programs) - 1
-    partial = torch.empty(programs * SCRATCH_PARTS * G, blocks.rows, block_dim, dtype=torch.float32, device=q.device)
-    share = max(1, blocks.rows // 4)
-    attend_kernel[(G, programs)](
-        q, keys, values, pages, ancestors, out, tiles.records, tiles.programs,
-        partial, partial.new_empty(len(partial), 2, blocks.rows), done_counters(q.device),
-        scale / math.log(2), pages.shape[1],
+    block_dim, ranges = _block_dim(D), len(tiles.ranges)
+    partial = torch.empty(ranges * SCRATCH_PARTS * G, blocks.rows, block_dim, dtype=torch.float32, device=q.device)
+    sums = partial.new_empty(len(partial), 2, blocks.rows)
+    share = blocks.rows // 4
+    attend_kernel[(G, ranges)](
+        q, keys, values, pages, ancestors, out, tiles.records, tiles.ranges, partial, sums,
+        done_counters(q.device)[MAX_ROWS // 2 * follows :], scale / math.log(2), pages.shape[1],
         G=G, D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
         SLOTS=SCRATCH_PARTS, SHARE=share, AT_ONCE=max(1, 64 * 32 * blocks.warps // (share * block_dim)), WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # ignored for 16-bit operands
         WORD=tl.int32 if most_nodes <= 32 else tl.int64, OFFSET=tl.int32 if keys.numel() < 2**31 else tl.int64,
+        FOLLOWS=follows, FOLD=FOLD if blocks.rows >= 64 else "branch",
         num_warps=blocks.warps, num_stages=blocks.stages, **pdl_options(q.device),
         **({"maxnreg": 128} if q.is_cuda and choose_residents(blocks, D, q.element_size()) == 4 else {}),
     )  # fmt: skip
+    return partial, sums
+
+
+FOLD = "nested"
 
 
 @triton.jit(do_not_specialize=["table_width"])
 def attend_kernel(
-    q_ptr, keys_ptr, values_ptr, pages_ptr, ancestors_ptr, out_ptr, records_ptr, programs_ptr,
+    q_ptr, keys_ptr, values_ptr, pages_ptr, ancestors_ptr, out_ptr, records_ptr, ranges_ptr,
     partial_ptr, sums_ptr, counters_ptr, scale, table_width,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr, FOLLOWS: tl.constexpr,
+    FOLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One KV head (axis 0) of the tiles in a program's range (axis 1); scale is for exp2."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        if not FOLLOWS:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    head, program = tl.program_id(0), tl.program_id(1)
-    per = tl.load(programs_ptr + tl.num_programs(1))
-    record = records_ptr + tl.load(programs_ptr + program) * FIELDS
-    stop = (program + 1) * per
+    head, number = tl.program_id(0), tl.program_id(1)
+    record = ranges_ptr + number * RANGE
+    per = tl.load(record + LENGTH)
+    following = records_ptr + (tl.load(record + TILE) + 1) * RECORD
     start = tl.load(record + START)
-    while start < stop:
+    while start < (number + 1) * per:
+        first_row, count, position = tl.load(record + ROW), tl.load(record + COUNT), tl.load(record + POSITION)
         base, part, stride = tl.load(record + BASE), tl.load(record + PART), tl.load(record + STRIDE)
-        end = tl.load(record + POSITION) + tl.load(record + COUNT)
+        table = pages_ptr + tl.load(record + SLOT).to(tl.int64) * table_width
         lowest = _lowest(base, WINDOW)
-        first_part, parts_end = lowest // part, tl.cdiv(end, part)
-        begin = _part_at(stop - per - start, lowest, first_part, parts_end, stride)
-        finish = _part_at(stop - start, lowest, first_part, parts_end, stride)
+        first_part, parts_end = lowest // part, tl.cdiv(position + count, part)
+        owner = start // per  # of the ranges that share the tile, the first
+        begin = _part_at(number * per - start, lowest, first_part, parts_end, stride)
+        finish = _part_at((number + 1) * per - start, lowest, first_part, parts_end, stride)
+        own_finish = _part_at((owner + 1) * per - start, lowest, first_part, parts_end, stride)
+        record = following
+        following += RECORD
+        start = tl.load(record + START)
         if begin < finish:
             _attend_tile(
-                q_ptr, keys_ptr, values_ptr, pages_ptr, ancestors_ptr, out_ptr, record, partial_ptr, sums_ptr,
-                counters_ptr, scale, table_width, head, start // per, begin, finish, first_part, parts_end, lowest,
-                G, D, BLOCK_D, GROUP, PAGE, ROWS, TOKENS, SLOTS, SHARE, AT_ONCE, WINDOW, PRECISION, WORD, OFFSET,
+                q_ptr, keys_ptr, values_ptr, table, ancestors_ptr, out_ptr, partial_ptr, sums_ptr,
+                counters_ptr + owner * G + head, scale, head, first_row, count, position, base, part,
+                begin, finish, first_part, own_finish, parts_end, lowest, (owner * G + head) * SLOTS,
+                G, D, BLOCK_D, GROUP, PAGE, ROWS, TOKENS, SHARE, AT_ONCE, WINDOW, PRECISION, WORD, OFFSET, FOLD,
             )  # fmt: skip
-        record += FIELDS
-        start = tl.load(record + START)
+    if PDL:  # noqa: SIM102
+        if FOLLOWS:
+            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def _part_at(quantum, lowest, first_part, parts_end, stride):
     """The first part of a tile that begins `quantum` quanta after the tile's start or later."""
-    part = tl.maximum(tl.cdiv(quantum + lowest // QUANTUM, tl.maximum(stride, 1)), first_part + 1)
-    return tl.where(quantum <= 0, first_part, tl.where(stride == 0, parts_end, tl.minimum(part, parts_end)))
+    part = tl.cdiv(quantum - OVERHEAD + lowest // QUANTUM, tl.maximum(stride, 1))
+    part = tl.where(stride == 0, parts_end, tl.minimum(tl.maximum(part, first_part + 1), parts_end))
+    return tl.where(quantum <= 0, first_part, part)
 
 
 @triton.jit
 def _attend_tile(
-    q_ptr, keys_ptr, values_ptr, pages_ptr, ancestors_ptr, out_ptr, record, partial_ptr, sums_ptr, counters_ptr,
-    scale, table_width, head, owner, begin, finish, first_part, parts_end, lowest,
+    q_ptr, keys_ptr, values_ptr, table, ancestors_ptr, out_ptr, partial_ptr, sums_ptr, counter_ptr, scale,
+    head, first_row, count, position, base, part, begin, finish, first_part, own_finish, parts_end, lowest, slot,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """The parts begin..finish - 1 of a tile's first_part..parts_end - 1.
 
-    owner: the first program that has parts of the tile. It shares at most one tile, its last, with later programs.
+    If the tile is shared, the owner of its first part adds up its own parts, up to own_finish, and the others store
+    each part: sums are then added from left to right whoever computed them. slot: of the first one's sums.
     """
-    first_row, count, position = tl.load(record + ROW), tl.load(record + COUNT), tl.load(record + POSITION)
-    base, part = tl.load(record + BASE), tl.load(record + PART)
-    table = pages_ptr + tl.load(record + SLOT).to(tl.int64) * table_width
-    is_shared = (begin > first_part) | (finish < parts_end)
-    tile = (owner * G + head) * SLOTS  # of the partial results
     row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     num_rows = count * GROUP
     clipped = tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
@@ -573,34 +616,34 @@ def _attend_tile(
         if ancestors_ptr is not None:
             seen, depth = _apply_window(seen, place - base, position + count - base, "tree", WINDOW)
             before = base + depth - WINDOW
-    for piece in range(begin, tl.where(is_shared, finish, begin + 1)):
-        stop = tl.where(is_shared, piece + 1, finish)
+    pieces = tl.where(begin == first_part, 1, finish - begin)
+    for piece in range(begin, begin + pieces):
+        stop = tl.where(begin == first_part, finish, piece + 1)
         merged, top, total = _attend_parts(
             q, seen, place, before, keys_ptr, values_ptr, table, head,
             tl.maximum(piece * part, lowest // TOKENS * TOKENS), tl.minimum(stop * part, position + count), part,
             lowest, certain, base, position + count, scale,
-            G, D, BLOCK_D, PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET,
+            G, D, BLOCK_D, PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET, FOLD,
         )  # fmt: skip
-        if is_shared:
-            _store_part(partial_ptr, sums_ptr, tile + piece - first_part, merged, top, total, ROWS, BLOCK_D)
+        if own_finish < parts_end:
+            index = slot + tl.where(begin == first_part, 0, piece - own_finish + 1)
+            _store_part(partial_ptr, sums_ptr, index, merged, top, total, ROWS, BLOCK_D)
         else:
             _store(out_ptr, merged / total[:, None], first_row, row, num_rows, head, G, D, BLOCK_D, GROUP)
-    if is_shared:
-        parts = parts_end - first_part
-        if _all_arrived(counters_ptr + owner * G + head, finish - begin, parts):
+    if own_finish < parts_end:
+        stored = parts_end - own_finish + 1
+        if _all_arrived(counter_ptr, pieces, stored):
             for first in range(0, num_rows, SHARE):
-                shared = first + tl.arange(0, SHARE)
-                result = _merge(
-                    partial_ptr, sums_ptr, tile, shared, num_rows, parts, BLOCK_D, ROWS, SHARE, AT_ONCE,
-                )  # fmt: skip
-                _store(out_ptr, result, first_row, shared, num_rows, head, G, D, BLOCK_D, GROUP)
+                some = first + tl.arange(0, SHARE)
+                result = _merge(partial_ptr, sums_ptr, slot, some, num_rows, stored, BLOCK_D, ROWS, SHARE, AT_ONCE)
+                _store(out_ptr, result, first_row, some, num_rows, head, G, D, BLOCK_D, GROUP)
 
 
 @triton.jit
 def _attend_parts(
     q, seen, place, before, keys_ptr, values_ptr, table, head, start, stop, part, lowest, certain, base, end, scale,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """A tile's sums over the tokens start..stop - 1, which are whole parts but for the first and the last.
 
@@ -618,33 +661,50 @@ def _attend_parts(
         if seen is None:
             lowest = tl.maximum(lowest, certain - WINDOW)
     page = _load_pages(table, start, end, PAGE, TOKENS)
-    for tile_start in range(start, stop, TOKENS):
-        first_cell = page.to(OFFSET) * (PAGE * G * D)
-        if PAGE > TOKENS:
-            first_cell += tile_start % PAGE * (G * D)
-        kv_cells = first_cell[:, None] + in_page
-        inside = (token < end - tile_start)[:, None] & (dims < D)
-        if WINDOW is not None:
-            inside &= (token >= lowest - tile_start)[:, None]
-        page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
-        k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        position = (tile_start + token)[None, :]
-        if WINDOW is not None:
-            visible = _visible(seen, place, position, base, end) & (position > before[:, None])
-            scores = tl.where(visible, scores, float("-inf"))
-        elif tile_start + TOKENS > certain:
-            scores = tl.where(_visible(seen, place, position, base, end), scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
-        weights = tl.exp2(scores * scale - new_top[:, None]).to(keys_ptr.dtype.element_ty)
-        rescale = tl.exp2(top - new_top)[:, None]
-        total = tl.dot(weights, ones, total * rescale, input_precision=PRECISION)
-        v = tl.load(values_ptr + kv_cells, mask=inside, other=0.0)
-        acc = tl.dot(weights, v, acc * rescale, input_precision=PRECISION)
-        top = new_top
-        next_start = tile_start + TOKENS
-        if (next_start % part == 0) | (next_start >= stop):
-            sums = tl.max(total, axis=1)  # of equal columns
+    for chunk in range(start // part, tl.cdiv(stop, part) if FOLD == "nested" else start // part + 1):
+        if FOLD == "nested":
+            chunk_start, chunk_stop = tl.maximum(start, chunk * part), tl.minimum(stop, (chunk + 1) * part)
+        else:
+            chunk_start, chunk_stop = start, stop
+        for tile_start in range(chunk_start, chunk_stop, TOKENS):
+            first_cell = page.to(OFFSET) * (PAGE * G * D)
+            if PAGE > TOKENS:
+                first_cell += tile_start % PAGE * (G * D)
+            kv_cells = first_cell[:, None] + in_page
+            inside = (token < end - tile_start)[:, None] & (dims < D)
+            if WINDOW is not None:
+                inside &= (token >= lowest - tile_start)[:, None]
+            page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
+            k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            position = (tile_start + token)[None, :]
+            if WINDOW is not None:
+                visible = _visible(seen, place, position, base, end) & (position > before[:, None])
+                scores = tl.where(visible, scores, float("-inf"))
+            elif tile_start + TOKENS > certain:
+                scores = tl.where(_visible(seen, place, position, base, end), scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
+            weights = tl.exp2(scores * scale - new_top[:, None]).to(keys_ptr.dtype.element_ty)
+            rescale = tl.exp2(top - new_top)[:, None]
+            total = tl.dot(weights, ones, total * rescale, input_precision=PRECISION)
+            v = tl.load(values_ptr + kv_cells, mask=inside, other=0.0)
+            acc = tl.dot(weights, v, acc * rescale, input_precision=PRECISION)
+            top = new_top
+            next_start = tile_start + TOKENS
+            is_end = (next_start % part == 0) | (next_start >= stop)
+            if FOLD == "select":
+                part_top = tl.where(is_end, top, float("-inf"))
+                weight = tl.where(is_end, tl.max(total, axis=1), 0.0)
+                kept = tl.where(is_end, 0.0, 1.0)
+                merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, part_top, weight)
+                top, total, acc = tl.where(is_end, -1e30, top), total * kept, acc * kept
+            if FOLD == "branch":  # noqa: SIM102
+                if is_end:
+                    sums = tl.max(total, axis=1)  # of equal columns
+                    merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, top, sums)
+                    top, total, acc = _nothing(ROWS), tl.zeros_like(total), tl.zeros_like(acc)
+        if FOLD == "nested":
+            sums = tl.max(total, axis=1)
             merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, top, sums)
             top, total, acc = _nothing(ROWS), tl.zeros_like(total), tl.zeros_like(acc)
     return merged, all_top, all_total

@@ -346,8 +346,6 @@ def _follow_chunks(layout: Layout, sampled: Tensor, chunks: Chunks, num_decoding
     """Writes the token after each row of a chunk to following (T + 1,), whose last place is of no row. Returns (M,)
     int32 the tokens that chunks emit, or -1."""
     M, T = len(chunks.slots), len(following) - 1
-    if M == 0:
-        return following[:0]
     ends, num_nodes = layout.starts[num_decoding + 1 :].long(), layout.starts[num_decoding]
     tokens = sampled[(num_nodes + torch.arange(M, device=sampled.device)).clamp(max=len(sampled) - 1)]
     index = torch.arange(T, device=sampled.device) - num_nodes

@@ -333,6 +333,7 @@ class BudgetPolicy:
         nodes = num_decoding * width if offers is None else sum(min(count, fixed) for count, _ in offers)
         nodes = min(nodes, max(self.costs.most_rows - prompt_rows, num_decoding))
         if num_decoding:
+            self._count_step()
             self._chosen = LIFT_DECAY * self._chosen + (nodes, 1.0)
         return Choice(nodes, width, self.costs.time(nodes + prompt_rows, num_decoding, width, filtered=filtered))
 

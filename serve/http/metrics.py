@@ -77,8 +77,8 @@ class Metrics:
         lines += histogram("inter_token_latency_seconds", "Time per further token.", self.inter_token_latency)
         lines += family("open_requests", "gauge", "Sequences that have not ended.", {"": num_open})
         lines += family("engine_up", "gauge", "1 while the engine's process answers.", {"": int(is_healthy)})
-        for name, value in gauges.items():
-            lines += family(f"engine_{name}", "gauge", f"What the engine reports as {name}.", {"": value})
+        for name, gauge in gauges.items():
+            lines += family(f"engine_{name}", "gauge", f"What the engine reports as {name}.", {"": gauge})
         return "\n".join(lines) + "\n"
 
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from slipstream import runtime
 from slipstream.kernels.compile_ahead import compile_ahead, short_run
+from slipstream.kernels.speculation.ragged import Chunks
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepPlan
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.chunks import pack_chunks, split_chunks
@@ -217,9 +218,9 @@ class StepGraphs:
 
     def pass_of(self, rows: int, heads: int, has_prompts: bool, mode: SamplingMode) -> None:
         """The pass that is captured, on what the buffers hold."""
-        chunks = split_chunks(self.packed, self.num_chunks if has_prompts else 0, self.most_prompt_rows)
+        chunks = split_chunks(self.packed, self.num_chunks, self.most_prompt_rows)
         if not has_prompts:
-            chunks = type(chunks)(*(field[:0] for field in chunks))
+            chunks = Chunks(*(field[:0] for field in chunks))
         inputs = StepInputs(self.budget, self.requests[: min(rows, self.max_running)], chunks)
         results = self.runner.step(inputs, rows, heads, mode)
         self.results[: len(results)] = results

@@ -1,89 +1,112 @@
-"""Captured passes without a GPU: a capture is played by calling the pass anew."""
+"""Captured passes without a GPU: a capture is played by calling the pass anew.
+
+The passes are those of a GPU, of fixed sizes over static buffers and filled up with padding; their kernels' references
+run.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from slipstream.serve.engine.build import Builder
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.plan import PromptChunk, SamplingMode
-from slipstream.serve.options import PREFILL_BLOCK, EngineConfig
-from slipstream.serve.runner.cuda_graphs import MODES, Capturer, RoundGraphs, TimeTables, buckets
-from slipstream.serve.runner.prefill import PrefillShape
-from slipstream.serve.runner.prompt_graphs import PromptGraphs
-from slipstream.serve.runner.round import Runner
+from slipstream.serve.engine.step_costs import Costs, CostTables, StepCosts
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.runner.cuda_graphs import MODES, Capturer, DraftGraphs, StepGraphs, StepKey, make_graphs
+from slipstream.serve.runner.step import Runner
+
+ATTENTION = "prefill=sdpa,verify=triton,draft=triton"
 
 
-class Replay:
+class Played:
     """Stands for a captured graph."""
 
-    def __init__(self, replay: Callable[[], None]) -> None:
-        self.replay = replay
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run, self.num_replays = run, 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        self.run()
 
 
-class PlayedGraphs(RoundGraphs):
-    def __init__(self, runner: Runner, max_batch: int, widths: Sequence[int]) -> None:
-        state = runner.state
-        self.runner, self.sizes, self.widths = runner, buckets(max_batch), sorted(widths)
-        self.requests = torch.full((max_batch,), state.padding)
-        self.results = torch.zeros(max_batch, 1 + 2 * state.tokens.shape[1], dtype=torch.int32)
-        self._graphs, self._columns, self._held = {}, {}, ([], 0)
-        self.num_rounds: dict[tuple[int, int, str], int] = {}
-        for key in self._keys():
-            self._capture(*key)
+class Player(Capturer):
+    def __init__(self) -> None:
+        pass
 
-    def round(self, rows: list[int], mode: SamplingMode, width: int) -> Tensor | None:
-        results = super().round(rows, mode, width)
-        return None if results is None else results.clone()  # a GPU copies them away before the next replay
+    def capture_all(self, what: str, sizes: str, keys: Sequence[tuple[Any, ...]], capture: Callable[..., bool]) -> None:
+        assert all([capture(*key) for key in keys])
 
-    def _capture(self, size: int, width: int, mode: SamplingMode) -> None:
-        state = self.runner.state
-        bound = state.pages.shape[-1] * state.page_size - width  # SDPA sizes its gathers by it
-
-        def play() -> None:
-            key = size, width, mode
-            self.num_rounds[key] = self.num_rounds.get(key, 0) + 1
-            results = self.runner.round(self.requests[:size], (bound,) * size, mode, width)
-            self._columns[width] = results.shape[1]
-            self.results[:size, : results.shape[1]] = results
-
-        self._graphs[size, width, mode] = Replay(play)  # type: ignore[assignment]
-
-    def time_all(self) -> TimeTables:
-        """As if passes of more than 16 rows cost by the row: widths then change with the load."""
-        ms = {(size, width): max(1.0, size * width / 16) for size in self.sizes for width in self.widths}
-        return dict.fromkeys(MODES, ms)
+    def capture(self, run: Callable[[], None], what: str, remedy: str) -> torch.cuda.CUDAGraph | None:
+        return Played(run)  # type: ignore[return-value]
 
 
-class PlayedPrompts(PromptGraphs):
-    def __init__(self, runner: Runner, most_tokens: int, width: int) -> None:
-        super().__init__(runner, most_tokens, width, Capturer.__new__(Capturer))
-        self.passes: list[tuple[int, int]] = []  # blocks and chunks of each
-        for size in self.sizes:
-            for mode in MODES:
-                self._capture(size, mode)
+class EqualTimes(StepCosts):
+    """No test depends on how fast this machine is."""
 
-    def prefill(self, chunks: Sequence[PromptChunk], mode: SamplingMode) -> Tensor | None:
-        sampled = super().prefill(chunks, mode)
-        if sampled is None:
-            return None
-        self.passes.append((PrefillShape.of(chunks, PREFILL_BLOCK).num_blocks, len(chunks)))
-        return sampled.clone()
+    def observe(self, *_: Any, **__: Any) -> None:
+        pass
 
-    def _capture(self, size: int, mode: SamplingMode) -> None:
-        self._graphs[size, mode] = Replay(lambda: self.run(size, mode))  # type: ignore[assignment]
+
+def play_all(passes: Runner, config: EngineConfig, widths: Sequence[int]) -> tuple[StepGraphs, DraftGraphs | None]:
+    """As `capture_all` of the captured passes."""
+    steps, drafts = make_graphs(passes, config, widths, Player())
+    steps.capture_all()
+    if drafts is not None:
+        drafts.capture_all()
+    run = steps.run
+
+    def run_and_copy(plan: Any) -> Any:
+        found = run(plan)
+        return found and (found[0].clone(), found[1])  # a GPU copies them away before the next replay
+
+    steps.run = run_and_copy  # type: ignore[method-assign]
+    return steps, drafts
 
 
 class PlayingBuilder(Builder):
-    def pick_modes(self, phases: Iterable[str]) -> tuple[bool, bool]:
-        return True, not self.stages
+    """`is_played`: whether passes are captured; otherwise all of them are launched as they are, with as many pages and
+    as many steps in flight."""
 
-    def capture(self, runner: Runner) -> tuple[RoundGraphs, PromptGraphs | None]:
-        graphs = PlayedGraphs(runner, self.config.max_running, self.widths.offered)
-        most_tokens = self.config.captured_tokens
-        return graphs, PlayedPrompts(runner, most_tokens, self.widths.most) if most_tokens >= PREFILL_BLOCK else None
+    is_played = True
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(replace(config, attention=ATTENTION) if config.attention == "auto" else config)
+
+    def pick_modes(self, phases: Iterable[str]) -> tuple[bool, bool]:
+        return self.is_played, True
+
+    def capture(self, passes: Runner) -> tuple[StepGraphs, DraftGraphs | None]:
+        return play_all(passes, self.config, self.widths)
+
+    def find_costs(self, steps: StepGraphs | None, drafts: DraftGraphs | None) -> Costs:
+        """As if passes of more than 16 rows cost by the row: numbers of nodes then change with the load."""
+        if steps is None:
+            return super().find_costs(steps, drafts)
+        target = {rows: max(1.0, rows / 16) for rows in (*steps.sizes, *steps.prompt_sizes)}
+        draft = {key[:2]: 0.01 * key[1] for key in drafts.keys()} if drafts is not None else {}
+        return EqualTimes(CostTables(dict.fromkeys(MODES, target), dict.fromkeys(MODES, draft)))
+
+
+class EagerBuilder(PlayingBuilder):
+    is_played = False
 
 
 def play(config: EngineConfig) -> Engine:
     return PlayingBuilder(config).build()
+
+
+def replays_of(engine: Engine) -> dict[StepKey, int]:
+    """How often each captured target pass has run."""
+    steps = engine.runner.steps
+    assert steps is not None
+    return {key: graph.num_replays for key, graph in steps._graphs.items() if graph.num_replays}  # type: ignore[attr-defined]
+
+
+def drafts_of(engine: Engine) -> dict[tuple[int, int, str], int]:
+    """How often each captured draft pass has run: requests, width, mode."""
+    drafts = engine.runner.drafts
+    assert drafts is not None
+    return {key: graph.num_replays for key, graph in drafts._graphs.items() if graph.num_replays}  # type: ignore[attr-defined]

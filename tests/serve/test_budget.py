@@ -170,22 +170,22 @@ def test_fitted_costs_lead_to_the_best_numbers_too(batch: int, power: float) -> 
     assert found > 0.96 * simulation.best(max(60, 800 // batch), sorted(set(numbers)))
 
 
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**31), shares=st.lists(st.floats(0.05, 1.0), min_size=2, max_size=4))
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**31), shares=st.lists(st.floats(0.1, 1.0), min_size=2, max_size=4))
 def test_survivals_do_not_depend_on_what_was_admitted(seed: int, shares: list[float]) -> None:
     """Budgets change, so that a node is verified or not by its cell: cells are judged by their own nodes."""
     rng, seen = np.random.default_rng(seed), Calibration()
-    true = rng.uniform(0.1, 0.9, CELLS)
-    cells = rng.choice(NETWORK_CELLS, 12, replace=False)
-    for step in range(400):
-        stored = rng.choice(cells, 60)
-        order = np.argsort(-seen.survivals[stored], kind="stable")
-        verified = stored[order[: int(60 * shares[step % len(shares)])]]
+    true, order = rng.uniform(0.1, 0.9, CELLS), rng.random(CELLS)
+    cells, wrong = rng.choice(NETWORK_CELLS, 12, replace=False), []
+    for step in range(300):
+        stored = rng.choice(cells, 120)
+        verified = stored[np.argsort(order[stored])[: int(120 * shares[step % len(shares)])]]
         seen.record(verified.astype(np.int32), rng.random(len(verified)) < true[verified])
-    tried = seen._tried[cells] > 100
-    assert tried.any()
-    assert np.abs(seen.survivals[cells] - true[cells])[tried].max() < 0.2
-    assert np.abs((seen.survivals[cells] - true[cells])[tried].mean()) < 0.08
+        if step > 100 and step % 8 == 0:
+            wrong.append(seen.survivals[cells] - true[cells])
+    known = seen._tried[cells] > 150  # others are near their prior
+    assert known.any()
+    assert np.abs(np.mean(wrong, axis=0))[known].max() < 0.1
 
 
 def test_a_cell_without_nodes_follows_its_place_and_comes_back_to_its_prior() -> None:
@@ -263,9 +263,9 @@ def learnt(power: float = 1.0, batch: int = 64, **options: float) -> BudgetPolic
     return policy
 
 
-def settled(policy: BudgetPolicy, batch: int, prompt_rows: int = 0, **options: bool) -> Choice:
+def settled(policy: BudgetPolicy, batch: int, prompt_rows: int = 0) -> Choice:
     """The choice of most steps: the others are probes."""
-    choices = [policy.choose(batch, prompt_rows, **options) for _ in range(21)]
+    choices = [policy.choose(batch, prompt_rows) for _ in range(21)]
     return max(choices, key=lambda choice: [one[:2] for one in choices].count(choice[:2]))
 
 

@@ -3,18 +3,25 @@
 The reference is `--draft none`, one request at a time; its greedy answers are those of transformers' generate.
 """
 
+import random
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from slipstream.serve.drafters.registry import MODULES, NGRAM
+from slipstream.serve.engine.budget import CELLS, BudgetPolicy, Choice
+from slipstream.serve.engine.build import Builder
 from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.planner import Planner
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import gate_of, pairwise, rotating
 from slipstream.tests.random_drafts import save_random_draft
@@ -26,12 +33,15 @@ from slipstream.tests.serve.engine_runs import (
     build_engine,
     collect,
     inside_drafts,
+    kinds_of_requests,
     make_request,
     random_prompt,
     run,
+    serve_traffic,
     tokens_of,
 )
 from slipstream.tests.serve.known_answers import ending_requests, save_dflash, save_eagle, uneven_requests
+from slipstream.tests.serve.test_overlap import OverlappingBuilder
 
 
 # Drafter -> what makes its checkpoint for a target; none where it needs no checkpoint.
@@ -318,3 +328,90 @@ def test_the_context_can_be_used_to_its_last_token(
     answers = run(engine, [request])
     assert tokens_of(answers) == reference("llama", [request])
     assert len(answers["long"].tokens) == 40
+
+
+class AnyPolicy(BudgetPolicy):
+    """Whatever a policy may choose: each step verifies another number of nodes, which other tables prefer, drafts
+    another width, takes another number of prompt tokens, and waits for the host or does not."""
+
+    def __init__(self, planner: Planner, rng: random.Random) -> None:
+        super().__init__(planner.policy.costs, planner.policy.widths)
+        self.rng, self.limits, self.number = rng, planner.limits, 0
+        self.survivals = np.ones(CELLS, np.float32)
+
+    def choose(self, num_decoding: int, prompt_rows: int = 0, **_: Any) -> Choice:
+        rng, most = self.rng, num_decoding * self.limits.most_nodes
+        if rng.random() < 0.3:
+            cells = np.random.default_rng(self.number).random(CELLS, np.float32)
+            self.survivals, self.number = np.where(cells < 0.1, np.float32(0), cells), self.number + 1
+        nodes = rng.choice((num_decoding, rng.randint(num_decoding, most), most))
+        return Choice(nodes, rng.choice(self.widths))
+
+    def chunk_rows(self, num_decoding: int, nodes: int | None = None, *, filtered: bool = False) -> int:
+        return self.rng.choice((0, 1, self.rng.randrange(40)))
+
+    @property
+    def table(self) -> NDArray[np.float32]:
+        return self.survivals
+
+    @property
+    def version(self) -> int:
+        return self.number
+
+    @property
+    def waiting_pays(self) -> bool:
+        return self.rng.random() < 0.5
+
+
+@pytest.mark.parametrize(
+    ("drafter", "overlap", "page_size", "family"),
+    pairwise(DRAFTERS, [False, True], [1, 16], ["qwen3", "mistral-window", "qwen3-windows"]),
+)
+def test_no_token_depends_on_what_else_a_step_computes(
+    drafter: str,
+    overlap: bool,
+    page_size: int,
+    family: str,
+    build: BuildDrafted,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests of all kinds come, are aborted, preempted and continued from cached pages, while every step computes any
+    chunks of prompts beside any numbers of nodes."""
+    rng = random.Random(f"{drafter} {overlap} {page_size} {family}")
+    kinds = {name: one for name, one in kinds_of_requests(rng, 24, longest=80).items() if len(one.prompt) < 50}
+    expected = reference(family, list(kinds.values()))
+    if overlap:
+        monkeypatch.setattr(Builder, "pick_modes", OverlappingBuilder.pick_modes)
+    engine = build(family, drafter, page_size=page_size, max_running=5, prefill_budget=32, kv_cache_tokens=208)
+    engine.planner.policy = AnyPolicy(engine.planner, rng)
+    seen = watch(engine)
+    serve_traffic(engine, kinds, expected, rng, more=lambda number: number < 30, most_open=8)
+    assert engine.scheduler.num_preemptions > 0
+    assert seen["mixed"] > 20
+    assert seen["cached"] > 0
+    if drafter != "none":
+        assert seen["ragged"] > 20, "requests of one step verify different numbers of nodes"
+        assert seen["accepted"] > 20
+
+
+def watch(engine: Engine) -> Counter[str]:
+    """From now on counts steps with nodes and chunks, steps that verify different numbers of nodes of their requests,
+    accepted tokens, and prompts that begin in the cache."""
+    seen, read = Counter[str](), engine._read
+
+    def reading(flight: Any) -> Any:
+        arrived = read(flight)
+        plan, output = flight.plan, arrived.output
+        seen["mixed"] += bool(plan.slots and plan.chunks)
+        seen["ragged"] += len(set(output.num_verified[: len(plan.slots)].tolist())) > 1
+        seen["accepted"] += int((output.num_emitted[: len(plan.slots)] - 1).sum())
+        seen["cached"] += sum(
+            chunk.start > 0
+            for chunk in plan.chunks
+            if plan.admissions and chunk.slot in {one.slot for one in plan.admissions}
+        )
+        return arrived
+
+    engine._read = reading  # type: ignore[method-assign]
+    return seen

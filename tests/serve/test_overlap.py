@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from slipstream.serve import llm as llm_module
+from slipstream.serve.engine.budget import PATIENCE
 from slipstream.serve.engine.build import Builder
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.widths import PATIENCE
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import rotating

@@ -401,7 +401,7 @@ def test_random_operations(
     assert (scheduler.num_running, scheduler.num_waiting, simulation.slots) == (0, 0, {})
     assert simulation.cache.num_available == simulation.cache.total_pages
     assert simulation.num_aborted > 0
-    assert simulation.num_mixed > 10
+    assert simulation.num_mixed > 0
     assert any(output.stats and output.stats.cached_tokens for output in simulation.ended.values())
     if prefill_budget in (16, 64):  # else prompts come too slowly to fill the cache, or it is large
         assert scheduler.num_preemptions > 0, "the cache was meant to be too small"
