@@ -516,14 +516,15 @@ class BudgetPolicy:
         most_rows = self.costs.most_rows
         if num_decoding == 0:
             return most_rows
+        most_nodes = max(most_rows - LEAST_CHUNK, num_decoding)  # prompts do not wait for others to end
         if self.fixed is not None:
-            nodes = nodes or min(num_decoding * self.fixed, most_rows - LEAST_CHUNK)
+            nodes = nodes or min(num_decoding * self.fixed, most_nodes)
             ms = self.costs.time(nodes, num_decoding, self.fixed, filtered=filtered)
             draft = self.costs.draft(num_decoding, self.fixed, filtered=filtered)
         else:
             plan = self._plan(num_decoding, 0, filtered)
             k = plan.best[self._width]
-            nodes = nodes or min(plan.rows[k], num_decoding * self.width)
+            nodes = nodes or min(plan.rows[k], num_decoding * self.width, most_nodes)
             ms, draft = plan.ms(k, self._width), plan.draft_ms[self._width]
         limit = max(2 * ms, LEAST_CHUNK_MS) if self.max_chunk_ms is None else self.max_chunk_ms
         if self.itl_ms is not None:

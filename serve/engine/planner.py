@@ -35,7 +35,7 @@ class Limits:
     of_network: int  # most nodes that the drafter proposes; more come from the host
     reserve: int  # KV tokens that a step may write beyond the committed ones of a request
     node_rows: int  # nodes of a step, at most
-    prompt_rows: int  # prompt tokens of a step in which nothing decodes
+    prompt_rows: int  # prompt tokens of a step, at most
 
 
 @dataclass(slots=True)
@@ -72,7 +72,9 @@ class Planner:
     def plan(self) -> StepPlan | None:
         """The next step, None if there is nothing to do. `choose` completes it."""
         sequences = self.scheduler.next_decodes(self.limits.reserve)
-        num_rows = self.policy.chunk_rows(len(sequences)) if sequences else self.limits.prompt_rows
+        num_rows = self.limits.prompt_rows
+        if sequences:
+            num_rows = min(num_rows, self.policy.chunk_rows(len(sequences)))
         chunks = self.scheduler.next_chunks(num_rows)
         if not sequences and not chunks:
             return None

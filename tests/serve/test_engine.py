@@ -11,6 +11,7 @@ import torch
 from slipstream.models.files.checkpoint import weights_fingerprint
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.engine import memory
+from slipstream.serve.engine.plan import StepPlan
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.serve.engine_runs import build_engine, caches_of, make_request, random_prompt, run, tokens_of
@@ -182,6 +183,32 @@ def test_metrics_count_requests(target: Path) -> None:
         engine.step()
     assert requests() == {"running": 0, "waiting": 0, "preemptions": 0}
     assert engine.step() == []
+
+
+def test_prompts_are_computed_however_many_nodes_others_have(target: Path, draft: Path) -> None:
+    """Also where these would fill the largest pass for as long as they decode."""
+    engine = build_engine(target, draft)
+    engine.planner.policy.costs.most_rows = 4 * engine.planner.limits.most_nodes
+    for seed in range(4):
+        engine.add(make_request(str(seed), random_prompt(9, seed), max_tokens=60, ignore_eos=True))
+    engine.step()
+    engine.add(make_request("late", random_prompt(9, 4), max_tokens=60, ignore_eos=True))
+    assert any("late" in [output.request_id for output in engine.step()] for _ in range(10))
+    assert engine.num_open == 5
+
+
+@pytest.mark.parametrize("decoding", [False, True])
+def test_a_step_computes_no_more_of_prompts_than_its_budget(decoding: bool, target: Path, draft: Path) -> None:
+    engine, sizes = build_engine(target, draft, prefill_budget=7), list[int]()
+    requests = [make_request(str(seed), random_prompt(50, seed), max_tokens=40, ignore_eos=True) for seed in range(3)]
+
+    def count(event: str, plan: StepPlan) -> None:
+        if event == "launched" and bool(plan.slots) == decoding and plan.chunks:
+            sizes.append(sum(len(chunk.tokens) for chunk in plan.chunks))
+
+    engine.trace = count
+    run(engine, requests)
+    assert max(sizes) == 7
 
 
 def test_every_token_is_counted(target: Path, draft: Path) -> None:

@@ -1,0 +1,410 @@
+"""Attention of a ragged pass against a softmax in fp64 over the very tokens that each row sees, and its bits against
+those of the same row in another pass."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention.ragged import (
+    LENGTH,
+    NO_TILE,
+    START,
+    TILE,
+    Blocks,
+    Segments,
+    Tiles,
+    Work,
+    choose_blocks,
+    plan_work,
+    plan_work_triton,
+    ragged_attention,
+    ragged_attention_triton,
+)
+from slipstream.kernels.grid_sync import done_counters
+from slipstream.tests.kernels.triton_runs import DEVICES, NO_INTERPRETER, SLOW, poisoned
+
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # the interpreter, masked rows
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of the norm
+SCALE = 0.3
+
+Rows = tuple[tuple[int, int], ...]  # committed tokens and rows of each segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """The segments of a pass."""
+
+    nodes: Rows = ()
+    chunks: Rows = ()
+    mask: str = "causal"
+    Q: int = 4
+    G: int = 2
+    D: int = 16
+    page_size: int = 16
+    window: int | None = None
+    unused: int = 3  # rows
+
+    @property
+    def segments(self) -> Rows:
+        return self.nodes + self.chunks
+
+    @property
+    def most_nodes(self) -> int:
+        return max((rows for _, rows in self.nodes), default=1)
+
+
+NODES = ((5, 1), (0, 3), (40, 0), (130, 7), (300, 2), (127, 1), (128, 1), (129, 4))
+CHUNKS = ((0, 20), (33, 50), (10, 0), (200, 17), (127, 2), (130, 1))
+CASES = {
+    "nodes": Case(nodes=NODES),
+    "nodes of trees": Case(nodes=NODES, mask="tree"),
+    "chunks": Case(chunks=CHUNKS),
+    "both": Case(nodes=NODES, chunks=CHUNKS, mask="tree"),
+    "one row": Case(nodes=((12, 1),), unused=0),
+    "nothing": Case(nodes=((12, 0), (3, 0)), chunks=((5, 0),)),
+    "64 nodes of a tree": Case(nodes=((100, 64), (0, 64), (3, 1)), mask="tree"),
+    "33 nodes of a tree": Case(nodes=((64, 33), (33, 2)), mask="tree"),
+    "64 nodes of a chain": Case(nodes=((100, 64), (0, 64), (3, 1))),
+    "pages of one token": Case(nodes=NODES[:4], chunks=CHUNKS[:2], mask="tree", page_size=1),
+    "pages of 64 tokens": Case(nodes=NODES, chunks=CHUNKS, mask="tree", page_size=64),
+    "window": Case(nodes=NODES, chunks=CHUNKS, window=33),
+    "window of trees": Case(nodes=NODES, chunks=CHUNKS, mask="tree", window=33),
+    "window of one": Case(nodes=NODES, chunks=CHUNKS, mask="tree", window=1),
+    "window within the nodes": Case(nodes=((70, 40), (0, 40)), mask="tree", window=7, page_size=1),
+    "window within the rows": Case(nodes=((70, 40),), chunks=((0, 60), (70, 40)), window=9),
+    "window, pages of 64 tokens": Case(nodes=NODES, chunks=CHUNKS, mask="tree", window=70, page_size=64),
+    "window wider than all": Case(nodes=NODES[:4], chunks=CHUNKS[:2], mask="tree", window=1000),
+    "parts of more tokens": Case(nodes=((2047, 1), (2048, 3), (2040, 20)), chunks=((2030, 40),), G=1, Q=2),
+    "window, parts of more tokens": Case(nodes=((3000, 3),), chunks=((2030, 40),), G=1, Q=2, window=2100),
+    "seven heads share": Case(nodes=NODES, chunks=CHUNKS, Q=14, mask="tree"),
+    "32 heads share": Case(nodes=NODES[:3], chunks=((3, 5),), Q=32, G=1, mask="tree"),
+    "no sharing": Case(nodes=NODES[:4], chunks=((33, 50),), Q=3, G=3),
+    "D 96": Case(nodes=NODES[:4], chunks=((33, 50),), D=96, mask="tree"),
+    "D 128": Case(nodes=NODES[:4], chunks=((33, 50),), D=128, mask="tree"),
+    "D 256": Case(nodes=NODES[:4], chunks=((33, 50),), D=256, mask="tree"),
+}
+IN_GATE = ("both", "window of trees", "one row", "nothing", "33 nodes of a tree", "window within the rows")
+BUSY = random.Random(0)
+REAL = Case(
+    nodes=tuple((BUSY.randrange(1, 5000), BUSY.choice((0, 1, 1, 2, 4, 8))) for _ in range(40)),
+    chunks=((0, 300), (512, 81), (4090, 700), (77, 1)),
+    mask="tree",
+    Q=32,
+    G=8,
+    D=128,
+)
+GPU_CASES = {
+    "busy": REAL,
+    "one request": replace(REAL, nodes=((700, 1),), chunks=()),
+    "one long request": replace(REAL, nodes=((30000, 4),), chunks=()),
+    "nodes alone": replace(REAL, chunks=()),
+    "chunks alone": replace(REAL, nodes=()),
+    "64 nodes": replace(REAL, nodes=((8000, 64), (5, 64), (300, 1)), page_size=64),
+    "window": replace(REAL, window=500),
+    "pages of one token": replace(REAL, page_size=1),
+    "D 256": replace(REAL, D=256, Q=16),
+    "D 64": replace(REAL, D=64, Q=64, page_size=64),
+}
+
+
+@pytest.fixture(autouse=True)
+def unwritten_shows() -> Iterator[None]:
+    with poisoned():
+        assert torch.empty(1).isnan()
+        yield
+
+
+class Scene:
+    """A cache whose unwritten slots, and those before every window, are NaN. A request's tokens depend on its seed alone,
+    so that it can appear in other passes."""
+
+    def __init__(
+        self, case: Case, dtype: torch.dtype, device: str, seeds: list[int] | None = None, shuffle: int = 0
+    ) -> None:
+        self.case, segments, device = case, case.segments, torch.device(device).type
+        self.seeds = list(range(len(segments))) if seeds is None else seeds
+        S, page = len(segments), case.page_size
+        capacity = max(length + rows for length, rows in segments) // page + 2
+        generator = torch.Generator().manual_seed(shuffle)
+        pages = (torch.randperm(S * capacity, generator=generator) + 1).view(S, capacity)
+        slots = torch.randperm(S, generator=generator)
+        starts = torch.tensor([0, *(rows for _, rows in segments)]).cumsum(0)
+        T = int(starts[-1]) + case.unused
+        q = torch.full((T, case.Q, case.D), torch.nan)
+        cache = torch.full((2, (S * capacity + 1) * page, case.G, case.D), torch.nan)
+        ancestors = torch.full((T,), -1)
+        self.parents: list[list[int]] = []
+        for s, (length, rows) in enumerate(segments):
+            own = torch.Generator().manual_seed(self.seeds[s])
+            token = torch.arange(length + rows)
+            kv = torch.randn(length + rows, 2, case.G, case.D, generator=own)
+            behind = 0 if case.window is None else max(0, length + 1 - case.window)
+            kv[:behind] = torch.nan
+            cache[:, pages[slots[s]][token // page] * page + token % page] = kv.transpose(0, 1)
+            pages[slots[s], : behind // page] = 0
+            q[starts[s] : starts[s + 1]] = self.queries(s)[length:]
+            rng = random.Random(self.seeds[s])
+            self.parents.append([-1, *(rng.randrange(max(0, node - 5), node) for node in range(1, rows))])
+            if s < len(case.nodes):
+                masks = [sum(1 << node for node in self.path(s, node)) for node in range(rows)]
+                signed = [mask - 2**64 if mask >= 2**63 else mask for mask in masks]
+                ancestors[starts[s] : starts[s + 1]] = torch.tensor(signed, dtype=torch.int64)
+        self.keys, self.values = cache.to(dtype).unflatten(1, (-1, page)).to(device)
+        self.q, self.pages, self.ancestors = q.to(dtype).to(device), pages.to(device), ancestors.to(device)
+        self.segments = Segments(
+            starts.int().to(device),
+            slots.to(device),
+            torch.tensor([length for length, _ in segments]).to(device),
+            len(case.nodes),
+            case.most_nodes,
+        )
+        self.used = int(starts[-1])
+
+    def queries(self, s: int) -> Tensor:
+        """Of all tokens of a request, by its seed; (length + rows, Q, D)."""
+        generator = torch.Generator().manual_seed(1000 + self.seeds[s])
+        return torch.randn(sum(self.case.segments[s]), self.case.Q, self.case.D, generator=generator)
+
+    def path(self, s: int, node: int) -> list[int]:
+        """The node and its ancestors."""
+        path = [node]
+        while (above := self.parents[s][path[-1]]) >= 0:
+            path.append(above)
+        return sorted(path)
+
+    def seen(self, s: int, row: int) -> list[int]:
+        """The places that a row sees."""
+        length, own = self.case.segments[s][0], list(range(row + 1))
+        if self.case.mask == "tree" and s < len(self.case.nodes):
+            own = self.path(s, row)
+        first = 0 if self.case.window is None else max(0, length + len(own) - self.case.window)
+        kept = own if self.case.window is None else own[-self.case.window :]
+        return [*range(first, length), *(length + node for node in kept)]
+
+    def plan(self, **options: object) -> Work:
+        case, window = self.case, self.case.window
+        sizes = (len(self.q), case.Q, case.G, case.D, self.q.dtype)
+        return plan_work_triton(self.segments, *sizes, window=window, **options)  # type: ignore[arg-type]
+
+    def run(self, kernel: object = ragged_attention_triton, work: Work | None = None) -> Tensor:
+        """The rows in use."""
+        tensors = (self.q, self.keys, self.values, self.pages, self.segments, self.ancestors)
+        out = kernel(*tensors, self.case.mask, SCALE, window=self.case.window, work=work)  # type: ignore[operator]
+        assert out.dtype == self.q.dtype
+        assert out.shape == self.q.shape
+        return out[: self.used]
+
+    def check(self, out: Tensor) -> None:
+        """Against a softmax in fp64, segment by segment: their relative errors; NaN never passes."""
+        case, starts = self.case, self.segments.starts.tolist()
+        for s, (length, rows) in enumerate(case.segments):
+            token = torch.arange(length + rows, device=self.q.device)
+            at = self.pages[self.segments.slots[s]][token // case.page_size] * case.page_size + token % case.page_size
+            keys, values = (x.flatten(0, 1)[at].double() for x in (self.keys, self.values))
+            for row in range(rows):
+                q = self.q[starts[s] + row].double().view(case.G, -1, case.D)
+                seen = self.seen(s, row)
+                weights = (torch.einsum("grd,sgd->grs", q, keys[seen]) * SCALE).softmax(dim=-1)
+                right = torch.einsum("grs,sgd->grd", weights, values[seen]).flatten(0, 1)
+                error = (out[starts[s] + row].double() - right).norm() / right.norm()
+                assert error < TOLERANCES[out.dtype], (s, row)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reference_equals_softmax_over_what_each_row_sees(name: str) -> None:
+    scene = Scene(CASES[name], torch.float32, "cpu")
+    scene.check(scene.run(ragged_attention.reference))
+    scene.check(scene.run(ragged_attention))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, *(pytest.param(x, marks=pytest.mark.gpu) for x in list(TOLERANCES)[1:])]
+)
+@pytest.mark.parametrize("name", [name if name in IN_GATE else pytest.param(name, marks=SLOW) for name in CASES])
+@torch.inference_mode()
+def test_kernel_equals_softmax_over_what_each_row_sees(name: str, dtype: torch.dtype, device: str) -> None:
+    scene = Scene(CASES[name], dtype, device)
+    scene.check(scene.run())
+    assert not done_counters(torch.device(device)).any(), "counters are left as they were found"
+
+
+@NO_INTERPRETER
+@pytest.mark.parametrize("name", ["both"])
+def test_fp16_under_the_interpreter(name: str) -> None:
+    """Tiles of prompts are higher than those of nodes, and part of their tokens."""
+    scene = Scene(replace(CASES[name], D=64), torch.float16, "cpu")
+    scene.check(scene.run())
+
+
+def same(actual: Tiles | None, right: Tiles | None) -> None:
+    if actual is None or right is None:
+        assert actual is right
+        return
+    assert actual[2:] == right[2:]
+    count = int((right.records[:, START.value] == NO_TILE.value).nonzero()[0])
+    assert torch.equal(actual.records[:count].cpu(), right.records[:count].cpu())
+    assert actual.records[count, START.value] == NO_TILE.value
+    used = right.ranges[:, START.value] != NO_TILE.value
+    fields = [*range(TILE.value + 1), LENGTH.value]
+    assert torch.equal(actual.ranges.cpu()[used][:, fields], right.ranges.cpu()[used][:, fields])
+    assert (actual.ranges.cpu()[~used][:, START.value] == NO_TILE.value).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(12))
+def test_plan_of_the_kernel_is_that_of_the_reference(seed: int, device: str) -> None:
+    rng = random.Random(seed)
+
+    def length() -> int:
+        return rng.choice((0, 1, 127, 128, rng.randrange(600), rng.randrange(9000), rng.randrange(70000)))
+
+    most = rng.choice((1, 4, 16, 64))
+    nodes = [(length(), rng.choice((0, 1, rng.randint(1, most)))) for _ in range(rng.choice((0, 1, 5, 40)))]
+    chunks = [(length(), rng.choice((0, 1, 33, rng.randint(1, 900)))) for _ in range(rng.choice((0, 1, 5)))]
+    rows = [rows for _, rows in (*nodes, *chunks)]
+    S = len(rows)
+    segments = Segments(
+        torch.tensor([0, *rows], device=device).cumsum(0).int(),
+        torch.randperm(S, device=device),
+        torch.tensor([length for length, _ in (*nodes, *chunks)], dtype=torch.int64, device=device),
+        len(nodes),
+        most,
+    )
+    Q, G, D = rng.choice(((32, 8, 128), (14, 2, 64), (8, 8, 64), (16, 1, 256)))
+    window = rng.choice((None, 1, 100, 128, 4096))
+    dtype = rng.choice((torch.bfloat16, torch.float32))
+    sizes = (sum(rows) + rng.choice((0, 7)), Q, G, D, dtype)
+    if not S or not sizes[0]:
+        return
+    for actual, right in zip(
+        plan_work_triton(segments, *sizes, window=window),
+        plan_work.reference(segments, *sizes, window=window),
+        strict=True,
+    ):
+        same(actual, right)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("programs", [1, 3, pytest.param(40, marks=SLOW)])
+@torch.inference_mode()
+def test_bits_do_not_depend_on_how_work_is_shared_out(programs: int, device: str) -> None:
+    case = Case(nodes=((130, 7), (900, 2), (2100, 1)), chunks=((800, 20),), mask="tree", G=1, Q=2)
+    scene = Scene(case, torch.float32, device)
+    expected = scene.run()
+    scene.check(expected)
+    assert torch.equal(scene.run(work=scene.plan(programs=programs)), expected)
+    assert not done_counters(torch.device(device)).any()
+
+
+def alone(case: Case, s: int, dtype: torch.dtype, device: str) -> Tensor:
+    """The rows of a segment in a pass of its own."""
+    own = (case.segments[s],)
+    is_node = s < len(case.nodes)
+    case = replace(case, nodes=own if is_node else (), chunks=() if is_node else own, unused=0)
+    return Scene(case, dtype, device, seeds=[s], shuffle=5).run()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@torch.inference_mode()
+def test_bits_of_a_row_do_not_depend_on_its_company(device: str) -> None:
+    case = Case(nodes=((130, 3), (700, 2), (0, 1)), chunks=((33, 20), (600, 9)), mask="tree", window=650)
+    scene = Scene(case, torch.float32, device)
+    out, starts = scene.run(), scene.segments.starts.tolist()
+    for s in range(len(case.segments)):
+        assert torch.equal(alone(case, s, torch.float32, device), out[starts[s] : starts[s + 1]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cuts", [(7,), (1, 16, 40)])
+@torch.inference_mode()
+def test_bits_of_a_prompt_do_not_depend_on_its_chunks(cuts: tuple[int, ...], device: str) -> None:
+    first, last = 2010, 2060
+    whole = Scene(Case(chunks=((first, last - first),), G=1, Q=2), torch.float32, device, seeds=[9])
+    expected = whole.run()
+    edges = [0, *cuts, last - first]
+    for begin, end in zip(edges, edges[1:], strict=False):
+        chunk = replace(whole.case, chunks=((first + begin, end - begin),))
+        segments = whole.segments._replace(
+            starts=torch.tensor([0, end - begin], dtype=torch.int32, device=device),
+            lengths=torch.tensor([first + begin], device=device),
+        )
+        q = whole.q[begin:end].contiguous()
+        kv = (whole.keys, whole.values, whole.pages)
+        assert torch.equal(ragged_attention_triton(q, *kv, segments, None, "causal", SCALE), expected[begin:end]), chunk
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", GPU_CASES)
+@torch.inference_mode()
+def test_real_shapes(name: str, dtype: torch.dtype) -> None:
+    scene = Scene(GPU_CASES[name], dtype, "cuda")
+    scene.check(scene.run())
+    assert not done_counters(torch.device("cuda", 0)).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["busy", "window", "D 256", "D 64", "one long request"])
+@torch.inference_mode()
+def test_bits_in_bf16(name: str) -> None:
+    """Whatever the company, the tiles' heights and how they are shared; ten runs each, for races."""
+    case = GPU_CASES[name]
+    scene = Scene(case, torch.bfloat16, "cuda")
+    expected, starts = scene.run(), scene.segments.starts.tolist()
+    tokens = choose_blocks(1, case.Q // case.G, case.D, 2)[0].tokens
+    heights = [Blocks(rows, tokens, 8 if rows * case.D > 64 * 128 else 4, 2) for rows in (16, 32, 64)]
+    for blocks in [(x, y) for x in heights for y in heights if x.rows >= case.Q // case.G <= y.rows]:
+        for programs in (None, 3):
+            for _ in range(10):
+                assert torch.equal(scene.run(work=scene.plan(blocks=blocks, programs=programs)), expected)
+    for s in range(0, len(case.segments), 7):
+        assert torch.equal(alone(case, s, torch.bfloat16, "cuda"), expected[starts[s] : starts[s + 1]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [0, 100, 2047, 2048, 5000])
+@torch.inference_mode()
+def test_a_token_has_the_bits_that_it_would_have_in_a_prompt(length: int) -> None:
+    case = replace(REAL, nodes=((length, 1),), chunks=())
+    node = Scene(case, torch.bfloat16, "cuda", seeds=[3])
+    chunk = Scene(replace(case, nodes=(), chunks=case.nodes), torch.bfloat16, "cuda", seeds=[3])
+    assert torch.equal(node.run(), chunk.run())
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_graph_follows_the_segments_on_the_device() -> None:
+    scene = Scene(REAL, torch.bfloat16, "cuda")
+    lengths, starts = scene.segments.lengths.clone(), scene.segments.starts.clone()
+    scene.keys, scene.values = scene.keys.nan_to_num(0.5), scene.values.nan_to_num(0.5)
+    scene.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = scene.run()
+    for share in (1.0, 0.0, 0.5, 0.01, 0.9):
+        scene.segments.lengths.copy_((lengths * share).long())
+        scene.segments.starts.copy_((starts * share).int())
+        captured.fill_(torch.nan)
+        graph.replay()
+        used = int(scene.segments.starts[-1])
+        assert torch.equal(captured[:used], scene.run()[:used])
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_cache_with_more_cells_than_32_bits_count() -> None:
+    scene = Scene(replace(REAL, nodes=REAL.nodes[:3], chunks=((300, 40),)), torch.bfloat16, "cuda")
+    expected, cells = scene.run(), scene.keys[0].numel()
+    ahead = 2**31 // cells + 1  # pages that nothing reads
+    for name in ("keys", "values"):
+        used = getattr(scene, name)
+        cache = torch.empty(ahead + len(used), *used.shape[1:], dtype=used.dtype, device="cuda")
+        cache[ahead:] = used
+        setattr(scene, name, cache)
+    scene.pages += ahead
+    assert torch.equal(scene.run(), expected)

@@ -1,0 +1,395 @@
+"""Captured passes against those launched as they are, without a GPU: fixed sizes over static buffers filled up with
+padding, budgets that the device spends, prompts beside nodes, steps in flight."""
+
+import pickle
+import random
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import pairwise as neighbours
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.kernels.attention.ragged import plan_work, ragged_attention
+from slipstream.kernels.speculation.ragged import admit, lay_out, select_heads, store, verify_rows
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepOutput, StepPlan
+from slipstream.serve.engine.step_costs import CostTables
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import Request
+from slipstream.serve.runner.cuda_graphs import MOST_CHUNKS, StepGraphs, buckets, draft_sizes, prompt_sizes
+from slipstream.serve.runner.model_runner import ModelRunner
+from slipstream.serve.runner.request_state import RequestState
+from slipstream.tests.pairwise import pairwise
+from slipstream.tests.random_drafts import save_random_dflash
+from slipstream.tests.serve.engine_runs import (
+    build_engine,
+    caches_of,
+    kinds_of_requests,
+    make_request,
+    random_prompt,
+    run,
+    serve_traffic,
+    sized_requests,
+    tokens_of,
+)
+from slipstream.tests.serve.played_graphs import EagerBuilder, EqualTimes, PlayingBuilder, drafts_of, play, replays_of
+from slipstream.tests.serve.test_lossless import CHECKPOINTS, AnyPolicy, watch
+
+DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # key of CHECKPOINTS, options
+    "none": ("none", {}),
+    "eagle3": ("eagle3", {"depth": 5}),
+    "eagle3 tree": ("eagle3", {"depth": 4, "topk": 2, "nodes": 8}),
+    "eagle tree": ("eagle", {"depth": 3, "topk": 3, "nodes": 7}),
+    "mixed": ("eagle3", {"ngram_first": 2, "ngram_nodes": 7}),
+    "mixed tree": ("eagle", {"ngram_first": 2, "topk": 2, "nodes": 6}),
+    "ngram": ("ngram", {"nodes": 9}),
+    "dflash": ("dflash", {}),
+    "dflash, whole blocks": ("dflash", {"full_block": True}),
+}
+FAMILIES = ["qwen3", "mistral-window", "qwen3-windows"]
+Configure = Callable[..., EngineConfig]
+Recorded = list[tuple[StepPlan, StepOutput | None]]
+
+
+@pytest.fixture(scope="module")
+def configure(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Configure:
+    """(family, name in DRAFTERS, engine options) -> options of an engine."""
+
+    @cache
+    def saved(family: str, name: str) -> str:
+        save, folder = CHECKPOINTS[name], tmp_path_factory.mktemp("drafts") / "draft"
+        if save is None:
+            return name
+        save(make_target(family), folder)
+        return str(folder)
+
+    def make(family: str, drafter: str, **options: Any) -> EngineConfig:
+        name, own = DRAFTERS[drafter]
+        values = {"draft": saved(family, name), "drafter": own, "max_running": 5, "kv_cache_tokens": 240}
+        return EngineConfig(target=str(make_target(family)), **values | options)
+
+    return make
+
+
+def record(engine: Engine) -> Recorded:
+    """From now on: the plans that are launched, and what they yield if that is read."""
+    recorded, places, read = Recorded(), dict[int, int](), engine._read
+
+    def trace(event: str, plan: StepPlan) -> None:
+        if event == "launched":
+            places[plan.number] = len(recorded)
+            recorded.append((pickle.loads(pickle.dumps(plan)), None))  # noqa: S301
+
+    def reading(flight: Any) -> Any:
+        arrived = read(flight)
+        place = places[flight.plan.number]
+        recorded[place] = recorded[place][0], pickle.loads(pickle.dumps(arrived.output))  # noqa: S301
+        return arrived
+
+    engine.trace, engine._read = trace, reading  # type: ignore[method-assign]
+    return recorded
+
+
+def check_replay(recorded: Recorded, engine: Engine, eager: Engine) -> None:
+    """Launched as they are, the plans yield the same, and leave the same."""
+    for plan, expected in recorded:
+        found = eager.runner.execute(plan).read()
+        if expected is not None:
+            for name in StepOutput._fields:
+                np.testing.assert_equal(getattr(found, name), getattr(expected, name), f"{name} of step {plan.number}")
+    check_states(engine.runner, eager.runner)
+    page_size = engine.config.page_size
+    for one, other in zip(caches_of(engine), caches_of(eager), strict=True):
+        torch.testing.assert_close(one[:, :, page_size:], other[:, :, page_size:], rtol=1e-4, atol=1e-4)
+
+
+def check_states(one: ModelRunner, other: ModelRunner) -> None:
+    """Lengths, roots and proposals of all slots; the padding slot is as it was at first."""
+    padding = one.state.padding
+    for field in ("lengths", "roots", "tokens", "parents", "cells", "survivals"):
+        found, expected = getattr(one.state.stored, field), getattr(other.state.stored, field)
+        assert torch.equal(found[:padding], expected[:padding]), field
+    for state in (one.state, other.state):
+        assert int(state.lengths[padding]) == 0
+        assert not state.stored.survivals[padding].any()
+
+
+@pytest.mark.parametrize(("drafter", "page_size", "family"), pairwise(DRAFTERS, [1, 16], FAMILIES))
+def test_captured_steps_equal_those_launched_as_they_are(
+    drafter: str, page_size: int, family: str, configure: Configure, make_target: Callable[[str], Path]
+) -> None:
+    """Step by step, whatever each computes: any budget of nodes, any chunks of prompts beside them, any width, tables
+    that prefer any nodes. Requests of all kinds come, are aborted, preempted and continued from cached pages, and get
+    the tokens that they get alone."""
+    rng = random.Random(f"{drafter} {page_size} {family}")
+    kinds = {name: one for name, one in kinds_of_requests(rng, 24, longest=60).items() if len(one.prompt) < 50}
+    expected = tokens_of(run(build_engine(make_target(family), max_running=1), list(kinds.values())))
+    config = configure(family, drafter, page_size=page_size, prefill_budget=40)
+    engine = play(config)
+    assert engine.overlap
+    engine.planner.policy = AnyPolicy(engine.planner, rng)
+    recorded, seen = record(engine), watch(engine)
+    serve_traffic(engine, kinds, expected, rng, lambda number: number < 24, 8, engine.scheduler.check)
+    check_replay(recorded, engine, EagerBuilder(config).build())
+    assert sum(replays_of(engine).values()) == len(recorded), "every step was a captured one"
+    assert min(seen["mixed"], seen["cached"]) > 0
+    if drafter != "none":
+        assert min(seen["ragged"], seen["accepted"]) > 10
+
+
+INTERPRETED = (admit, lay_out, select_heads, store, verify_rows, plan_work, ragged_attention)
+
+
+@pytest.mark.parametrize(("drafter", "family"), pairwise(["eagle3", "eagle tree"], ["qwen3", "mistral-window"])[:1])
+def test_the_kernels_of_captured_steps(
+    drafter: str,
+    family: str,
+    configure: Configure,
+    make_target: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All those of a ragged pass, interpreted."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU")
+    rng, requests = random.Random(0), sized_requests((1, 9, 33), max_tokens=9, temperature=0.7)
+    expected = tokens_of(run(build_engine(make_target(family)), requests))
+    config = configure(family, drafter, page_size=1, max_running=2, prefill_budget=16)
+    engine = play(config)
+    engine.planner.policy = AnyPolicy(engine.planner, rng)
+    recorded = record(engine)
+    with monkeypatch.context() as patch:
+        for op in INTERPRETED:
+            patch.setattr(op, "when", lambda *_args, **_options: True)
+        assert tokens_of(run(engine, requests)) == expected
+    check_replay(recorded, engine, EagerBuilder(config).build())
+
+
+@pytest.fixture(scope="module")
+def traffic(target: Path) -> tuple[dict[str, Request], dict[str, list[int]]]:
+    """Requests of all kinds, and their answers without a draft."""
+    kinds = kinds_of_requests(random.Random(1), count=24, longest=60)
+    return kinds, tokens_of(run(build_engine(target, kv_cache_tokens=4096), list(kinds.values())))
+
+
+@pytest.mark.parametrize("num_requests", [64, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_mixed_traffic_with_aborts_and_preemption(
+    drafter: str,
+    num_requests: int,
+    configure: Configure,
+    traffic: tuple[dict[str, Request], dict[str, list[int]]],
+    target: Path,
+) -> None:
+    """With the policy's own choices, and as if memory had not held some graphs."""
+    rng, (kinds, expected) = random.Random(1), traffic
+    engine = play(configure("qwen3", drafter, max_running=24, kv_cache_tokens=900, page_size=1))
+    captured, recorded = engine.runner.steps._graphs, record(engine)  # type: ignore[union-attr]
+    for key in [key for key in captured if key[0] in (24, 32) or key[0] == 2 and key[3] == "all"]:
+        del captured[key]
+    kept = set(captured)
+    serve_traffic(engine, kinds, expected, rng, lambda number: number < num_requests, 30, engine.scheduler.check)
+    greedy = make_request("greedy", random_prompt(9, 0), ignore_eos=True)
+    assert tokens_of(run(engine, [greedy])) == tokens_of(run(build_engine(target), [greedy]))
+    used, plans = replays_of(engine), [plan for plan, _ in recorded]
+    assert {mode for *_, mode in used} == {"plain", "all"}
+    assert set(used) < set(captured) == kept, "nothing is captured while serving"
+    assert {1, 2} <= {len(plan.chunks) for plan in plans}
+    assert any(plan.slots and plan.chunks for plan in plans)
+    if drafter != "none":
+        assert len({plan.nodes / len(plan.slots) for plan in plans if plan.slots}) > 2
+    if drafter not in ("none", "ngram"):
+        assert drafts_of(engine)
+
+
+def test_a_step_with_one_filtered_request_is_chosen_by_filtered_times(configure: Configure) -> None:
+    engine = play(configure("qwen3", "eagle3", kv_cache_tokens=900, max_running=4))
+    steps, drafts, policy = engine.runner.steps, engine.runner.drafts, engine.planner.policy
+    assert steps is not None
+    assert drafts is not None
+    sizes = sorted({*steps.sizes, *steps.prompt_sizes})
+    target = {"plain": dict.fromkeys(sizes, 1.0), "all": {rows: 100.0**rows for rows in sizes}}
+    draft = dict.fromkeys(target, {key[:2]: 0.0 for key in drafts.keys()})
+    policy.costs = EqualTimes(CostTables(target, draft))
+    recorded, most = record(engine), engine.planner.limits.most_nodes
+    run(engine, [make_request("0", random_prompt(9, 0), max_tokens=30, ignore_eos=True)])
+    assert max(plan.nodes for plan, _ in recorded) == most
+    recorded.clear()
+    both = {"max_tokens": 30, "ignore_eos": True, "temperature": 1.0}
+    prompt = random_prompt(9, 1)
+    run(engine, [make_request("a", prompt, **both), make_request("b", prompt, top_k=9, **both)])
+    filtered = [plan for plan, _ in recorded if plan.mode == "all" and plan.slots]
+    assert len(filtered) > 10
+    assert {plan.nodes - len(plan.slots) for plan in filtered} == {0}
+
+
+LENGTHS = (1, 5, 31, 32, 33, 64, 70, 95, 130)  # around captured sizes, and beyond the largest
+
+
+@pytest.mark.parametrize(
+    ("drafter", "page_size", "captured"), pairwise(["none", "eagle3", "eagle3 tree", "dflash"], [16, 1], [96, 40])
+)
+def test_prompts_of_all_lengths(drafter: str, page_size: int, captured: int, configure: Configure) -> None:
+    """Answers, what of the drafts was accepted, and the KV of target and draft; again with a filled cache."""
+    requests = sized_requests(LENGTHS, max_tokens=12, temperature=0.6, top_k=30)
+    options = {"page_size": page_size, "max_running": 6, "kv_cache_tokens": 4096, "prefill_budget": 96}
+    config = configure("qwen3", drafter, prefill_graph_tokens=captured, **options)
+    expected = tokens_of(run(build_engine(Path(config.target)), requests))
+    engine = play(config)
+    recorded = record(engine)
+    first, again = run(engine, requests), run(engine, requests)
+    assert tokens_of(first) == tokens_of(again) == expected
+    check_replay(recorded, engine, EagerBuilder(config).build())
+    assert any(answer.counts.cached_tokens for answer in again.values())
+
+
+@pytest.mark.parametrize("most", [32, 100, 1024, 4096])
+@pytest.mark.parametrize(("sizes", "wasted"), [(buckets, 0.5), (prompt_sizes, 0.25)])
+def test_sizes_waste_little(sizes: Callable[[int], list[int]], wasted: float, most: int) -> None:
+    found = sizes(most)
+    assert found == sorted(set(found))
+    assert found[-1] == most
+    for smaller, larger in neighbours(found):
+        assert larger - smaller in (1, 32) or (larger - smaller - 1) / larger <= wasted
+    assert draft_sizes(most)[-1] == most
+
+
+def test_without_prompts_there_are_no_sizes_for_them() -> None:
+    assert prompt_sizes(0) == []
+
+
+def chunk_of(start: int, end: int, slot: int = 0) -> PromptChunk:
+    return PromptChunk(slot, start, random_prompt(end, 0)[start:], None, is_last=True)
+
+
+def step_of(*chunks: PromptChunk, mode: SamplingMode = "plain", slots: Iterable[int] = (), nodes: int = 0) -> StepPlan:
+    return StepPlan(1, chunks=chunks, slots=tuple(slots), nodes=nodes, mode=mode)
+
+
+@pytest.fixture
+def steps(configure: Configure) -> StepGraphs:
+    options = {"prefill_graph_tokens": 1024, "prefill_budget": 1024, "max_running": MOST_CHUNKS + 4}
+    steps = play(configure("qwen3", "eagle3", kv_cache_tokens=4096, **options)).runner.steps
+    assert steps is not None
+    return steps
+
+
+@pytest.mark.parametrize("mode", ["greedy", "plain", "all"])
+def test_which_captured_pass_takes_what(mode: SamplingMode, steps: StepGraphs) -> None:
+    def rows(*chunks: PromptChunk, num_decoding: int = 0, nodes: int = 0) -> tuple[int, int] | None:
+        """Rows of the captured pass, and those with logits."""
+        key = steps.find(step_of(*chunks, mode=mode, slots=range(num_decoding), nodes=nodes))
+        if key is None:
+            return None
+        assert key[2:] == (bool(chunks), "all" if mode == "all" else "plain")
+        return key[:2]
+
+    assert rows(chunk_of(0, 3)) == (32, 32)
+    assert rows(chunk_of(0, 33)) == (64, 32)
+    assert rows(chunk_of(100, 196)) == (96, 32)
+    assert rows(chunk_of(0, 90), num_decoding=3, nodes=9) == (128, 32)
+    assert rows(chunk_of(0, 900), num_decoding=20, nodes=90) == (1024, 128)
+    assert rows(num_decoding=3, nodes=9) == (16, 16)
+    assert rows(num_decoding=1, nodes=1) == (1, 1)
+    assert rows(num_decoding=20, nodes=120) == (120, 120)
+    chunks = [chunk_of(0, 3, slot) for slot in range(MOST_CHUNKS + 1)]
+    assert rows(*chunks[1:]) == (64, 32)
+    assert rows(*chunks) is None
+    assert rows(chunk_of(30_000, 31_000)) is None, "most of the work is attention"
+    assert rows(chunk_of(30_000, 31_000), num_decoding=1, nodes=4), "what decodes does not wait for other kernels"
+    for key in [key for key in steps._graphs if key[0] in (16, 64)]:
+        del steps._graphs[key]  # as if memory had not held it
+    assert rows(chunk_of(0, 33)) == (96, 32), "the next larger one takes it"
+    assert rows(num_decoding=3, nodes=9) == (24, 24)
+    steps._graphs.clear()
+    assert rows(chunk_of(0, 33)) is rows(num_decoding=1, nodes=1) is None
+
+
+def test_long_prompts_are_captured_ones_until_their_kernels_are_compiled(
+    steps: StepGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.serve.runner.cuda_graphs.MOST_PAIRS", 0)
+    for is_ready in (False, True):
+        monkeypatch.setattr(type(steps.runner.attention["prefill"]), "is_ready", is_ready)
+        assert (steps.find(step_of(chunk_of(0, 33))) is None) == is_ready
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle3"])
+def test_every_step_fits_a_captured_one(drafter: str, configure: Configure) -> None:
+    """Many short prompts at once, long ones among them: chunks are cut so that no pass runs kernel by kernel."""
+    options = {"prefill_graph_tokens": 96, "max_running": 2 * MOST_CHUNKS, "kv_cache_tokens": 8192, "page_size": 1}
+    engine = play(configure("qwen3", drafter, **options))
+    lengths = [1, 2, 3, 33, 40, 1, 96, 97, 250, 64] * 4
+    requests = [make_request(str(i), random_prompt(n, i), max_tokens=9) for i, n in enumerate(lengths)]
+    recorded = record(engine)
+    run(engine, requests)
+    assert sum(replays_of(engine).values()) == len(recorded) > 0
+    assert max(len(plan.chunks) for plan, _ in recorded) == MOST_CHUNKS
+    assert any(plan.slots and plan.chunks for plan, _ in recorded)
+
+
+def test_prompts_may_be_left_uncaptured(configure: Configure) -> None:
+    config = configure("qwen3", "eagle3", prefill_graph_tokens=0, kv_cache_tokens=4096)
+    engine = play(config)
+    requests, recorded = sized_requests(LENGTHS, max_tokens=12), record(engine)
+    expected = tokens_of(run(build_engine(Path(config.target)), requests))
+    assert tokens_of(run(engine, requests)) == expected
+    assert not any(has_prompts for _, _, has_prompts, _ in engine.runner.steps.keys())  # type: ignore[union-attr]
+    assert sum(replays_of(engine).values()) == sum(not plan.chunks for plan, _ in recorded) > 0
+
+
+@pytest.mark.parametrize("drafter", ["eagle3 tree", "dflash"])
+def test_padding_is_written_to_the_dump_page_only(drafter: str, configure: Configure) -> None:
+    """Whatever of the cache has no owner stays as it was, while passes are captured and as they are replayed."""
+    engine = play(configure("qwen3", drafter, page_size=1, kv_cache_tokens=2048))
+    steps, drafts, state = engine.runner.steps, engine.runner.drafts, engine.runner.state
+    assert steps is not None
+    assert drafts is not None
+    for cache in caches_of(engine):
+        cache.fill_(7)
+    with torch.inference_mode():
+        steps.run_all()
+        drafts.run_all()
+    check_untouched(state)
+    for cache in caches_of(engine):
+        assert (cache[:, :, 1:] == 7).all()
+    request = make_request("0", random_prompt(33, 1), max_tokens=1)
+    run(engine, [request])
+    for index, cache in enumerate(caches_of(engine)):
+        written = (cache != 7).flatten(3).any(-1).any(0).any(0)
+        assert int(written[1:].sum()) >= len(request.prompt) if index else int(written[1:].sum()) == len(request.prompt)
+        assert torch.isfinite(cache).all()
+
+
+def check_untouched(state: RequestState) -> None:
+    assert not state.lengths.any()
+    assert not state.pages.any()
+    assert not state.stored.survivals.any()
+
+
+def test_the_largest_passes_are_timed(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All the sizes that costs are asked for, on requests with random proposals that leave nothing behind."""
+    engine = PlayingBuilder(configure("qwen3", "eagle3 tree", prefill_graph_tokens=64)).build()
+    steps, drafts, state = engine.runner.steps, engine.runner.drafts, engine.runner.state
+    assert steps is not None
+    assert drafts is not None
+    before = state.proposals.clone()
+    seen: list[tuple[Any, int]] = []
+
+    def time_pass(key: Any) -> float:
+        steps.pass_of(*key)
+        seen.append((key, int(steps.results[:, 1].sum())))
+        return 1.0
+
+    monkeypatch.setattr(steps, "_time", time_pass)
+    tables = steps.time_all()
+    assert {mode: set(table) for mode, table in tables.items()} == {
+        mode: {*steps.sizes, *(rows for rows in steps.prompt_sizes if rows > steps.sizes[-1])} for mode in tables
+    }
+    for (rows, *_), verified in seen:
+        assert verified <= min(rows, steps.sizes[-1])
+    assert torch.equal(state.proposals, before)
+    check_untouched(state)
