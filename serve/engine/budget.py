@@ -191,7 +191,7 @@ class BudgetPolicy:
     """Chooses the numbers of nodes of steps.
 
     `widths`: that the draft network may propose, 1 included, roots included. `most_nodes`: of a request, if the host
-    proposes more. `fixed`: every request gets that many nodes instead. `itl_ms`: only steps that will most likely
+    proposes more; `node_rows`: of all requests, if that is less than the rows of the largest pass. `fixed`: every request gets that many nodes instead. `itl_ms`: only steps that will most likely
     (95 %) take no longer, if there are any. `max_chunk_ms`: of a step with prompts, if requests decode in it.
 
     `choose` is called once for each step, in their order; `record` and `observe` after it with what it gave.
@@ -203,12 +203,14 @@ class BudgetPolicy:
         widths: Sequence[int],
         *,
         most_nodes: int = 1,
+        node_rows: int | None = None,
         fixed: int | None = None,
         itl_ms: float | None = None,
         max_chunk_ms: float | None = None,
     ) -> None:
         self.costs, self.widths, self.fixed = costs, sorted(widths), fixed
         self.most_nodes = max(most_nodes, self.widths[-1])
+        self.node_rows = costs.most_rows if node_rows is None else node_rows
         self.itl_ms, self.max_chunk_ms = itl_ms, max_chunk_ms
         self.calibration, self.offers = Calibration(), Offers(max(2, self.widths[-1]))
         self.wait_ms = 0.0  # mean time in which the device waits for the host's proposals
@@ -331,7 +333,7 @@ class BudgetPolicy:
     ) -> Choice:
         width = min(fixed, self.widths[-1])  # more come from the host
         nodes = num_decoding * width if offers is None else sum(min(count, fixed) for count, _ in offers)
-        nodes = min(nodes, max(self.costs.most_rows - prompt_rows, num_decoding))
+        nodes = min(nodes, max(min(self.costs.most_rows - prompt_rows, self.node_rows), num_decoding))
         if num_decoding:
             self._count_step()
             self._chosen = LIFT_DECAY * self._chosen + (nodes, 1.0)
@@ -371,7 +373,8 @@ class BudgetPolicy:
     def _solve(self, num_decoding: int, prompt_rows: int, filtered: bool, rate: float | None) -> _Plan:
         if not self._curves:
             self._curves = self.offers.curves(self.widths, self.calibration.survivals)
-        rows = self._passes(num_decoding + prompt_rows, num_decoding * self.most_nodes + prompt_rows)
+        most = max(min(num_decoding * self.most_nodes, self.node_rows), num_decoding)
+        rows = self._passes(num_decoding + prompt_rows, most + prompt_rows)
         target = self.costs.targets(rows, filtered=filtered)
         draft = [self.costs.draft(num_decoding, width, filtered=filtered) for width in self.widths]
         drafted = np.maximum(rows - prompt_rows, num_decoding) / num_decoding - 1

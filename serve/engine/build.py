@@ -196,13 +196,13 @@ class Builder:
             costs,
             self.widths,
             most_nodes=self.most_nodes,
+            node_rows=most_node_rows(config.max_running, self.most_nodes) if self.captures else None,
             fixed=config.width,
             itl_ms=config.itl_ms,
             max_chunk_ms=config.max_chunk_ms,
         )
         prompts = config.captured_tokens if self.captures and config.captured_tokens else config.prefill_budget
-        node_rows = most_node_rows(config.max_running, self.most_nodes)
-        limits = Limits(self.most_nodes, self.of_network, self.reserve, node_rows, prompts)
+        limits = Limits(self.most_nodes, self.of_network, self.reserve, prompts)
         host_drafts = any(max(stage.widths) > 1 for stage in self.stages)
         return Planner(scheduler, policy, limits, host_drafts=host_drafts)
 

@@ -34,7 +34,6 @@ class Limits:
     most_nodes: int  # of one request, root included
     of_network: int  # most nodes that the drafter proposes; more come from the host
     reserve: int  # KV tokens that a step may write beyond the committed ones of a request
-    node_rows: int  # nodes of a step, at most
     prompt_rows: int  # prompt tokens of a step, at most
 
 
@@ -106,9 +105,7 @@ class Planner:
         survivals = None
         if self._sent_version != self.policy.version:
             self._sent_version, survivals = self.policy.version, self.policy.table.copy()
-        return replace(
-            plan, mode=mode, nodes=min(choice.nodes, self.limits.node_rows), width=choice.width, survivals=survivals
-        )
+        return replace(plan, mode=mode, nodes=choice.nodes, width=choice.width, survivals=survivals)
 
     @property
     def waiting_pays(self) -> bool:

@@ -141,9 +141,7 @@ class StepGraphs:
         self.budget, self.requests = numbers[:1], numbers[2:]  # aligned alike
         self.budget.zero_()
         self.packed = self._pack((), most_prompt_rows).to(state.device)
-        columns = 2 + (3 if runner.branches else 2) * state.proposals.shape[2]
-        rows = max_running + self.num_chunks
-        self.results = torch.zeros(rows, columns, dtype=torch.int32, device=state.device)
+        self.results = runner.empty_results(max_running + self.num_chunks)
         self._graphs: dict[StepKey, torch.cuda.CUDAGraph] = {}
         self._held: tuple[int, ...] | None = None  # what self.requests holds
         self._held_budget = 0
@@ -222,8 +220,7 @@ class StepGraphs:
         if not has_prompts:
             chunks = Chunks(*(field[:0] for field in chunks))
         inputs = StepInputs(self.budget, self.requests[: min(rows, self.max_running)], chunks)
-        results = self.runner.step(inputs, rows, heads, mode)
-        self.results[: len(results)] = results
+        self.runner.step(inputs, rows, heads, mode, out=self.results)
 
     def _heads(self, rows: int) -> list[int]:
         """Numbers of rows with logits that passes with prompts of so many rows are captured for."""

@@ -74,12 +74,13 @@ class Runner:
         heads: int,
         mode: SamplingMode,
         host: HostShape | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The target's pass over T = `rows` rows, with logits for `heads` of them: all nodes and the last row of each
         chunk.
 
         With `host` the pass is not captured, and `rows` and `heads` do not matter.
-        Returns (S, 2 + 2 * W) int32, for trees (S, 2 + 3 * W): the results of `verify_rows`.
+        Returns (S, 2 + 2 * W) int32, for trees (S, 2 + 3 * W): the results of `verify_rows`, in `out` if given.
         """
         state, B, M = self.state, len(inputs.requests), len(inputs.chunks.slots)
         counts = admit(state.stored.survivals, inputs.requests, inputs.budget, state.proposals.shape[2])
@@ -93,14 +94,17 @@ class Runner:
         attention, mask = self._attention(layout, B, numbers, host)
         hidden, aux_states = self.target(layout.tokens, attention, self.drafter.aux_layers, mask)
         sampled = self._sample(layout, inputs.chunks, hidden, B, heads if M else rows, mode)
-        columns = 2 + (3 if self.branches else 2) * state.proposals.shape[2]
-        results = torch.empty(B + M, columns, dtype=torch.int32, device=state.device)
+        results = self.empty_results(B + M) if out is None else out[: B + M]
         verified = verify_rows(layout, sampled, state.stored, inputs.chunks, B, results, state.padding)
         count_emitted(state, layout.segment_slots, mode, verified.tokens)
         self._move_accepted(layout, verified, B)
         if aux_states is not None:
             self._extend(layout, verified, aux_states, B, numbers, host)
         return results
+
+    def empty_results(self, num_segments: int) -> Tensor:
+        columns = 2 + (3 if self.branches else 2) * self.state.proposals.shape[2]
+        return torch.zeros(num_segments, columns, dtype=torch.int32, device=self.state.device)
 
     @torch.inference_mode()
     def draft(self, requests: Tensor, mode: SamplingMode, width: int, kv_bound: int) -> None:

@@ -6,7 +6,6 @@ run.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +36,8 @@ class Player(Capturer):
         pass
 
     def capture_all(self, what: str, sizes: str, keys: Sequence[tuple[Any, ...]], capture: Callable[..., bool]) -> None:
-        assert all([capture(*key) for key in keys])
+        for key in keys:
+            assert capture(*key)
 
     def capture(self, run: Callable[[], None], what: str, remedy: str) -> torch.cuda.CUDAGraph | None:
         return Played(run)  # type: ignore[return-value]

@@ -5,13 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from slipstream.serve.cli import read_config
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.widths import WidthPolicy
+from slipstream.serve.engine.plan import StepOutput, StepPlan
 from slipstream.serve.request import Request
 from slipstream.tests.serve.engine_runs import Answer, build_engine, make_request, random_prompt, run, tokens_of
+from slipstream.tests.serve.test_overlap import SlowSteps
 
 
 def requests_of(namespace: str = "", temperature: float = 0.0) -> list[Request]:
@@ -29,7 +32,7 @@ def accept_length(answers: dict[str, Answer]) -> float:
     return sum(one.completion_tokens - 1 for one in counts) / sum(one.rounds for one in counts)
 
 
-def drafted_per_round(answers: dict[str, Answer]) -> float:
+def drafted_per_step(answers: dict[str, Answer]) -> float:
     counts = [answer.counts for answer in answers.values()]
     return sum(one.drafted_tokens for one in counts) / sum(one.rounds for one in counts)
 
@@ -53,28 +56,45 @@ def test_namespaces_do_not_see_each_other(target: Path) -> None:
     assert accept_length(run(engine, requests_of("mine"))) > 4 * alone
 
 
-def test_rounds_verify_no_more_than_was_drafted(target: Path) -> None:
+def test_steps_verify_no_more_than_was_drafted(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine(target, "ngram", drafter={"nodes": 16, "min_match": 6})
-    widths: list[int] = []
-    engine.trace = lambda event, plan: widths.append(plan.width) if event == "launched" and plan.slots else None
+    commit, verified = engine.planner.commit, list[int]()
+
+    def count(plan: StepPlan, output: StepOutput, ms: float) -> Any:
+        numbers = output.num_verified[: len(plan.slots)].tolist()
+        if plan.slots:
+            (drafted,) = [dict(zip(one.slots, one.counts, strict=True)) for one in plan.edits.proposals]
+            assert numbers == [drafted[slot] for slot in plan.slots]
+            assert plan.nodes == sum(numbers)
+        verified.extend(numbers)
+        return commit(plan, output, ms)
+
+    monkeypatch.setattr(engine.planner, "commit", count)
     run(engine, requests_of())
-    assert widths.count(1) > len(widths) / 2, "six tokens seldom occur twice"
-    widths.clear()
+    assert verified.count(1) > len(verified) / 2, "six tokens seldom occur twice"
+    verified.clear()
     run(engine, requests_of())
-    assert max(widths) == 16
+    assert max(verified) == 16
 
 
-def test_rounds_verify_what_pays(target: Path) -> None:
-    """Where a round costs by the node, the short matches of random text are left alone, long ones are not."""
+class CostlyNodes(SlowSteps):
+    """A node takes as much as a step."""
+
+    def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
+        return 1000.0 * (1 + rows)
+
+
+def test_steps_verify_what_pays(target: Path) -> None:
+    """Where a step costs by the node, the short matches of random text are left alone, long ones are not."""
     engine = build_engine(target, "ngram", drafter={"breadth": 1})
-    ms = {(8, width): 1.0 + 0.3 * (width - 1) for width in engine.planner.widths.offered}
-    engine.planner.policy = WidthPolicy(engine.planner.widths.offered, ms)
+    policy = engine.planner.policy
+    policy.costs = CostlyNodes(policy.costs.most_rows)
     requests = requests_of(temperature=1.0)
     expected = tokens_of(run(build_engine(target), requests))
     first, again = run(engine, requests), run(engine, requests)
     assert tokens_of(first) == tokens_of(again) == expected
-    assert drafted_per_round(first) < 2
-    assert drafted_per_round(again) > 4
+    assert drafted_per_step(first) < 2
+    assert drafted_per_step(again) > 4
 
 
 def test_what_was_saved_is_known_from_the_start(target: Path, tmp_path: Path) -> None:

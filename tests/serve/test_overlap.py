@@ -1,15 +1,18 @@
-"""Tokens are read a round late: answers stay the same through ends, preemption, prefix hits and aborts."""
+"""Tokens are read a step late: answers stay the same through ends, preemption, prefix hits and aborts."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from slipstream.serve import llm as llm_module
-from slipstream.serve.engine.budget import PATIENCE
+from slipstream.serve.engine.budget import PATIENCE, RECOMPUTE
 from slipstream.serve.engine.build import Builder
 from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.step_costs import FittedCosts
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import rotating
@@ -29,8 +32,8 @@ def build_overlapping(target: Path, draft: Path | str = "none", **options: Any) 
 
 
 def kinds(engine: Engine) -> list[str]:
-    """Of the passes in flight."""
-    return ["prefill" if flight.plan.chunks else "round" for flight in engine._in_flight]
+    """Of the steps in flight."""
+    return ["chunks" if flight.plan.chunks else "nodes" for flight in engine._in_flight]
 
 
 def requests_of(temperature: float) -> list[Request]:
@@ -77,21 +80,21 @@ def test_aborts_with_passes_in_flight_leave_the_others_alone(name: str, target: 
     run_aborting(engine, requests, {1: "1", 3: "3", 4: "7"}, expected)
 
 
-def test_no_round_is_launched_for_a_request_whose_end_is_certain(target: Path) -> None:
+def test_no_step_is_launched_for_a_request_whose_end_is_certain(target: Path) -> None:
     engine = build_overlapping(target)
     assert [len(answer.tokens) for answer in run(engine, [make_request("0", [5, 6], max_tokens=1)]).values()] == [1]
     assert not engine.num_in_flight
 
 
-def test_a_first_token_does_not_wait_for_the_round_behind_it(target: Path) -> None:
+def test_a_first_token_does_not_wait_for_the_step_behind_it(target: Path) -> None:
     engine = build_overlapping(target)
     engine.add(make_request("0", [5, 6], max_tokens=9, ignore_eos=True))
     (first,) = engine.step()
     assert len(first.tokens) == 1
-    assert kinds(engine) == ["round", "round"]
+    assert kinds(engine) == ["nodes"]
 
 
-def test_a_second_round_waits_behind_the_running_one_whatever_came_before(target: Path) -> None:
+def test_a_second_step_waits_behind_the_running_one_whatever_came_before(target: Path) -> None:
     """The device never waits for the host once a caller has read all that was in flight."""
     engine = build_overlapping(target)
     engine.add(make_request("0", [5, 6], max_tokens=20, ignore_eos=True))
@@ -99,59 +102,72 @@ def test_a_second_round_waits_behind_the_running_one_whatever_came_before(target
     engine.drain()
     for _ in range(3):
         engine.step()
-        assert kinds(engine) == ["round"]  # and the one that was read is over
+        assert kinds(engine) == ["nodes"]  # and the one that was read is over
 
 
 def test_chunks_of_a_prompt_are_launched_without_reading_one_another(target: Path) -> None:
     engine = build_overlapping(target, prefill_budget=4)
     engine.add(make_request("0", random_prompt(20, 1), max_tokens=9, ignore_eos=True))
-    engine.step()
-    assert kinds(engine) == ["prefill"]
+    for _ in range(4):
+        assert engine.step() == []
+        assert kinds(engine) == ["chunks"]
 
 
-class Switched:
-    """A policy that verifies nothing until it is told to."""
+class SlowSteps(FittedCosts):
+    """A second each, so that a busy machine's waits for the host are short beside them; or a second by the row."""
 
-    width = 1
-    wait_ms = 0.0
+    is_fitted = False
+    by_row = False
 
-    def choose(self, offers: list[tuple[int, int]], least: int = 1, *, filtered: bool = False) -> int:
-        return min(self.width, max(nodes for nodes, _ in offers))
+    def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
+        return 1000.0 * rows if self.by_row else np.full(len(rows), 1000.0)
 
-    def record(self, *_: Any) -> None: ...
+    def draft(self, requests: int, width: int, *, filtered: bool) -> float:
+        return 0.0
+
+    def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
+        return self.target(rows, filtered=filtered)
+
+    def observe(self, *_: Any, **__: Any) -> None: ...
+
+
+def slow_down(engine: Engine) -> SlowSteps:
+    policy = engine.planner.policy
+    policy.costs = costs = SlowSteps(policy.costs.most_rows)
+    return costs
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rounds_wait_for_n_grams_only_while_those_pay(temperature: float, target: Path) -> None:
-    """Switched to and fro, answers stay the same; while nothing is verified, a round waits behind the running one."""
+def test_steps_wait_for_n_grams_only_while_those_pay(temperature: float, target: Path) -> None:
+    """Switched to and fro, answers stay the same; while no node is worth its row, a step waits behind the last one."""
     requests = [
-        make_request(str(seed), [5, 6, 7] * 5 + [seed], max_tokens=150 + seed, temperature=temperature, ignore_eos=True)
+        make_request(str(seed), [5, 6, 7] * 5 + [seed], max_tokens=200 + seed, temperature=temperature, ignore_eos=True)
         for seed in range(4)
     ]
     expected = tokens_of(run(build_engine(target), requests))
     engine = build_overlapping(target, "ngram", kv_cache_tokens=4096)
-    engine.planner.policy = policy = Switched()
-    ahead: dict[int, list[bool]] = {1: [], 2: []}
+    costs, period = slow_down(engine), RECOMPUTE + PATIENCE + 14
+    ahead: dict[bool, list[bool]] = {True: [], False: []}
 
     def switch(step: int, _: object) -> None:
-        if step % 20 >= PATIENCE + 4 and engine.num_open == len(requests):
-            ahead[policy.width].append(bool(engine.num_in_flight) and not engine.waits_for_host)
-        policy.width = 2 if (step + 1) // 20 % 2 else 1
+        if step % period >= RECOMPUTE + PATIENCE + 4 and engine.num_open == len(requests):
+            ahead[costs.by_row].append(bool(engine.num_in_flight) and not engine.waits_for_host)
+        costs.by_row = (step + 1) // period % 2 == 0
 
+    costs.by_row = True
     assert tokens_of(run(engine, requests, switch)) == expected
-    assert all(ahead[1])
-    assert len(ahead[1]) >= 8
-    assert temperature or not any(ahead[2]), "greedy text repeats: there is always something to verify"
-    assert len(ahead[2]) >= 8
-    assert policy.wait_ms > 0
+    assert all(ahead[True])
+    assert len(ahead[True]) >= 8
+    assert temperature or not any(ahead[False]), "greedy text repeats: there is always something to verify"
+    assert len(ahead[False]) >= 8
+    assert engine.planner.policy.wait_ms > 0
 
 
-def test_n_grams_draft_before_the_accounts_of_the_last_round_are_done(target: Path) -> None:
-    """What they propose is verified in the very next round, though its tokens are handed out after its launch."""
+def test_n_grams_draft_before_the_accounts_of_the_last_step_are_done(target: Path) -> None:
+    """What they propose is verified in the very next step, though its tokens are handed out after its launch."""
     engine, events = build_overlapping(target, "ngram"), list[str]()
     engine.trace = lambda event, plan: None if plan.chunks else events.append(event)
-    engine.planner.policy = policy = Switched()  # measured times on a busy machine may speak against drafts
-    policy.width = 16
+    slow_down(engine)
     answers = run(engine, [make_request("0", [5, 6, 7] * 9, max_tokens=40, ignore_eos=True)])
     assert len(answers["0"].tokens) == 40
     assert [event for event in events if event in ("drafted", "launched", "committed")][1:10] == [
@@ -166,7 +182,7 @@ def test_n_grams_draft_before_the_accounts_of_the_last_round_are_done(target: Pa
 def test_n_grams_learn_of_a_request_no_more_than_it_says(build: Callable[..., Engine], target: Path) -> None:
     """Also of one that ends within accepted drafts: at a stop id, or at its last token."""
     engine, prompts = build(target, "ngram"), [random_prompt(9, seed) for seed in range(4)]
-    engine.planner.policy = None  # all is verified, however slow waiting is on a busy machine
+    slow_down(engine)
     first = run(engine, [make_request(str(seed), prompt, max_tokens=40) for seed, prompt in enumerate(prompts)])
     requests = []
     for seed, prompt in enumerate(prompts):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.serve.engine.budget import CELLS, NETWORK_CELLS
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.plan import Edits, HostProposal, StepOutput, StepPlan
@@ -57,22 +58,23 @@ def test_a_recorded_runs_plans_give_the_same_tokens_in_a_fresh_runner(
 
 
 @pytest.mark.parametrize("build", [build_engine, build_overlapping])
+@pytest.mark.parametrize(("which", "number"), [("step", 1), ("step", 2), ("step", 9), ("draft", 1), ("draft", 5)])
 def test_a_pass_without_memory_fails_its_requests_alone(
-    build: Any, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+    build: Any, which: str, number: int, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = requests_of()
     expected = tokens_of(run(build_engine(target), requests))
-    engine: Engine = build(target, draft, max_running=2)
-    prefill, calls = type(engine.runner.passes).prefill, 0
+    engine: Engine = build(target, draft, max_running=2, prefill_budget=16)
+    own, calls = getattr(type(engine.runner.passes), which), 0
 
     def fail_once(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == 2:
+        if calls == number:
             raise torch.OutOfMemoryError("tried to allocate 2 GB")
-        return prefill(*arguments, **options)
+        return own(*arguments, **options)
 
-    monkeypatch.setattr(type(engine.runner.passes), "prefill", fail_once)
+    monkeypatch.setattr(type(engine.runner.passes), which, fail_once)
     answers = run(engine, requests)
     failed = {name for name, answer in answers.items() if answer.finish_reason == "error"}
     assert 1 <= len(failed) <= 2
@@ -132,7 +134,7 @@ def test_a_stage_sees_every_proposal_before_it_is_verified(
             engine.runner.prepare(plan)
             for proposal in plan.edits.proposals:
                 engine.runner._store(proposal)
-            nodes = engine.runner.state.tokens[list(plan.slots)].tolist()
+            nodes = engine.runner.state.stored.tokens[list(plan.slots)].tolist()
             pairs = zip(plan.slots, nodes, strict=True)
             verified.extend(pair for pair in pairs if pair[0] in stage.slots)
 
@@ -161,8 +163,45 @@ def test_a_stage_fails_one_request(build: Any, target: Path, draft: Path) -> Non
 def test_a_replaced_proposal_is_what_the_next_stage_sees() -> None:
     trees = np.array([[[5, 6, 8], [9, 10, 11]], [[-1, 0, 1], [-1, 0, 1]]], np.int32)
     given = Proposed([4, 7], trees, results=np.array([[1, 5], [1, 9]], np.int32))
-    nodes = np.array([[[9, 3], [5, 2]], [[-1, 0], [-1, 0]]], np.int32)
-    edit = HostProposal([7, 4], nodes, np.zeros((2, 2), np.float32), counts=[2, 0], kinds=[1, 1])
+    nodes = np.zeros((4, 2, 2), np.int32)
+    nodes[0], nodes[1] = [[9, 3], [5, 2]], [-1, 0]
+    edit = HostProposal([7, 4], nodes, counts=[2, 0], kinds=[1, 1])
     after = given.after([edit])
     assert after.nodes.tolist() == [[[5, 6, 8], [9, 3, -1]], [[-1, 0, 1], [-1, 0, -1]]]
     assert given.nodes[0, 1].tolist() == [9, 10, 11], "the first one is kept"
+
+
+@pytest.mark.parametrize("build", [build_engine, build_overlapping])
+def test_the_runner_knows_what_the_policy_has_learned(build: Any, target: Path, draft: Path) -> None:
+    """A plan brings the table of survivals where it has changed."""
+    engine: Engine = build(target, draft)
+    policy, changes = engine.planner.policy, list[bool]()
+
+    def look(event: str, plan: StepPlan) -> None:
+        if event == "ready":
+            changes.append(plan.survivals is not None)
+        if event == "launched":
+            assert torch.equal(engine.runner.state.survivals, torch.from_numpy(policy.table[:NETWORK_CELLS].copy()))
+
+    engine.trace = look
+    run(engine, requests_of(temperature=1.0))
+    assert changes[0]
+    assert 1 < sum(changes) < len(changes) / 2, "seldom"
+    assert changes.count(True) == 1 + policy.version
+
+
+def test_proposals_of_the_host_are_calibrated(target: Path, draft: Path) -> None:
+    """They are stored with their cells, and with survivals that never rise, as the pass needs them."""
+    engine = build_engine(target, draft, drafter={"ngram_first": 1})
+    engine.planner.policy.calibration.table = np.random.default_rng(1).random(CELLS, np.float32)
+    for slot, (count, kind) in enumerate([(7, 1), (1, 3), (0, 2), (16, 20)]):
+        nodes = np.full((4, 1, 16), 5, np.int32)
+        engine.planner.offer(Edits((HostProposal([slot], nodes, [count], [kind]),)))
+        cells, survivals = nodes[2, 0], nodes[3, 0].view(np.float32)
+        assert (cells[max(count, 1) :] == -1).all()
+        assert (survivals[count:] == 0).all()
+        if count:
+            assert (cells[0], survivals[0]) == (-1, 1)
+            own = engine.planner.policy.table[cells[1:count]]
+            assert (cells[1:count] >= NETWORK_CELLS).all()
+            assert survivals[1:count].tolist() == np.minimum.accumulate(own).tolist()

@@ -24,7 +24,6 @@ from slipstream.serve.runner.cuda_graphs import MOST_CHUNKS, StepGraphs, buckets
 from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.pairwise import pairwise
-from slipstream.tests.random_drafts import save_random_dflash
 from slipstream.tests.serve.engine_runs import (
     build_engine,
     caches_of,
@@ -322,7 +321,7 @@ def test_every_step_fits_a_captured_one(drafter: str, configure: Configure) -> N
     """Many short prompts at once, long ones among them: chunks are cut so that no pass runs kernel by kernel."""
     options = {"prefill_graph_tokens": 96, "max_running": 2 * MOST_CHUNKS, "kv_cache_tokens": 8192, "page_size": 1}
     engine = play(configure("qwen3", drafter, **options))
-    lengths = [1, 2, 3, 33, 40, 1, 96, 97, 250, 64] * 4
+    lengths = [1, 2, 3, 33, 40, 1, 96, 97, 230, 64] * 4
     requests = [make_request(str(i), random_prompt(n, i), max_tokens=9) for i, n in enumerate(lengths)]
     recorded = record(engine)
     run(engine, requests)
