@@ -191,8 +191,9 @@ class BudgetPolicy:
     """Chooses the numbers of nodes of steps.
 
     `widths`: that the draft network may propose, 1 included, roots included. `most_nodes`: of a request, if the host
-    proposes more; `node_rows`: of all requests, if that is less than the rows of the largest pass. `fixed`: every request gets that many nodes instead. `itl_ms`: only steps that will most likely
-    (95 %) take no longer, if there are any. `max_chunk_ms`: of a step with prompts, if requests decode in it.
+    proposes more; `node_rows`: of all requests, if that is less than the rows of the largest pass. `fixed`: every
+    request gets that many nodes instead. `itl_ms`: only steps that will most likely (95 %) take no longer, if there are
+    any. `max_chunk_ms`: of a step with prompts, if requests decode in it.
 
     `choose` is called once for each step, in their order; `record` and `observe` after it with what it gave.
     """

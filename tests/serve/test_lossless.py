@@ -379,16 +379,21 @@ def test_no_token_depends_on_what_else_a_step_computes(
     """Requests of all kinds come, are aborted, preempted and continued from cached pages, while every step computes any
     chunks of prompts beside any numbers of nodes."""
     rng = random.Random(f"{drafter} {overlap} {page_size} {family}")
-    kinds = {name: one for name, one in kinds_of_requests(rng, 24, longest=60).items() if len(one.prompt) < 50}
+    kinds = kinds_of_requests(rng, 12, longest=40)
     expected = reference(family, list(kinds.values()))
     if overlap:
         monkeypatch.setattr(Builder, "pick_modes", OverlappingBuilder.pick_modes)
-    sizes = {"page_size": page_size, "kv_cache_tokens": 192 if page_size == 1 else 176}
-    engine = build(family, drafter, max_running=5, prefill_budget=32, **sizes)
+    engine = build(family, drafter, page_size=page_size, max_running=5, prefill_budget=32, kv_cache_tokens=400)
     engine.scheduler.max_chunks = rng.choice((2, None))
     engine.planner.policy = AnyPolicy(engine.planner, rng)
     seen = watch(engine)
-    serve_traffic(engine, kinds, expected, rng, more=lambda number: number < 30, most_open=8)
+
+    def preempt_some() -> None:
+        engine.scheduler.check()
+        if engine.scheduler.num_running > 1 and rng.random() < 0.1:
+            engine.scheduler._preempt_newest()
+
+    serve_traffic(engine, kinds, expected, rng, lambda number: number < 30, most_open=8, check=preempt_some)
     assert seen["mixed"] > 10
     assert seen["cached"] > 0
     if drafter != "none":
