@@ -19,6 +19,7 @@ from slipstream.serve.runner.kv import NetworkKV
 logger = logging.getLogger(__name__)
 
 PHASES = get_args(Phase)
+NO_BACKENDS = ("base", "parts")  # files of this folder that define none
 FEATURES = {  # of layers, that backends may lack
     "soft caps of scores": lambda layer: layer.softcap is not None,
     "attention sinks": lambda layer: layer.sinks,
@@ -159,4 +160,4 @@ def _load(choice: str) -> type[Backend]:
 
 
 def _found() -> list[str]:
-    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "base")
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in NO_BACKENDS)

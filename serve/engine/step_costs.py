@@ -170,8 +170,8 @@ class StepCosts(Costs):
         return self._slower
 
     def _draft_key(self, requests: int, width: int) -> tuple[int, int]:
-        """The entry of the table that such a draft pass has; (0, 0) where there is none."""
-        if not self._requests or requests == 0:
+        """The entry of the table that such a draft pass has; (0, 0) where there is none, as for roots alone."""
+        if not self._requests or requests == 0 or width < self._widths[0]:
             return 0, 0
         return _at_least(self._requests, requests), _at_least(self._widths, width)
 
