@@ -66,7 +66,7 @@ class Metrics:
             ("cached_tokens", totals.cached_tokens, "Prompt tokens found in the prefix cache."),
             ("completion_tokens", totals.completion_tokens, "Generated tokens."),
             ("rounds", totals.rounds, "Rounds: target passes that verified a proposal."),
-            ("drafted_tokens", totals.drafted_tokens, "Tokens that the drafter proposed."),
+            ("drafted_tokens", totals.drafted_tokens, "Drafted tokens that a pass verified."),
             ("accepted_tokens", totals.accepted_tokens, "Drafted tokens that became part of an answer."),
         ):
             lines += family(f"{name}_total", "counter", text, {"": value})

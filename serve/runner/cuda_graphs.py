@@ -360,8 +360,9 @@ class DraftGraphs:
 def make_graphs(
     runner: Runner, config: EngineConfig, widths: Sequence[int], capturer: Capturer
 ) -> tuple[StepGraphs, DraftGraphs | None]:
-    """Not captured yet. Prompts are captured with room for every running request's root."""
-    most, max_running = max(widths), config.max_running
+    """Not captured yet. `widths`: that the draft proposes; the host may propose more nodes, as many as a slot stores.
+    Prompts are captured with room for every running request's root."""
+    most, max_running = runner.state.proposals.shape[2], config.max_running
     prompts = config.captured_tokens + max_running if config.captured_tokens else 0
     prompts = -(-prompts // 32) * 32
     steps = StepGraphs(runner, max_running, most_node_rows(max_running, most), prompts, capturer)

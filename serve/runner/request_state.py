@@ -76,7 +76,7 @@ class RequestState:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        tensors = [x for x in (*vars(self).values(), *self.processors) if isinstance(x, Tensor)]
+        tensors = [x for x in (*vars(self).values(), *self.stored, *self.processors) if isinstance(x, Tensor)]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     def admit(self, slot: int, request: Request, tokens: Sequence[int]) -> None:

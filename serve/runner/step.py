@@ -130,7 +130,7 @@ class Runner:
         logits, tokens = self.target.logits(hidden), NodeTokens(nodes, layout.tokens, layout.ancestors)
         sampled = sample_target(self.state, requests, mode, logits, positions, tokens)
         if self.accept_length is not None:
-            sampled = simulate(sampled, layout, self.state, self.accept_length)
+            sampled = simulate(sampled, layout, num_requests, self.state, self.accept_length)
         return sampled
 
     def _attention(
@@ -240,17 +240,18 @@ class Runner:
             self.drafter.extend(rows, aux_states[count:])
 
 
-def simulate(sampled: Tensor, layout: Layout, state: RequestState, accept_length: float) -> Tensor:
+def simulate(sampled: Tensor, layout: Layout, num_requests: int, state: RequestState, accept_length: float) -> Tensor:
     """Tokens for benchmarks of the runtime alone: so many nodes of each chain are accepted that a step emits
     `accept_length` tokens on average, as far as they are in the pass. Tokens are wrong.
 
-    sampled (H,), whose first rows are the pass's nodes. A coin by key and length decides between two numbers.
+    sampled (H,): first after each node of the `num_requests` decoding requests, then after chunks of prompts, which
+    stay as they are. A coin by key and length decides between two numbers.
     """
     owners, nodes = layout.requests[: len(sampled)], layout.nodes[: len(sampled)]
     whole, fraction = int(accept_length), accept_length % 1
     coin = (state.lengths[owners] * GOLDEN + state.keys[owners]) & 0xFFFFFFFF  # in [0, 2^32)
     accepted = whole + (coin < int(fraction * 2**32))
     following = layout.tokens.roll(-1)[: len(sampled)]
-    is_prompt = layout.parents[: len(sampled)].lt(0) & nodes.gt(0)
+    is_node = torch.arange(len(sampled), device=sampled.device) < layout.starts[num_requests]
     wanted = torch.where(nodes + 1 < accepted, following, (following + 1) % state.processors.counts.shape[1])
-    return torch.where(is_prompt, sampled, wanted)
+    return torch.where(is_node, wanted, sampled)

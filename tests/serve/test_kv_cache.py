@@ -484,7 +484,7 @@ class Play:
         self.running.append(run)
 
     def go_on(self, run: Run) -> None:
-        """A chunk of its prompt, or a round."""
+        """A chunk of its prompt, or nodes."""
         others = [other for other in self.running if other is not run]
         if run.num_computed < run.num_prompt:
             end = self.rng.randrange(run.num_computed, run.num_prompt) + 1

@@ -40,7 +40,7 @@ def test_what_a_scrape_shows() -> None:
     metrics.count_finished("length", RequestStats(prompt_tokens=5, completion_tokens=1, prefills=1))
     metrics.responses[400] += 1
     metrics.count_tokens(1, 0.3, is_first=True)
-    metrics.count_tokens(4, 0.02, is_first=False)  # tokens of a round share its time
+    metrics.count_tokens(4, 0.02, is_first=False)  # tokens of a step share its time
     kinds, values = read(metrics.render({"running": 2}, num_open=3, is_healthy=True))
     expected = {
         **{("requests_total", f'finish_reason="{name}"'): count for name, count in (("stop", 1), ("abort", 0))},

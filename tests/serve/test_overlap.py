@@ -120,7 +120,7 @@ class SlowSteps(FittedCosts):
     by_row = False
 
     def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
-        return 1000.0 * rows if self.by_row else np.full(len(rows), 1000.0)
+        return np.full(len(rows), 1000.0) * (rows if self.by_row else 1)
 
     def draft(self, requests: int, width: int, *, filtered: bool) -> float:
         return 0.0
