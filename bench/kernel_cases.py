@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
+from slipstream.kernels.attention.ragged import Segments, plan_work_triton, ragged_attention_triton
 from slipstream.kernels.attention.tree import Blocks, Parts, choose_blocks, choose_parts, tree_attention_triton
 from slipstream.kernels.gemm.activation import silu_mul, silu_mul_triton
 from slipstream.kernels.gemm.gathered_head import (
@@ -341,21 +342,34 @@ def draft_head(rows: int, name: str) -> Case:
     )
 
 
+def context_lengths(batch: int, context: int, ragged: bool) -> Tensor:
+    """(batch,) int64 `context` or, if ragged, between 0.1 and 1.9 times as many."""
+    spread = torch.linspace(0.1, 1.9, batch)[torch.randperm(batch)] if ragged and batch > 1 else torch.ones(batch)
+    return (spread * context).long().cuda()
+
+
+def paged_cache(tokens: Tensor, page_size: int, num_bytes: int) -> tuple[Tensor, Tensor]:
+    """A shuffled page table with room for `tokens` (R,) of each request, and the KV of as many layers as exceed the L2
+    cache, if a layer reads num_bytes."""
+    longest = -(-int(tokens.max()) // page_size)  # in pages
+    num_pages, capacity = len(tokens) * longest + 1, max(longest, TABLE_TOKENS // page_size)
+    pages = torch.zeros(len(tokens), capacity, dtype=torch.int64, device="cuda")
+    pages[:, :longest] = (torch.randperm(num_pages - 1, device="cuda") + 1).view(len(tokens), longest)
+    layers = min(MAX_LAYERS, max(2, -(-COLD_BYTES // num_bytes)))
+    return pages, random(layers, 2, num_pages, page_size, G, D)
+
+
 def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool, window: int) -> Case:
     """Tree attention: `nodes` per request, `batch` requests, after `context` committed tokens on average, of which a
     node sees the last `window`; 0: all.
 
     Each layer has its own KV under one shuffled page table, so KV comes from memory as in a model.
     """
-    spread = torch.linspace(0.1, 1.9, batch)[torch.randperm(batch)] if ragged and batch > 1 else torch.ones(batch)
-    lengths = (spread * context).long().cuda()
-    longest = -(-(int(lengths.max()) + nodes) // page_size)  # in pages
-    num_pages, capacity = batch * longest + 1, max(longest, TABLE_TOKENS // page_size)
-    pages = torch.zeros(batch, capacity, dtype=torch.int64, device="cuda")
-    pages[:, :longest] = (torch.randperm(num_pages - 1, device="cuda") + 1).view(batch, longest)
+    lengths = context_lengths(batch, context, ragged)
     seen = lengths.clamp(max=window) if window else lengths
     num_bytes = (int(seen.sum()) + batch * nodes) * 2 * G * D * 2  # KV of one layer
-    cache = random(min(MAX_LAYERS, max(2, -(-COLD_BYTES // num_bytes))), 2, num_pages, page_size, G, D)
+    pages, cache = paged_cache(lengths + nodes, page_size, num_bytes)
+    capacity = pages.shape[1]
     q = random(len(cache), batch, nodes, Q, D)
     ancestors = (1 | 1 << torch.arange(nodes, device="cuda")).expand(batch, nodes).contiguous()  # the root's children
     where = (pages, torch.arange(batch, device="cuda"), lengths, ancestors)
@@ -393,6 +407,35 @@ def attention(batch: int, context: int, nodes: int, page_size: int, ragged: bool
         ours=attend,
         tunings=tunings,
     )
+
+
+def ragged_pass(
+    batch: int, context: int, nodes: int, page_size: int, ragged: bool, window: int, chunks: int, chunk_rows: int
+) -> tuple[Case, Case]:
+    """Attention of a ragged pass, and its plan: `nodes` of each of `batch` requests and `chunks` of prompts, of
+    chunk_rows tokens each, after `context` tokens on average, of which a row sees the last `window`; 0: all."""
+    lengths = context_lengths(batch + chunks, context, ragged)
+    counts = torch.tensor([nodes] * batch + [chunk_rows] * chunks, device="cuda")
+    seen = (lengths.clamp(max=window) if window else lengths) + counts
+    num_bytes = int(seen.sum()) * 2 * G * D * 2
+    pages, cache = paged_cache(lengths + counts, page_size, num_bytes)
+    starts = torch.cat((counts.new_zeros(1), counts.cumsum(dim=0))).int()
+    segments = Segments(starts, torch.arange(batch + chunks, device="cuda"), lengths, batch, nodes)
+    T = batch * nodes + chunks * chunk_rows
+    q = random(len(cache), T, Q, D)
+    ancestors = (1 | 1 << torch.arange(nodes, device="cuda")).repeat(batch + -(-chunks * chunk_rows // nodes))[:T]
+
+    def plan(_: Any = None) -> Any:
+        return plan_work_triton(segments, T, Q, G, D, q.dtype, window=window or None)
+
+    work = plan()
+
+    def attend(layer: int) -> Tensor:
+        where = (pages, segments, ancestors, "tree", D**-0.5)
+        return ragged_attention_triton(q[layer], *cache[layer], *where, window=window or None, work=work)
+
+    planned = sum(tiles.records.nbytes + tiles.ranges.nbytes for tiles in work if tiles is not None)
+    return Case(bytes=num_bytes, sets=range(len(cache)), ours=attend), Case(bytes=planned, sets=[None], ours=plan)
 
 
 SETTINGS = {"sample top_k top_p": (20, 0.8), "sample top_p": (0, 0.9)}

@@ -5,6 +5,7 @@ where it is installed (its first use compiles), and with torch.
     python bench/kernel_times.py --rows 1 32 --kernels rms_norm sample --output bench/results/kernels.jsonl
     python bench/kernel_times.py --kernels attention --batches 8 --contexts 8192 --nodes 4 16 --page-sizes 16 --tune
     python bench/kernel_times.py --kernels "linear qkv" head --rows 1 4 32
+    python bench/kernel_times.py --kernels ragged_attention plan_work --batches 64 --contexts 128 --nodes 1 --chunks 0 5
 
 A graph holds many launches in sequence, so times of a few microseconds include the launch latency that a pass pays.
 From 33 rows on launches alternate between buffers larger than the L2 cache; matrix products and attention always do.
@@ -23,12 +24,12 @@ from typing import Any
 import torch
 
 from slipstream.bench.gpu import copy_bandwidth, milliseconds
-from slipstream.bench.kernel_cases import MAKERS, Case, all_cases, attention
+from slipstream.bench.kernel_cases import MAKERS, Case, all_cases, attention, ragged_pass
 from slipstream.bench.lines import Lines, origin
 from slipstream.config import parse
 
 LAUNCHES = 48
-ATTENTION = "attention"
+ATTENTION, RAGGED, PLAN = "attention", "ragged_attention", "plan_work"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,10 @@ class KernelsConfig:
     """Tokens per page."""
     windows: list[int] = field(default_factory=lambda: [0])
     """Committed tokens that a new one sees; 0: all."""
+    chunks: list[int] = field(default_factory=lambda: [0])
+    """Chunks of prompts that share a ragged pass."""
+    chunk_rows: int = 80
+    """Tokens of each."""
     ragged: bool = False
     """Draw contexts between 0.1 and 1.9 times their length."""
     tune: bool = False
@@ -57,18 +62,24 @@ class KernelsConfig:
     """File to append the JSON lines to."""
 
     def __post_init__(self) -> None:
-        known = (*MAKERS, ATTENTION)
+        known = (*MAKERS, ATTENTION, RAGGED, PLAN)
         for kernel in self.kernels:
             if not any(name.startswith(kernel) for name in known):
                 raise ValueError(f"kernels holds {kernel!r}; choose of {', '.join(known)}")
 
     def cases(self) -> Iterator[tuple[dict[str, Any], Case]]:
         yield from all_cases(self.rows, self.kernels)
-        if not self.kernels or ATTENTION.startswith(tuple(self.kernels)):
-            names = ("batch", "context", "nodes", "page_size", "ragged", "window")
-            for work in product(self.batches, self.contexts, self.nodes, self.page_sizes, [self.ragged], self.windows):
-                sizes = dict(zip(names, work, strict=True))
+        chosen = [kernel for kernel in (ATTENTION, RAGGED, PLAN) if kernel.startswith(tuple(self.kernels or [""]))]
+        names = ("batch", "context", "nodes", "page_size", "ragged", "window")
+        axes = (self.batches, self.contexts, self.nodes, self.page_sizes, [self.ragged], self.windows)
+        for work in product(*axes) if chosen else ():
+            sizes = dict(zip(names, work, strict=True))
+            if ATTENTION in chosen:
                 yield {"kernel": ATTENTION, **sizes}, attention(**sizes)
+            for chunks in self.chunks if chosen != [ATTENTION] else ():
+                more = {"chunks": chunks, "chunk_rows": self.chunk_rows}
+                cases = zip((RAGGED, PLAN), ragged_pass(**sizes, **more), strict=True)
+                yield from (({"kernel": kernel, **sizes, **more}, case) for kernel, case in cases if kernel in chosen)
 
 
 @torch.inference_mode()

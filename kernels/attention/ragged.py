@@ -34,28 +34,31 @@ from slipstream.kernels.launch import Op, pdl_options, shared_memory, wait_for_i
 from slipstream.kernels.speculation.verify import MAX_NODES
 
 QUANTUM: tl.constexpr = tl.constexpr(128)  # tokens of the shortest part, and the unit in which work is shared out
-SHORTEST: tl.constexpr = tl.constexpr(128)  # part
-MOST_PARTS: tl.constexpr = tl.constexpr(16)  # of the tokens before a tile's first query; longer contexts, longer parts
+MOST_PARTS: tl.constexpr = tl.constexpr(24)  # of the tokens before a tile's first query; longer contexts, longer parts
 SCRATCH_PARTS = MOST_PARTS.value + 2  # and one that holds new tokens, and one that a window cuts
-OVERHEAD: tl.constexpr = tl.constexpr(1)  # quanta that the start and the end of a tile cost
-MOST_WHOLE: tl.constexpr = tl.constexpr(4)  # quanta: a tile as short as this is not shared
-LONG_RANGE: tl.constexpr = tl.constexpr(12)  # quanta: shorter ranges are not made of longer ones to even out the load
-WAVES = 4  # ranges per program that runs at a time, at most
+LONG_RANGE: tl.constexpr = tl.constexpr(12)  # quanta: longer ranges are cut for the sake of an even load
+SLACK: tl.constexpr = tl.constexpr(8)  # a program takes the rest of a tile as well if it is 1 / SLACK of a range
+WAVES = 2  # ranges for each program that runs at a time, at most
+BUSY_NODES = 1.6  # programs of a multiprocessor that read about as fast as the memory allows
+BUSY_PROMPTS = 0.5  # programs of a multiprocessor that compute so fast that prompts' sums need not be stored
+FEW_REQUESTS = 4  # up to here longer pipelines pay more than more programs
+MANY_QUERIES = 1 << 15  # times heads: from here tiles of 128 rows, which read the KV half as often, fill the device
+INTERPRETED_PROCESSORS = 2  # multiprocessors that the interpreter stands for
 
-RECORD: tl.constexpr = tl.constexpr(8)  # fields of a tile's record, the next ones
+FIELDS: tl.constexpr = tl.constexpr(16)  # of a tile's record: the next ones
 ROW: tl.constexpr = tl.constexpr(0)  # first row of the pass
 COUNT: tl.constexpr = tl.constexpr(1)  # queries
 POSITION: tl.constexpr = tl.constexpr(2)  # place of the first query's token
 BASE: tl.constexpr = tl.constexpr(3)  # place that decides the parts; a segment of nodes: its committed tokens
 SLOT: tl.constexpr = tl.constexpr(4)  # request slot
-START: tl.constexpr = tl.constexpr(5)  # quanta of all tiles before it
-PART: tl.constexpr = tl.constexpr(6)  # tokens of a part
-STRIDE: tl.constexpr = tl.constexpr(7)  # quanta from part to part; 0: one program takes them all
+PART: tl.constexpr = tl.constexpr(5)  # logarithm to base 2 of a part's tokens
+SHARED: tl.constexpr = tl.constexpr(6)  # 0: one program takes it; else 1 + where its partial results go
+START: tl.constexpr = tl.constexpr(7)  # quanta of all tiles before it
+QUANTA: tl.constexpr = tl.constexpr(8)  # its own
+LENGTH: tl.constexpr = tl.constexpr(9)  # quanta of every program's range
+INDEX: tl.constexpr = tl.constexpr(10)  # the tile's
+USED: tl.constexpr = tl.constexpr(11)  # fields
 NO_TILE: tl.constexpr = tl.constexpr(2**31 - 1)  # START after the last tile
-RANGE: tl.constexpr = tl.constexpr(16)  # fields of a range's record: that of its first tile, and the next ones
-TILE: tl.constexpr = tl.constexpr(8)  # index of the first tile
-LENGTH: tl.constexpr = tl.constexpr(9)  # quanta of every range
-INTERPRETED_PROCESSORS = 2  # multiprocessors that the interpreter stands for
 
 
 class Segments(NamedTuple):
@@ -71,9 +74,10 @@ class Segments(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles of equal height and the programs that share them, the same for every KV head."""
 
-    records: Tensor  # (tiles + 1, RECORD) int32; those after the last tile's successor hold anything
-    ranges: Tensor  # (ranges, RANGE) int32, one for each program
-    programs: int  # that run at a time
+    records: Tensor  # (tiles + 1, FIELDS) int32; the one after the last has START NO_TILE, then they hold anything
+    ranges: Tensor  # (programs, FIELDS) int32: of the tile in which each program's range begins
+    at_a_time: int  # programs
+    most_shared: int  # tiles: those that hold more than 1 / most_shared of all quanta
     queries: int  # of a tile, at most
     blocks: Blocks
 
@@ -149,28 +153,34 @@ def plan_work(
 
 def _fill(tiles: Tiles, segments: Segments, own: range, window: int | None) -> None:
     starts, slots, lengths = (x.tolist() for x in segments[:3])
-    records, weights = [], []
+    records: list[list[int]] = []
+    total = 0
     for s in own:
         is_chunk, n, length = own.start > 0 or segments.num_decoding == 0, starts[s + 1] - starts[s], lengths[s]
         lead = length % tiles.queries if is_chunk else 0
         for begin in range(-lead, n, tiles.queries) if n else ():
             first, end = max(begin, 0), min(begin + tiles.queries, n)
-            base, reach = (length + begin, length + begin + tiles.queries) if is_chunk else (length, length + n)
-            lowest, part = _first_place(base, window), _part_tokens(base, window)
-            weights.append(OVERHEAD.value + triton.cdiv(reach, QUANTUM.value) - lowest // QUANTUM.value)
-            records.append([starts[s] + first, end - first, length + first, base, slots[s], sum(weights[:-1]), part])
-    total, end = sum(weights), len(records)
-    per = max(triton.cdiv(total, len(tiles.ranges)), min(triton.cdiv(total, tiles.programs), LONG_RANGE.value), 1)
-    for record, weight in zip(records, weights, strict=True):
-        is_whole = weight - OVERHEAD.value <= MOST_WHOLE.value
-        record.append(0 if is_whole else record[PART.value] // QUANTUM.value)
-    after = [NO_TILE.value if field == START.value else 0 for field in range(RECORD.value)]
-    tiles.records[: end + 1] = torch.tensor([*records, after])
-    tiles.ranges.zero_()
-    for j in range(len(tiles.ranges)):
-        tile = bisect_right(records, j * per, key=lambda record: record[START.value]) - 1 if j * per < total else end
-        tiles.ranges[j, : RECORD.value] = tiles.records[tile]
-        tiles.ranges[j, TILE.value], tiles.ranges[j, LENGTH.value] = tile, per
+            base = length + begin if is_chunk else length
+            lowest = _first_place(base, window)
+            if is_chunk:
+                quanta = triton.cdiv(base + tiles.queries, QUANTUM.value) - lowest // QUANTUM.value
+            else:
+                quanta = max(1, (length + n - lowest + QUANTUM.value // 2) // QUANTUM.value)
+            records.append(
+                [starts[s] + first, end - first, length + first, base, slots[s], _part(base, window), 0, total, quanta]
+            )
+            total += quanta
+    per = min(triton.cdiv(total, tiles.at_a_time), LONG_RANGE.value)
+    per = max(1, triton.cdiv(total, len(tiles.ranges)), per)
+    for index, record in enumerate(records):
+        if record[QUANTA.value] * tiles.most_shared > total:
+            record[SHARED.value] = 1 + record[START.value] * tiles.most_shared // total
+        record += [per, index]
+    after = [NO_TILE.value if field == START.value else 0 for field in range(USED.value)]
+    tiles.records[: len(records) + 1, : USED.value] = torch.tensor([*records, after])
+    for j, kept in enumerate(tiles.ranges):
+        at = bisect_right(records, j * per, key=lambda record: record[START.value]) - 1
+        kept.copy_(tiles.records[at if j * per < total else len(records)])
 
 
 def _first_place(base: int, window: int | None) -> int:
@@ -178,10 +188,10 @@ def _first_place(base: int, window: int | None) -> int:
     return 0 if window is None else max(0, base + 1 - window)
 
 
-def _part_tokens(base: int, window: int | None) -> int:
-    seen, part = base if window is None else min(base, window), SHORTEST.value
-    while seen >= MOST_PARTS.value * part:
-        part *= 2
+def _part(base: int, window: int | None) -> int:
+    seen, part = base if window is None else min(base, window), QUANTUM.value.bit_length() - 1
+    while seen >= MOST_PARTS.value << part:
+        part += 1
     return part
 
 
@@ -201,38 +211,53 @@ def allot_work(
     decoding, chunks = segments.num_decoding, len(segments.slots) - segments.num_decoding
     assert most <= MAX_NODES
     if blocks is None:
-        blocks = choose_blocks(most, group, D, dtype.itemsize)
+        blocks = choose_blocks(decoding, most, T, Q, G, D, dtype.itemsize)
     fitting = (fit_blocks(x, _block_dim(D), dtype.itemsize, shared_memory(device)) for x in blocks)
     (nodes, node_queries), (prompts, prompt_queries) = ((x, _queries(x, group)) for x in fitting)
     node_tiles = min(decoding * triton.cdiv(most, node_queries), T // node_queries + decoding, T)
     prompt_tiles = min(T // prompt_queries + 2 * chunks, T)
 
-    def allot(kind: Blocks, queries: int, most_tiles: int) -> Tiles:
-        count = programs or max(1, processors(device) * choose_residents(kind, D, dtype.itemsize) // G)
-        ranges = max(1, min(WAVES * count, most_tiles * SCRATCH_PARTS))
-        assert ranges * G <= MAX_ROWS // 2
-        records = torch.empty(most_tiles + 1, RECORD.value, dtype=torch.int32, device=device)
-        return Tiles(records, records.new_empty(ranges, RANGE.value), min(count, ranges), queries, kind)
+    def allot(kind: Blocks, queries: int, most_tiles: int, busy: float) -> Tiles:
+        at_a_time = programs or max(1, processors(device) * choose_residents(kind, D, dtype.itemsize) // G)
+        ranges = max(1, min(WAVES * at_a_time, most_tiles * SCRATCH_PARTS))
+        most_shared = min(programs or max(2, int(busy * processors(device) / G)), 2 * most_tiles)
+        assert most_shared * G <= MAX_ROWS
+        records = torch.empty(most_tiles + 1, FIELDS.value, dtype=torch.int32, device=device)
+        return Tiles(records, records.new_empty(ranges, FIELDS.value), at_a_time, most_shared, queries, kind)
 
     return Work(
-        allot(nodes, node_queries, node_tiles) if decoding else None,
-        allot(prompts, prompt_queries, prompt_tiles) if chunks else None,
+        allot(nodes, node_queries, node_tiles, BUSY_NODES) if decoding else None,
+        allot(prompts, prompt_queries, prompt_tiles, BUSY_PROMPTS) if chunks else None,
     )
 
 
-def choose_blocks(most_nodes: int, group: int, D: int, element_size: int) -> tuple[Blocks, Blocks]:
-    """Of nodes and of prompts. The tokens of a tile decide a row's bits, so they depend on the model alone."""
-    least = max(16, triton.next_power_of_2(group))
+def tile_tokens(D: int, element_size: int) -> int:
+    """KV tokens of a tile. A row's bits depend on them, so they depend on the model alone."""
     if element_size == 4:  # exact products take no tensor cores: for tests and small models
-        return Blocks(least, 16, 4, 2), Blocks(least, 16, 4, 2)
-    rows = max(least, min(64, triton.next_power_of_2(most_nodes * group)))
+        return 16
+    return 64 if D <= 128 else 32
+
+
+def choose_blocks(
+    decoding: int, most_nodes: int, T: int, Q: int, G: int, D: int, element_size: int
+) -> tuple[Blocks, Blocks]:
+    """Of nodes and of prompts. Rows beyond a tile's read the KV once more, rows that none needs cost registers."""
+    tokens, group = tile_tokens(D, element_size), Q // G
+    least, wanted = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(most_nodes * group)
+    if element_size == 4:
+        return Blocks(least, tokens, 4, 2), Blocks(least, tokens, 4, 2)
+    rows = max(least, 16 if wanted <= 16 else 32 if wanted <= 64 else 64)
     if D > 128:
-        return Blocks(rows, 32, 4 if rows < 64 else 8, 3), Blocks(max(64, least), 32, 8, 2)
-    return Blocks(rows, 64, 4, 3 if rows < 64 else 2), Blocks(max(64, least), 64, 4, 2)
+        return Blocks(rows, tokens, 4 if rows < 64 else 8, 3 if rows < 64 else 2), Blocks(max(64, least), tokens, 8, 2)
+    stages = 2 if rows >= 64 or (rows == 16 and decoding > FEW_REQUESTS) else 3
+    prompts = Blocks(128, tokens, 8, 3) if T * Q >= MANY_QUERIES or least > 64 else Blocks(64, tokens, 4, 2)
+    return Blocks(rows, tokens, 4 if rows <= 64 else 8, stages), prompts
 
 
 def choose_residents(blocks: Blocks, D: int, element_size: int) -> int:
     """Programs that run at a time on a multiprocessor of an H100 or H200."""
+    if blocks.rows > 64:
+        return 1
     if D > 128 or element_size == 4:
         return 1 if blocks.rows > 16 else 2
     if blocks.rows > 16:
@@ -286,19 +311,22 @@ def plan_work_triton(
 
 def _list_of(tiles: Tiles | None) -> tuple[tuple[Tensor | None, ...], tuple[int, ...], int]:
     if tiles is None:
-        return (None, None), (0, 0, 0), 1
-    return (tiles.records, tiles.ranges), (len(tiles.records) - 1, len(tiles.ranges), tiles.programs), tiles.queries
+        return (None, None), (0, 0, 0, 0), 1
+    sizes = len(tiles.records) - 1, len(tiles.ranges), tiles.at_a_time, tiles.most_shared
+    return (tiles.records, tiles.ranges), sizes, tiles.queries
 
 
 SIZES = ["num_decoding", "num_segments"]
-SIZES += [f"{kind}_{name}" for kind in ("node", "prompt") for name in ("most_tiles", "num_ranges", "programs")]
+SIZES += [
+    f"{kind}_{name}" for kind in ("node", "prompt") for name in ("most_tiles", "programs", "at_a_time", "most_shared")
+]
 
 
 @triton.jit(do_not_specialize=SIZES)
 def plan_kernel(
     starts_ptr, slots_ptr, lengths_ptr, node_records, node_ranges, prompt_records, prompt_ranges,
-    num_decoding, num_segments, node_most_tiles, node_num_ranges, node_programs,
-    prompt_most_tiles, prompt_num_ranges, prompt_programs,
+    num_decoding, num_segments, node_most_tiles, node_programs, node_at_a_time, node_most_shared,
+    prompt_most_tiles, prompt_programs, prompt_at_a_time, prompt_most_shared,
     NODE_QUERIES: tl.constexpr, PROMPT_QUERIES: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -309,21 +337,22 @@ def plan_kernel(
         if (own < num_decoding) | (own == num_segments):
             _plan_tiles(
                 starts_ptr, slots_ptr, lengths_ptr, node_records, node_ranges, own, own == num_segments,
-                0, num_decoding, node_most_tiles, node_num_ranges, node_programs, False, NODE_QUERIES, WINDOW, SEGMENTS,
+                0, num_decoding, node_most_tiles, node_programs, node_at_a_time, node_most_shared,
+                False, NODE_QUERIES, WINDOW, SEGMENTS,
             )  # fmt: skip
     if prompt_records is not None:  # noqa: SIM102
         if (own >= num_decoding) & (own != num_segments):
             _plan_tiles(
                 starts_ptr, slots_ptr, lengths_ptr, prompt_records, prompt_ranges, own, own > num_segments,
-                num_decoding, num_segments, prompt_most_tiles, prompt_num_ranges, prompt_programs, True, PROMPT_QUERIES,
-                WINDOW, SEGMENTS,
+                num_decoding, num_segments, prompt_most_tiles, prompt_programs, prompt_at_a_time, prompt_most_shared,
+                True, PROMPT_QUERIES, WINDOW, SEGMENTS,
             )  # fmt: skip
 
 
 @triton.jit
 def _plan_tiles(
     starts_ptr, slots_ptr, lengths_ptr, records_ptr, ranges_ptr, own, is_end, first, last,
-    most_tiles, num_ranges, programs,
+    most_tiles, programs, at_a_time, most_shared,
     CHUNKS: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Of the segments first..last - 1, all of one kind, the tiles of `own`, or the list's end."""
@@ -334,21 +363,21 @@ def _plan_tiles(
     lengths = tl.load(lengths_ptr + segment, mask=inside, other=0).to(tl.int32)
     tiles, quanta = _tiles_of(lengths, stops - starts, CHUNKS, QUERIES, WINDOW)
     total = tl.sum(quanta)
-    per = tl.minimum(tl.cdiv(total, programs), LONG_RANGE)
-    per = tl.maximum(tl.maximum(tl.cdiv(total, num_ranges), per), 1)
+    per = tl.minimum(tl.cdiv(total, at_a_time), LONG_RANGE)
+    per = tl.maximum(tl.maximum(tl.cdiv(total, programs), per), 1)
     is_before = segment < own
     first_tile = tl.sum(tl.where(is_before, tiles, 0))
-    quantum = tl.sum(tl.where(is_before, quanta, 0))
+    first_quantum = tl.sum(tl.where(is_before, quanta, 0))
     if is_end:
-        _end_list(records_ptr, ranges_ptr, tl.minimum(tl.sum(tiles), most_tiles), total, per, num_ranges)
+        _end_list(records_ptr, ranges_ptr, tl.minimum(tl.sum(tiles), most_tiles), total, per, programs)
     else:
         start = tl.load(starts_ptr + own)
         rows = tl.load(starts_ptr + own + 1) - start
         length = tl.load(lengths_ptr + own).to(tl.int32)
         slot = tl.load(slots_ptr + own).to(tl.int32)
         _list_tiles(
-            records_ptr, ranges_ptr, start, rows, length, slot, first_tile, quantum, per, most_tiles, num_ranges,
-            CHUNKS, QUERIES, WINDOW,
+            records_ptr, ranges_ptr, start, rows, length, slot, first_tile, first_quantum, total, most_shared,
+            per, most_tiles, programs, CHUNKS, QUERIES, WINDOW,
         )  # fmt: skip
 
 
@@ -362,13 +391,13 @@ def _tiles_of(length, rows, CHUNKS: tl.constexpr, QUERIES: tl.constexpr, WINDOW:
     else:
         tiles = tl.cdiv(rows, QUERIES)
         quanta = tiles * _node_quanta(length, rows, WINDOW)
-    return tiles, quanta + tiles * OVERHEAD
+    return tiles, quanta
 
 
 @triton.jit
 def _node_quanta(length, rows, WINDOW: tl.constexpr):
-    """Of a tile of nodes: tokens that it may read."""
-    return tl.cdiv(length + rows, QUANTUM) - _lowest(length, WINDOW) // QUANTUM
+    """Of a tile of nodes. They are rounded: the few nodes after a multiple of a quantum make no other."""
+    return tl.maximum((length + rows - _lowest(length, WINDOW) + QUANTUM // 2) // QUANTUM, 1)
 
 
 @triton.jit
@@ -401,22 +430,26 @@ def _lowest(base, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _end_list(records_ptr, ranges_ptr, tile, total, per, num_ranges):
-    """Ends the list of tiles after the last, and leaves nothing to the programs beyond the last range."""
-    field = tl.arange(0, RECORD)
-    tl.store(records_ptr + tile * RECORD + field, tl.where(field == START, NO_TILE, 0))
-    for begin in range(tl.cdiv(total, per), num_ranges, 128):
-        index = begin + tl.arange(0, 128)
-        tl.store(ranges_ptr + index * RANGE + START, tl.full((128,), NO_TILE, tl.int32), mask=index < num_ranges)
-        tl.store(ranges_ptr + index * RANGE + LENGTH, tl.full((128,), 1, tl.int32), mask=index < num_ranges)
+def _end_list(records_ptr, ranges_ptr, tile, total, per, programs):
+    """Ends the list of tiles, and leaves nothing to the programs after the last range."""
+    field = tl.arange(0, FIELDS)
+    after = tl.where(field == START, NO_TILE, 0)
+    tl.store(records_ptr + tile * FIELDS + field, after)
+    for begin in range(tl.cdiv(total, per), programs, 32):
+        program = begin + tl.arange(0, 32)[:, None]
+        tl.store(ranges_ptr + program * FIELDS + field[None, :], after[None, :], mask=program < programs)
 
 
 @triton.jit
 def _list_tiles(
-    records_ptr, ranges_ptr, start, rows, length, slot, first_tile, first_quantum, per, most_tiles, num_ranges,
+    records_ptr, ranges_ptr, start, rows, length, slot, first_tile, first_quantum, total, most_shared,
+    per, most_tiles, programs,
     CHUNKS: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Writes the records of a segment's tiles and of the ranges that begin in one of them."""
+    """Writes the records of a segment's tiles, and for programs whose ranges begin in one of them, that one again.
+
+    A tile longer than total / most_shared is shared; so far from each other these begin that START says which it is.
+    """
     BLOCK: tl.constexpr = 32
     lead = length % QUERIES if CHUNKS else 0
     for begin in range(0, tl.cdiv(lead + rows, QUERIES), BLOCK):
@@ -433,39 +466,31 @@ def _list_tiles(
             base = length + index * 0
             quanta = _node_quanta(length, rows, WINDOW) + index * 0
             before = index * quanta
-        quantum = first_quantum + before + index * OVERHEAD
         seen = base
         if WINDOW is not None:
             seen = tl.minimum(seen, WINDOW)
-        part = tl.full((BLOCK,), SHORTEST, tl.int32)
-        while tl.max(tl.where(seen >= MOST_PARTS * part, 1, 0)) > 0:
-            part = tl.where(seen >= MOST_PARTS * part, 2 * part, part)
-        stride = tl.where(quanta <= MOST_WHOLE, 0, part // QUANTUM)
+        part = tl.full((BLOCK,), 7, tl.int32)
+        tl.static_assert(QUANTUM == 1 << 7)
+        while tl.max(tl.where(seen >= MOST_PARTS << part, 1, 0)) > 0:
+            part = tl.where(seen >= MOST_PARTS << part, part + 1, part)
+        quantum = first_quantum + before
+        shared = tl.where(quanta * most_shared > total, 1 + quantum * most_shared // tl.maximum(total, 1), 0)
+        fields = (start + first, count, length + first, base, slot, part, shared, quantum, quanta, per)
         tile = first_tile + index
         kept = (count > 0) & (tile < most_tiles)
-        row, position, slots = start + first, length + first, slot + index * 0
-        _store_record(records_ptr + tile * RECORD, row, count, position, base, slots, quantum, part, stride, kept)
-        number = tl.cdiv(quantum, per)
-        beyond = tl.where(kept, tl.minimum(tl.cdiv(quantum + quanta + OVERHEAD, per), num_ranges), 0)
-        while tl.max(beyond - number) > 0:
-            kept = number < beyond
-            record = ranges_ptr + number * RANGE
-            _store_record(record, row, count, position, base, slots, quantum, part, stride, kept)
-            tl.store(record + TILE, tile, mask=kept)
-            tl.store(record + LENGTH, per + index * 0, mask=kept)
-            number += 1
+        _store_record(records_ptr + tile * FIELDS, fields, tile, kept)
+        program = tl.cdiv(quantum, per)
+        after = tl.where(kept, tl.minimum(tl.cdiv(quantum + quanta, per), programs), 0)
+        while tl.max(after - program) > 0:
+            _store_record(ranges_ptr + program * FIELDS, fields, tile, program < after)
+            program += 1
 
 
 @triton.jit
-def _store_record(record, row, count, position, base, slot, start, part, stride, kept):
-    tl.store(record + ROW, row, mask=kept)
-    tl.store(record + COUNT, count, mask=kept)
-    tl.store(record + POSITION, position, mask=kept)
-    tl.store(record + BASE, base, mask=kept)
-    tl.store(record + SLOT, slot, mask=kept)
-    tl.store(record + START, start, mask=kept)
-    tl.store(record + PART, part, mask=kept)
-    tl.store(record + STRIDE, stride, mask=kept)
+def _store_record(record, fields, tile, kept):
+    for field in tl.static_range(INDEX):
+        tl.store(record + field, fields[field] + tile * 0, mask=kept)
+    tl.store(record + INDEX, tile, mask=kept)
 
 
 @ragged_attention.kernel()
@@ -490,12 +515,12 @@ def ragged_attention_triton(
     assert window is None or window > 0
     if work is None:
         work = plan_work_triton(segments, T, Q, G, D, q.dtype, window=window)
-    out, alive = torch.empty_like(q), []
-    for tiles, bits in ((work.nodes, ancestors if mask == "tree" else None), (work.prompts, None)):
-        if tiles is not None:
-            assert bits is None or bits.is_contiguous()
-            tensors = (q, keys, values, pages, bits, out)
-            alive.append(_attend(*tensors, tiles, segments.most_nodes, scale, window, follows=bool(alive)))
+    out = torch.empty_like(q)
+    tensors = (q, keys, values, pages, ancestors if mask == "tree" else None, out)
+    if work.nodes is not None:
+        _attend(*tensors, work.nodes, segments.most_nodes, scale, window)
+    if work.prompts is not None:
+        _attend(*tensors[:4], None, out, work.prompts, segments.most_nodes, scale, window)
     return out
 
 
@@ -510,30 +535,26 @@ def _attend(
     most_nodes: int,
     scale: float,
     window: int | None,
-    follows: bool,
-) -> tuple[Tensor, Tensor]:
-    """Launches a kernel for one kind of tiles and returns its scratch. follows: it runs beside the one before it, so
-    both need scratch and counters of their own."""
+) -> None:
     (page_size, G, D), group, blocks = keys.shape[1:], q.shape[1] // keys.shape[2], tiles.blocks
-    block_dim, ranges = _block_dim(D), len(tiles.ranges)
-    partial = torch.empty(ranges * SCRATCH_PARTS * G, blocks.rows, block_dim, dtype=torch.float32, device=q.device)
-    sums = partial.new_empty(len(partial), 2, blocks.rows)
+    block_dim, programs = _block_dim(D), len(tiles.ranges)
+    partial = torch.empty(
+        tiles.most_shared * SCRATCH_PARTS * G, blocks.rows, block_dim, dtype=torch.float32, device=q.device
+    )
     share = blocks.rows // 4
-    attend_kernel[(G, ranges)](
-        q, keys, values, pages, ancestors, out, tiles.records, tiles.ranges, partial, sums,
-        done_counters(q.device)[MAX_ROWS // 2 * follows :], scale / math.log(2), pages.shape[1],
+    attend_kernel[(G, programs)](
+        q, keys, values, pages, ancestors, out, tiles.records, tiles.ranges,
+        partial, partial.new_empty(len(partial), 2, blocks.rows), done_counters(q.device),
+        scale / math.log(2), pages.shape[1],
         G=G, D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
-        SLOTS=SCRATCH_PARTS, SHARE=share, AT_ONCE=max(1, 64 * 32 * blocks.warps // (share * block_dim)), WINDOW=window,
+        SLOTS=SCRATCH_PARTS, SHARE=share,
+        AT_ONCE=max(1, 64 * 32 * blocks.warps // (share * block_dim)), WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # ignored for 16-bit operands
         WORD=tl.int32 if most_nodes <= 32 else tl.int64, OFFSET=tl.int32 if keys.numel() < 2**31 else tl.int64,
-        FOLLOWS=follows, FOLD=FOLD if blocks.rows >= 64 else "branch",
+        NESTED=blocks.rows >= 64,
         num_warps=blocks.warps, num_stages=blocks.stages, **pdl_options(q.device),
         **({"maxnreg": 128} if q.is_cuda and choose_residents(blocks, D, q.element_size()) == 4 else {}),
     )  # fmt: skip
-    return partial, sums
-
-
-FOLD = "nested"
 
 
 @triton.jit(do_not_specialize=["table_width"])
@@ -541,51 +562,53 @@ def attend_kernel(
     q_ptr, keys_ptr, values_ptr, pages_ptr, ancestors_ptr, out_ptr, records_ptr, ranges_ptr,
     partial_ptr, sums_ptr, counters_ptr, scale, table_width,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr, FOLLOWS: tl.constexpr,
-    FOLD: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr,
+    AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr,
+    NESTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One KV head (axis 0) of the tiles in a program's range (axis 1); scale is for exp2."""
-    if PDL:
-        if not FOLLOWS:
-            tl.extra.cuda.gdc_wait()
+    if PDL:  # the next kernel's programs start when all of these have: they take no places that are needed here
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    head, number = tl.program_id(0), tl.program_id(1)
-    record = ranges_ptr + number * RANGE
+    head, program = tl.program_id(0), tl.program_id(1)
+    record = ranges_ptr + program * FIELDS
     per = tl.load(record + LENGTH)
-    following = records_ptr + (tl.load(record + TILE) + 1) * RECORD
+    tile = tl.load(record + INDEX)
     start = tl.load(record + START)
-    while start < (number + 1) * per:
+    while start < (program + 1) * per:
         first_row, count, position = tl.load(record + ROW), tl.load(record + COUNT), tl.load(record + POSITION)
-        base, part, stride = tl.load(record + BASE), tl.load(record + PART), tl.load(record + STRIDE)
+        base, part, quanta = tl.load(record + BASE), tl.load(record + PART), tl.load(record + QUANTA)
         table = pages_ptr + tl.load(record + SLOT).to(tl.int64) * table_width
+        shared = tl.load(record + SHARED)
         lowest = _lowest(base, WINDOW)
-        first_part, parts_end = lowest // part, tl.cdiv(position + count, part)
-        owner = start // per  # of the ranges that share the tile, the first
-        begin = _part_at(number * per - start, lowest, first_part, parts_end, stride)
-        finish = _part_at((number + 1) * per - start, lowest, first_part, parts_end, stride)
-        own_finish = _part_at((owner + 1) * per - start, lowest, first_part, parts_end, stride)
-        record = following
-        following += RECORD
+        first_part, parts_end = lowest >> part, ((position + count - 1) >> part) + 1
+        owner = start // per
+        begin = _part_at(program * per - start, per, lowest, first_part, parts_end, part, quanta, shared)
+        finish = _part_at((program + 1) * per - start, per, lowest, first_part, parts_end, part, quanta, shared)
+        own_finish = _part_at((owner + 1) * per - start, per, lowest, first_part, parts_end, part, quanta, shared)
+        place = tl.maximum(shared - 1, 0) * G + head
+        tile += 1
+        record = records_ptr + tile * FIELDS
         start = tl.load(record + START)
         if begin < finish:
             _attend_tile(
                 q_ptr, keys_ptr, values_ptr, table, ancestors_ptr, out_ptr, partial_ptr, sums_ptr,
-                counters_ptr + owner * G + head, scale, head, first_row, count, position, base, part,
-                begin, finish, first_part, own_finish, parts_end, lowest, (owner * G + head) * SLOTS,
-                G, D, BLOCK_D, GROUP, PAGE, ROWS, TOKENS, SHARE, AT_ONCE, WINDOW, PRECISION, WORD, OFFSET, FOLD,
+                counters_ptr + place, scale, head, first_row, count, position, base, part,
+                begin, finish, first_part, own_finish, parts_end, lowest, place * SLOTS,
+                G, D, BLOCK_D, GROUP, PAGE, ROWS, TOKENS, SHARE, AT_ONCE, WINDOW, PRECISION, WORD, OFFSET, NESTED,
             )  # fmt: skip
-    if PDL:  # noqa: SIM102
-        if FOLLOWS:
-            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def _part_at(quantum, lowest, first_part, parts_end, stride):
-    """The first part of a tile that begins `quantum` quanta after the tile's start or later."""
-    part = tl.cdiv(quantum - OVERHEAD + lowest // QUANTUM, tl.maximum(stride, 1))
-    part = tl.where(stride == 0, parts_end, tl.minimum(tl.maximum(part, first_part + 1), parts_end))
-    return tl.where(quantum <= 0, first_part, part)
+def _part_at(quantum, per, lowest, first_part, parts_end, part, quanta, shared):
+    """The first part of a tile that belongs to a range which begins `quantum` quanta after the tile, or before it.
+
+    It is the first that begins there, but a rest of the tile that is short against a range stays with the range before.
+    """
+    found = ((quantum + lowest // QUANTUM - 1) >> (part - 7)) + 1
+    found = tl.minimum(tl.maximum(found, first_part + 1), parts_end)
+    found = tl.where((shared > 0) & (quantum < quanta - per // SLACK), found, parts_end)
+    return tl.where(quantum <= 0, first_part, found)
 
 
 @triton.jit
@@ -594,7 +617,7 @@ def _attend_tile(
     head, first_row, count, position, base, part, begin, finish, first_part, own_finish, parts_end, lowest, slot,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr, FOLD: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr, NESTED: tl.constexpr,
 ):  # fmt: skip
     """The parts begin..finish - 1 of a tile's first_part..parts_end - 1.
 
@@ -621,9 +644,9 @@ def _attend_tile(
         stop = tl.where(begin == first_part, finish, piece + 1)
         merged, top, total = _attend_parts(
             q, seen, place, before, keys_ptr, values_ptr, table, head,
-            tl.maximum(piece * part, lowest // TOKENS * TOKENS), tl.minimum(stop * part, position + count), part,
+            tl.maximum(piece << part, lowest // TOKENS * TOKENS), tl.minimum(stop << part, position + count), part,
             lowest, certain, base, position + count, scale,
-            G, D, BLOCK_D, PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET, FOLD,
+            G, D, BLOCK_D, PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET, NESTED,
         )  # fmt: skip
         if own_finish < parts_end:
             index = slot + tl.where(begin == first_part, 0, piece - own_finish + 1)
@@ -643,14 +666,15 @@ def _attend_tile(
 def _attend_parts(
     q, seen, place, before, keys_ptr, values_ptr, table, head, start, stop, part, lowest, certain, base, end, scale,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, FOLD: tl.constexpr,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, NESTED: tl.constexpr,
 ):  # fmt: skip
     """A tile's sums over the tokens start..stop - 1, which are whole parts but for the first and the last.
 
     Returns values weighted relative to the largest score (ROWS, BLOCK_D), these scores, and the weights' sums (ROWS,).
     seen (ROWS,): the bits of a tree's nodes; None: rows see up to their own place. before (ROWS,): the last position
     before a row's window. All rows see what lies in `lowest` (and their window)..certain - 1.
-    Weights are summed by a product with ones: the order of a reduction would depend on the tile's layout.
+    Weights are summed by a product with ones: the order of a reduction would depend on the tile's layout. NESTED: a
+    loop for each part; a branch in the loop would keep tiles of 64 rows from overlapping their products.
     """
     dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
     in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same in every tile, so computed once
@@ -661,12 +685,10 @@ def _attend_parts(
         if seen is None:
             lowest = tl.maximum(lowest, certain - WINDOW)
     page = _load_pages(table, start, end, PAGE, TOKENS)
-    for chunk in range(start // part, tl.cdiv(stop, part) if FOLD == "nested" else start // part + 1):
-        if FOLD == "nested":
-            chunk_start, chunk_stop = tl.maximum(start, chunk * part), tl.minimum(stop, (chunk + 1) * part)
-        else:
-            chunk_start, chunk_stop = start, stop
-        for tile_start in range(chunk_start, chunk_stop, TOKENS):
+    for index in range(start >> part, (((stop - 1) >> part) if NESTED else (start >> part)) + 1):
+        first = tl.maximum(start, index << part) if NESTED else start
+        last = tl.minimum(stop, (index + 1) << part) if NESTED else stop
+        for tile_start in range(first, last, TOKENS):
             first_cell = page.to(OFFSET) * (PAGE * G * D)
             if PAGE > TOKENS:
                 first_cell += tile_start % PAGE * (G * D)
@@ -690,20 +712,12 @@ def _attend_parts(
             v = tl.load(values_ptr + kv_cells, mask=inside, other=0.0)
             acc = tl.dot(weights, v, acc * rescale, input_precision=PRECISION)
             top = new_top
-            next_start = tile_start + TOKENS
-            is_end = (next_start % part == 0) | (next_start >= stop)
-            if FOLD == "select":
-                part_top = tl.where(is_end, top, float("-inf"))
-                weight = tl.where(is_end, tl.max(total, axis=1), 0.0)
-                kept = tl.where(is_end, 0.0, 1.0)
-                merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, part_top, weight)
-                top, total, acc = tl.where(is_end, -1e30, top), total * kept, acc * kept
-            if FOLD == "branch":  # noqa: SIM102
-                if is_end:
+            if not NESTED:  # noqa: SIM102
+                if ((tile_start + TOKENS) & ((1 << part) - 1) == 0) | (tile_start + TOKENS >= stop):
                     sums = tl.max(total, axis=1)  # of equal columns
                     merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, top, sums)
                     top, total, acc = _nothing(ROWS), tl.zeros_like(total), tl.zeros_like(acc)
-        if FOLD == "nested":
+        if NESTED:
             sums = tl.max(total, axis=1)
             merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, top, sums)
             top, total, acc = _nothing(ROWS), tl.zeros_like(total), tl.zeros_like(acc)

@@ -7,22 +7,23 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from slipstream.kernels.attention.ragged import (
-    LENGTH,
     NO_TILE,
+    SHARED,
     START,
-    TILE,
+    USED,
     Blocks,
     Segments,
     Tiles,
     Work,
-    choose_blocks,
     plan_work,
     plan_work_triton,
     ragged_attention,
     ragged_attention_triton,
+    tile_tokens,
 )
 from slipstream.kernels.grid_sync import done_counters
 from slipstream.tests.kernels.triton_runs import DEVICES, NO_INTERPRETER, SLOW, poisoned
@@ -78,8 +79,8 @@ CASES = {
     "window within the rows": Case(nodes=((70, 40),), chunks=((0, 60), (70, 40)), window=9),
     "window, pages of 64 tokens": Case(nodes=NODES, chunks=CHUNKS, mask="tree", window=70, page_size=64),
     "window wider than all": Case(nodes=NODES[:4], chunks=CHUNKS[:2], mask="tree", window=1000),
-    "parts of more tokens": Case(nodes=((2047, 1), (2048, 3), (2040, 20)), chunks=((2030, 40),), G=1, Q=2),
-    "window, parts of more tokens": Case(nodes=((3000, 3),), chunks=((2030, 40),), G=1, Q=2, window=2100),
+    "parts of more tokens": Case(nodes=((3071, 1), (3072, 3), (3060, 20)), chunks=((3050, 40),), G=1, Q=2),
+    "window, parts of more tokens": Case(nodes=((4000, 3),), chunks=((3050, 40),), G=1, Q=2, window=3100),
     "seven heads share": Case(nodes=NODES, chunks=CHUNKS, Q=14, mask="tree"),
     "32 heads share": Case(nodes=NODES[:3], chunks=((3, 5),), Q=32, G=1, mask="tree"),
     "no sharing": Case(nodes=NODES[:4], chunks=((33, 50),), Q=3, G=3),
@@ -119,42 +120,45 @@ def unwritten_shows() -> Iterator[None]:
 
 
 class Scene:
-    """A cache whose unwritten slots, and those before every window, are NaN. A request's tokens depend on its seed alone,
-    so that it can appear in other passes."""
+    """A cache whose unwritten slots, and those before every window, are NaN. A request's tokens, from the first, depend
+    on its seed alone, so that it can appear in other passes."""
 
     def __init__(
         self, case: Case, dtype: torch.dtype, device: str, seeds: list[int] | None = None, shuffle: int = 0
     ) -> None:
-        self.case, segments, device = case, case.segments, torch.device(device).type
+        self.case, segments, page = case, case.segments, case.page_size
         self.seeds = list(range(len(segments))) if seeds is None else seeds
-        S, page = len(segments), case.page_size
-        capacity = max(length + rows for length, rows in segments) // page + 2
+        needed = [triton.cdiv(length + rows, page) for length, rows in segments]
         generator = torch.Generator().manual_seed(shuffle)
-        pages = (torch.randperm(S * capacity, generator=generator) + 1).view(S, capacity)
-        slots = torch.randperm(S, generator=generator)
+        ids = (torch.randperm(sum(needed), generator=generator) + 1).split(needed)
+        slots = torch.randperm(len(segments), generator=generator)
+        pages = torch.zeros(len(segments), max(needed) + 1, dtype=torch.int64)
         starts = torch.tensor([0, *(rows for _, rows in segments)]).cumsum(0)
-        T = int(starts[-1]) + case.unused
-        q = torch.full((T, case.Q, case.D), torch.nan)
-        cache = torch.full((2, (S * capacity + 1) * page, case.G, case.D), torch.nan)
+        T, options = int(starts[-1]) + case.unused, {"dtype": dtype, "device": device}
+        self.q = torch.full((T, case.Q, case.D), torch.nan, **options)
+        cache = torch.full((2, (sum(needed) + 1) * page, case.G, case.D), torch.nan, **options)
         ancestors = torch.full((T,), -1)
         self.parents: list[list[int]] = []
         for s, (length, rows) in enumerate(segments):
-            own = torch.Generator().manual_seed(self.seeds[s])
-            token = torch.arange(length + rows)
-            kv = torch.randn(length + rows, 2, case.G, case.D, generator=own)
+            own, token = torch.Generator().manual_seed(self.seeds[s]), torch.arange(length + rows)
+            kv = torch.randn(length + rows, 2, case.G, case.D, generator=own).transpose(0, 1)
             behind = 0 if case.window is None else max(0, length + 1 - case.window)
-            kv[:behind] = torch.nan
-            cache[:, pages[slots[s]][token // page] * page + token % page] = kv.transpose(0, 1)
+            kv[:, :behind] = torch.nan
+            pages[slots[s], : needed[s]] = ids[s]
+            at = pages[slots[s], token // page] * page + token % page
+            cache[:, at.to(device)] = kv.to(device, dtype)
             pages[slots[s], : behind // page] = 0
-            q[starts[s] : starts[s + 1]] = self.queries(s)[length:]
+            own = torch.Generator().manual_seed(1000 + self.seeds[s])
+            queries = torch.randn(length + rows, case.Q, case.D, generator=own)[length:]
+            self.q[starts[s] : starts[s + 1]] = queries.to(device, dtype)
             rng = random.Random(self.seeds[s])
             self.parents.append([-1, *(rng.randrange(max(0, node - 5), node) for node in range(1, rows))])
             if s < len(case.nodes):
                 masks = [sum(1 << node for node in self.path(s, node)) for node in range(rows)]
                 signed = [mask - 2**64 if mask >= 2**63 else mask for mask in masks]
                 ancestors[starts[s] : starts[s + 1]] = torch.tensor(signed, dtype=torch.int64)
-        self.keys, self.values = cache.to(dtype).unflatten(1, (-1, page)).to(device)
-        self.q, self.pages, self.ancestors = q.to(dtype).to(device), pages.to(device), ancestors.to(device)
+        self.keys, self.values = cache.unflatten(1, (-1, page))
+        self.pages, self.ancestors = pages.to(device), ancestors.to(device)
         self.segments = Segments(
             starts.int().to(device),
             slots.to(device),
@@ -163,11 +167,6 @@ class Scene:
             case.most_nodes,
         )
         self.used = int(starts[-1])
-
-    def queries(self, s: int) -> Tensor:
-        """Of all tokens of a request, by its seed; (length + rows, Q, D)."""
-        generator = torch.Generator().manual_seed(1000 + self.seeds[s])
-        return torch.randn(sum(self.case.segments[s]), self.case.Q, self.case.D, generator=generator)
 
     def path(self, s: int, node: int) -> list[int]:
         """The node and its ancestors."""
@@ -246,13 +245,12 @@ def same(actual: Tiles | None, right: Tiles | None) -> None:
         assert actual is right
         return
     assert actual[2:] == right[2:]
-    count = int((right.records[:, START.value] == NO_TILE.value).nonzero()[0])
-    assert torch.equal(actual.records[:count].cpu(), right.records[:count].cpu())
-    assert actual.records[count, START.value] == NO_TILE.value
-    used = right.ranges[:, START.value] != NO_TILE.value
-    fields = [*range(TILE.value + 1), LENGTH.value]
-    assert torch.equal(actual.ranges.cpu()[used][:, fields], right.ranges.cpu()[used][:, fields])
-    assert (actual.ranges.cpu()[~used][:, START.value] == NO_TILE.value).all()
+    (records, ranges), (right_records, right_ranges) = (
+        (x.cpu()[:, : USED.value] for x in y[:2]) for y in (actual, right)
+    )
+    after = int((right_records[:, START.value] == NO_TILE.value).nonzero()[0])
+    assert torch.equal(records[: after + 1], right_records[: after + 1])
+    assert torch.equal(ranges, right_ranges)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -293,11 +291,16 @@ def test_plan_of_the_kernel_is_that_of_the_reference(seed: int, device: str) -> 
 @pytest.mark.parametrize("programs", [1, 3, pytest.param(40, marks=SLOW)])
 @torch.inference_mode()
 def test_bits_do_not_depend_on_how_work_is_shared_out(programs: int, device: str) -> None:
-    case = Case(nodes=((130, 7), (900, 2), (2100, 1)), chunks=((800, 20),), mask="tree", G=1, Q=2)
+    case = Case(nodes=((130, 3), (600, 2)), chunks=((400, 9),), mask="tree", G=1, Q=2)
     scene = Scene(case, torch.float32, device)
     expected = scene.run()
     scene.check(expected)
-    assert torch.equal(scene.run(work=scene.plan(programs=programs)), expected)
+    work = scene.plan(programs=programs)
+    assert torch.equal(scene.run(work=work), expected)
+    for tiles in work:
+        assert tiles is not None
+        count = int((tiles.records[:, START.value] == NO_TILE.value).nonzero()[0])
+        assert tiles.records[:count, SHARED.value].any() == (programs > 1), "the test is about shared tiles"
     assert not done_counters(torch.device(device)).any()
 
 
@@ -312,30 +315,31 @@ def alone(case: Case, s: int, dtype: torch.dtype, device: str) -> Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @torch.inference_mode()
 def test_bits_of_a_row_do_not_depend_on_its_company(device: str) -> None:
-    case = Case(nodes=((130, 3), (700, 2), (0, 1)), chunks=((33, 20), (600, 9)), mask="tree", window=650)
+    case = Case(nodes=((130, 3), (300, 2), (0, 1)), chunks=((33, 20), (270, 9)), mask="tree", window=250, G=1, Q=2)
     scene = Scene(case, torch.float32, device)
     out, starts = scene.run(), scene.segments.starts.tolist()
     for s in range(len(case.segments)):
         assert torch.equal(alone(case, s, torch.float32, device), out[starts[s] : starts[s + 1]])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("cuts", [(7,), (1, 16, 40)])
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("cuts", [(7,), (1, 16, 40, 90, 91)])
 @torch.inference_mode()
-def test_bits_of_a_prompt_do_not_depend_on_its_chunks(cuts: tuple[int, ...], device: str) -> None:
-    first, last = 2010, 2060
-    whole = Scene(Case(chunks=((first, last - first),), G=1, Q=2), torch.float32, device, seeds=[9])
+def test_bits_of_a_prompt_do_not_depend_on_its_chunks(cuts: tuple[int, ...], dtype: torch.dtype) -> None:
+    first, last = 3010, 3110  # parts grow in between
+    device, case = "cuda", replace(REAL, nodes=(), chunks=((first, last - first),))
+    whole = Scene(case, dtype, device, seeds=[9])
     expected = whole.run()
     edges = [0, *cuts, last - first]
     for begin, end in zip(edges, edges[1:], strict=False):
-        chunk = replace(whole.case, chunks=((first + begin, end - begin),))
         segments = whole.segments._replace(
             starts=torch.tensor([0, end - begin], dtype=torch.int32, device=device),
             lengths=torch.tensor([first + begin], device=device),
         )
         q = whole.q[begin:end].contiguous()
         kv = (whole.keys, whole.values, whole.pages)
-        assert torch.equal(ragged_attention_triton(q, *kv, segments, None, "causal", SCALE), expected[begin:end]), chunk
+        assert torch.equal(ragged_attention_triton(q, *kv, segments, None, "causal", SCALE), expected[begin:end])
 
 
 @pytest.mark.gpu
@@ -356,9 +360,11 @@ def test_bits_in_bf16(name: str) -> None:
     case = GPU_CASES[name]
     scene = Scene(case, torch.bfloat16, "cuda")
     expected, starts = scene.run(), scene.segments.starts.tolist()
-    tokens = choose_blocks(1, case.Q // case.G, case.D, 2)[0].tokens
-    heights = [Blocks(rows, tokens, 8 if rows * case.D > 64 * 128 else 4, 2) for rows in (16, 32, 64)]
-    for blocks in [(x, y) for x in heights for y in heights if x.rows >= case.Q // case.G <= y.rows]:
+    heights = [
+        Blocks(rows, tile_tokens(case.D, 2), 8 if rows * case.D > 64 * 128 else 4, 2)
+        for rows in ((16, 32, 64, 128) if case.D <= 128 else (16, 32, 64))
+    ]
+    for blocks in [(x, y) for x in heights for y in heights if min(x.rows, y.rows) >= case.Q // case.G]:
         for programs in (None, 3):
             for _ in range(10):
                 assert torch.equal(scene.run(work=scene.plan(blocks=blocks, programs=programs)), expected)
@@ -367,7 +373,7 @@ def test_bits_in_bf16(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("length", [0, 100, 2047, 2048, 5000])
+@pytest.mark.parametrize("length", [0, 100, 3071, 3072, 5000])
 @torch.inference_mode()
 def test_a_token_has_the_bits_that_it_would_have_in_a_prompt(length: int) -> None:
     case = replace(REAL, nodes=((length, 1),), chunks=())

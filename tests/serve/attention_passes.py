@@ -1,11 +1,13 @@
 """Random passes over a random paged cache: one set of data for two backends that must agree."""
 
+import itertools
 import random
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention.ragged import Segments
 from slipstream.kernels.norm import HeadNorms
 from slipstream.kernels.speculation.verify import ancestor_masks
 from slipstream.models.layers.attention import AttentionLayer, Mask
@@ -20,6 +22,7 @@ from slipstream.tests.attention_layers import asking_layer
 NUM_LAYERS, LAYER = 2, 1
 GROUP = 1  # whose pages hold the KV
 STALE = 1e3  # fills slots that hold nothing: whoever reads them shows it
+UNUSED = 3  # rows that fill up a ragged pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,11 @@ class Pass:
     window: int | None = None
     scale: float | None = None
     reach: int = 4  # a node's parent is at most so many nodes before it, trees only
+    num_decoding: int | None = None  # of a ragged pass: its first requests ask for nodes, the others for chunks
+
+    def mask_of(self, request: int) -> Mask:
+        """Chunks of prompts are causal."""
+        return self.mask if self.num_decoding is None or request < self.num_decoding else "causal"
 
 
 PASSES = {
@@ -59,6 +67,21 @@ PASSES = {
     "prompts with prefix": Pass(mask="causal", lengths=(16, 5, 130, 0), query_lens=(3, 90, 1, 16), prompt=True),
     "prompts of one token": Pass(mask="causal", lengths=(32, 64), query_lens=(1, 1), prompt=True),
 }
+RAGGED = {
+    "ragged chains": Pass(mask="causal", lengths=(0, 9, 31, 260), query_lens=(5, 1, 3, 8), num_decoding=4),
+    "ragged trees": Pass(mask="tree", lengths=(0, 7, 48, 200), query_lens=(9, 1, 5, 2), num_decoding=4),
+    "chunks": Pass(mask="causal", lengths=(16, 5, 130, 0), query_lens=(3, 90, 1, 16), num_decoding=0),
+    "trees and chunks": Pass(mask="tree", lengths=(7, 48, 0, 33), query_lens=(9, 2, 17, 40), num_decoding=2),
+    "trees and chunks, window": Pass(
+        mask="tree", lengths=(7, 48, 0, 33), query_lens=(9, 2, 17, 40), num_decoding=2, window=6
+    ),
+    "chains and chunks, pages of 1": Pass(
+        mask="causal", lengths=(7, 48, 0, 33), query_lens=(4, 2, 7, 20), num_decoding=2, page_size=1
+    ),
+    "chains and chunks, window, pages of 64": Pass(
+        mask="causal", lengths=(7, 148, 0, 33), query_lens=(4, 2, 7, 20), num_decoding=2, page_size=64, window=20
+    ),
+}
 PASSES |= {
     f"{name}, pages of {size}": replace(PASSES[name], page_size=size)
     for name in ("decode", "chain", "window", "window, tree", "block", "tree", "prompts with prefix")
@@ -80,7 +103,8 @@ class Scene:
         pages = torch.randperm(num_pages - 1, generator=generator) + 1
         self.state.pages[GROUP, :num_rows] = pages.view(num_rows, capacity).to(self.device)
         self.rows = torch.randperm(num_rows, generator=generator)[: len(case.lengths)].to(self.device)
-        fused = torch.randn(sum(case.query_lens), case.num_heads + 2 * case.num_kv_heads, head_dim, generator=generator)
+        num_queries = sum(case.query_lens) + (0 if case.num_decoding is None else UNUSED)
+        fused = torch.randn(num_queries, case.num_heads + 2 * case.num_kv_heads, head_dim, generator=generator)
         self.qkv = fused.to(self.device, dtype).split([case.num_heads, case.num_kv_heads, case.num_kv_heads], dim=1)
         cache = torch.full(shape, STALE)
         committed = torch.cat([self.slots(request, 0, length) for request, length in enumerate(case.lengths)])
@@ -90,8 +114,10 @@ class Scene:
         self.cache = cache.to(self.device, dtype)
         self.rope = RotaryEmbedding(RopeConfig(10000.0), head_dim, max(self.ends)).to(self.device)
         weights = 1 + 0.3 * torch.randn(2, head_dim, generator=generator)
-        rng, nodes, reach = random.Random(5), range(1, case.query_lens[0]), case.reach
-        self.parents = [[-1, *(rng.randrange(max(0, node - reach), node) for node in nodes)] for _ in self.ends]
+        rng, reach = random.Random(5), case.reach
+        self.parents = [
+            [-1, *(rng.randrange(max(0, node - reach), node) for node in range(1, count))] for count in case.query_lens
+        ]
         self.norms = HeadNorms(*weights.to(self.device, dtype), 1e-6)
         self.kv = NetworkKV({GROUP: self.cache}, ((GROUP, 0), (GROUP, 1)), (self.layer().spec,) * NUM_LAYERS)
 
@@ -119,6 +145,35 @@ class Scene:
             ancestors=ancestors,
         )
 
+    def ragged(self) -> AttentionMetadata:
+        """Of a ragged pass. Rows that nobody uses write to the dump page."""
+        case, device = self.case, self.device
+        assert case.num_decoding is not None
+        unused = torch.zeros(UNUSED, dtype=torch.int64, device=device)
+        spans = list(zip(range(len(self.ends)), case.lengths, self.ends, strict=True))
+        self.written = torch.cat([*(self.slots(*span) for span in spans), unused])
+        lengths, starts = torch.tensor(case.lengths, device=device), [0, *itertools.accumulate(case.query_lens)]
+        masks = [self._masks(request) for request in range(len(spans))]
+        bits = torch.cat([*masks, torch.full((UNUSED,), -1)]).to(device)
+        places = torch.cat([torch.arange(start, end) for _, start, end in spans])
+        depths = torch.cat([own.new_tensor([bin(x).count("1") - 1 for x in own.tolist()]) for own in masks])
+        is_node = torch.arange(len(places)) < starts[case.num_decoding]
+        starting = lengths.cpu().repeat_interleave(torch.tensor(case.query_lens))
+        positions = torch.where(is_node & (case.mask == "tree"), starting + depths, places).to(device)
+        first_rows = torch.tensor(starts, dtype=torch.int32, device=device)
+        return AttentionMetadata(
+            phase="verify",
+            state=self.state,
+            requests=self.rows,
+            lengths=lengths,
+            positions=torch.cat((positions, unused)),
+            slots=KVSlots(lambda _: self.written),
+            query_lens=(),
+            kv_bounds=(),
+            ancestors=bits if case.mask == "tree" else None,
+            segments=Segments(first_rows, self.rows, lengths, case.num_decoding, 16),
+        )
+
     def attend(self, backend: type[Backend], with_norms: bool = True) -> tuple[Tensor, Tensor]:
         """Output (T, Q, D) and the slots' new KV (2, T, G, D)."""
         attention, metadata = backend(self.kv, self.rope), self.metadata()
@@ -139,6 +194,12 @@ class Scene:
         for request, length in enumerate(self.case.lengths):
             num_gone = max(0, length + 1 - (self.case.window or length + 1)) // self.case.page_size
             cache[:, :, self.state.pages[GROUP, self.rows[request], :num_gone].cpu()] = torch.nan
+
+    def _masks(self, request: int) -> Tensor:
+        """(n,) int64 of a request's queries in a ragged pass."""
+        if self.case.mask_of(request) != "tree":
+            return torch.full((self.case.query_lens[request],), -1)
+        return ancestor_masks.reference(torch.tensor([self.parents[request]], dtype=torch.int32))[0]
 
     def _ancestors(self) -> Tensor | None:
         if self.case.mask != "tree":

@@ -86,8 +86,16 @@ class PlayingBuilder(Builder):
         if steps is None:
             return super().find_costs(steps, drafts)
         target = {rows: max(1.0, rows / 16) for rows in (*steps.sizes, *steps.prompt_sizes)}
-        draft = {key[:2]: 0.01 * key[1] for key in drafts.keys()} if drafts is not None else {}
+        keys = drafts.keys() if drafts is not None else []
+        draft = {key[:2]: 0.01 * key[1] for key in keys}
         return EqualTimes(CostTables(dict.fromkeys(MODES, target), dict.fromkeys(MODES, draft)))
+
+
+class CapturingBuilder(PlayingBuilder):
+    """On a GPU: passes are captured, and chosen as played ones are."""
+
+    def capture(self, passes: Runner) -> tuple[StepGraphs, DraftGraphs | None]:
+        return Builder.capture(self, passes)
 
 
 class EagerBuilder(PlayingBuilder):

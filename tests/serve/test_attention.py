@@ -1,22 +1,25 @@
 """Every attention backend that runs here against one loop per request, query and head."""
 
 import os
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention.ragged import plan_work, ragged_attention
 from slipstream.kernels.attention.tree import tree_attention
 from slipstream.kernels.kv.rope import rotate_and_store
-from slipstream.serve.attention.base import Backend
+from slipstream.serve.attention.base import NO_BACKENDS, Backend
+from slipstream.serve.attention.parts import NodeRows, PartsAttention
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend
-from slipstream.serve.runner.batch import AttentionMetadata
-from slipstream.serve.runner.round import Runner
+from slipstream.serve.runner.batch import AttentionMetadata, Phase
+from slipstream.serve.runner.kv import KVSlots
 from slipstream.tests.pairwise import gate_of
-from slipstream.tests.serve.attention_passes import LAYER, Pass, Scene
+from slipstream.tests.serve.attention_passes import LAYER, RAGGED, Pass, Scene
 
 HEAD_DIM = 8
 BACKENDS = {"sdpa": SDPABackend, "triton": TritonBackend}
@@ -32,7 +35,7 @@ DTYPES = {
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Backend]:
     """By its name. Triton's runs under the interpreter; where kernels are compiled for a GPU, their references run."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        for op in (rotate_and_store, tree_attention):
+        for op in (rotate_and_store, tree_attention, plan_work, ragged_attention):
             monkeypatch.setattr(op, "when", lambda *_args, **_options: request.param == "triton")
     return BACKENDS[request.param]
 
@@ -42,9 +45,9 @@ CASES = {
     "ragged prefill with prefix": Pass(mask="causal", lengths=(16, 5, 33, 0), query_lens=(3, 20, 1, 16)),
     "one request": Pass(mask="causal", lengths=(31,), query_lens=(4,)),
     "decode": Pass(mask="causal", lengths=(1, 16, 60, 15), query_lens=(1,) * 4),
-    "chain round": Pass(mask="causal", lengths=(0, 9, 14, 47), query_lens=(5,) * 4),
+    "chain": Pass(mask="causal", lengths=(0, 9, 14, 47), query_lens=(5,) * 4),
     "pages of one token": Pass(mask="causal", lengths=(3, 0, 21), query_lens=(4, 7, 2), page_size=1),
-    "chain round, pages of one token": Pass(mask="causal", lengths=(3, 30), query_lens=(4, 4), page_size=1),
+    "chain, pages of one token": Pass(mask="causal", lengths=(3, 30), query_lens=(4, 4), page_size=1),
     "one KV head": Pass(mask="causal", lengths=(3, 18), query_lens=(6, 6), num_kv_heads=1),
     "no sharing of heads": Pass(mask="causal", lengths=(3, 18), query_lens=(6, 6), num_heads=4, num_kv_heads=4),
     "six heads for two": Pass(mask="causal", lengths=(3, 18), query_lens=(6, 2), num_heads=6),
@@ -69,8 +72,9 @@ def ancestors_of(node: int, parents: list[int]) -> set[int]:
 def visible(scene: Scene, request: int, query: int) -> set[int]:
     """Which of the request's new tokens a query sees; without a window it sees all committed ones."""
     case, count = scene.case, scene.case.query_lens[request]
-    ancestors = ancestors_of(query, scene.parents[request]) if case.mask == "tree" else set()
-    seen = {"causal": set(range(query + 1)), "block": set(range(count)), "tree": ancestors}[case.mask]
+    mask = case.mask_of(request)
+    ancestors = ancestors_of(query, scene.parents[request]) if mask == "tree" else set()
+    seen = {"causal": set(range(query + 1)), "block": set(range(count)), "tree": ancestors}[mask]
     if case.window is None:
         return seen
     own = depth(scene, request, query)
@@ -78,7 +82,8 @@ def visible(scene: Scene, request: int, query: int) -> set[int]:
 
 
 def depth(scene: Scene, request: int, query: int) -> int:
-    return query if scene.case.mask != "tree" else len(ancestors_of(query, scene.parents[request])) - 1
+    is_tree = scene.case.mask_of(request) == "tree"
+    return query if not is_tree else len(ancestors_of(query, scene.parents[request])) - 1
 
 
 def turn(x: Tensor, position: int) -> Tensor:
@@ -114,7 +119,7 @@ def expected(scene: Scene) -> Tensor:
 
 
 def scene_of(name: str, dtype: torch.dtype = torch.float32) -> Scene:
-    return Scene(CASES[name], HEAD_DIM, dtype, "cpu")
+    return Scene((CASES | RAGGED)[name], HEAD_DIM, dtype, "cpu")
 
 
 def check_stored(scene: Scene, before: Tensor, metadata: AttentionMetadata, tolerance: float) -> None:
@@ -122,7 +127,8 @@ def check_stored(scene: Scene, before: Tensor, metadata: AttentionMetadata, tole
     cache, before = scene.cache.nan_to_num(-1), before.nan_to_num(-1)
     assert torch.equal(cache[0], before[0]), "another layer's KV changed"
     (keys, values), (_, k, v) = cache[LAYER].flatten(1, 2), scene.qkv
-    for index, (slot, position) in enumerate(zip(scene.written.tolist(), metadata.positions.tolist(), strict=True)):
+    used = zip(scene.written.tolist(), metadata.positions[: sum(scene.case.query_lens)].tolist(), strict=False)
+    for index, (slot, position) in enumerate(used):
         torch.testing.assert_close(keys[slot].double(), turn(k[index], position), atol=tolerance, rtol=tolerance)
         assert torch.equal(values[slot], v[index])
     untouched = torch.ones(len(keys), dtype=torch.bool).index_fill_(0, scene.written, False)
@@ -137,7 +143,7 @@ ATTENDED = [
     if backend != "triton" or len(set(case.query_lens)) == 1  # prompts are not for it
 ]
 # The interpreter takes a second or two for each, and tests/kernels has more of them.
-INTERPRETED = {"chain round, pages of one token", "window, decode", "one KV head", "block", "tree 2", "tree 4"}
+INTERPRETED = {"chain, pages of one token", "window, decode", "one KV head", "block", "tree 2", "tree 4"}
 GATE = [case for case in ATTENDED if case[0] == "sdpa" or case[1] in INTERPRETED and case[2] == torch.float32]
 GATE.append(("triton", "tree 1", *DTYPES["triton"][1]))
 
@@ -171,7 +177,7 @@ def test_prompts_are_written_by_every_backend(backend: type[Backend]) -> None:
 def test_write_stores_what_attend_stores(backend: type[Backend]) -> None:
     caches = []
     for writes_only in (True, False):
-        scene = scene_of("chain round")
+        scene = scene_of("chain")
         attention = backend(scene.kv, scene.rope)
         attention.plan(scene.metadata(spare=0))
         if writes_only:
@@ -184,15 +190,86 @@ def test_write_stores_what_attend_stores(backend: type[Backend]) -> None:
 
 def test_every_backend_of_the_folder_is_tested() -> None:
     folder = Path(__file__).parents[2] / "serve/attention"
-    assert {path.stem for path in folder.glob("*.py")} - {"base"} == BACKENDS.keys() | TESTED_ELSEWHERE
+    assert {path.stem for path in folder.glob("*.py")} - {*NO_BACKENDS} == BACKENDS.keys() | TESTED_ELSEWHERE
 
 
-def test_a_pass_is_planned_by_the_backend_of_its_phase() -> None:
-    scene = scene_of("decode")
-    backends = {phase: SDPABackend(scene.kv, scene.rope) for phase in ("prefill", "verify")}
-    runner = Runner(None, backends, None, None, ())  # type: ignore[arg-type]
-    verify = scene.metadata(spare=0)
-    for metadata in (replace(verify, phase="prefill"), verify):
-        backend = backends[metadata.phase]
-        assert runner.attention_for(metadata) is backend
-        assert backend.metadata is metadata
+RAGGED_ON_TRITON = [("triton", name, *precision) for name in RAGGED for precision in DTYPES["triton"]]
+RAGGED_GATE = [RAGGED_ON_TRITON[2 * list(RAGGED).index("trees and chunks, window")]]
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "dtype", "tolerance"), gate_of(RAGGED_ON_TRITON, RAGGED_GATE), indirect=["backend"]
+)
+def test_a_ragged_pass_equals_a_loop(backend: type[Backend], name: str, dtype: torch.dtype, tolerance: float) -> None:
+    check_ragged(backend, name, dtype, tolerance)
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_a_ragged_pass_by_the_references_equals_a_loop(name: str) -> None:
+    check_ragged(TritonBackend, name, torch.float32, 1e-5)
+
+
+def check_ragged(backend: type[Backend], name: str, dtype: torch.dtype, tolerance: float) -> None:
+    """With rows that nobody uses behind the others."""
+    scene = scene_of(name, dtype)
+    num_used = sum(scene.case.query_lens)
+    wanted, before, metadata = expected(scene)[:num_used], scene.cache.clone(), scene.ragged()
+    attention = backend(scene.kv, scene.rope)
+    attention.plan(metadata)
+    out = attention.attend(*scene.qkv, scene.layer(), scene.case.mask)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out[:num_used].double(), wanted, atol=tolerance, rtol=tolerance)
+    check_stored(scene, before, metadata, tolerance)
+
+
+@pytest.mark.parametrize("nodes", BACKENDS.values())
+@pytest.mark.parametrize("name", RAGGED)
+def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
+    """Nodes by one backend, as many for each request, and prompts by another."""
+    scene = scene_of(name)
+    case, num_used = scene.case, sum(scene.case.query_lens)
+    wanted, before, ragged = expected(scene)[:num_used], scene.cache.clone(), scene.ragged()
+    assert case.num_decoding is not None
+    counts, lens = list(case.query_lens[: case.num_decoding]), case.query_lens[case.num_decoding :]
+    rows = NodeRows.of(counts, scene.device)
+    attention = PartsAttention(nodes(scene.kv, scene.rope), SDPABackend(scene.kv, scene.rope), rows)
+    most, first = max(counts, default=0), sum(counts)
+
+    def part(phase: Phase, requests: slice, own: Callable[[Tensor], Tensor], **shape: Any) -> AttentionMetadata | None:
+        places = own(scene.written[:num_used])
+        where = ragged.requests[requests], ragged.lengths[requests], own(ragged.positions[:num_used])
+        return AttentionMetadata(phase, scene.state, *where, KVSlots(lambda _: places), **shape)
+
+    of_nodes = of_prompts = None
+    if counts:
+        ancestors = None if ragged.ancestors is None else rows.repeat(ragged.ancestors).view(-1, most)
+        bounds = (max(case.lengths) + most,) * len(counts)
+        shape: dict[str, Any] = {"query_lens": (most,) * len(counts), "kv_bounds": bounds, "ancestors": ancestors}
+        of_nodes = part("verify", slice(len(counts)), rows.repeat, **shape)
+    if lens:
+        bounds = tuple(scene.ends[len(counts) :])
+        own = slice(len(counts), None)
+        of_prompts = part("prefill", own, lambda x: x[first:], query_lens=lens, kv_bounds=bounds)
+    attention.plan(of_nodes, of_prompts)
+    out = attention.attend(*(x[:num_used] for x in scene.qkv), scene.layer(), case.mask)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
+    before.flatten(2, 3)[:, :, 0] = scene.cache.flatten(2, 3)[:, :, 0]
+    check_stored(scene, before, ragged, 1e-5)
+
+
+@pytest.mark.parametrize("counts", [[], [3], [2, 2], [1, 4, 2], [1, 1, 5]])
+def test_rows_of_nodes_repeat_the_last_one(counts: list[int]) -> None:
+    rows, most = NodeRows.of(counts, torch.device("cpu")), max(counts, default=0)
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    expected = [
+        start + min(node, count - 1) for start, count in zip(starts, counts, strict=True) for node in range(most)
+    ]
+    values = torch.arange(sum(counts) + 4)
+    assert rows.repeat(values).tolist() == expected
+    assert rows.keep(rows.repeat(values)).tolist() == list(range(sum(counts)))
+    owners = [
+        start + node if node < count else -7
+        for start, count in zip(starts, counts, strict=True)
+        for node in range(most)
+    ]
+    assert rows.owners(values, -7).tolist() == owners

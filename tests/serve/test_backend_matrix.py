@@ -82,7 +82,7 @@ def answers(target: Path, draft: Path | str, mix: dict[str, str], dtype: str, **
         dtype=dtype,
         attention=option,
         cuda_graph=not any(needs_host),
-        prefill_graph_tokens=0,  # captured prefills take verify's backend
+        prefill_graph_tokens=0,  # captured prompts take verify's backend
         width=None if draft == "none" else 4,
         **options,
     )

@@ -5,7 +5,7 @@ transformers' hidden states put through tests/naive_dflash.py. Lossless output i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slipstream.kernels.sampling.sample import noise_key
+from slipstream.kernels.speculation.ragged import Chunks, lay_out, verify_rows
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.drafters.dflash import Drafter
 from slipstream.serve.drafters.registry import build_options, find_drafter
-from slipstream.serve.engine.engine import Engine
+from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
-from slipstream.serve.runner.batch import AttentionMetadata, PassRows, VerifyResult
+from slipstream.serve.runner.batch import AttentionMetadata, PassRows
 from slipstream.serve.runner.kv import NetworkKV
 from slipstream.serve.runner.request_state import RequestState
-from slipstream.serve.runner.round import accepted_rows
+from slipstream.serve.runner.step import HostShape, Runner
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_dflash
@@ -47,6 +48,8 @@ from slipstream.tests.serve.engine_runs import (
     texts_of,
     tokens_of,
 )
+from slipstream.tests.serve.played_graphs import CapturingBuilder, PlayingBuilder
+from slipstream.tests.serve.test_step_graphs import check_replay, record
 
 requests_of = partial(sized_requests, temperature=0.7)
 OURS = "prefill=sdpa,verify=triton,draft=triton"  # on the CPU their kernels' references
@@ -96,8 +99,8 @@ class Oracle:
         return [tokens[-1], *chain], list(range(-1, self.width - 1)), [0.0, *scores]
 
 
-def partial_rounds(answers: dict[str, Answer], depth: int) -> tuple[int, int, int]:
-    """Rounds that accepted none, some and all of the `depth` drafted tokens."""
+def partial_steps(answers: dict[str, Answer], depth: int) -> tuple[int, int, int]:
+    """How often a step accepted none, some and all of the `depth` drafted tokens of a request."""
     counts = [answer.counts for answer in answers.values()]
     at_least = [sum(one.rounds for one in counts)]
     at_least += [sum((one.accepted_by_position + [0] * depth)[j] for one in counts) for j in range(depth)]
@@ -117,11 +120,11 @@ def test_proposals_of_a_batch_equal_the_oracle(
 ) -> None:
     target, draft = make_target(family), make_draft(family, variant)
     engine = build_engine(target, draft, **options)
-    answers = run_checked(engine, Oracle(target, draft, engine.planner.widths.most), requests_of())
+    answers = run_checked(engine, Oracle(target, draft, engine.planner.limits.most_nodes), requests_of())
     assert tokens_of(answers) == tokens_of(run(build_engine(target), requests_of()))
-    none, _, whole = partial_rounds(answers, depth=engine.planner.widths.most - 1)
+    none, _, whole = partial_steps(answers, depth=engine.planner.limits.most_nodes - 1)
     assert none > 0
-    assert whole > 0, "some rounds accept, some do not"
+    assert whole > 0, "some steps accept, some do not"
 
 
 @pytest.mark.parametrize(
@@ -139,8 +142,8 @@ def test_blocks_are_as_long_as_asked(
 ) -> None:
     target, draft = make_target("qwen3"), make_draft("qwen3", "windows")
     engine = build_engine(target, draft, **options)
-    assert engine.planner.widths.most == width
-    assert engine.planner.widths.reserve == width + slots
+    assert engine.planner.limits.most_nodes == width
+    assert engine.planner.limits.reserve == width + slots
     run_checked(engine, Oracle(target, draft, width, slots), requests_of())
 
 
@@ -182,7 +185,7 @@ def test_behind_trees_of_ngrams_the_network_proposes_the_same(
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_captured_rounds_give_the_cpus_tokens(
+def test_captured_steps_give_the_cpus_tokens(
     variant: str, page_size: int, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
     target, draft = make_target("qwen3"), make_draft("qwen3", variant)
@@ -197,15 +200,14 @@ def test_captured_rounds_give_the_cpus_tokens(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replay_equals_eager_bit_for_bit(dtype: str, make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
-    """Tokens, statistics and every number of the KV caches, written by rounds of one size behind the prompts."""
-    engines: list[Engine] = []
-    for graph in (True, False):
-        options: dict[str, Any] = {"device": "cuda", "dtype": dtype, "overlap": False, "width": 4}
-        options |= {"attention": OURS, "cuda_graph": graph, "prefill_graph_tokens": 0}
-        engines.append(build_engine(make_target("qwen3"), make_draft("qwen3", "windows"), **options))
-    replayed, eager = (run(engine, requests_of(ignore_eos=True)) for engine in engines)
-    assert replayed == eager
-    for found, right in zip(*(caches_of(engine) for engine in engines), strict=True):
+    """The results of every step and every number of the KV caches."""
+    values: dict[str, Any] = {"device": "cuda", "dtype": dtype, "attention": OURS, "kv_cache_tokens": 2048}
+    config = EngineConfig(target=str(make_target("qwen3")), draft=str(make_draft("qwen3", "windows")), **values)
+    engine, eager = CapturingBuilder(config).build(), PlayingBuilder(config).build()
+    recorded = record(engine)
+    run(engine, requests_of(ignore_eos=True))
+    check_replay(recorded, engine, eager)
+    for found, right in zip(caches_of(engine), caches_of(eager), strict=True):
         assert torch.equal(found[:, :, 16:], right[:, :, 16:]), "the dump page may differ"
 
 
@@ -221,9 +223,9 @@ class Stage:
     metadata: AttentionMetadata
     aux_states: Tensor  # (11, K * H)
 
-    def extended(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> Tensor:
+    def extended(self, rows: PassRows, aux_states: Tensor) -> Tensor:
         """The drafter's KV afterwards."""
-        self.drafter.extend(rows, aux_states, result)
+        self.drafter.extend(rows, aux_states)
         return self.drafter.attention.kv.flat(0)
 
     def attach(self) -> SDPABackend:
@@ -241,10 +243,16 @@ def stage(request: pytest.FixtureRequest, make_target: Callable[[str], Path], ma
     config = load_config(make_target("qwen3"))
     target = load_target(make_target("qwen3"), config, torch.float32, torch.device("cpu"))
     drafter = Drafter.load(str(make_draft("qwen3", request.param)), build_options(Drafter.Options, {}), target)
-    state, row, lengths = RequestState(2, 4, 16, 4, torch.device("cpu")), torch.tensor([0]), torch.tensor([14])
+    state, row, lengths = RequestState(2, 4, 16, 11, torch.device("cpu")), torch.tensor([0]), torch.tensor([14])
     state.pages[0, 0] = torch.tensor([3, 1, 4, 2])
     metadata = AttentionMetadata.uniform("verify", state, row, lengths, 11, 25)
     return Stage(drafter, target, metadata, torch.randn(11, len(drafter.aux_layers) * config.hidden_size))
+
+
+def rows_of(metadata: AttentionMetadata) -> PassRows:
+    """Eleven of one request."""
+    next_tokens, owners = torch.arange(11), metadata.requests.expand(11)
+    return PassRows(metadata, next_tokens, owners, metadata.requests, torch.tensor([10]), only_prompts=True)
 
 
 def test_fused_context_equals_the_modules(stage: Stage) -> None:
@@ -252,37 +260,38 @@ def test_fused_context_equals_the_modules(stage: Stage) -> None:
     module, attention = stage.drafter.module, stage.attach()
     module.write_context(module.fuse(stage.aux_states), attention)
     stage.attach()
-    rows = PassRows(stage.metadata, stage.metadata.slots.of(0), stage.metadata.requests, torch.tensor([10]))
-    found = stage.extended(rows, stage.aux_states, None)
+    found = stage.extended(rows_of(stage.metadata), stage.aux_states)
     torch.testing.assert_close(found, attention.kv.flat(0), atol=1e-5, rtol=1e-5)
     assert found[:, :, stage.metadata.slots.of(0)].count_nonzero() == found.count_nonzero() > 0
 
 
-def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage) -> None:
-    path = torch.tensor([0, 3, 4, 9])
-    aux_states = stage.aux_states.index_copy(0, torch.arange(4), stage.aux_states[path])
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_accepted_nodes_of_a_tree_follow_the_committed_tokens(stage: Stage, is_captured: bool) -> None:
+    path, tokens = [0, 3, 4, 9], torch.arange(20, 31)
     stage.attach()
-    verified = VerifyResult(torch.arange(11)[None], torch.arange(11)[None], torch.tensor([11]))
-    rows = accepted_rows(stage.metadata, aux_states, verified)
-    expected = stage.extended(*rows, verified)[:, :, stage.metadata.slots.of(0)[:4]]
-    stage.attach()
-    nodes = torch.nn.functional.pad(path, (0, 7), value=-1)[None].int()
-    positions = stage.metadata.positions + 5
-    tree = replace(stage.metadata, positions=positions, ancestors=torch.zeros(1, 11, dtype=torch.int64))
-    result = VerifyResult(nodes, nodes, torch.tensor([4]))
-    found = stage.extended(*accepted_rows(tree, stage.aux_states, result), result)
-    torch.testing.assert_close(found[:, :, stage.metadata.slots.of(0)[:4]], expected, atol=1e-5, rtol=1e-5)
+    ordered = stage.aux_states.index_copy(0, torch.arange(4), stage.aux_states[path])
+    expected = stage.extended(rows_of(stage.metadata), ordered)[:, :, stage.metadata.slots.of(0)[:4]]
+    attention, state = stage.attach(), stage.metadata.state
+    stored, slots, padding = state.stored, stage.metadata.requests, state.padding
+    stored.lengths[0], stored.tokens[0], stored.survivals[0] = 14, tokens, 1.0
+    stored.parents[0] = torch.tensor([-1, 0, 0, 0, 3, 3, 1, 2, 0, 4, 4])
+    chunks = Chunks(*(slots[:0] for _ in Chunks._fields))
+    layout = lay_out(stored, torch.tensor([11]), slots, chunks, state.pages[0], 16, 11, True, padding)
+    sampled = torch.full((11,), 99).index_copy(0, torch.tensor(path[:-1]), tokens[path[1:]])
+    results = torch.empty(1, 2 + 3 * 11, dtype=torch.int32)
+    verified = verify_rows(layout, sampled, stored, chunks, 1, results, padding)
+    assert verified.nodes[0, :5].tolist() == [*path, -1]
+    runner = Runner(stage.target, {}, stage.drafter, state, (attention.kv,), branches=True)
+    host = None if is_captured else HostShape((14,), ())
+    runner._extend(layout, verified, stage.aux_states, 1, [11], host)
+    found = attention.kv.flat(0)[:, :, stage.metadata.slots.of(0)[:4]]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_options_are_checked(make_target: Callable[[str], Path], make_draft: MakeDraft) -> None:
     assert find_drafter(str(make_draft("qwen3", "plain"))) is Drafter
-    assert build_engine(make_target("qwen3"), make_draft("qwen3", "plain")).planner.widths.offered == (1, 2, 4)
-    assert build_engine(make_target("qwen3"), make_draft("qwen3", "from the anchor")).planner.widths.offered == (
-        1,
-        2,
-        4,
-        5,
-    )
+    for variant, widths in (("plain", [1, 2, 4]), ("from the anchor", [1, 2, 4, 5])):
+        assert build_engine(make_target("qwen3"), make_draft("qwen3", variant)).planner.policy.widths == widths
     for block in (0, 1, 65):
         with pytest.raises(ValueError, match=f"drafter.block is {block}; it must be between 2 and 64"):
             build_options(Drafter.Options, {"block": block})

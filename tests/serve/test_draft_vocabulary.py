@@ -16,6 +16,7 @@ from slipstream.serve.drafters.vocabulary import HALF_LIFE, DraftVocabulary, Rec
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.batch import AttentionMetadata, PassRows
+from slipstream.serve.runner.kv import KVSlots
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.pairwise import pairwise, rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
@@ -63,7 +64,7 @@ def drafted_tokens(engine: Engine) -> set[int]:
     """Runs a request; every token that was ever proposed for it."""
     tokens: set[int] = set()
     request = make_request("seen", random_prompt(9, 4), temperature=0.8, max_tokens=24)
-    run(engine, [request], lambda *_: tokens.update(engine.runner.state.tokens[:, 1:].flatten().tolist()))
+    run(engine, [request], lambda *_: tokens.update(engine.runner.state.stored.tokens[:, 1:].flatten().tolist()))
     return tokens - {-1}
 
 
@@ -142,8 +143,9 @@ def watched() -> tuple[DraftVocabulary, Tensor, RequestState]:
 def rows_of(state: RequestState, requests: list[int], lens: tuple[int, ...], next_tokens: list[int]) -> PassRows:
     places = torch.zeros(sum(lens), dtype=torch.int64)
     slots, lengths = torch.tensor(requests), torch.zeros(len(requests), dtype=torch.int64)
-    metadata = AttentionMetadata("draft", state, slots, lengths, places, places, lens, lens)
-    return PassRows(metadata, torch.tensor(next_tokens), slots, torch.tensor(lens).cumsum(0) - 1)
+    metadata = AttentionMetadata("draft", state, slots, lengths, places, KVSlots(lambda _: places), lens, lens)
+    owners, last = slots.repeat_interleave(torch.tensor(lens)), torch.tensor(lens).cumsum(0) - 1
+    return PassRows(metadata, torch.tensor(next_tokens), owners, slots, last, only_prompts=False)
 
 
 def test_prompts_and_answers_count_but_not_rows_that_fill_up(
@@ -152,9 +154,13 @@ def test_prompts_and_answers_count_but_not_rows_that_fill_up(
     vocabulary, ids, state = watched
     vocabulary.observe(rows_of(state, [1, state.padding], (3, 2), [7, 21, 22, 30, 31]))
     assert sorted(ids[10:].tolist()) == [-1, -1, 21, 22]
-    vocabulary.observe(rows_of(state, [2, state.padding], (2, 2), [36, -1, 37, 38]))  # a captured prefill's blocks
+    vocabulary.observe(
+        rows_of(state, [2, state.padding], (2, 2), [36, -1, 37, 38])
+    )  # a rejected node; rows that fill up
     assert sorted(ids[10:].tolist()) == [-1, 21, 22, 36]
-    vocabulary.observe(rows_of(state, [2, state.padding], (2, 2), [25, -1, 33, 34]))  # a round: one node was rejected
+    repeated = rows_of(state, [2, 1], (2, 2), [25, -1, 33, 33])
+    repeated.owners[2:] = state.padding  # as of rows that repeat others
+    vocabulary.observe(repeated)
     assert sorted(ids[10:].tolist()) == [21, 22, 25, 36]
     assert ids[:10].tolist() == list(range(10))
 
@@ -185,8 +191,8 @@ def test_recent_tokens_of_all_do_not_go_with_a_salt(
 
 
 @pytest.mark.parametrize("drafter", ["eagle tree", "dflash"])
-def test_rounds_of_fixed_buffers(drafter: str, target: Path, drafts: dict[str, Path], tmp_path: Path) -> None:
-    """As captured ones: batches filled up with padding."""
+def test_steps_of_fixed_buffers(drafter: str, target: Path, drafts: dict[str, Path], tmp_path: Path) -> None:
+    """As captured ones: passes filled up with padding."""
     options = DRAFTERS[drafter] | {"token_map": save_map(tmp_path), "token_map_dynamic": 16}
     config: dict[str, Any] = {"draft": str(drafts[drafter]), "drafter": options, "kv_cache_tokens": 2048}
     engine = play(EngineConfig(target=str(target), max_running=5, **config))

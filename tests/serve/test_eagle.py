@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slipstream.kernels.sampling.sample import noise_key
 from slipstream.kernels.speculation.draft_tree import TreeShape
 from slipstream.serve.drafters.autoregressive import AutoregressiveDrafter, TreeOptions
+from slipstream.serve.engine.engine import Arrived
 from slipstream.serve.request import Request
-from slipstream.serve.runner.batch import PassRows, VerifyResult
+from slipstream.serve.runner.model_runner import InFlight
 from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.pairwise import rotating
@@ -155,13 +155,13 @@ def test_proposals_after_preemption_equal_the_oracle(
 def test_a_tree_accepts_at_least_what_its_chain_does(
     drafter: str, make_target: Callable[[str], Path], make_draft: MakeDraft
 ) -> None:
-    """In rounds: the best chain of the same depth is in the tree here."""
+    """In steps: the best chain of the same depth is in the tree here."""
     target, draft = make_target("qwen3"), make_draft("qwen3", drafter)
-    rounds = []
+    steps = []
     for options in ({"depth": 3}, {"depth": 3, "topk": 4, "nodes": 16}):
         answers = run(build_engine(target, draft, drafter=options), sized_requests(temperature=0.0))
-        rounds.append(sum(answer.counts.rounds for answer in answers.values()))
-    assert rounds[1] < rounds[0]
+        steps.append(sum(answer.counts.rounds for answer in answers.values()))
+    assert steps[1] < steps[0]
 
 
 @pytest.mark.parametrize(("width", "page_size"), rotating([1, 2, 4, 8, 9], [64, 1, 16, 32]))
@@ -199,14 +199,16 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str]
     target, draft = make_target("qwen3"), make_draft("qwen3", "eagle3")
     oracle = Oracle(target, draft, TreeOptions(depth=3))
     engine = build_engine(target, draft, drafter={"depth": 3, "ngram_first": 1, "ngram_nodes": 16})
-    network, branched, num_checked = engine.runner.drafter, set[int](), 0
-    extend, proposed = network.extend, record_proposals(network)
+    branched, num_checked = set[int](), 0
+    read, proposed = engine._read, record_proposals(engine.runner.drafter)
 
-    def recorded(rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
-        if result is not None:
-            each = zip(rows.requests.tolist(), result.nodes.tolist(), result.lengths.tolist(), strict=True)
-            branched.update(row for row, nodes, length in each if nodes[:length] != list(range(length)))
-        extend(rows, aux_states, result)
+    def reading(flight: InFlight) -> Arrived:
+        arrived = read(flight)
+        slots, output = flight.plan.slots, arrived.output
+        assert output.accepted is not None
+        each = zip(slots, output.accepted.tolist(), output.num_emitted.tolist(), strict=False)
+        branched.update(slot for slot, nodes, length in each if nodes[:length] != list(range(length)))
+        return arrived
 
     def check(*_: object) -> None:
         nonlocal num_checked
@@ -216,7 +218,7 @@ def test_a_chain_goes_on_from_nodes_of_an_ngram_tree(make_target: Callable[[str]
                 num_checked += 1
         branched.clear()
 
-    network.extend = recorded
+    engine._read = reading  # type: ignore[method-assign]
     requests = [
         make_request(str(index), random_prompt(20, index), max_tokens=60, temperature=0.3 * (index % 2))
         for index in range(12)

@@ -54,7 +54,7 @@ def test_a_pass_is_planned_once_and_only_if_it_attends(backend: type[Backend]) -
 
 
 def test_prompts_do_not_wait_for_the_device(backend: type[Backend], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their lengths follow from the host's bounds; rounds read them from the device, once per pass."""
+    """Their lengths follow from the host's bounds; those of nodes are read from the device, once per pass."""
     for name, expected in (("prompts with prefix", 0), ("chain", 1), ("tree", 1), ("decode", 1)):
         scene, reads = Scene(PASSES[name], 16, torch.float32, "cpu"), []
         attention, metadata = backend(scene.kv, scene.rope), scene.metadata()
@@ -70,7 +70,7 @@ def test_prompts_do_not_wait_for_the_device(backend: type[Backend], monkeypatch:
     ("option", "prompt", "chain"), [("flashinfer", "auto", "fa2"), ("flashinfer:fa2", "fa2", "fa2")]
 )
 @pytest.mark.usefixtures("backend")
-def test_prompts_and_rounds_take_their_kernels(option: str, prompt: str, chain: str) -> None:
+def test_prompts_and_nodes_take_their_kernels(option: str, prompt: str, chain: str) -> None:
     for name, kernels in (("prompts", prompt), ("chain", chain), ("tree", chain)):
         Scene(PASSES[name], 16, torch.float32, "cpu").attend(find_backends(option)["verify"])
         assert fake_flashinfer.Wrapper.made.pop().backend == kernels

@@ -1,7 +1,8 @@
-"""The engine on a GPU: captured rounds equal eager ones and the CPU's, through preemption, prefix hits and aborts."""
+"""The engine on a GPU: captured steps equal eager ones and the CPU's, through preemption, prefix hits and aborts."""
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 
 from slipstream.serve.engine.engine import Engine
+from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
-from slipstream.serve.runner.cuda_graphs import RoundGraphs
-from slipstream.serve.runner.prompt_graphs import PromptGraphs
+from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
     build_engine,
@@ -26,6 +27,9 @@ from slipstream.tests.serve.engine_runs import (
     sized_requests,
     tokens_of,
 )
+from slipstream.tests.serve.played_graphs import CapturingBuilder, PlayingBuilder
+from slipstream.tests.serve.test_lossless import AnyPolicy
+from slipstream.tests.serve.test_step_graphs import check_replay, record
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -51,16 +55,27 @@ def requests_of(sampling: dict[str, Any], count: int = 8, **params: Any) -> list
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["none", "draft"])
 def test_replay_equals_eager_bit_for_bit(dtype: str, name: str, target: Path, draft: Path) -> None:
-    """Tokens, statistics and every number of the KV cache, which rounds of one size have written behind the prompts."""
-    requests = requests_of({"temperature": 1.0}, max_tokens=20, ignore_eos=True)
-    options = {"dtype": dtype, "overlap": False, "width": 4 if name == "draft" else None, "prefill_graph_tokens": 0}
-    engines = [
-        on_gpu(target, draft if name == "draft" else name, cuda_graph=graph, **options) for graph in (True, False)
-    ]
-    replayed, eager = (run(engine, requests) for engine in engines)
-    assert replayed == eager
-    for found, expected in zip(*(caches_of(engine) for engine in engines), strict=True):
+    """The results of every step, the state of all slots and every number of the KV cache, whatever a step computes."""
+    values: dict[str, Any] = {"draft": str(draft) if name == "draft" else name, "max_running": 5, "dtype": dtype}
+    values |= {"kv_cache_tokens": 2048, "prefill_budget": 40, "device": "cuda", "attention": OURS}
+    config = EngineConfig(target=str(target), **values)
+    engine, eager = CapturingBuilder(config).build(), PlayingBuilder(config).build()
+    engine.planner.policy = AnyPolicy(engine.planner, random.Random(0))
+    recorded = record(engine)
+    run(engine, requests_of({"temperature": 1.0}, max_tokens=20, ignore_eos=True))
+    assert any(plan.slots and plan.chunks for plan, _ in recorded)
+    check_replay(recorded, engine, eager)
+    for found, expected in zip(caches_of(engine), caches_of(eager), strict=True):
         assert torch.equal(found[:, :, 16:], expected[:, :, 16:]), "the dump page may differ"
+
+
+def test_any_numbers_of_nodes_beside_any_prompts(target: Path, draft: Path) -> None:
+    rng = random.Random(2)
+    kinds = {name: one for name, one in kinds_of_requests(rng, 24, longest=60).items() if len(one.prompt) < 50}
+    expected = on_cpu(target, list(kinds.values()))
+    engine = on_gpu(target, draft, max_running=5, kv_cache_tokens=176, page_size=1, prefill_budget=40)
+    engine.planner.policy = AnyPolicy(engine.planner, rng)
+    serve_traffic(engine, kinds, expected, rng, lambda number: number < 60, 8, engine.scheduler.check)
 
 
 def test_preemption_under_graphs(target: Path, draft: Path) -> None:
@@ -98,12 +113,15 @@ def test_prompts_of_every_length(name: str, captured: int, target: Path, draft: 
     assert tokens_of(run(engine, requests)) == on_cpu(target, requests)
 
 
-def test_captured_prefills_leave_what_packed_ones_leave(target: Path, draft: Path) -> None:
+def test_captured_prompts_leave_what_others_leave(target: Path, draft: Path) -> None:
     """KV of target and draft, of several prompts at once, cut by the budget."""
     requests = requests_of({"temperature": 0.0}, max_tokens=1)
     options = {"overlap": False, "prefill_budget": 96, "page_size": 1}
     engines = [on_gpu(target, draft, prefill_graph_tokens=captured, **options) for captured in (96, 0)]
-    assert [engine.runner.prompts is not None for engine in engines] == [True, False]
+    assert [engine.runner.steps is not None and engine.runner.steps.num_chunks > 0 for engine in engines] == [
+        True,
+        False,
+    ]
     cut_alike(packed=engines[1], captured=engines[0])
     for engine in engines:
         run(engine, requests)
@@ -120,7 +138,7 @@ def test_a_backend_that_plans_on_the_host_is_refused_under_graphs(target: Path) 
         on_gpu(target, attention="sdpa")
 
 
-def test_memory_does_not_grow_over_2000_rounds(target: Path, draft: Path) -> None:
+def test_memory_does_not_grow_over_2000_steps(target: Path, draft: Path) -> None:
     engine = on_gpu(target, draft, width=4, kv_cache_tokens=4096)
     used: list[int] = []
     while len(used) < 2000:
@@ -129,29 +147,31 @@ def test_memory_does_not_grow_over_2000_rounds(target: Path, draft: Path) -> Non
             make_request(f"{start} {index}", random_prompt(9, index), max_tokens=200, ignore_eos=True)
             for index in range(8)
         ]
-        rounds = max(answer.counts.rounds for answer in run(engine, requests).values())
-        used += [torch.cuda.memory_allocated()] * rounds
+        num_steps = max(answer.counts.rounds for answer in run(engine, requests).values())
+        used += [torch.cuda.memory_allocated()] * num_steps
     assert used[-1] == used[len(used) // 2]
 
 
-@pytest.mark.parametrize("starved", [{"prefill"}, {"prefill", "round"}, {"all"}], ids=["prefills", "all", "filters"])
+@pytest.mark.parametrize(
+    "starved", [{"prompts"}, {"prompts", "nodes", "drafts"}, {"all"}], ids=["prompts", "all", "filters"]
+)
 def test_passes_whose_graphs_do_not_fit_run_kernel_by_kernel(
     starved: set[str], target: Path, draft: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A capture that runs out of memory costs one warning, and no answer."""
 
-    def starve(owner: type, name: str, kind: str) -> None:
-        method = getattr(owner, name)
+    def starve(owner: type, kind_of: Callable[..., str]) -> None:
+        method = owner.pass_of  # type: ignore[attr-defined]
 
         def run(graphs: Any, *key: Any) -> None:
-            if torch.cuda.is_current_stream_capturing() and starved & {kind, key[-1]}:
+            if torch.cuda.is_current_stream_capturing() and starved & {kind_of(*key), key[-1]}:
                 torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
             method(graphs, *key)
 
-        monkeypatch.setattr(owner, name, run)
+        monkeypatch.setattr(owner, "pass_of", run)
 
-    starve(PromptGraphs, "run", "prefill")
-    starve(RoundGraphs, "_round", "round")
+    starve(StepGraphs, lambda _rows, _heads, has_prompts, _mode: "prompts" if has_prompts else "nodes")
+    starve(DraftGraphs, lambda *_: "drafts")
     requests = [
         make_request(f"{index} {kind}", random_prompt(9 + 7 * index, index), seed=index, **SAMPLINGS[kind])
         for index in range(4)

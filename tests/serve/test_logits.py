@@ -6,6 +6,7 @@ the numbers.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from slipstream.kernels.speculation.ragged import CELLS, admit
 from slipstream.serve.engine import build as engine_build
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.plan import NodeMasks
+from slipstream.serve.engine.plan import Edits, NodeMasks, StepPlan
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.pairwise import rotating
@@ -134,19 +136,20 @@ def test_captured_passes_count_too(drafter: str, budget: int, build: Build, monk
     assert tokens_of(run(build(drafter, prefill_budget=budget), requests)) == expected
 
 
-def started(engine: Engine, params: list[dict[str, Any]]) -> tuple[Tensor, tuple[int, ...]]:
-    """Slots and bounds of requests whose prompts are computed and whose next two rounds have their pages."""
+def started(engine: Engine, params: list[dict[str, Any]]) -> StepPlan:
+    """The next step of requests whose prompts are computed: it verifies all that is proposed. The one after that has
+    its pages, too."""
     for index, own in enumerate(params):
         engine.add(make_request(str(index), random_prompt(9 + index, index), max_tokens=60, ignore_eos=True, **own))
-    while any(not sequence.decoding for sequence in engine.scheduler._running) or engine.scheduler.num_waiting:
-        engine._finish(engine._launch_prompts())
-    sequences = decoding(engine)
+    engine.step()
+    sequences, reserve = decoding(engine), engine.planner.limits.reserve
+    assert len(sequences) == len(params)
     for sequence in sequences:
-        assert engine.scheduler.cache.extend(sequence.table, sequence.num_computed + 2 * engine.planner.widths.reserve)
-    plan = engine.planner.plan_round()
+        assert engine.scheduler.cache.extend(sequence.table, sequence.num_computed + 2 * reserve)
+    plan = engine.planner.plan()
     assert plan is not None
-    engine.runner.prepare(plan)
-    return torch.tensor([sequence.slot for sequence in sequences]), tuple(one.num_computed for one in sequences)
+    most = engine.planner.limits.most_nodes
+    return replace(engine.planner.choose(plan, "all"), nodes=len(plan.slots) * most, width=most)
 
 
 @contextmanager
@@ -160,62 +163,66 @@ def changed_logits(engine: Engine, change: Callable[[Tensor], Tensor], patch: py
 
 @pytest.mark.parametrize("drafter", ["none", "eagle3", "eagle3 tree"])
 def test_masks_of_a_pass(drafter: str, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round with a mask of its own for some nodes: the tokens are the best that are allowed."""
+    """A step with a mask of its own for some nodes: the tokens are the best that are allowed."""
     engine = build(drafter)
-    rows, bounds = started(engine, [{}, {"temperature": 0.5}, {"frequency_penalty": 1.0}])
-    width, generator, seen = engine.planner.widths.most, torch.Generator().manual_seed(0), list[Tensor]()
+    plan = started(engine, [{}, {"temperature": 0.5}, {"frequency_penalty": 1.0}])
+    width, generator, seen = engine.planner.limits.most_nodes, torch.Generator().manual_seed(0), list[Tensor]()
     allowed = torch.rand(4, VOCAB, generator=generator) < 0.1
     bits = torch.zeros(4, -(-VOCAB // 32), dtype=torch.int64)
     for mask, token in allowed.nonzero().tolist():
         bits[mask, token // 32] |= 1 << token % 32
     bits = torch.where(bits >= 2**31, bits - 2**32, bits).int()
-    chosen = torch.randint(-1, 4, (3 * width,), dtype=torch.int32, generator=generator)
-    chosen[0] = 2
-    masks = [
-        NodeMasks(slot, [node], bits[chosen[index * width + node]].numpy().view(np.uint32)[None])
-        for index, slot in enumerate(rows.tolist())
+    chosen = torch.randint(-1, 4, (3, width), dtype=torch.int32, generator=generator)
+    chosen[0, 0] = 2
+    masks = tuple(
+        NodeMasks(slot, [node], bits[chosen[index, node]].numpy().view(np.uint32)[None])
+        for index, slot in enumerate(plan.slots)
         for node in range(width)
-        if chosen[index * width + node] >= 0
-    ]
-    engine.runner.state.set_masks(masks, rows.tolist(), width)
+        if chosen[index, node] >= 0
+    )
     with changed_logits(engine, lambda logits: seen.append(logits) or logits, monkeypatch):
-        results = engine.runner.passes.round(rows, bounds, "all", width)
-    parts = results[:, 1 + width :] if results.shape[1] > 1 + width else torch.arange(width).expand(3, width)
-    for request, (count, *tokens) in enumerate(results[:, : 1 + width].tolist()):
-        assert count >= 1
-        for node, token in zip(parts[request].tolist(), tokens[:count], strict=False):
-            row = request * width + node
-            assert chosen[row] < 0 or allowed[chosen[row], token]
+        output = engine.runner.execute(replace(plan, edits=Edits(masks=masks))).read()
+    assert drafter == "none" or (output.num_verified > 1).all()
+    for request in range(3):
+        nodes = range(width) if output.accepted is None else output.accepted[request].tolist()
+        assert output.num_emitted[request] >= 1
+        for node, token in zip(nodes, output.emitted(request), strict=False):
+            mask = allowed[chosen[request, node]] if chosen[request, node] >= 0 else torch.ones(VOCAB, dtype=torch.bool)
+            assert mask[token]
             if request == 0:  # greedy
-                mask = allowed[chosen[row]] if chosen[row] >= 0 else torch.ones(VOCAB, dtype=torch.bool)
-                assert token == int(seen[0][row].masked_fill(~mask, -torch.inf).argmax())
+                assert token == int(seen[0][node].masked_fill(~mask, -torch.inf).argmax())
 
 
 @pytest.mark.parametrize("drafter", ["none", "eagle3", "eagle3 tree", "dflash"])
 def test_a_request_that_cannot_be_sampled_ends_alone(
     drafter: str, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NaN in the rows of one request: its round emits -1 last, the next one runs, and the others do not notice."""
+    """NaN in the rows of one request: its step emits -1 last, the next one runs, and the others do not notice."""
     params = [{"temperature": 0.7}, {}, {"presence_penalty": 0.5}]
     broken, sound = build(drafter), build(drafter)
-    results = []
+    outputs = []
     for engine in (sound, broken):
-        rows, bounds = started(engine, params)
-        width = engine.planner.widths.most
+        plan, state = started(engine, params), engine.runner.state
+        rows = admit(state.stored.survivals, torch.tensor(plan.slots), torch.tensor([plan.nodes]), 64).tolist()
+        own = slice(rows[0], rows[0] + rows[1])
 
-        def poison(logits: Tensor, width: int = width, is_broken: bool = engine is broken) -> Tensor:
+        def poison(logits: Tensor, own: slice = own, is_broken: bool = engine is broken) -> Tensor:
             logits = logits.clone()
-            logits[width : 2 * width] = torch.nan if is_broken else logits[width : 2 * width]
+            logits[own] = torch.nan if is_broken else logits[own]
             return logits
 
         with changed_logits(engine, poison, monkeypatch):
-            first = engine.runner.passes.round(rows, bounds, "all", width)
-        bounds = tuple(bound + width for bound in bounds)
-        results.append((first, engine.runner.passes.round(rows, bounds, "all", width)))
-    (expected, later), (found, after) = results
-    assert found[1, :2].tolist() == [1, -1]
+            first = engine.runner.execute(plan).read()
+        bounds = tuple(bound + rows[index] for index, bound in enumerate(plan.bounds))
+        after = replace(plan, number=plan.number + 1, admissions=(), pages=(), bounds=bounds)
+        outputs.append((first, engine.runner.execute(after).read()))
+    (expected, later), (found, after) = outputs
+    assert found.emitted(1) == [-1]
+    assert list(found.errors) == [plan.slots[1]]
+    assert not expected.errors
     for one, other in ((found, expected), (after, later)):
-        assert torch.equal(one[[0, 2]], other[[0, 2]])
+        for name in ("num_emitted", "num_verified", "tokens", "cells"):
+            np.testing.assert_equal(getattr(one, name)[[0, 2]], getattr(other, name)[[0, 2]])
 
 
 @pytest.mark.parametrize("drafter", ["none", "eagle3", "dflash"])
@@ -288,4 +295,5 @@ def test_the_state_knows_its_size() -> None:
     small, large = (RequestState(3, 4, 16, 4, torch.device("cpu"), vocab_size).nbytes for vocab_size in (0, 1000))
     words = 32  # of a mask, for each of 3 * 4 rows
     assert large - small == 4 * 1000 * 8 + 4 * 12 * words
-    assert small == 4 * (4 + 4 * 8 + 2 * 4 * 4 + 8 + 4 + 8 + 4 + 4 + 4 * 4) + 4 * 12
+    a_slot = 4 + 4 * 8 + 4 * 4 * 4 + 8 + 8 + 4 + 8 + 4 + 4 + 4 * 4 + 4 * 4
+    assert small == 4 * a_slot + 4 * CELLS

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from slipstream.kernels.attention.ragged import plan_work, ragged_attention
+from slipstream.kernels.launch import Op
 from slipstream.kernels.speculation.ragged import admit, lay_out, select_heads, store, verify_rows
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepOutput, StepPlan
@@ -23,7 +24,7 @@ from slipstream.serve.request import Request
 from slipstream.serve.runner.cuda_graphs import MOST_CHUNKS, StepGraphs, buckets, draft_sizes, prompt_sizes
 from slipstream.serve.runner.model_runner import ModelRunner
 from slipstream.serve.runner.request_state import RequestState
-from slipstream.tests.pairwise import pairwise
+from slipstream.tests.pairwise import pairwise, rotating
 from slipstream.tests.serve.engine_runs import (
     build_engine,
     caches_of,
@@ -36,7 +37,7 @@ from slipstream.tests.serve.engine_runs import (
     tokens_of,
 )
 from slipstream.tests.serve.played_graphs import EagerBuilder, EqualTimes, PlayingBuilder, drafts_of, play, replays_of
-from slipstream.tests.serve.test_lossless import CHECKPOINTS, AnyPolicy, watch
+from slipstream.tests.serve.test_lossless import CHECKPOINTS, AnyPolicy, preempt_some, watch
 
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # key of CHECKPOINTS, options
     "none": ("none", {}),
@@ -68,7 +69,7 @@ def configure(make_target: Callable[[str], Path], tmp_path_factory: pytest.TempP
 
     def make(family: str, drafter: str, **options: Any) -> EngineConfig:
         name, own = DRAFTERS[drafter]
-        values = {"draft": saved(family, name), "drafter": own, "max_running": 5, "kv_cache_tokens": 240}
+        values = {"draft": saved(family, name), "drafter": own, "max_running": 5, "kv_cache_tokens": 176}
         return EngineConfig(target=str(make_target(family)), **values | options)
 
     return make
@@ -117,7 +118,7 @@ def check_states(one: ModelRunner, other: ModelRunner) -> None:
         assert not state.stored.survivals[padding].any()
 
 
-@pytest.mark.parametrize(("drafter", "page_size", "family"), pairwise(DRAFTERS, [1, 16], FAMILIES))
+@pytest.mark.parametrize(("drafter", "page_size", "family"), rotating(DRAFTERS, [1, 16], FAMILIES))
 def test_captured_steps_equal_those_launched_as_they_are(
     drafter: str, page_size: int, family: str, configure: Configure, make_target: Callable[[str], Path]
 ) -> None:
@@ -132,36 +133,45 @@ def test_captured_steps_equal_those_launched_as_they_are(
     assert engine.overlap
     engine.planner.policy = AnyPolicy(engine.planner, rng)
     recorded, seen = record(engine), watch(engine)
-    serve_traffic(engine, kinds, expected, rng, lambda number: number < 24, 8, engine.scheduler.check)
+    serve_traffic(engine, kinds, expected, rng, lambda number: number < 20, 8, lambda: preempt_some(engine, rng))
     check_replay(recorded, engine, EagerBuilder(config).build())
     assert sum(replays_of(engine).values()) == len(recorded), "every step was a captured one"
     assert min(seen["mixed"], seen["cached"]) > 0
     if drafter != "none":
-        assert min(seen["ragged"], seen["accepted"]) > 10
+        assert min(seen["ragged"], seen["accepted"]) > 0
 
 
-INTERPRETED = (admit, lay_out, select_heads, store, verify_rows, plan_work, ragged_attention)
+BESIDE_ATTENTION = (admit, lay_out, select_heads, store, verify_rows)
 
 
-@pytest.mark.parametrize(("drafter", "family"), pairwise(["eagle3", "eagle tree"], ["qwen3", "mistral-window"])[:1])
+@pytest.mark.parametrize(
+    ("drafter", "ops"),
+    [
+        ("eagle3", BESIDE_ATTENTION),
+        ("eagle tree", BESIDE_ATTENTION),
+        pytest.param("eagle3", (*BESIDE_ATTENTION, plan_work, ragged_attention), marks=pytest.mark.slow),
+        pytest.param("eagle tree", (*BESIDE_ATTENTION, plan_work, ragged_attention), marks=pytest.mark.slow),
+    ],
+    ids=["chains", "trees", "chains, attention", "trees, attention"],
+)
 def test_the_kernels_of_captured_steps(
     drafter: str,
-    family: str,
+    ops: tuple[Op[..., Any], ...],
     configure: Configure,
     make_target: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All those of a ragged pass, interpreted."""
+    """Those of a ragged pass, interpreted."""
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled where there is a GPU")
     rng, requests = random.Random(0), sized_requests((1, 9, 33), max_tokens=9, temperature=0.7)
-    expected = tokens_of(run(build_engine(make_target(family)), requests))
-    config = configure(family, drafter, page_size=1, max_running=2, prefill_budget=16)
+    expected = tokens_of(run(build_engine(make_target("mistral-window")), requests))
+    config = configure("mistral-window", drafter, page_size=1, max_running=2, prefill_budget=16)
     engine = play(config)
     engine.planner.policy = AnyPolicy(engine.planner, rng)
     recorded = record(engine)
     with monkeypatch.context() as patch:
-        for op in INTERPRETED:
+        for op in ops:
             patch.setattr(op, "when", lambda *_args, **_options: True)
         assert tokens_of(run(engine, requests)) == expected
     check_replay(recorded, engine, EagerBuilder(config).build())
@@ -174,7 +184,7 @@ def traffic(target: Path) -> tuple[dict[str, Request], dict[str, list[int]]]:
     return kinds, tokens_of(run(build_engine(target, kv_cache_tokens=4096), list(kinds.values())))
 
 
-@pytest.mark.parametrize("num_requests", [64, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [48, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_mixed_traffic_with_aborts_and_preemption(
     drafter: str,
@@ -210,8 +220,9 @@ def test_a_step_with_one_filtered_request_is_chosen_by_filtered_times(configure:
     assert steps is not None
     assert drafts is not None
     sizes = sorted({*steps.sizes, *steps.prompt_sizes})
-    target = {"plain": dict.fromkeys(sizes, 1.0), "all": {rows: 100.0**rows for rows in sizes}}
-    draft = dict.fromkeys(target, {key[:2]: 0.0 for key in drafts.keys()})
+    target = {"plain": dict.fromkeys(sizes, 1.0), "all": {rows: float(rows**3) for rows in sizes}}
+    keys = drafts.keys()
+    draft = dict.fromkeys(target, {key[:2]: 0.0 for key in keys})
     policy.costs = EqualTimes(CostTables(target, draft))
     recorded, most = record(engine), engine.planner.limits.most_nodes
     run(engine, [make_request("0", random_prompt(9, 0), max_tokens=30, ignore_eos=True)])
@@ -316,12 +327,17 @@ def test_long_prompts_are_captured_ones_until_their_kernels_are_compiled(
         assert (steps.find(step_of(chunk_of(0, 33))) is None) == is_ready
 
 
-@pytest.mark.parametrize("drafter", ["none", "eagle3"])
-def test_every_step_fits_a_captured_one(drafter: str, configure: Configure) -> None:
+@pytest.mark.parametrize(("drafter", "captured"), [("none", 96), ("eagle3", 96), ("eagle3", 40)])
+def test_every_step_fits_a_captured_one(drafter: str, captured: int, configure: Configure) -> None:
     """Many short prompts at once, long ones among them: chunks are cut so that no pass runs kernel by kernel."""
-    options = {"prefill_graph_tokens": 96, "max_running": 2 * MOST_CHUNKS, "kv_cache_tokens": 8192, "page_size": 1}
+    options = {
+        "prefill_graph_tokens": captured,
+        "max_running": 2 * MOST_CHUNKS,
+        "kv_cache_tokens": 8192,
+        "page_size": 1,
+    }
     engine = play(configure("qwen3", drafter, **options))
-    lengths = [1, 2, 3, 33, 40, 1, 96, 97, 230, 64] * 4
+    lengths = [1] * 2 * MOST_CHUNKS + [1, 2, 3, 33, 40, 1, 96, 97, 230, 64] * 3
     requests = [make_request(str(i), random_prompt(n, i), max_tokens=9) for i, n in enumerate(lengths)]
     recorded = record(engine)
     run(engine, requests)
@@ -336,7 +352,8 @@ def test_prompts_may_be_left_uncaptured(configure: Configure) -> None:
     requests, recorded = sized_requests(LENGTHS, max_tokens=12), record(engine)
     expected = tokens_of(run(build_engine(Path(config.target)), requests))
     assert tokens_of(run(engine, requests)) == expected
-    assert not any(has_prompts for _, _, has_prompts, _ in engine.runner.steps.keys())  # type: ignore[union-attr]
+    keys = engine.runner.steps.keys()  # type: ignore[union-attr]
+    assert not any(has_prompts for _, _, has_prompts, _ in keys)
     assert sum(replays_of(engine).values()) == sum(not plan.chunks for plan, _ in recorded) > 0
 
 
@@ -347,20 +364,20 @@ def test_padding_is_written_to_the_dump_page_only(drafter: str, configure: Confi
     steps, drafts, state = engine.runner.steps, engine.runner.drafts, engine.runner.state
     assert steps is not None
     assert drafts is not None
-    for cache in caches_of(engine):
-        cache.fill_(7)
+    for kv in caches_of(engine):
+        kv.fill_(7)
     with torch.inference_mode():
         steps.run_all()
         drafts.run_all()
     check_untouched(state)
-    for cache in caches_of(engine):
-        assert (cache[:, :, 1:] == 7).all()
+    for kv in caches_of(engine):
+        assert (kv[:, :, 1:] == 7).all()
     request = make_request("0", random_prompt(33, 1), max_tokens=1)
     run(engine, [request])
-    for index, cache in enumerate(caches_of(engine)):
-        written = (cache != 7).flatten(3).any(-1).any(0).any(0)
+    for index, kv in enumerate(caches_of(engine)):
+        written = (kv != 7).flatten(3).any(-1).any(0).any(0)
         assert int(written[1:].sum()) >= len(request.prompt) if index else int(written[1:].sum()) == len(request.prompt)
-        assert torch.isfinite(cache).all()
+        assert torch.isfinite(kv).all()
 
 
 def check_untouched(state: RequestState) -> None:
@@ -380,7 +397,8 @@ def test_the_largest_passes_are_timed(configure: Configure, monkeypatch: pytest.
 
     def time_pass(key: Any) -> float:
         steps.pass_of(*key)
-        seen.append((key, int(steps.results[:, 1].sum())))
+        num_decoding = min(key[0], steps.max_running)
+        seen.append((key, int(steps.results[:num_decoding, 1].sum())))
         return 1.0
 
     monkeypatch.setattr(steps, "_time", time_pass)

@@ -1,5 +1,7 @@
 """The Triton backend on the GPU; tests/serve/test_attention.py has it under the interpreter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,9 +9,9 @@ from slipstream.serve.attention.base import KVFormat
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend
 from slipstream.tests.attention_layers import asking_layer
-from slipstream.tests.serve.attention_passes import PASSES, Scene
+from slipstream.tests.serve.attention_passes import PASSES, RAGGED, Scene
 
-ROUNDS = [name for name, case in PASSES.items() if not case.prompt]
+UNIFORM = [name for name, case in PASSES.items() if not case.prompt]
 
 
 def test_head_dims_up_to_256_are_served() -> None:
@@ -20,7 +22,7 @@ def test_head_dims_up_to_256_are_served() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ROUNDS)
+@pytest.mark.parametrize("name", UNIFORM)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
 @torch.inference_mode()
 def test_equals_sdpa_in_fp32(name: str, head_dim: int, dtype: torch.dtype) -> None:
@@ -46,3 +48,31 @@ def test_replays_equal_eager_passes(name: str) -> None:
     graph.replay()
     assert torch.equal(out, expected)
     torch.testing.assert_close(scene.cache, stored, atol=0, rtol=0, equal_nan=True)  # pages behind a window hold NaN
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
+@torch.inference_mode()
+def test_ragged_passes_equal_the_references_in_fp32(name: str, head_dim: int, dtype: torch.dtype) -> None:
+    """And a replay, which plans its work anew, equals the pass."""
+    case = RAGGED[name]
+    reference, num_used = Scene(case, head_dim, torch.float32, "cpu"), sum(case.query_lens)
+    attention = Backend(reference.kv, reference.rope)
+    attention.plan(reference.ragged())
+    expected = attention.attend(*reference.qkv, reference.layer(), case.mask)[:num_used]
+    scene = Scene(case, head_dim, dtype, "cuda")
+    attention, metadata = Backend(scene.kv, scene.rope), scene.ragged()
+
+    def attend() -> torch.Tensor:
+        attention.plan(replace(metadata, works={}))
+        return attention.attend(*scene.qkv, scene.layer(), case.mask)[:num_used]
+
+    out = attend()
+    torch.testing.assert_close(out.float().cpu(), expected, atol=3e-2, rtol=1e-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = attend()
+    replayed.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(replayed, out)

@@ -1,4 +1,5 @@
-"""The round with trees and with changing widths: mask, positions, KV moves; the tokens stay those without a draft."""
+"""The step with trees and with changing numbers of nodes: mask, positions, KV moves; the tokens stay those without a
+draft."""
 
 import random
 from collections.abc import Callable
@@ -6,21 +7,24 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from slipstream.kernels.speculation.ragged import Chunks, lay_out, verify_rows
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.drafters import base, registry
-from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.plan import SamplingMode
+from slipstream.serve.engine.budget import Choice
+from slipstream.serve.engine.engine import Arrived, Engine
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.request import Request
-from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal, VerifyResult
+from slipstream.serve.runner.batch import DraftBatch, PassRows, Proposal
+from slipstream.serve.runner.model_runner import InFlight
 from slipstream.serve.runner.request_state import RequestState
-from slipstream.serve.runner.round import Runner, simulate
+from slipstream.serve.runner.step import simulate
 from slipstream.tests.attention_layers import asking_layer
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.random_drafts import save_random_draft
@@ -34,6 +38,7 @@ from slipstream.tests.serve.engine_runs import (
     run,
     tokens_of,
 )
+from slipstream.tests.serve.test_lossless import AnyPolicy
 
 Tree = tuple[list[int], list[int]]
 
@@ -41,20 +46,19 @@ Tree = tuple[list[int], list[int]]
 class TreeDrafter(base.Drafter):
     """Proposes random trees, part of them right because it has been told the answers.
 
-    `texts`: prompt + answer of every request. Its own KV holds, as a number, the token of each slot; so moved rows
-    can be recognised. `aux_states` (n, H) of `texts` are what its observed ones must be."""
+    `texts`: prompt + answer of every request. Its own KV holds, as a number, the token of each KV slot; so what was
+    moved can be recognised. `aux_states` (n, H) of `texts` are what its observed ones must be."""
 
     branches = True
     aux_layers = (1,)
     kv = (asking_layer(head_dim=2).spec,)
-    widths = (1, 8)
+    widths = (1, 2, 5, 8)
 
     def __init__(self, texts: list[list[int]], aux_states: list[Tensor]) -> None:
         self.texts, self.aux_states = texts, aux_states
         self.rng = random.Random(0)
-        self.known: dict[int, int] = {}  # row -> index of its text
-        self.start: dict[int, int] = {}  # row -> where its KV numbers begin
-        self.num_moved = 0
+        self.known: dict[int, int] = {}  # request slot -> index of its text
+        self.start: dict[int, int] = {}  # request slot -> where its KV numbers begin
 
     @classmethod
     def load(cls, draft: str, options: Any, target: Target) -> "TreeDrafter":
@@ -67,37 +71,39 @@ class TreeDrafter(base.Drafter):
     def scratch(self, width: int) -> int:
         return width
 
-    def admit(self, row: int, tokens: list[int], namespace: str) -> None:
-        (self.known[row],) = (index for index, text in enumerate(self.texts) if text[: len(tokens)] == tokens)
-        self.start[row] = len(tokens)
+    def admit(self, slot: int, tokens: list[int]) -> None:
+        (self.known[slot],) = (index for index, text in enumerate(self.texts) if text[: len(tokens)] == tokens)
+        self.start[slot] = len(tokens)
 
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         trees = []
-        for row, length, root in zip(
+        for slot, length, root in zip(
             batch.requests.tolist(), batch.lengths.tolist(), batch.roots.tolist(), strict=True
         ):
-            known = self.texts[self.known[row]] if row in self.known else []  # padding: an unfinished prompt
-            truth = known[length:] or [root]  # behind the end nothing is known
+            truth = self.texts[self.known[slot]][length:] or [root]  # behind the end nothing is known
             assert truth[0] == root
             trees.append(self._grow(truth, width))
-            slots = self.state.slots(torch.tensor(row), torch.arange(length, length + width))
+            slots = self.state.slots(torch.tensor(slot), torch.arange(length, length + width))
             self.numbers[slots] = torch.tensor(trees[-1][0], dtype=self.numbers.dtype)
         tokens, parents = (torch.tensor(nodes, dtype=torch.int32) for nodes in zip(*trees, strict=True))
         return Proposal(tokens, parents, torch.zeros(tokens.shape))
 
-    def extend(self, rows: PassRows, aux_states: Tensor, result: VerifyResult | None) -> None:
-        if result is None:
+    def extend(self, rows: PassRows, aux_states: Tensor) -> None:
+        if rows.only_prompts:
             return
-        lengths, aux_states = rows.metadata.lengths.tolist(), aux_states.view(*result.nodes.shape, -1)
-        for index, (row, length) in enumerate(zip(rows.requests.tolist(), lengths, strict=True)):
-            start, text = self.start[row], self.texts[self.known[row]]
-            end = min(length + int(result.lengths[index]), len(text))
-            path = result.nodes[index, : end - length].long()
-            expected = self.aux_states[self.known[row]][length:end]
+        lengths, aux_states = (
+            rows.metadata.lengths.tolist(),
+            aux_states.view(len(rows.requests), -1, *aux_states.shape[1:]),
+        )
+        num_accepted = rows.last + 1 - torch.arange(len(lengths)) * aux_states.shape[1]
+        for index, (slot, length) in enumerate(zip(rows.requests.tolist(), lengths, strict=True)):
+            start, text = self.start[slot], self.texts[self.known[slot]]
+            end = min(length + int(num_accepted[index]), len(text))
+            expected = self.aux_states[self.known[slot]][length:end]
             torch.testing.assert_close(aux_states[index, : end - length], expected, atol=1e-4, rtol=1e-4)
-            held = self.numbers[self.state.slots(torch.tensor(row), torch.arange(start, end))]
-            assert held.long().tolist() == text[start:end], "KV rows were moved wrongly"
-            self.num_moved += int((path != torch.arange(end - length)).sum())
+            self.numbers[self.state.slots(torch.tensor(slot), torch.tensor(length))] = text[length]  # the root's
+            held = self.numbers[self.state.slots(torch.tensor(slot), torch.arange(start, end))]
+            assert held.long().tolist() == text[start:end], "KV was moved wrongly"
 
     def _grow(self, truth: list[int], width: int) -> Tree:
         """A tree below truth[0]: most nodes below a right one are right; some last ones are unused."""
@@ -148,25 +154,26 @@ def build_tree_engine(
     admit = engine.scheduler.on_admit
 
     def admit_both(sequence: Sequence) -> None:
-        drafter.admit(sequence.slot, sequence.tokens, sequence.request.namespace)
+        drafter.admit(sequence.slot, sequence.tokens)
         admit(sequence)
 
     engine.scheduler.on_admit = admit_both
     return engine, drafter
 
 
-class VaryingWidths:
-    """A runner that verifies and proposes a different number of nodes each time, as a roofline policy would."""
+def watch_moves(engine: Engine) -> list[int]:
+    """By step from now on: accepted nodes whose KV had to be moved."""
+    moves, read = list[int](), engine._read
 
-    def __init__(self, runner: Runner, widths: tuple[int, ...]) -> None:
-        self.runner, self.widths, self.rng = runner, widths, random.Random(3)
-        self.drafter = runner.drafter
+    def reading(flight: InFlight) -> Arrived:
+        arrived = read(flight)
+        accepted = arrived.output.accepted
+        assert accepted is not None
+        moves.append(int(((accepted >= 0) & (accepted != np.arange(accepted.shape[1]))).sum()))
+        return arrived
 
-    def prefill(self, *arguments: Any, **options: Any) -> Tensor:
-        return self.runner.prefill(*arguments, **options)
-
-    def round(self, rows: Tensor, bounds: tuple[int, ...], mode: SamplingMode, _: int) -> Tensor:
-        return self.runner.round(rows, bounds, mode, self.rng.choice(self.widths))
+    engine._read = reading  # type: ignore[method-assign]
+    return moves
 
 
 @pytest.mark.parametrize(
@@ -185,11 +192,12 @@ def test_trees_change_no_token(
     sampling, family = case
     target, requests = make_target(family), requests_of(SAMPLINGS[sampling])
     truth = tokens_of(run(build_engine(target), requests))
-    engine, drafter = build_tree_engine(target, requests, truth, monkeypatch, **options)
+    engine, _ = build_tree_engine(target, requests, truth, monkeypatch, **options)
+    moves = watch_moves(engine)
     answers = run(engine, requests)
     assert tokens_of(answers) == truth
     assert 0 < acceptance(answers) < 1
-    assert drafter.num_moved > 0
+    assert sum(moves) > 0
 
 
 def test_trees_survive_preemption(make_target: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +209,7 @@ def test_trees_survive_preemption(make_target: Callable[[str], Path], monkeypatc
 
 
 @pytest.mark.parametrize("drafter", ["tree", "eagle3"])
-def test_widths_may_change_from_round_to_round(
+def test_numbers_of_nodes_may_change_from_step_to_step(
     drafter: str, make_target: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, requests = make_target("qwen3"), requests_of({"temperature": 0.7})
@@ -211,44 +219,57 @@ def test_widths_may_change_from_round_to_round(
     else:
         save_random_draft(target, tmp_path / "draft")
         engine = build_engine(target, tmp_path / "draft", drafter={"depth": 7})
-    engine.runner.passes = VaryingWidths(engine.runner.passes, (1, 2, 5, 8))
+    engine.planner.policy = AnyPolicy(engine.planner, random.Random(3))
+    numbers = set[tuple[int, int]]()
+    engine.trace = lambda event, plan: numbers.add((plan.nodes, plan.width)) if event == "launched" else None
     answers = run(engine, requests)
     assert tokens_of(answers) == truth
     assert any(answer.counts.accepted_tokens for answer in answers.values())
+    assert len(numbers) > 5
 
 
 @pytest.mark.parametrize("widths", [(8, 3, 8), (8, 1, 8), (4, 8, 2)])
 def test_a_shorter_proposal_leaves_no_nodes_of_the_one_before(
-    widths: tuple[int, ...], make_target: Callable[[str], Path], tmp_path: Path
+    widths: tuple[int, ...], make_target: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_random_draft(make_target("llama"), tmp_path / "draft")
     engine = build_engine(make_target("llama"), tmp_path / "draft", drafter={"depth": 7})
-    engine.add(make_request("0", random_prompt(5, 0)))
-    engine.step()
-    plan = engine.planner.plan_round()
-    assert plan is not None
-    engine.runner.prepare(plan)
-    (slot,), (bound,) = plan.slots, plan.bounds
-    rows = torch.tensor([slot])
+    engine.add(make_request("0", random_prompt(5, 0), max_tokens=60, ignore_eos=True))
     for width in widths:
-        ((count, *_),) = engine.runner.passes.round(rows, (bound,), "greedy", width).tolist()
-        bound += count
-        stored = engine.runner.state.tokens[slot]
-        assert (stored[:width] >= 0).all()
-        assert (stored[width:] == -1).all()
+        monkeypatch.setattr(engine.planner.policy, "choose", lambda *_, width=width, **__: Choice(8, width))
+        engine.step()
+        (sequence,) = engine.scheduler._running
+        stored = engine.runner.state.stored
+        assert (stored.tokens[sequence.slot, :width] >= 0).all()
+        assert (stored.survivals[sequence.slot, :width] > 0).all()
+        for unused in (stored.tokens, stored.parents, stored.cells):
+            assert (unused[sequence.slot, width:] == -1).all()
+        assert not stored.survivals[sequence.slot, width:].any()
 
 
 @pytest.mark.parametrize("accept_length", [1.0, 1.3, 2.99, 4.0])
 def test_the_mean_is_the_one_asked_for(accept_length: float) -> None:
-    sampled = torch.arange(4000 * 4).view(4000, 4)
-    keys, positions = torch.arange(4000), torch.arange(4000) % 97
-    verified = simulate(sampled, keys, positions, accept_length)
-    assert float(verified.lengths.float().mean()) == pytest.approx(accept_length, abs=0.03)
-    assert {int(accept_length), int(accept_length + 0.999)} >= set(verified.lengths.tolist())
-    for index in range(0, 4000, 371):
-        count = int(verified.lengths[index])
-        assert verified.tokens[index].tolist() == sampled[index, :count].tolist() + [-1] * (4 - count)
-        assert verified.nodes[index].tolist() == [*range(count), *[-1] * (4 - count)]
+    """Beside a prompt, whose token stays as it is."""
+    count, width = 1000, 4
+    state = RequestState(count + 1, 30, 4, width, torch.device("cpu"), vocab_size=90)
+    stored, slots, prompt = state.stored, torch.arange(count), torch.tensor([count])
+    stored.lengths.copy_(torch.arange(count + 2) % 97)
+    state.keys.copy_(torch.arange(count + 2))
+    stored.tokens.copy_(torch.arange(4 * (count + 2)).view(-1, width) % 90)
+    stored.parents.copy_(torch.arange(-1, width - 1))
+    one, tokens = torch.ones(1, dtype=torch.int64), torch.arange(7)
+    chunks = Chunks(prompt, 0 * one, 7 * one, one, tokens, -one)
+    where = state.pages[0], state.page_size, 4 * count + 7, False, state.padding
+    layout = lay_out(stored, torch.full((count,), width), slots, chunks, *where)
+    sampled = simulate(torch.full((4 * count + 1,), 33), layout, count, state, accept_length)
+    results = torch.empty(count + 1, 2 + 2 * width, dtype=torch.int32)
+    verified = verify_rows(layout, sampled, stored, chunks, count, results, state.padding)
+    assert float(verified.lengths[:-1].float().mean()) == pytest.approx(accept_length, abs=0.03)
+    assert {int(accept_length), int(accept_length + 0.999)} >= set(verified.lengths[:-1].tolist())
+    assert verified.tokens[-1].tolist() == [33, -1, -1, -1]
+    for index in range(0, count, 97):
+        number = int(verified.lengths[index])
+        assert verified.nodes[index].tolist() == [*range(number), *[-1] * (4 - number)]
 
 
 def test_an_engine_emits_that_many(make_target: Callable[[str], Path], tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""Prompt chunks packed for a pass, and the pass laid out from them, against a loop over their tokens."""
+
+import random
+
+import pytest
+import torch
+
+from slipstream.kernels.speculation.ragged import Chunks, Layout, lay_out, select_heads
+from slipstream.serve.engine.plan import PromptChunk
+from slipstream.serve.runner.batch import AttentionMetadata
+from slipstream.serve.runner.chunks import pack_chunks, split_chunks
+from slipstream.serve.runner.request_state import RequestState
+from slipstream.serve.runner.step import HostShape, Runner
+
+PAGE_SIZE, NUM_PAGES = 4, 40
+
+
+def random_state(num_slots: int = 6) -> RequestState:
+    """With two page tables."""
+    state = RequestState(num_slots, NUM_PAGES, PAGE_SIZE, 1, torch.device("cpu"), num_groups=2)
+    for pages in state.pages:
+        pages[:num_slots] = 1 + torch.randperm(num_slots * NUM_PAGES).view(num_slots, NUM_PAGES)
+    return state
+
+
+def random_chunks(rng: random.Random, num_slots: int = 6) -> list[PromptChunk]:
+    chunks = []
+    for slot in rng.sample(range(num_slots), rng.randint(1, num_slots)):
+        tokens, goes_on = [rng.randrange(90) for _ in range(rng.choice([1, 2, 7, 8, 9, 16, 30]))], rng.random() < 0.5
+        next_token = rng.randrange(90) if goes_on else None
+        chunks.append(PromptChunk(slot, rng.randrange(100), tokens, next_token, is_last=not goes_on))
+    return chunks
+
+
+def laid_out(chunks: Chunks, state: RequestState, num_rows: int) -> Layout:
+    nobody = torch.zeros(0, dtype=torch.int64)
+    where = state.pages[0], PAGE_SIZE, num_rows, False, state.padding
+    return lay_out(state.stored, nobody.int(), nobody, chunks, *where)
+
+
+def check(chunks: list[PromptChunk], packed: Chunks, state: RequestState, num_rows: int) -> Layout:
+    """Chunk after chunk; what nobody uses lies in the dump page."""
+    assert all(values.storage_offset() % 2 == 0 for values in packed), "another alignment is another kernel"
+    layout = laid_out(packed, state, num_rows)
+    found = zip(*(x.tolist() for x in (layout.requests, layout.tokens, layout.places, layout.kv_slots)), strict=True)
+    expected = [
+        (chunk.slot, token, place, int(state.slots(torch.tensor(chunk.slot), torch.tensor(place))))
+        for chunk in chunks
+        for place, token in enumerate(chunk.tokens, chunk.start)
+    ]
+    assert list(found) == expected + [(state.padding, 0, 0, 0)] * (num_rows - len(expected))
+    assert torch.equal(layout.positions, layout.places)
+    following = [-1 if chunk.next_token is None else chunk.next_token for chunk in chunks]
+    unused = len(packed.slots) - len(chunks)
+    assert packed.next_tokens.tolist() == following + [-1] * unused
+    assert packed.is_last.tolist() == [chunk.is_last for chunk in chunks] + [False] * unused
+    assert layout.segment_slots.tolist() == [chunk.slot for chunk in chunks] + [state.padding] * unused
+    assert layout.segment_lengths.tolist() == [chunk.start for chunk in chunks] + [0] * unused
+    heads = select_heads(layout, 0, len(packed.slots), state.padding)
+    ends = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
+    assert heads.rows.tolist() == ends.tolist() + [0] * unused
+    assert heads.requests.tolist() == layout.segment_slots.tolist()
+    return layout
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chunks_of_known_lengths(seed: int) -> None:
+    rng, state = random.Random(seed), random_state()
+    chunks = random_chunks(rng)
+    lens = [len(chunk.tokens) for chunk in chunks]
+    packed = split_chunks(pack_chunks(chunks, len(chunks), sum(lens), state.padding, False), len(chunks), sum(lens))
+    layout = check(chunks, packed, state, sum(lens))
+    runner = Runner(None, {}, None, state, ())  # type: ignore[arg-type]
+    metadata = runner._prompts("prefill", layout, 0, 0, HostShape((), tuple(chunks)))
+    assert isinstance(metadata, AttentionMetadata)
+    assert metadata.phase == "prefill"
+    assert metadata.query_lens == tuple(lens)
+    assert metadata.kv_bounds == tuple(metadata.lengths + torch.tensor(lens))
+    assert metadata.requests.tolist() == [chunk.slot for chunk in chunks]
+    for group in (0, 1):
+        slots = [state.slots(torch.tensor(one.slot), torch.arange(one.start, one.end), group) for one in chunks]
+        assert torch.equal(metadata.slots.of(group), torch.cat(slots))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chunks_of_a_larger_pass(seed: int) -> None:
+    """In buffers that held others before, as captured passes read them."""
+    rng, state = random.Random(seed), random_state()
+    most, most_tokens = 6 + rng.randrange(3), 180 + rng.randrange(9)
+    buffer = pack_chunks((), most, most_tokens, state.padding, False)
+    for _ in range(3):
+        chunks = random_chunks(rng)
+        num_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        packed = pack_chunks(chunks, most, num_tokens, state.padding, False)
+        buffer[: len(packed)] = packed
+        check(chunks, split_chunks(buffer, most, most_tokens), state, num_tokens + rng.randrange(9))
