@@ -151,7 +151,7 @@ def run_checked(engine: Engine, oracle: Oracle, requests: list[Request]) -> dict
 
     def check(*_: object) -> None:
         for sequence in decoding(engine):
-            stored = tuple(engine.runner.state.nodes[:, sequence.slot].tolist())
+            stored = tuple(engine.runner.state.proposals[:2, sequence.slot].tolist())
             tokens, parents, expected = oracle(sequence.tokens, sequence.request)
             assert stored == (tokens, parents), sequence.request.id
             assert proposed[sequence.slot][1] == pytest.approx(expected, abs=1e-3), sequence.request.id
