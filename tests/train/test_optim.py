@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from slipstream.train.checkpoints import Progress
 from slipstream.train.eagle3 import Eagle3Training
-from slipstream.train.optim import Schedule, build_optimizers, lr_factor
+from slipstream.train.optim import FullPrecisionMuon, Schedule, build_optimizers, lr_factor, orthogonalise
 from slipstream.train.options import OptimOptions
 
 
@@ -113,3 +114,18 @@ def test_adamw_has_vectors_matrices_of_one_row_or_column_and_heads() -> None:
     names = {id(parameter): name for name, parameter in model.items()}
     parts = [{names[id(p)] for group in part.param_groups for p in group["params"]} for part in (adamw, muon)]
     assert parts == [{"norm", "gate", "column", "lm_head"}, {"fc", "narrow"}]
+
+
+def test_muon_moves_alike_in_full_precision() -> None:
+    """On CPUs without bf16 products: torch's own iterations are the oracle, as far as bf16 goes."""
+    steps: list[Tensor] = []
+    for kind in (torch.optim.Muon, FullPrecisionMuon):
+        generator = torch.Generator().manual_seed(0)
+        matrix = nn.Parameter(torch.randn(24, 40, generator=generator))
+        before, optimizer = matrix.detach().clone(), kind([matrix], lr=0.1)
+        matrix.grad = torch.randn(24, 40, generator=generator)
+        optimizer.step()
+        steps.append(matrix.detach() - before)
+    assert (steps[0] - steps[1]).norm() < 0.02 * steps[0].norm()
+    expected = orthogonalise(torch.eye(3, 5), (1.5, -0.5, 0.0), 30, 1e-7)  # the cubic iteration converges
+    assert torch.allclose(expected @ expected.T, torch.eye(3), atol=1e-4)
