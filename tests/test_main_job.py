@@ -89,7 +89,7 @@ def test_an_overfitted_draft_is_accepted_whole(
         + ["--evaluation.every", "1000", "--checkpoint.every", "1000"]
     )
     caplog.clear()
-    drafted = LLM(draft=str(tmp_path / "draft" / "best"), drafter=options)
+    drafted = LLM(draft=str(tmp_path / "draft" / "best"), drafter=options, width=length)
     served = answer(drafted, questions, max_tokens=num_rounds * length + 1)
     assert [reply.tokens for reply in served] == [reply.tokens for reply in answers]
     assert accept_length(served) == length
@@ -155,6 +155,6 @@ def test_the_simulated_accept_length_is_the_served_one(target: LLM, trained: Pat
     """Both walk the same texts; they differ by bf16 weights on disk only."""
     records = read_metrics(trained / "metrics.jsonl")
     simulated = max(record["eval_accept_length"] for record in records if "eval_accept_length" in record)
-    options = DRAFTERS[trained.name][2]
-    served = answer(LLM(draft=str(trained / "best"), drafter=options), prompts(target, "heldout", 64), 192)
+    options, width = DRAFTERS[trained.name][2:4]
+    served = answer(LLM(draft=str(trained / "best"), drafter=options, width=width), prompts(target, "heldout", 64), 192)
     assert accept_length(served) == pytest.approx(simulated, rel=0.03)

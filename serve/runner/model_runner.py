@@ -85,10 +85,8 @@ class ModelRunner:
         for admission in plan.admissions:
             self.state.admit(admission.slot, admission.request, admission.tokens)
         self.state.set_pages(plan.pages)
-        if plan.slots:
-            self._upload("step", plan.slots)
-            if self.steps is not None:
-                self.steps.expect(plan.slots)
+        if plan.slots and self.steps is not None:
+            self.steps.expect(plan.slots)
 
     def execute(self, plan: StepPlan) -> InFlight:
         """Launches the plan's passes. Plans come in the order of their numbers.

@@ -31,8 +31,9 @@ def test_an_overfitted_draft_is_accepted_whole(
     main([flag for flag in command if "vocabulary" not in flag])
     assert "fc.bias" not in load_file(tmp_path / "best" / "model.safetensors")
     assert {"feature_loss_0", "accept_rate_2", "eval_accept_rate_2"} <= records(tmp_path)[-1].keys()
-    for options in ({"depth": DEPTH}, {"depth": DEPTH, "topk": 3, "nodes": 16}):
-        drafted = LLM(str(target_path), str(tmp_path / "best"), drafter=options)
+    for options in ({"depth": DEPTH}, {"depth": DEPTH, "topk": 3, "nodes": 22}):
+        width = options.get("nodes", DEPTH + 1)  # all nodes, whatever a step costs here
+        drafted = LLM(str(target_path), str(tmp_path / "best"), drafter=options, width=width)
         served = drafted.generate(PROMPTS, params)
         assert [answer.tokens for answer in served] == answers
         emitted = sum(answer.stats.completion_tokens - answer.stats.prefills for answer in served)

@@ -80,7 +80,7 @@ def whole(tokens: list[int]) -> Batch:
 def test_eagle(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     texts = answers_alone(target_path)[:1]
     save_random_eagle(target_path, tmp_path / "draft", texts, intermediate_size=64, **fields)
-    llm = LLM(str(target_path), str(tmp_path / "draft"), max_running=1)
+    llm = LLM(str(target_path), str(tmp_path / "draft"), max_running=1, width=DEPTH + 1)
     drafter: Any = llm.engine.runner.drafter
     files = target_path, tmp_path / "draft"
     training = load_training(eagle.EagleTraining, Eagle, eagle.DraftOptions(), *files, DEPTH)
@@ -116,7 +116,7 @@ def test_eagle(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> Non
 def test_dflash(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     texts = answers_alone(target_path)
     save_random_dflash(target_path, tmp_path / "draft", texts, block_size=BLOCK_SIZE, mask_token_id=7, **fields)
-    llm = LLM(str(target_path), str(tmp_path / "draft"), max_running=1)
+    llm = LLM(str(target_path), str(tmp_path / "draft"), max_running=1, width=BLOCK_SIZE)
     seen: list[Tensor] = []
     drafter: Any = llm.engine.runner.drafter
     drafter.module.register_forward_hook(lambda _module, _inputs, states: seen.append(states))
