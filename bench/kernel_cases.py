@@ -38,7 +38,6 @@ from slipstream.kernels.kv.rope import rotate_and_store, rotate_and_store_triton
 from slipstream.kernels.norm import HeadNorms, add_rms_norm_triton, rms_norm_pair_triton, rms_norm_triton
 from slipstream.kernels.sampling.filters import Filters, filter_thresholds_triton
 from slipstream.kernels.sampling.sample import Sampling, sample, sample_triton
-from slipstream.kernels.speculation.verify import ancestor_masks, ancestor_masks_triton, verify, verify_triton
 
 H, Q, G, D, V, LAYERS = 4096, 32, 8, 128, 128_256, 32
 INTERMEDIATE = 14336
@@ -229,28 +228,6 @@ def filtering(rows: int) -> Case:
         sets=sets,
         ours=lambda x: filter_thresholds_triton(x, ones, filters, None, 1),
         others={"torch": lambda x: x.float().sort(dim=-1)},
-    )
-
-
-def proposals(rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    parents = torch.arange(NODES, dtype=torch.int32, device="cuda") // 2 - 1
-    parents = parents.clamp(min=0).index_fill(0, torch.zeros(1, dtype=torch.int64, device="cuda"), -1)
-    tokens = torch.arange(NODES, dtype=torch.int32, device="cuda").repeat(rows, 1)
-    return tokens, parents.repeat(rows, 1), torch.randint(NODES, (rows, NODES), device="cuda")
-
-
-def masks(rows: int) -> Case:
-    sets, others = [proposals(rows)[1]], {"torch": ancestor_masks.reference}
-    return Case(bytes=rows * NODES * 12, sets=sets, ours=ancestor_masks_triton, others=others)
-
-
-def acceptance(rows: int) -> Case:
-    tokens, parents, sampled = proposals(rows)
-    return Case(
-        bytes=rows * NODES * 32,
-        sets=[(tokens, parents, sampled, ancestor_masks_triton(parents))],
-        ours=lambda proposal: verify_triton(*proposal),
-        others={"torch": lambda proposal: verify.reference(*proposal)},
     )
 
 
@@ -448,8 +425,6 @@ MAKERS: dict[str, Callable[[int], Case]] = {
     "norm_rotate_and_store": partial(rope, normed=True),
     **{name: partial(sampling, name=name) for name in ("sample greedy", "sample", *SETTINGS)},
     "filter_thresholds": filtering,
-    "ancestor_masks": masks,
-    "verify": acceptance,
     "move_rows": moves,
     **{f"linear {name}": partial(linear, name=name) for name in LINEARS},
     **{name: partial(draft_head, name=name) for name in ("head logits", "head sample", "head topk")},

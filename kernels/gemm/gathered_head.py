@@ -1,6 +1,6 @@
 """The output layer of a draft: logits over a set of the target's tokens, or the best of them without storing logits.
 
-The set may be rows of the target's head, read through an index: nothing is copied, so it can change between rounds. The
+The set may be rows of the target's head, read through an index: nothing is copied, so it can change between steps. The
 layer is bound by reading weights, four times fewer for 32,768 tokens than for 128,256 (FR-Spec, arXiv 2502.14856). The
 fused kernels round a logit to the dtype of `hidden` and continue in fp32, as if it had been stored: they equal the two
 separate steps up to the summation order of the product. Weights stream through shared memory as in

@@ -201,7 +201,7 @@ def lay_out(
         tokens = torch.where(is_node, tokens, prompt)
     ancestors, positions = None, places
     if branches:
-        masks = ancestor_masks.reference(stored.parents[requests])
+        masks = ancestor_masks(stored.parents[requests])
         masks = pad(masks, (0, 0, 0, 1))[segment.clamp(max=B), node]
         ancestors = torch.where(is_node, masks, -1)
         positions = torch.where(is_node, places - index + unpack(masks, MAX_NODES).sum(dim=-1) - 1, places)
@@ -315,7 +315,7 @@ def verify_rows(
     paths, parents, tokens = None, layout.parents, layout.tokens[known].masked_fill(node >= counts, -1)
     if layout.ancestors is not None:
         paths, parents = layout.ancestors[known].masked_fill(node >= counts, -1), layout.parents[known]
-    nodes, emitted, accepted = verify.reference(tokens, parents, sampled[known], paths)
+    nodes, emitted, accepted = verify(tokens, parents, sampled[known], paths)
     is_padding = counts == 0
     nodes, emitted = nodes.masked_fill_(is_padding, -1), emitted.masked_fill_(is_padding, -1)
     lengths = accepted.masked_fill_(is_padding[:, 0], 0)

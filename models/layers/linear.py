@@ -86,5 +86,5 @@ class Head(Linear):
         return DraftHead(derive(self, lambda: self.weight[ids]), ids)
 
     def gathered(self, ids: Tensor) -> DraftHead:
-        """The rows `ids` (Vd,) in their place; ids may change between rounds, -1 marks an unused one."""
+        """The rows `ids` (Vd,) in their place; ids may change between steps, -1 marks an unused one."""
         return DraftHead(self.weight, ids, gathered=True)

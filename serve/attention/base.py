@@ -50,7 +50,7 @@ class Backend(Attention):
     """
 
     phases: ClassVar[frozenset[str]]
-    needs_host_lengths: ClassVar[bool]  # sizes or plans its work on the host: a CUDA graph cannot capture its rounds
+    needs_host_lengths: ClassVar[bool]  # sizes or plans its work on the host: a CUDA graph cannot capture its passes
     features: ClassVar[frozenset[str]] = frozenset()  # of FEATURES: those that its kernels have
 
     def __init__(self, kv: NetworkKV, rope: RotaryEmbedding) -> None:

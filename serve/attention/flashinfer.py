@@ -1,7 +1,7 @@
 """Attention with FlashInfer's paged kernels (https://flashinfer.ai, written for 0.6.18).
 
 A pass is planned on the host from exact lengths when its first layer asks, and run in every layer. Prompts take the
-kernels that FlashInfer chooses (on Hopper FA3), rounds FA2, which splits long contexts; `flashinfer:fa2` and
+kernels that FlashInfer chooses (on Hopper FA3), nodes FA2, which splits long contexts; `flashinfer:fa2` and
 `flashinfer:fa3` take one of them for both. A tree is a pass over the committed tokens, our kernel over the new nodes,
 and a merge of the two: no mask of the context's size is built.
 """
@@ -98,7 +98,7 @@ class Backend(base.Backend):
     phases = frozenset(PHASES)
     features = frozenset({"soft caps of scores"})
     prompt_kernels: ClassVar[str] = "auto"
-    round_kernels: ClassVar[str] = "fa2"  # FA3 reads a context in one program per query head
+    node_kernels: ClassVar[str] = "fa2"  # FA3 reads a context in one program per query head
 
     def __init__(self, kv: NetworkKV, rope: RotaryEmbedding) -> None:
         super().__init__(kv, rope)
@@ -182,7 +182,7 @@ class Backend(base.Backend):
             planner = self._planner("decode", "causal", spec)
             planner.plan(*table, *shape, **options)
         else:
-            kind = "prompt" if self.metadata.phase == "prefill" else "round"
+            kind = "prompt" if self.metadata.phase == "prefill" else "nodes"
             planner = self._planner(kind, mask, spec)
             planner.plan(_starts(query_lens), *table, *shape, causal=mask == "causal", **options)
         return planner.wrapper
@@ -212,7 +212,7 @@ class Backend(base.Backend):
         return starts, pages, lengths - (ends - 1).clamp(min=0) * page_size
 
     def _planner(self, kind: str, mask: Mask, spec: AttentionSpec) -> Planner:
-        """The wrapper of "decode", or of a "round" or "prompt" with that mask; each has buffers of its own."""
+        """The wrapper of "decode", or of "nodes" or a "prompt" with that mask; each has buffers of its own."""
         key = kind, mask, spec
         if key not in self.planners:
             with torch.inference_mode(False):  # a wrapper writes into its buffers in other modes, too
@@ -223,18 +223,18 @@ class Backend(base.Backend):
         if kind == "decode":
             tensor_cores = spec.num_heads // spec.num_kv_heads >= TENSOR_CORE_GROUP
             return flashinfer.BatchDecodeWithPagedKVCacheWrapper(self.workspace, "NHD", use_tensor_cores=tensor_cores)
-        kernels = self.prompt_kernels if kind == "prompt" else self.round_kernels
+        kernels = self.prompt_kernels if kind == "prompt" else self.node_kernels
         return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend=kernels)
 
 
 class FA2Backend(Backend):
-    prompt_kernels = round_kernels = "fa2"
+    prompt_kernels = node_kernels = "fa2"
 
 
 class FA3Backend(Backend):
     """FA3 wherever a request has more than one query."""
 
-    prompt_kernels = round_kernels = "fa3"
+    prompt_kernels = node_kernels = "fa3"
 
     @classmethod
     def fault(cls, kv: KVFormat) -> str:

@@ -93,7 +93,7 @@ def root_scores(batch_size: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _integers(start: int, end: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Cached: captured rounds only read it."""
+    """Cached: captured passes only read it."""
     assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capture"
     with torch.inference_mode(False):
         return torch.arange(start, end, dtype=dtype, device=device)

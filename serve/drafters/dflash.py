@@ -1,7 +1,7 @@
 """DFLASH drafter (arXiv 2602.06036): one pass over [last token, mask, mask, ...] drafts a whole chain.
 
 Its KV of a committed token depends on the target's states of that token alone, hence lookahead 0. The block's KV
-follows the committed tokens until the next round overwrites it. The drafter keeps no state per request.
+follows the committed tokens until the next step overwrites it. The drafter keeps no state per request.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ from slipstream.serve.runner.request_state import RequestState
 @dataclass(frozen=True, slots=True)
 class DFlashOptions(TokenMapOptions):
     block: int | None = None
-    """Most nodes that the target verifies: tokens drafted per round + 1. Default: what the draft was trained on."""
+    """Most nodes that the target verifies: tokens drafted per step + 1. Default: what the draft was trained on."""
     full_block: bool = False
-    """Draft the whole block even where a round verifies fewer nodes."""
+    """Draft the whole block even where a step verifies fewer nodes."""
 
     def __post_init__(self) -> None:
         TokenMapOptions.__post_init__(self)

@@ -1,7 +1,7 @@
 """The tokens that a draft with the target's head may propose: all, those of a token map, or those and recent ones.
 
 The head's rows of a static map are copied into one matrix, most frequent first, so any prefix of it is a map, too. With
-recent tokens the rows are read in place, through ids that change between rounds (kernels/gemm/gathered_head.py).
+recent tokens the rows are read in place, through ids that change between steps (kernels/gemm/gathered_head.py).
 Letters: V target and Vd draft vocabulary, T tokens, B requests.
 """
 

@@ -37,8 +37,8 @@ class PageTable:
     Ownership, with S = len(nodes) and C = the number of computed tokens:
       pages[0:S)                  the tree's, page i being nodes[i].page; full, read only, referenced once by this table
       pages[S:C // page_size)     own, full: the tree has this text from a sequence that ran at the same time, or a
-                                  round computed it; handed over or freed by `PageCache.release`
-      pages[C // page_size:)      own: being filled, or reserved for the KV of the next rounds
+                                  step computed it; handed over or freed by `PageCache.release`
+      pages[C // page_size:)      own: being filled, or reserved for the KV of the next steps
     """
 
     namespace: str
@@ -131,7 +131,7 @@ class PageCache:
 
     def extend_windows(self, table: PageTable, num_tokens: int) -> None:
         """Give the table own pages of every window group up to token `num_tokens`, at most `reach`, where a
-        round always ends."""
+        step always ends."""
         for window, pages in zip(self.windows, table.windows, strict=True):
             window.extend(pages, num_tokens)
 
@@ -243,7 +243,7 @@ class PageCache:
         return page
 
     def check(self, tables: Iterable[PageTable]) -> None:
-        """Prove the module's invariant; `tables` are those of all running sequences. Walks everything: not for rounds.
+        """Prove the module's invariant; `tables` are those of all running sequences. Walks everything: not for steps.
 
         Raises AssertionError.
         """

@@ -127,9 +127,9 @@ def measure_workspace(runner: Runner, config: EngineConfig, widths: Sequence[int
     steps, drafts = make_graphs(runner, config, widths, Capturer())
     keys = steps.keys()
     with dry_run():
-        captured = max(peak(partial(steps.pass_of, *key)) for key in (keys[0], _largest(keys)))
+        captured = max(peak(partial(steps.pass_of, key)) for key in (keys[0], _largest(keys)))
         if drafts is not None:
-            captured = max(captured, peak(partial(drafts.pass_of, *drafts.keys()[0])))
+            captured = max(captured, peak(partial(drafts.pass_of, drafts.keys()[0])))
     largest = captured
     if not config.captured_tokens:
         largest = peak(lambda: _prefill_padding(runner, config.prefill_budget))

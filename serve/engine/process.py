@@ -2,7 +2,7 @@
 
 Messages in: the EngineConfig; then lists of Request, Abort, Ping, and None to end. Messages out: `engine.info` once it
 is ready, then Step and Rejected; Failed before an end that nobody asked for. A step and its Outputs are one message, so
-that a round costs one write. Every message is answered by a Step: at once by an idle engine, else after the step,
+that a step costs one write. Every message is answered by a Step: at once by an idle engine, else after the step,
 within METRICS_SECONDS more.
 
 A message travels as an 8-byte length and a pickle. The engine's end of the pipe blocks; the server's is an asyncio
@@ -112,7 +112,7 @@ def build_engine(config: EngineConfig) -> EngineLike:
     from slipstream.serve.engine import build  # here, so that only the engine's process loads it
 
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("slipstream").setLevel(logging.INFO)  # logs the chosen backends and captured rounds
+    logging.getLogger("slipstream").setLevel(logging.INFO)  # logs the chosen backends and captured passes
     return build.build_engine(config)
 
 

@@ -1,4 +1,4 @@
-"""Decides what the engine computes next: admission, chunked prefill, rounds, preemption, the end of requests.
+"""Decides what the engine computes next: admission, chunked prefill, decoding, preemption, the end of requests.
 
 Imports no torch. Invariant: every running sequence arrived before every waiting one, and the running ones are in order
 of arrival. A step is

@@ -43,7 +43,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 64
 
-RETRY_AFTER_S = 1  # sent with 429 and 503: a place may be free after any round
+RETRY_AFTER_S = 1  # sent with 429 and 503: a place may be free after any step
 MAX_ERROR_CHARS = 1000  # error messages may quote what the client sent
 
 # A string (possibly unterminated), a bracket, or whatever is between those: numbers, commas, colons.

@@ -8,11 +8,12 @@ passes write into one result buffer, so a replay's results must be copied away b
 import gc
 import logging
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ HEADS = (32, 128, 256, 512)  # rows with logits of passes with prompts, besides 
 MOST_NODE_ROWS = 1024  # of a pass without prompts, if there are no more requests than that
 TIMED_PASSES = 2  # of each key at start-up: the faster one counts
 StepKey = tuple[int, int, bool, SamplingMode]  # rows, rows with logits, whether there are prompts, mode
+DraftKey = tuple[int, int, SamplingMode]  # requests, width, mode
+Key = TypeVar("Key", bound=tuple[Any, ...])
+REMEDY = "lower max_running, prefill_graph_tokens or mem_fraction"
 
 
 def buckets(most: int) -> list[int]:
@@ -79,12 +83,12 @@ class Capturer:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._has_warned = False
 
-    def capture_all(self, what: str, sizes: str, keys: Sequence[tuple[Any, ...]], capture: Callable[..., bool]) -> None:
+    def capture_all(self, what: str, sizes: str, keys: Sequence[Any], capture: Callable[[Any], bool]) -> None:
         """Calls `capture`, which says whether memory sufficed, with each key. Logs what it took; `sizes` names them."""
         gc.collect()
         start, before = time.monotonic(), torch.cuda.mem_get_info()[0]
         bar = tqdm(keys, desc=f"capturing {what}", unit="graph", leave=False)
-        count = sum(capture(*key) for key in bar)
+        count = sum(map(capture, bar))
         seconds, used = time.monotonic() - start, before - torch.cuda.mem_get_info()[0]
         message = "captured %d %s (%s; with and without filters) in %.1f s, %.2f GB"
         logger.info(message, count, what, sizes, seconds, used / 1e9)
@@ -122,7 +126,62 @@ class Capturer:
         self._has_warned = True
 
 
-class StepGraphs:
+class Graphs(ABC, Generic[Key]):
+    """Passes of one kind, captured by key. `requests` (B,) int64 is the buffer that they read slots from."""
+
+    def __init__(self, runner: Runner, requests: Tensor, capturer: Capturer) -> None:
+        self.runner, self.requests, self.capturer = runner, requests, capturer
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._held: tuple[int, ...] | None = None  # slots in `requests`
+
+    @abstractmethod
+    def keys(self) -> list[Key]:
+        """Largest first: the later ones find memory in the pool."""
+
+    @abstractmethod
+    def pass_of(self, key: Key) -> None:
+        """The pass that is captured, on what the buffers hold."""
+
+    @abstractmethod
+    def hold_padding(self) -> None:
+        """Fills the buffers so that a pass writes nothing but the dump page."""
+
+    @abstractmethod
+    def describe(self, key: Key) -> str: ...
+
+    def _capture_all(self, what: str, sizes: str) -> None:
+        self.capturer.capture_all(what, sizes, self.keys(), self._capture)
+
+    def _capture(self, key: Key) -> bool:
+        self.hold_padding()
+        graph = self.capturer.capture(partial(self.pass_of, key), self.describe(key), REMEDY)
+        if graph is not None:
+            self._graphs[key] = graph
+        return graph is not None
+
+    def _hold_requests(self, slots: tuple[int, ...]) -> None:
+        if self._held != slots:
+            padding = [self.runner.state.padding] * (len(self.requests) - len(slots))
+            self.requests.copy_(self.runner.state.upload([*slots, *padding]))
+            self._held = slots
+
+    def _time(self, key: Key) -> float:
+        """Milliseconds of the best of a few passes."""
+        graph, state = self._graphs.get(key), self.runner.state
+        run = graph.replay if graph is not None else partial(self.pass_of, key)
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(TIMED_PASSES + 1)]
+        proposals = state.proposals.clone()
+        for start, end in pairs:
+            state.lengths.zero_()
+            state.proposals.copy_(proposals)  # a target's pass leaves roots
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()  # sync
+        return min(start.elapsed_time(end) for start, end in pairs[1:])  # the first is slower
+
+
+class StepGraphs(Graphs[StepKey]):
     """Runs `runner.step` by replay.
 
     `most_rows`: of passes without prompts; `most_prompt_rows`: of passes with prompts, 0: none are captured.
@@ -132,33 +191,30 @@ class StepGraphs:
         self, runner: Runner, max_running: int, most_rows: int, most_prompt_rows: int, capturer: Capturer
     ) -> None:
         state = runner.state
-        self.runner, self.capturer, self.max_running = runner, capturer, max_running
+        numbers = torch.full((2 + max_running,), state.padding, dtype=torch.int64, device=state.device)
+        super().__init__(runner, numbers[2:], capturer)
+        self.budget = numbers[:1]  # aligned like the requests
+        self.budget.zero_()
+        self._held_budget = 0
         self.sizes = buckets(most_rows)
         self.prompt_sizes = prompt_sizes(most_prompt_rows)
         self.num_chunks = min(MOST_CHUNKS, max_running) if self.prompt_sizes else 0
-        self.most_prompt_rows = most_prompt_rows
-        numbers = torch.full((2 + max_running,), state.padding, dtype=torch.int64, device=state.device)
-        self.budget, self.requests = numbers[:1], numbers[2:]  # aligned alike
-        self.budget.zero_()
+        self.max_running, self.most_prompt_rows = max_running, most_prompt_rows
         self.packed = self._pack((), most_prompt_rows).to(state.device)
         self.results = runner.empty_results(max_running + self.num_chunks)
-        self._graphs: dict[StepKey, torch.cuda.CUDAGraph] = {}
-        self._held: tuple[int, ...] | None = None  # what self.requests holds
-        self._held_budget = 0
 
     def run_all(self) -> None:
         """Runs every size on padding, uncaptured, and the largest ones in every mode."""
         for key in self.keys():
-            rows, _, has_prompts, mode = key
+            rows, _, _, mode = key
             if mode == MODES[0] or rows in (self.sizes[-1], *self.prompt_sizes[-1:]):
-                self._hold((), 0)
-                self._hold_chunks(())
-                self.pass_of(*key)
+                self.hold_padding()
+                self.pass_of(key)
 
     def capture_all(self) -> None:
         """Captures every size in every mode, largest first."""
         sizes = f"rows {', '.join(map(str, self.sizes))}; with prompts {', '.join(map(str, self.prompt_sizes))}"
-        self.capturer.capture_all("target passes", sizes, self.keys(), self._capture)
+        self._capture_all("target passes", sizes)
 
     def time_all(self) -> dict[str, dict[Any, float]]:
         """Milliseconds of passes with random tokens and no committed ones to read, by mode and rows. Where a pass has
@@ -190,7 +246,7 @@ class StepGraphs:
 
     def expect(self, slots: tuple[int, ...]) -> None:
         """The next `run` is theirs: what the device must know of them is on its way before that."""
-        self._hold(slots, self._held_budget)
+        self._hold_requests(slots)
 
     def find(self, plan: StepPlan) -> StepKey | None:
         mode: SamplingMode = "all" if plan.mode == "all" else "plain"
@@ -209,18 +265,25 @@ class StepGraphs:
         return next(((*key, True, mode) for key in each if (*key, True, mode) in self._graphs), None)
 
     def keys(self) -> list[StepKey]:
-        """Largest first: the later ones find memory in the pool."""
         own = [(rows, heads, True) for rows in self.prompt_sizes for heads in self._heads(rows)]
         own += [(rows, rows, False) for rows in reversed(self.sizes)]
         return [(*key, mode) for key in sorted(own, reverse=True) for mode in reversed(MODES)]
 
-    def pass_of(self, rows: int, heads: int, has_prompts: bool, mode: SamplingMode) -> None:
-        """The pass that is captured, on what the buffers hold."""
+    def pass_of(self, key: StepKey) -> None:
+        rows, heads, has_prompts, mode = key
         chunks = split_chunks(self.packed, self.num_chunks, self.most_prompt_rows)
         if not has_prompts:
             chunks = Chunks(*(field[:0] for field in chunks))
         inputs = StepInputs(self.budget, self.requests[: min(rows, self.max_running)], chunks)
         self.runner.step(inputs, rows, heads, mode, out=self.results)
+
+    def hold_padding(self) -> None:
+        self._hold((), 0)
+        self._hold_chunks(())
+
+    def describe(self, key: StepKey) -> str:
+        rows, _, _, mode = key
+        return f"a pass of {rows} rows ({mode} sampling)"
 
     def _heads(self, rows: int) -> list[int]:
         """Numbers of rows with logits that passes with prompts of so many rows are captured for."""
@@ -232,10 +295,7 @@ class StepGraphs:
         return pack_chunks(chunks, self.num_chunks, num_tokens, state.padding, state.device.type == "cuda")
 
     def _hold(self, slots: tuple[int, ...], budget: int) -> None:
-        if self._held != slots:
-            padding = [self.runner.state.padding] * (self.max_running - len(slots))
-            self.requests.copy_(self.runner.state.upload([*slots, *padding]))
-            self._held = slots
+        self._hold_requests(slots)
         if self._held_budget != budget:
             self.budget.fill_(budget)
             self._held_budget = budget
@@ -251,60 +311,32 @@ class StepGraphs:
             packed = self._pack(chunks, num_tokens)
             self.packed[: len(packed)].copy_(packed, non_blocking=True)
 
-    def _time(self, key: StepKey) -> float:
-        """The best of a few passes."""
-        graph, state = self._graphs.get(key), self.runner.state
-        run = graph.replay if graph is not None else partial(self.pass_of, *key)
-        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(TIMED_PASSES + 1)]
-        proposals = state.proposals.clone()
-        for start, end in pairs:
-            state.lengths.zero_()
-            state.proposals.copy_(proposals)  # a pass leaves roots
-            start.record()
-            run()
-            end.record()
-        torch.cuda.synchronize()  # sync
-        return min(start.elapsed_time(end) for start, end in pairs[1:])  # the first is slower
 
-    def _capture(self, rows: int, heads: int, has_prompts: bool, mode: SamplingMode) -> bool:
-        """On padding: nothing but the dump page is written."""
-        self._hold((), 0)
-        self._hold_chunks(())
-        what = f"a pass of {rows} rows ({mode} sampling)"
-        remedy = "lower max_running, prefill_graph_tokens or mem_fraction"
-        key = rows, heads, has_prompts, mode
-        graph = self.capturer.capture(partial(self.pass_of, *key), what, remedy)
-        if graph is not None:
-            self._graphs[key] = graph
-        return graph is not None
-
-
-class DraftGraphs:
+class DraftGraphs(Graphs[DraftKey]):
     """Runs `runner.draft` by replay."""
 
     def __init__(self, runner: Runner, max_running: int, widths: Sequence[int], capturer: Capturer) -> None:
         state = runner.state
-        self.runner, self.capturer, self.widths = runner, capturer, sorted(width for width in widths if width > 1)
+        requests = torch.full((max_running,), state.padding, dtype=torch.int64, device=state.device)
+        super().__init__(runner, requests, capturer)
+        self.widths = sorted(width for width in widths if width > 1)
         self.sizes = draft_sizes(max_running)
-        self.requests = torch.full((max_running,), state.padding, dtype=torch.int64, device=state.device)
-        self._graphs: dict[tuple[int, int, SamplingMode], torch.cuda.CUDAGraph] = {}
-        self._held: tuple[int, ...] | None = None
 
     def run_all(self) -> None:
-        self._hold(())
+        self.hold_padding()
         for key in self.keys():
-            self.pass_of(*key)
+            self.pass_of(key)
 
     def capture_all(self) -> None:
         sizes = f"requests {', '.join(map(str, self.sizes))}; width {', '.join(map(str, self.widths))}"
-        self.capturer.capture_all("draft passes", sizes, self.keys(), self._capture)
+        self._capture_all("draft passes", sizes)
 
     def time_all(self) -> dict[str, dict[Any, float]]:
         """Milliseconds by mode and (requests, width)."""
         tables: dict[str, dict[Any, float]] = {mode: {} for mode in MODES}
         with self.runner.state.random_requests(self.runner.target.config.vocab_size):
             for size, width, mode in self.keys():
-                self._hold(tuple(range(size)))
+                self._hold_requests(tuple(range(size)))
                 tables[mode][size, width] = self._time((size, width, mode))
         self._held = None
         return tables
@@ -316,45 +348,24 @@ class DraftGraphs:
         size = next((size for size in self.sizes[start:] if (size, width, mode) in self._graphs), None)
         if size is None:
             return False
-        self._hold(slots)
+        self._hold_requests(slots)
         self._graphs[size, width, mode].replay()
         return True
 
-    def keys(self) -> list[tuple[int, int, SamplingMode]]:
-        """Largest first: the later ones find memory in the pool."""
+    def keys(self) -> list[DraftKey]:
         widths = sorted(self.widths, reverse=True)
         return [(size, width, mode) for size in reversed(self.sizes) for width in widths for mode in reversed(MODES)]
 
-    def pass_of(self, size: int, width: int, mode: SamplingMode) -> None:
+    def pass_of(self, key: DraftKey) -> None:
+        size, width, mode = key
         self.runner.draft(self.requests[:size], mode, width, 0)
 
-    def _hold(self, slots: tuple[int, ...]) -> None:
-        if self._held != slots:
-            padding = [self.runner.state.padding] * (len(self.requests) - len(slots))
-            self.requests.copy_(self.runner.state.upload([*slots, *padding]))
-            self._held = slots
+    def hold_padding(self) -> None:
+        self._hold_requests(())
 
-    def _time(self, key: tuple[int, int, SamplingMode]) -> float:
-        graph, state = self._graphs.get(key), self.runner.state
-        run = graph.replay if graph is not None else partial(self.pass_of, *key)
-        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(TIMED_PASSES + 1)]
-        for start, end in pairs:
-            state.lengths.zero_()
-            start.record()
-            run()
-            end.record()
-        torch.cuda.synchronize()  # sync
-        return min(start.elapsed_time(end) for start, end in pairs[1:])
-
-    def _capture(self, size: int, width: int, mode: SamplingMode) -> bool:
-        self._hold(())
-        what = f"a draft for {size} requests of {width} nodes ({mode} sampling)"
-        graph = self.capturer.capture(
-            partial(self.pass_of, size, width, mode), what, "lower max_running or mem_fraction"
-        )
-        if graph is not None:
-            self._graphs[size, width, mode] = graph
-        return graph is not None
+    def describe(self, key: DraftKey) -> str:
+        size, width, mode = key
+        return f"a draft pass of {size} requests at width {width} ({mode} sampling)"
 
 
 def make_graphs(
@@ -380,8 +391,7 @@ def capture_all(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> 
             if drafts is not None:
                 drafts.run_all()
     except torch.cuda.OutOfMemoryError as error:
-        remedy = "lower max_running, prefill_graph_tokens or mem_fraction"
-        raise ValueError(f"the largest passes do not fit into memory; {remedy}") from error
+        raise ValueError(f"the largest passes do not fit into memory; {REMEDY}") from error
     steps.capture_all()
     if drafts is not None:
         drafts.capture_all()

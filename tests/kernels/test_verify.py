@@ -4,10 +4,8 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
 from slipstream.kernels.speculation.verify import ancestor_masks, unpack, verify
-from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
 
 VOCAB = 4  # small, so that drafts are right now and then; the target may sample -1, too
 
@@ -76,43 +74,3 @@ def test_ancestors_equal_the_path_to_the_root() -> None:
                 path.add(up)
             assert tokens[node] < 0 or set(above[node].nonzero().flatten().tolist()) == path
             assert bool(above[node, node]), "an unused node sees a key at least: softmax over none is NaN"
-
-
-def random_proposals(num: int, width: int, chain: bool, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    rng = random.Random(width)
-    tokens, parents = zip(*(random_tree(rng, width, chain) for _ in range(num)), strict=True)
-    sampled = torch.tensor([[rng.randrange(-1, VOCAB) for _ in range(width)] for _ in range(num)], device=device)
-    # Strided rows, cut from stored proposals.
-    stored = torch.full((2, num, width + 3), 99, dtype=torch.int32, device=device)
-    stored[0, :, :width], stored[1, :, :width] = torch.tensor(tokens), torch.tensor(parents)
-    return stored[0, :, :width], stored[1, :, :width], sampled
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("width", "chain"), cover([1, 2, 64, 17, 3], [True, False]))
-def test_the_kernels_equal_the_references(chain: bool, width: int, device: str) -> None:
-    num = 4 if device == "cpu" else 300
-    tokens, parents, sampled = random_proposals(num, width, chain, device)
-    expected_masks = ancestor_masks.reference(parents)
-    with poisoned():
-        masks = ancestor_masks.triton(parents)
-    assert torch.equal(masks, expected_masks)
-    for ancestors in (None, masks) if chain else (masks,):
-        with poisoned():
-            found = verify.triton(tokens, parents, sampled, ancestors)
-        for actual, wanted in zip(found, verify.reference(tokens, parents, sampled, ancestors), strict=True):
-            assert actual.dtype == torch.int32
-            assert torch.equal(actual, wanted)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("chain", [True, False])
-def test_a_graph_replays_them(chain: bool) -> None:
-    tokens, parents, sampled = random_proposals(64, 16, chain, "cuda")
-
-    def run() -> tuple[Tensor, ...]:
-        masks = ancestor_masks.triton(parents)
-        return masks, *verify.triton(tokens, parents, sampled, None if chain else masks)
-
-    for actual, expected in zip(replayed(run), run(), strict=True):
-        assert torch.equal(actual, expected)

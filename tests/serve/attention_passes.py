@@ -199,7 +199,7 @@ class Scene:
         """(n,) int64 of a request's queries in a ragged pass."""
         if self.case.mask_of(request) != "tree":
             return torch.full((self.case.query_lens[request],), -1)
-        return ancestor_masks.reference(torch.tensor([self.parents[request]], dtype=torch.int32))[0]
+        return ancestor_masks(torch.tensor([self.parents[request]], dtype=torch.int32))[0]
 
     def _ancestors(self) -> Tensor | None:
         if self.case.mask != "tree":

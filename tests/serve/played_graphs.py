@@ -35,9 +35,9 @@ class Player(Capturer):
     def __init__(self) -> None:
         pass
 
-    def capture_all(self, what: str, sizes: str, keys: Sequence[tuple[Any, ...]], capture: Callable[..., bool]) -> None:
+    def capture_all(self, what: str, sizes: str, keys: Sequence[Any], capture: Callable[[Any], bool]) -> None:
         for key in keys:
-            assert capture(*key)
+            assert capture(key)
 
     def capture(self, run: Callable[[], None], what: str, remedy: str) -> torch.cuda.CUDAGraph | None:
         return Played(run)  # type: ignore[return-value]
@@ -103,9 +103,9 @@ class EagerBuilder(PlayingBuilder):
 
 
 def play(config: EngineConfig) -> Engine:
-    """An engine whose choices do not depend on how fast this machine is: the host's proposals count as ready at once."""
+    """The host's proposals count as ready at once, so that no choice depends on how fast this machine is."""
     engine = PlayingBuilder(config).build()
-    engine.planner.policy.waited = lambda ms: None  # type: ignore[method-assign]
+    engine.planner.policy.waited = lambda _: None  # type: ignore[method-assign]
     return engine
 
 

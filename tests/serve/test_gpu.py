@@ -163,10 +163,10 @@ def test_passes_whose_graphs_do_not_fit_run_kernel_by_kernel(
     def starve(owner: type, kind_of: Callable[..., str]) -> None:
         method = owner.pass_of  # type: ignore[attr-defined]
 
-        def run(graphs: Any, *key: Any) -> None:
+        def run(graphs: Any, key: tuple[Any, ...]) -> None:
             if torch.cuda.is_current_stream_capturing() and starved & {kind_of(*key), key[-1]}:
                 torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-            method(graphs, *key)
+            method(graphs, key)
 
         monkeypatch.setattr(owner, "pass_of", run)
 

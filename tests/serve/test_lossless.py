@@ -24,7 +24,7 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import StepPlan, drafting_slots
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.request import Request
-from slipstream.tests.pairwise import gate_of, pairwise, rotating
+from slipstream.tests.pairwise import gate_of, rotating
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import FAMILIES
 from slipstream.tests.serve.engine_runs import (
@@ -109,18 +109,18 @@ Reference = Callable[[str, list[Request]], dict[str, list[int]]]
 
 
 @pytest.mark.parametrize(
-    ("drafter", "sampling", "page_size", "max_running", "family"),
-    pairwise(DRAFTERS, SAMPLINGS, [1, 16], [1, 8], ["qwen3", "llama", "mistral-window", "qwen3-windows"]),
+    ("drafter", "sampling", "sizes", "family"),
+    rotating(
+        DRAFTERS,
+        SAMPLINGS,
+        [(1, 8), (16, 8), (16, 1)],
+        ["qwen3", "llama", "mistral-window", "qwen3-windows", "qwen3-tied"],
+    ),
 )
 def test_a_drafter_changes_no_token(
-    drafter: str,
-    sampling: str,
-    page_size: int,
-    max_running: int,
-    family: str,
-    build: BuildDrafted,
-    reference: Reference,
+    drafter: str, sampling: str, sizes: tuple[int, int], family: str, build: BuildDrafted, reference: Reference
 ) -> None:
+    page_size, max_running = sizes
     requests = uneven_requests(SAMPLINGS[sampling])
     engine = build(family, drafter, max_running=max_running, page_size=page_size)
     answers = run(engine, requests)
@@ -366,13 +366,12 @@ class AnyPolicy(BudgetPolicy):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "overlap", "page_size", "family"),
-    pairwise(DRAFTERS, [False, True], [1, 16], ["qwen3", "mistral-window", "qwen3-windows"]),
+    ("drafter", "case", "family"),
+    rotating(DRAFTERS, list(product([False, True], [1, 16])), ["qwen3", "mistral-window", "qwen3-windows"]),
 )
 def test_no_token_depends_on_what_else_a_step_computes(
     drafter: str,
-    overlap: bool,
-    page_size: int,
+    case: tuple[bool, int],
     family: str,
     build: BuildDrafted,
     reference: Reference,
@@ -380,6 +379,7 @@ def test_no_token_depends_on_what_else_a_step_computes(
 ) -> None:
     """Requests of all kinds come, are aborted, preempted and continued from cached pages, while every step computes any
     chunks of prompts beside any numbers of nodes."""
+    overlap, page_size = case
     rng = random.Random(f"{drafter} {overlap} {page_size} {family}")
     kinds = kinds_of_requests(rng, 12, longest=40)
     expected = reference(family, list(kinds.values()))
@@ -414,7 +414,7 @@ def record(engine: Engine, proposals: Proposals) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "page_size", "family"), pairwise(BY_NETWORK, [1, 16], ["qwen3", "mistral-window", "qwen3-windows"])
+    ("drafter", "page_size", "family"), rotating(BY_NETWORK, [1, 16], ["qwen3", "mistral-window", "qwen3-windows"])
 )
 def test_a_proposal_depends_on_its_text_alone(drafter: str, page_size: int, family: str, build: BuildDrafted) -> None:
     """What a drafter keeps of a text is right, whatever chunks and accepted nodes it came in."""

@@ -55,7 +55,7 @@ class NgramCore:
         scores: NDArray[np.float32],
         matches: NDArray[np.int32],
     ) -> list[int]:
-        """Requests `rows` (B,) have gained what a round has `emitted` (B, 1 + K), the number of tokens first, and get a
+        """Requests `rows` (B,) have gained what a step has `emitted` (B, 1 + K), the number of tokens first, and get a
         tree each, written into the caller's arrays. Returns how many nodes each tree has.
 
         tokens, parents, scores (B, N) with N <= 64: as in serve/batch.py's Proposal, the root being the request's last
@@ -63,7 +63,7 @@ class NgramCore:
         matches (B,): length of the longest match, 0 where nothing is drafted.
 
         The request itself sees its tokens at once; others when it has gained more or has ended, since only then is it
-        certain that it has not ended within them, and when the inserting thread has handled them, within a round or
+        certain that it has not ended within them, and when the inserting thread has handled them, within a step or
         two; it sleeps at most 4 ms. Tokens that do not fit into the queue are dropped and counted.
         """
 
@@ -78,7 +78,7 @@ class NgramCore:
         """Waits until all queued tokens are inserted."""
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the trie; the file appears whole or not at all. Rounds wait while it is copied. Raises OSError."""
+        """Writes the trie; the file appears whole or not at all. Steps wait while it is copied. Raises OSError."""
 
     def load(self, path: str | PathLike[str], vocab_size: int = ...) -> None:
         """Replaces the trie; its capacity and branch_length must be large enough. No request may be running.

@@ -1,7 +1,7 @@
 """N-gram lookahead: drafts what has followed the last tokens before, in the request's own text or in others', without
 a model.
 
-It needs no target states, no KV and no GPU: a C++ core (csrc/) matches and drafts on the host between rounds, which
+It needs no target states, no KV and no GPU: a C++ core (csrc/) matches and drafts on the host between steps, which
 wait for it while that pays. Requests see texts of their own namespace (the API's `cache_salt`) only. Beside a draft
 network (`--drafter.ngram-first 5`) its proposals replace the network's where enough last tokens match.
 """

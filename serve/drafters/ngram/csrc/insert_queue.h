@@ -1,4 +1,4 @@
-// Texts on their way from the rounds to the thread that inserts them.
+// Texts on their way from the steps to the thread that inserts them.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ struct Job {
   int32_t num_tokens;
 };
 
-// Bounded, except for END jobs, which release what the request took. Keeps its memory, so that rounds do not allocate.
+// Bounded, except for END jobs, which release what the request took. Keeps its memory, so that steps do not allocate.
 class InsertQueue {
  public:
   explicit InsertQueue(size_t max_tokens) : max_tokens_(max_tokens) {}
@@ -46,7 +46,7 @@ class InsertQueue {
   }
 
   // While `is_busy` the thread polls, a millisecond after the last job and less often if there was none; otherwise it
-  // sleeps until notified. Waking a thread can cost more than all lookups of a round.
+  // sleeps until notified. Waking a thread can cost more than all lookups of a step.
   void set_busy(bool is_busy) {
     std::lock_guard lock(mutex_);
     if (is_busy_ == is_busy) return;

@@ -34,7 +34,7 @@ class Ngram {
 
   // A request starts in slot `row`.
   void admit(int64_t row, const int32_t* tokens, size_t num_tokens, const std::string& name);
-  // Requests have gained the tokens that a round emitted, (B, 1 + K) with their number first, and get a tree of `width`
+  // Requests have gained the tokens that a step emitted, (B, 1 + K) with their number first, and get a tree of `width`
   // nodes each: tokens, parents and scores (B, N), lengths of the longest matches (B,). Returns how many nodes each
   // tree has (B,). Other requests see these tokens when this one has gained more or has ended, at most as many as `release`
   // says.

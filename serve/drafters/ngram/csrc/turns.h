@@ -1,4 +1,4 @@
-// A mutex that rounds get before the inserting thread.
+// A mutex that steps get before the inserting thread.
 #pragma once
 
 #include <atomic>
