@@ -15,6 +15,8 @@ from slipstream.kernels.gemm.small_m import (
 from slipstream.kernels.launch import shared_memory, use_triton
 
 FEW_ROWS = 8
+# Of a CPU: numbers of rows for which a product is computed transposed. Without AVX-512 one row is slower that way.
+TRANSPOSED = range(1 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2, FEW_ROWS + 1)
 SHARED_MEMORY = 200 << 10  # bytes that our largest tiles need: sm_90 and sm_100 have them
 
 
@@ -27,10 +29,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.numel() // x.shape[-1]
     if x.is_cuda and len(weight) <= MAX_OUTPUTS and few_on_gpu(x, weight):
         return linear_few_rows_triton(x.reshape(rows, -1), weight, bias).view(*x.shape[:-1], len(weight))
-    if x.is_cuda or rows > FEW_ROWS or weight.requires_grad:
+    if x.is_cuda or rows not in TRANSPOSED or weight.requires_grad:
         return F.linear(x, weight, bias)
     flat = x if x.dim() == 2 else x.reshape(rows, x.shape[-1])
-    out = (weight @ flat.repeat(2, 1).t())[:, :1] if rows == 1 else weight @ flat.t()
+    out = (weight @ torch.cat((flat, flat)).t())[:, :1] if rows == 1 else weight @ flat.t()
     out = out.t().contiguous()
     out = out if bias is None else out + bias
     return out if x.dim() == 2 else out.view(*x.shape[:-1], len(weight))

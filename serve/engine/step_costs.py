@@ -23,6 +23,7 @@ MOST_OFF = 1.5  # a step counts as at most this many times its prediction, and a
 OBSERVED = 0.02  # weight of a measured step in the factor of all steps
 DEVIATION = 0.05  # and in the deviation of its own size
 MOST_DEVIATION = 1.5
+KEEP_DEVIATION = 0.99  # per step of such a size, so that a fit explains what it can
 FORGET = 0.99  # weight of a step in a fit after one more step like it
 # What `FittedCosts` assumes of a step, up to a common factor that its first measured step sets: a pass takes 1, and
 # more by the request, by the row, by the drafted node, and for drafting at all.
@@ -177,8 +178,9 @@ class StepCosts(Costs):
 
 
 class FittedCosts(Costs):
-    """Times of passes of any size: a + b * requests + c * rows + d * requests * (width - 1) + e * (width > 1) ms, with
-    coefficients >= 0 fitted to the measured steps by least squares of relative errors.
+    """Times of passes of any size: (a + c * rows) * off[rows] + b * requests + d * requests * (width - 1) +
+    e * (width > 1) ms, with coefficients >= 0 fitted to the measured steps by least squares of relative errors, and the
+    deviations `off` of passes of about so many rows, since libraries compute some numbers of rows faster than others.
 
     A measured step replaces a little of what is known of steps like it, and nothing of what is known of others: what
     wide proposals cost is not forgotten while narrow ones are drafted.
@@ -193,10 +195,12 @@ class FittedCosts(Costs):
         self._first: list[tuple[NDArray[np.float64], float]] = []  # measured steps, whose fastest sets the scale
         self._matrix, self._vector = np.eye(len(ROUGH)), np.zeros(len(ROUGH))  # normal equations
         self._filtered = 1.0  # time of a filtered step over that of a plain one
+        num_sizes = int(_size(np.array(most_rows))) + 2
+        self._off, self._seen = np.ones(num_sizes), np.zeros(num_sizes)  # by `_size`; steps that were measured
 
     def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
         factor = self._filtered if filtered else 1.0
-        return factor * (self.coefficients[0] + self.coefficients[2] * rows)
+        return factor * self._plain_targets(rows) * self._off[self._sizes_of(rows)]
 
     def draft(self, requests: int, width: int, *, filtered: bool) -> float:
         """With what a step takes by the request."""
@@ -204,8 +208,7 @@ class FittedCosts(Costs):
         return ms * self._filtered if filtered else ms
 
     def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
-        ms = float(_features(rows, requests, width) @ self.coefficients)
-        return ms * self._filtered if filtered else ms
+        return self.target(rows, filtered=filtered) + self.draft(requests, width, filtered=filtered)
 
     def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool) -> None:
         if rows == 0 or ms <= 0:
@@ -219,8 +222,22 @@ class FittedCosts(Costs):
         if filtered:
             self._filtered *= 1 + OBSERVED * (ms / predicted - 1)
             ms /= self._filtered
-        self._fit(features / ms)
+        size = int(self._sizes_of(np.array(rows)))
+        plain = float(self._plain_targets(np.array(rows)))
+        deviation = (self._off[size] - 1) * plain
+        self._seen[size] += 1
+        wrong = ms - deviation - float(features @ self.coefficients)
+        weight = max(1 / (self._seen[size] + 4), DEVIATION)
+        self._off[size] = _near_one(1 + (self._off[size] - 1) * KEEP_DEVIATION + weight * wrong / plain)
+        self._fit(features / max(ms - deviation, ms / MOST_OFF))
         self.coefficients = _solve(self._matrix, self._vector)
+
+    def _plain_targets(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        fitted: NDArray[np.float64] = self.coefficients[0] + self.coefficients[2] * rows
+        return fitted
+
+    def _sizes_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.minimum(_size(rows), len(self._off) - 1)
 
     def _start(self) -> None:
         """Fits the first steps, some of which may be slow, since much is done for the first time."""
@@ -237,6 +254,12 @@ class FittedCosts(Costs):
         forgotten = (1 - FORGET) / float(features @ seen) * seen
         self._vector = self._vector - forgotten * float(features @ self._vector) + features
         self._matrix = self._matrix - np.outer(forgotten, seen) + np.outer(features, features)
+
+
+def _size(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Passes of about as many rows share a deviation: 1 to 16 have their own, then there are four an octave."""
+    coarse = np.floor(4 * np.log2(np.maximum(rows, 16) / 16)).astype(np.int64)
+    return np.minimum(rows, 16) + coarse
 
 
 def _features(rows: int, requests: int, width: int) -> NDArray[np.float64]:

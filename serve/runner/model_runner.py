@@ -1,6 +1,5 @@
 """Executes plans on the device. Only `InFlight.read` waits for it."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from slipstream.serve.engine.plan import HostProposal, StepOutput, StepPlan, drafting_slots, slots_of
 from slipstream.serve.runner.chunks import pack_chunks, split_chunks
+from slipstream.serve.runner.cpu_clock import CpuClock
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
 from slipstream.serve.runner.step import HostShape, Runner, StepInputs
 
@@ -73,6 +73,7 @@ class ModelRunner:
         self.on_launch: Callable[[], None] | None = None
         self._prepared = 0  # number of the last plan whose slots and pages the device has
         self._started: torch.cuda.Event | None = None  # of that plan's pass, on a GPU
+        self._clock = CpuClock()
         self._slots: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # uploaded last, by what they are for
 
     def prepare(self, plan: StepPlan) -> None:
@@ -99,9 +100,10 @@ class ModelRunner:
         for proposal in plan.edits.proposals:
             self._store(proposal)
         self.state.set_masks(plan.edits.masks)
-        began, started = time.perf_counter(), self._started
+        started = self._started
         if started is not None:
             started.record()
+        self._clock.start()
         try:
             results, first_chunk = self._step(plan)
             self._draft(plan)
@@ -112,7 +114,7 @@ class ModelRunner:
         proposed = self._proposals(plan) if plan.returns_proposals else None
         width = self.state.proposals.shape[2]
         if started is None:
-            return InFlight(plan, results, first_chunk, width, proposed, 1000 * (time.perf_counter() - began))
+            return InFlight(plan, results, first_chunk, width, proposed, self._clock.stop())
         copies = [None if each is None else to_host(each) for each in (results, proposed)]
         landed = torch.cuda.Event(enable_timing=True)
         landed.record()

@@ -96,6 +96,22 @@ def test_a_fit_finds_the_coefficients(seed: int) -> None:
     assert costs.error() < 0.06
 
 
+def test_a_fit_learns_which_numbers_of_rows_are_fast() -> None:
+    """A library may compute 8 rows as fast as 5, and take longer for a ninth."""
+    costs, rng = FittedCosts(256), random.Random(0)
+
+    def stairs(rows: int, width: int) -> float:
+        return 10.0 + 4.0 * ((rows > 4) + (rows > 8) + (rows > 24)) + 1.0 * (width > 1)
+
+    for _ in range(3000):
+        rows, width = rng.choice([4, 5, 8, 9, 16, 24, 32, 40]), rng.choice([1, 4])
+        costs.observe(rows, 4, width, rng.gauss(1, 0.05) * stairs(rows, width), filtered=False)
+    for rows in (4, 5, 8, 9, 16, 24, 32):
+        for width in (1, 4):
+            assert costs.time(rows, 4, width, filtered=False) == pytest.approx(stairs(rows, width), rel=0.06), rows
+    assert costs.error() < 0.06
+
+
 def test_a_fit_forgets_nothing_of_steps_that_are_not_taken_now() -> None:
     costs = FittedCosts(1024)
     for width in (8, 4, 2, 1) * 10:
