@@ -14,7 +14,7 @@ from slipstream.models.layers.attention import Attention, AttentionLayer
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import AttentionSpec
 from slipstream.serve.runner.batch import AttentionMetadata, Phase
-from slipstream.serve.runner.kv import NetworkKV
+from slipstream.serve.runner.kv import KVSlots, NetworkKV
 
 logger = logging.getLogger(__name__)
 
@@ -75,16 +75,21 @@ class Backend(Attention):
         return True
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        """Prepares one pass; `write` and `attend` of every layer follow."""
+        """Prepares one pass; `attend` of every layer follows."""
         self.metadata = metadata
+        self.plan_writes(metadata.positions, metadata.slots)
+
+    def plan_writes(self, positions: Tensor, slots: KVSlots) -> None:
+        """Prepares `write` of every layer alone, for rows at positions (T,) int64 whose KV goes to these slots."""
+        self.positions, self.slots = positions, slots
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         self.rotate_and_store(k[:, :0], k, v, layer._replace(norms=None))
 
     def rotate_and_store(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         """Norms and rotates q and k, stores k and v in their slots of a layer, and returns q (T, Q, D)."""
-        metadata, rope, (keys, values) = self.metadata, self.rope, self.flat[layer.id]
-        where = metadata.positions, metadata.slots.of(self.groups[layer.id])
+        rope, (keys, values) = self.rope, self.flat[layer.id]
+        where = self.positions, self.slots.of(self.groups[layer.id])
         return rotate_and_store(q, k, v, rope.cos, rope.sin, *where, keys, values, layer.norms)
 
 

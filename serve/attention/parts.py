@@ -42,13 +42,6 @@ class NodeRows(NamedTuple):
         """values (B * N, ...) -> (n, ...)."""
         return values if self.kept is None else values[self.kept]
 
-    def owners(self, slots: Tensor, padding: int) -> Tensor:
-        """slots (T,) of all rows -> (B * N,), `padding` for copies."""
-        if self.repeated is None or self.kept is None:
-            return slots[: self.num_rows]
-        own = slots[self.repeated]
-        return torch.full_like(own, padding).index_copy_(0, self.kept, own[self.kept])
-
 
 @dataclass(slots=True)
 class PartsAttention:

@@ -16,7 +16,7 @@ from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.serve.attention import base
 from slipstream.serve.runner.batch import AttentionMetadata
-from slipstream.serve.runner.kv import NetworkKV
+from slipstream.serve.runner.kv import KVSlots, NetworkKV
 
 # Without cuDNN, which prepares about 40 ms for every new prompt length.
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -51,15 +51,18 @@ class Backend(base.Backend):
         self.gathered = self.layers[0].new_empty(0)
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        self.metadata = metadata
-        if not self.layers[0].is_cuda:
-            self._find_angles(metadata.positions)
+        super().plan(metadata)
         counts = metadata.query_lens
         if len(set(counts)) == 1:
             self.segments = [self._segment(0, len(counts), 0)]
             return
         starts = [sum(counts[:index]) for index in range(len(counts))]
         self.segments = [self._segment(index, index + 1, start) for index, start in enumerate(starts)]
+
+    def plan_writes(self, positions: Tensor, slots: KVSlots) -> None:
+        super().plan_writes(positions, slots)
+        if not self.layers[0].is_cuda:
+            self._find_angles(positions)
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         if k.is_cuda:
@@ -95,7 +98,7 @@ class Backend(base.Backend):
         return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin).to(x.dtype)
 
     def _store(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
-        (keys, values), slots = self.flat[layer.id], self.metadata.slots.of(self.groups[layer.id])
+        (keys, values), slots = self.flat[layer.id], self.slots.of(self.groups[layer.id])
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
 

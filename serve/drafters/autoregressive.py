@@ -1,7 +1,8 @@
 """EAGLE and EAGLE3: a recurrent hidden state drafts token by token, as a chain or as a tree.
 
 Their KV at slot t depends on the target's states at t and the token at t + 1, hence lookahead 1. State per request:
-the draft's hidden state at the last committed token, from which the next proposal starts.
+what the draft makes of the target's states at the last committed token. A proposal starts with the draft's layer there,
+so that steps after which nothing is drafted, and most rows of a pass, cost no more than their keys and values.
 Letters: B requests, N nodes of a proposal, k frontier nodes of a tree's level, H hidden size, R request slots.
 """
 
@@ -98,27 +99,28 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         self.embed, self.attention = self.module.embed_tokens or target.embed_tokens, attention
         (self.group,) = attention.kv.groups
         size = self.module.config.hidden_size
-        self.hidden = torch.zeros(len(state.lengths), size, dtype=target.dtype, device=target.device)  # (R, H)
+        self.fused = torch.zeros(len(state.lengths), size, dtype=target.dtype, device=target.device)  # (R, H)
 
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
         self.vocabulary.observe(rows)
-        embeds, hidden = self.embed(rows.next_tokens.clamp(min=0)), self.module.fuse(aux_states)
-        self.attention.plan(rows.metadata)
-        if rows.only_prompts:  # of many rows the last ones alone need a state
-            self.module.write_context(embeds, hidden, self.attention)
-            self.attention.plan(rows.last_of_each())
-            states = self.module(embeds[rows.last], hidden[rows.last], self.attention)
-        else:  # of few rows one pass gives both
-            states = self.module(embeds, hidden, self.attention)[rows.last]
-        self.hidden[rows.requests] = states
+        embeds, fused = self.embed(rows.next_tokens.clamp(min=0)), self.module.fuse(aux_states)
+        self.attention.plan_writes(rows.positions, rows.slots)
+        self.module.write_context(embeds, fused, self.attention)
+        self.fused[rows.requests] = fused[rows.last]
 
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         if self.branches and width > 2:  # two nodes are a chain: the best child alone
             return self._propose_tree(batch, width)
         return self._propose_chain(batch, width)
 
+    def _start(self, batch: DraftBatch) -> Tensor:
+        """The draft's states (B, H) at the last committed tokens."""
+        last = (batch.lengths - 1).clamp(min=0)  # padding has no tokens
+        self.attention.plan(batch.uniform(last, 1))
+        return self.module(self.embed(batch.roots.clamp(min=0)), self.fused[batch.requests], self.attention)
+
     def _propose_chain(self, batch: DraftBatch, width: int) -> Proposal:
-        sampling, hidden = batch.sampling, self.hidden[batch.requests]
+        sampling, hidden = batch.sampling, self._start(batch)
         chain, positions = [batch.roots], [batch.lengths]  # tokens; committed length + 0, 1, ...
         log_probs = [base.root_scores(len(batch.roots), batch.roots.device)]
         for step in range(width - 1):
@@ -136,7 +138,7 @@ class AutoregressiveDrafter(base.NetworkDrafter):
         shape, state = self.shape.within(width), batch.state
         place = Place(state.pages[self.group], state.page_size, batch.requests, batch.lengths)
         candidates = Candidates.empty(len(batch.roots), shape, batch.roots.device)
-        sampling, hidden, positions = batch.sampling, self.hidden[batch.requests], batch.lengths + 1
+        sampling, hidden, positions = batch.sampling, self._start(batch), batch.lengths + 1
         frontier: Frontier | None = None
         for level in range(shape.depth):
             if frontier is not None:

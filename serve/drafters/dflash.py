@@ -68,9 +68,9 @@ class Drafter(base.NetworkDrafter):
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
         self.vocabulary.observe(rows)
         context, eps = self.module.fuse(aux_states), self.module.config.rms_norm_eps
-        rope, metadata = self.attention.rope, rows.metadata
+        rope = self.attention.rope
         for group, (weight, bias, k_norm) in self.contexts.items():
-            where = metadata.positions, metadata.slots.of(group), self.attention.kv.flat(group)
+            where = rows.positions, rows.slots.of(group), self.attention.kv.flat(group)
             store_context(linear(context, weight, bias), k_norm, eps, rope.cos, rope.sin, *where)
 
     def propose(self, batch: DraftBatch, width: int) -> Proposal:

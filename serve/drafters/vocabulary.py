@@ -86,8 +86,7 @@ class DraftVocabulary:
     def observe(self, rows: PassRows) -> None:
         """Counts the tokens that a pass has read or emitted, without padding."""
         if self.recent is not None:
-            is_real = rows.owners != rows.metadata.state.padding  # (C,)
-            self.recent.add(rows.next_tokens.long(), is_real & (rows.next_tokens >= 0))
+            self.recent.add(rows.next_tokens.long(), rows.next_tokens >= 0)
 
 
 def find_vocabulary(module: DraftNetwork, target: Target, options: Any) -> DraftVocabulary:

@@ -31,6 +31,7 @@ ROUGH = (1.0, 0.02, 0.05, 0.02, 0.1)
 ROUGH_SPREAD = (1.0, 0.1, 0.2, 0.1, 0.5)
 TRUST_ROUGH = 0.01  # of that, a measured step counting as 1
 FIRST = 8  # measured steps that are fitted without a prediction to compare with
+SOLVE = 4  # steps after which the coefficients are computed again; each at the beginning
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,7 @@ class FittedCosts(Costs):
         self.coefficients = np.array(ROUGH)  # (5,) a to e
         self._first: list[tuple[NDArray[np.float64], float]] = []  # measured steps, whose fastest sets the scale
         self._matrix, self._vector = np.eye(len(ROUGH)), np.zeros(len(ROUGH))  # normal equations
+        self._num_fitted = 0
         self._filtered = 1.0  # time of a filtered step over that of a plain one
         num_sizes = int(_size(np.array(most_rows))) + 2
         self._off, self._seen = np.ones(num_sizes), np.zeros(num_sizes)  # by `_size`; steps that were measured
@@ -230,7 +232,9 @@ class FittedCosts(Costs):
         weight = max(1 / (self._seen[size] + 4), DEVIATION)
         self._off[size] = _near_one(1 + (self._off[size] - 1) * KEEP_DEVIATION + weight * wrong / plain)
         self._fit(features / max(ms - deviation, ms / MOST_OFF))
-        self.coefficients = _solve(self._matrix, self._vector)
+        self._num_fitted += 1
+        if self._num_fitted < SOLVE**3 or self._num_fitted % SOLVE == 0:
+            self.coefficients = _solve(self._matrix, self._vector)
 
     def _plain_targets(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         fitted: NDArray[np.float64] = self.coefficients[0] + self.coefficients[2] * rows

@@ -65,17 +65,11 @@ class PassRows(NamedTuple):
     """C rows of a target pass: those of prompt chunks, and of each decoding request its accepted nodes in order before
     the others, whose KV the next step overwrites."""
 
-    metadata: AttentionMetadata  # of a draft's attention over these rows: their positions (C,) and slots (C,)
+    positions: Tensor  # (C,) int64 places in the text
+    slots: KVSlots  # where each row's KV goes, (C,) int64 by KV group
     next_tokens: Tensor  # (C,) the token after each; -1 after rejected nodes and rows that fill up a pass
-    owners: Tensor  # (C,) int64 request slot of each row; padding where a row repeats another or fills up the pass
     requests: Tensor  # (B,) int64 request slots
     last: Tensor  # (B,) int64 each request's last row whose token belongs to its text
-    only_prompts: bool  # no row is a node's
-
-    def last_of_each(self) -> AttentionMetadata:
-        """The pass over each request's last row alone."""
-        old, starts = self.metadata, self.metadata.positions[self.last]
-        return AttentionMetadata.uniform("draft", old.state, self.requests, starts, 1, max(old.kv_bounds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from slipstream.serve.attention.base import Backend
 from slipstream.serve.attention.parts import NodeRows, PartsAttention
 from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode
-from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows, Phase
+from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows
 from slipstream.serve.runner.kv import KVSlots, NetworkKV
 from slipstream.serve.runner.logits import NodeTokens, count_emitted, sample_target
 from slipstream.serve.runner.request_state import RequestState
@@ -99,7 +99,7 @@ class Runner:
         count_emitted(state, layout.segment_slots, mode, verified.tokens)
         self._move_accepted(layout, verified, B)
         if aux_states is not None:
-            self._extend(layout, verified, aux_states, B, numbers, host)
+            self._extend(layout, verified, aux_states)
         return results
 
     def empty_results(self, num_segments: int) -> Tensor:
@@ -140,37 +140,26 @@ class Runner:
         verify, prefill = self.attention["verify"], self.attention["prefill"]
         mask = "tree" if self.branches and num_requests else "causal"
         if host is None:
-            metadata = self._ragged("verify", layout, num_requests, layout.positions, layout.ancestors)
-            verify.plan(metadata)
+            verify.plan(self._ragged(layout, num_requests))
             return verify, mask
         attention = PartsAttention(verify, prefill, NodeRows.of(counts, self.state.device))
         is_tree = mask == "tree" and max(counts, default=0) > 1
-        nodes = self._nodes("verify", layout, attention.rows, counts, host, layout.positions, is_tree=is_tree)
-        attention.plan(nodes, self._prompts("prefill", layout, len(counts), sum(counts), host))
+        nodes = self._nodes(layout, attention.rows, counts, host, is_tree=is_tree)
+        attention.plan(nodes, self._prompts(layout, len(counts), sum(counts), host))
         return attention, mask if is_tree else "causal"
 
-    def _ragged(
-        self, phase: Phase, layout: Layout, num_requests: int, positions: Tensor, ancestors: Tensor | None
-    ) -> AttentionMetadata:
+    def _ragged(self, layout: Layout, num_requests: int) -> AttentionMetadata:
         state, slots = self.state, self._kv_slots(layout)
         most = min(state.proposals.shape[2], MAX_NODES)
         segments = Segments(layout.starts, layout.segment_slots, layout.segment_lengths, num_requests, most)
-        where = layout.segment_slots, layout.segment_lengths, positions, slots
-        return AttentionMetadata(phase, state, *where, (), (), ancestors, segments=segments)
+        where = layout.segment_slots, layout.segment_lengths, layout.positions, slots
+        return AttentionMetadata("verify", state, *where, (), (), layout.ancestors, segments=segments)
 
     def _kv_slots(self, layout: Layout) -> KVSlots:
         return KVSlots(lambda group: self.state.slots(layout.requests, layout.places, group), {0: layout.kv_slots})
 
     def _nodes(
-        self,
-        phase: Phase,
-        layout: Layout,
-        rows: NodeRows,
-        counts: list[int],
-        host: HostShape,
-        positions: Tensor,
-        *,
-        is_tree: bool = False,
+        self, layout: Layout, rows: NodeRows, counts: list[int], host: HostShape, *, is_tree: bool
     ) -> AttentionMetadata | None:
         if not counts:
             return None
@@ -178,19 +167,17 @@ class Runner:
         own = KVSlots(lambda group: rows.repeat(slots.of(group)))
         bound = max(host.bounds) + N
         ancestors = rows.repeat(layout.ancestors).view(B, N) if is_tree and layout.ancestors is not None else None
-        where = layout.segment_slots[:B], layout.segment_lengths[:B], rows.repeat(positions), own
-        return AttentionMetadata(phase, self.state, *where, (N,) * B, (bound,) * B, ancestors)
+        where = layout.segment_slots[:B], layout.segment_lengths[:B], rows.repeat(layout.positions), own
+        return AttentionMetadata("verify", self.state, *where, (N,) * B, (bound,) * B, ancestors)
 
-    def _prompts(
-        self, phase: Phase, layout: Layout, num_requests: int, num_nodes: int, host: HostShape
-    ) -> AttentionMetadata | None:
+    def _prompts(self, layout: Layout, num_requests: int, num_nodes: int, host: HostShape) -> AttentionMetadata | None:
         if not host.chunks:
             return None
         slots = self._kv_slots(layout)
         own = KVSlots(lambda group: slots.of(group)[num_nodes:])
         lens, ends = tuple(len(chunk.tokens) for chunk in host.chunks), tuple(chunk.end for chunk in host.chunks)
         requests, starts = layout.segment_slots[num_requests:], layout.segment_lengths[num_requests:]
-        return AttentionMetadata(phase, self.state, requests, starts, layout.positions[num_nodes:], own, lens, ends)
+        return AttentionMetadata("prefill", self.state, requests, starts, layout.positions[num_nodes:], own, lens, ends)
 
     def _move_accepted(self, layout: Layout, verified: Verified, num_requests: int) -> None:
         """Moves the accepted nodes' KV down to follow the committed tokens.
@@ -207,37 +194,12 @@ class Runner:
                     sources, destinations = (self.state.slots(requests, lengths + one, group) for one in (nodes, order))
                     move_rows(network.flat(group), sources, destinations)
 
-    def _extend(
-        self,
-        layout: Layout,
-        verified: Verified,
-        aux_states: Tensor,
-        num_requests: int,
-        counts: list[int],
-        host: HostShape | None,
-    ) -> None:
+    def _extend(self, layout: Layout, verified: Verified, aux_states: Tensor) -> None:
         """Nodes in the order in which they were accepted."""
         if verified.order is not None:
             aux_states = aux_states[verified.order]
-        if host is None:
-            metadata = self._ragged("draft", layout, num_requests, layout.places, None)
-            slots, last, owners = layout.segment_slots, verified.last, layout.requests
-            rows = PassRows(metadata, verified.next_tokens, owners, slots, last, only_prompts=False)
-            self.drafter.extend(rows, aux_states)
-            return
-        padding, count, B = self.state.padding, sum(counts), len(counts)
-        own = NodeRows.of(counts, self.state.device)
-        nodes = self._nodes("draft", layout, own, counts, host, layout.places)
-        if nodes is not None:
-            last = torch.arange(B, device=self.state.device) * max(counts) + verified.lengths[:B] - 1
-            owners = own.owners(layout.requests, padding)
-            rows = PassRows(nodes, own.repeat(verified.next_tokens), owners, nodes.requests, last, only_prompts=False)
-            self.drafter.extend(rows, own.repeat(aux_states))
-        prompts = self._prompts("draft", layout, B, count, host)
-        if prompts is not None:
-            owners, last = layout.requests[count:], verified.last[B:] - count
-            rows = PassRows(prompts, verified.next_tokens[count:], owners, prompts.requests, last, only_prompts=True)
-            self.drafter.extend(rows, aux_states[count:])
+        where = layout.places, self._kv_slots(layout), verified.next_tokens
+        self.drafter.extend(PassRows(*where, layout.segment_slots, verified.last), aux_states)
 
 
 def simulate(sampled: Tensor, layout: Layout, num_requests: int, state: RequestState, accept_length: float) -> Tensor:

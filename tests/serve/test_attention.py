@@ -267,9 +267,3 @@ def test_rows_of_nodes_repeat_the_last_one(counts: list[int]) -> None:
     values = torch.arange(sum(counts) + 4)
     assert rows.repeat(values).tolist() == expected
     assert rows.keep(rows.repeat(values)).tolist() == list(range(sum(counts)))
-    owners = [
-        start + node if node < count else -7
-        for start, count in zip(starts, counts, strict=True)
-        for node in range(most)
-    ]
-    assert rows.owners(values, -7).tolist() == owners

@@ -251,8 +251,8 @@ def stage(request: pytest.FixtureRequest, make_target: Callable[[str], Path], ma
 
 def rows_of(metadata: AttentionMetadata) -> PassRows:
     """Eleven of one request."""
-    next_tokens, owners = torch.arange(11), metadata.requests.expand(11)
-    return PassRows(metadata, next_tokens, owners, metadata.requests, torch.tensor([10]), only_prompts=True)
+    where = metadata.positions, metadata.slots, torch.arange(11)
+    return PassRows(*where, metadata.requests, torch.tensor([10]))
 
 
 def test_fused_context_equals_the_modules(stage: Stage) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from slipstream.kernels.gemm.gathered_head import DraftHead
 from slipstream.models.drafts.token_map import TokenMap
@@ -15,9 +14,8 @@ from slipstream.serve.drafters.registry import build_options, find_drafter
 from slipstream.serve.drafters.vocabulary import HALF_LIFE, DraftVocabulary, RecentTokens
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.runner.batch import AttentionMetadata, PassRows
+from slipstream.serve.runner.batch import PassRows
 from slipstream.serve.runner.kv import KVSlots
-from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.pairwise import pairwise, rotating
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 from slipstream.tests.serve.engine_runs import (
@@ -132,35 +130,22 @@ def test_recent_tokens_are_those_that_occurred_most_of_late() -> None:
     assert [one for one in ids[static:].tolist() if one >= 0] == [token], "nothing of what was is left"
 
 
-@pytest.fixture
-def watched() -> tuple[DraftVocabulary, Tensor, RequestState]:
-    """A map of tokens 0..9 and 4 recent ones; the last slot is padding."""
+def test_prompts_and_answers_count_but_not_rows_that_fill_up() -> None:
+    """A map of tokens 0..9 and 4 recent ones."""
     ids = torch.cat((torch.arange(10), torch.full((4,), -1)))
     head = DraftHead(torch.zeros(40, 8), ids, gathered=True)
-    return DraftVocabulary(head, RecentTokens(ids, 10, 40)), ids, RequestState(3, 4, 16, 4, torch.device("cpu"))
+    vocabulary = DraftVocabulary(head, RecentTokens(ids, 10, 40))
 
+    def observe(*next_tokens: int) -> None:
+        places, one = torch.zeros(len(next_tokens), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        slots = KVSlots(lambda _: places)
+        vocabulary.observe(PassRows(places, slots, torch.tensor(next_tokens), one, one))
 
-def rows_of(state: RequestState, requests: list[int], lens: tuple[int, ...], next_tokens: list[int]) -> PassRows:
-    places = torch.zeros(sum(lens), dtype=torch.int64)
-    slots, lengths = torch.tensor(requests), torch.zeros(len(requests), dtype=torch.int64)
-    metadata = AttentionMetadata("draft", state, slots, lengths, places, KVSlots(lambda _: places), lens, lens)
-    owners, last = slots.repeat_interleave(torch.tensor(lens)), torch.tensor(lens).cumsum(0) - 1
-    return PassRows(metadata, torch.tensor(next_tokens), owners, slots, last, only_prompts=False)
-
-
-def test_prompts_and_answers_count_but_not_rows_that_fill_up(
-    watched: tuple[DraftVocabulary, Tensor, RequestState],
-) -> None:
-    vocabulary, ids, state = watched
-    vocabulary.observe(rows_of(state, [1, state.padding], (3, 2), [7, 21, 22, 30, 31]))
+    observe(7, 21, 22, -1, -1)
     assert sorted(ids[10:].tolist()) == [-1, -1, 21, 22]
-    vocabulary.observe(
-        rows_of(state, [2, state.padding], (2, 2), [36, -1, 37, 38])
-    )  # a rejected node; rows that fill up
+    observe(36, -1)  # a rejected node
     assert sorted(ids[10:].tolist()) == [-1, 21, 22, 36]
-    repeated = rows_of(state, [2, 1], (2, 2), [25, -1, 33, 33])
-    repeated.owners[2:] = state.padding  # as of rows that repeat others
-    vocabulary.observe(repeated)
+    observe(25, -1, -1)
     assert sorted(ids[10:].tolist()) == [21, 22, 25, 36]
     assert ids[:10].tolist() == list(range(10))
 

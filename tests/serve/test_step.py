@@ -59,6 +59,7 @@ class TreeDrafter(base.Drafter):
         self.rng = random.Random(0)
         self.known: dict[int, int] = {}  # request slot -> index of its text
         self.start: dict[int, int] = {}  # request slot -> where its KV numbers begin
+        self.committed: dict[int, int] = {}  # request slot -> tokens that `extend` has seen
 
     @classmethod
     def load(cls, draft: str, options: Any, target: Target) -> "TreeDrafter":
@@ -74,6 +75,7 @@ class TreeDrafter(base.Drafter):
     def admit(self, slot: int, tokens: list[int]) -> None:
         (self.known[slot],) = (index for index, text in enumerate(self.texts) if text[: len(tokens)] == tokens)
         self.start[slot] = len(tokens)
+        self.committed.pop(slot, None)
 
     def propose(self, batch: DraftBatch, width: int) -> Proposal:
         trees = []
@@ -89,18 +91,17 @@ class TreeDrafter(base.Drafter):
         return Proposal(tokens, parents, torch.zeros(tokens.shape))
 
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
-        if rows.only_prompts:
-            return
-        lengths, aux_states = (
-            rows.metadata.lengths.tolist(),
-            aux_states.view(len(rows.requests), -1, *aux_states.shape[1:]),
-        )
-        num_accepted = rows.last + 1 - torch.arange(len(lengths)) * aux_states.shape[1]
-        for index, (slot, length) in enumerate(zip(rows.requests.tolist(), lengths, strict=True)):
-            start, text = self.start[slot], self.texts[self.known[slot]]
-            end = min(length + int(num_accepted[index]), len(text))
+        for slot, last in zip(rows.requests.tolist(), rows.last.tolist(), strict=True):
+            end, length = int(rows.positions[last]) + 1, self.committed.get(slot)
+            self.committed[slot] = end
+            if length is None:  # it may begin with cached tokens
+                continue
+            first, start, text = last + 1 - (end - length), self.start[slot], self.texts[self.known[slot]]
+            end = min(end, len(text))
             expected = self.aux_states[self.known[slot]][length:end]
-            torch.testing.assert_close(aux_states[index, : end - length], expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(aux_states[first : first + end - length], expected, atol=1e-4, rtol=1e-4)
+            if length < start:  # of a prompt
+                continue
             self.numbers[self.state.slots(torch.tensor(slot), torch.tensor(length))] = text[length]  # the root's
             held = self.numbers[self.state.slots(torch.tensor(slot), torch.arange(start, end))]
             assert held.long().tolist() == text[start:end], "KV was moved wrongly"
