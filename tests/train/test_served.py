@@ -99,7 +99,7 @@ def test_eagle(target_path: Path, tmp_path: Path, fields: dict[str, Any]) -> Non
             torch.testing.assert_close(states[index], state, rtol=1e-4, atol=1e-4)
             assert int(drafted[index]) == proposed[0]
 
-    check_served(llm, lambda batch: drafter.hidden[batch.requests][0].clone(), training, check)
+    check_served(llm, lambda batch: drafter._start(batch)[0], training, check)
 
 
 @pytest.mark.parametrize(
