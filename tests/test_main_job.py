@@ -72,7 +72,7 @@ def accept_length(answers: list[Generation]) -> float:
     return emitted / sum(reply.stats.rounds for reply in answers)
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "dflash"])
+@pytest.mark.parametrize("drafter", ["eagle3", pytest.param("dflash", marks=pytest.mark.slow)])
 def test_an_overfitted_draft_is_accepted_whole(
     target: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture, drafter: str
 ) -> None:

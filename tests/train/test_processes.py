@@ -37,7 +37,7 @@ def train_recorded(folder: Path, num_processes: int, flags: list[str], stop_in: 
 @pytest.mark.parametrize(
     ("begin", "go_on", "num_steps"),
     [
-        pytest.param((1, 4), (2, 2), 8, id="one-then-two-steps-stay"),
+        pytest.param((1, 4), (2, 2), 8, id="one-then-two-steps-stay", marks=pytest.mark.slow),
         pytest.param((2, 2), (1, 2), 4 + 8, id="two-then-one-steps-halve", marks=pytest.mark.slow),
     ],
 )
