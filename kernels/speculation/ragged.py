@@ -606,8 +606,8 @@ def _verify_rows(
 
 @triton.jit
 def _verify_request(verified, layout, sampled, stored, results, request, T, W, padding, NODES: tl.constexpr):
-    """As in verify.py: bit i of `matches` says whether node i is what the target sampled at its parent, a node is
-    accepted if that holds for its whole path, and accepted nodes are ranked by a running count."""
+    """`verify` of one request. Bit i of `matches` says whether node i is what the target sampled at its parent, a node
+    is accepted if that holds for its whole path, and accepted nodes are ranked by a running count."""
     node, first = tl.arange(0, NODES), tl.load(layout.starts + request)
     num_nodes = tl.load(layout.starts + request + 1) - first
     slot, before = tl.load(layout.segment_slots + request), tl.load(layout.segment_lengths + request)

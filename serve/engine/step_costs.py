@@ -31,7 +31,8 @@ ROUGH = (1.0, 0.02, 0.05, 0.02, 0.1)
 ROUGH_SPREAD = (1.0, 0.1, 0.2, 0.1, 0.5)
 TRUST_ROUGH = 0.01  # of that, a measured step counting as 1
 FIRST = 8  # measured steps that are fitted without a prediction to compare with
-SOLVE = 4  # steps after which the coefficients are computed again; each at the beginning
+SOLVE = 4  # steps after which coefficients are computed again,
+SOLVE_EACH = 64  # but after each of the first ones
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ class FittedCosts(Costs):
         self._off[size] = _near_one(1 + (self._off[size] - 1) * KEEP_DEVIATION + weight * wrong / plain)
         self._fit(features / max(ms - deviation, ms / MOST_OFF))
         self._num_fitted += 1
-        if self._num_fitted < SOLVE**3 or self._num_fitted % SOLVE == 0:
+        if self._num_fitted < SOLVE_EACH or self._num_fitted % SOLVE == 0:
             self.coefficients = _solve(self._matrix, self._vector)
 
     def _plain_targets(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:

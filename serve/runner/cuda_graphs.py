@@ -147,7 +147,8 @@ class Graphs(ABC, Generic[Key]):
         """Fills the buffers so that a pass writes nothing but the dump page."""
 
     @abstractmethod
-    def describe(self, key: Key) -> str: ...
+    def describe(self, key: Key) -> str:
+        """The pass by its sizes, for messages."""
 
     def _capture_all(self, what: str, sizes: str) -> None:
         self.capturer.capture_all(what, sizes, self.keys(), self._capture)

@@ -101,9 +101,10 @@ class ModelRunner:
             self._store(proposal)
         self.state.set_masks(plan.edits.masks)
         started = self._started
-        if started is not None:
+        if started is None:
+            self._clock.start()
+        else:
             started.record()
-        self._clock.start()
         try:
             results, first_chunk = self._step(plan)
             self._draft(plan)

@@ -58,8 +58,9 @@ class NgramCore:
         """Requests `rows` (B,) have gained what a step has `emitted` (B, 1 + K), the number of tokens first, and get a
         tree each, written into the caller's arrays. Returns how many nodes each tree has.
 
-        tokens, parents, scores (B, N) with N <= 64: as in serve/batch.py's Proposal, the root being the request's last
-        token. A score is the share that the counts of what followed earlier matches leave to the node's path.
+        tokens, parents, scores (B, N) with N <= 64: as in serve/runner/batch.py's Proposal, the root being the
+        request's last token. A score is the share that the counts of what followed earlier matches leave to the node's
+        path.
         matches (B,): length of the longest match, 0 where nothing is drafted.
 
         The request itself sees its tokens at once; others when it has gained more or has ended, since only then is it
