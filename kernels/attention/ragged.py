@@ -37,6 +37,7 @@ QUANTUM: tl.constexpr = tl.constexpr(128)  # tokens of the shortest part, and th
 MOST_PARTS: tl.constexpr = tl.constexpr(24)  # of the tokens before a tile's first query; longer contexts, longer parts
 SCRATCH_PARTS = MOST_PARTS.value + 2  # and one that holds new tokens, and one that a window cuts
 LONG_RANGE: tl.constexpr = tl.constexpr(12)  # quanta: longer ranges are cut for the sake of an even load
+MOST_AT_ONCE = 16  # parts that are merged at once: the loop is unrolled, and of small heads takes minutes to compile
 SLACK: tl.constexpr = tl.constexpr(8)  # a program takes the rest of a tile as well if it is 1 / SLACK of a range
 WAVES = 2  # ranges for each program that runs at a time, at most
 BUSY_NODES = 1.6  # programs of a multiprocessor that read about as fast as the memory allows
@@ -102,6 +103,7 @@ def ragged_attention(
     *,
     window: int | None = None,
     work: Work | None = None,  # noqa: ARG001  what the kernel does, not what it gives
+    is_old_plan: bool = False,  # noqa: ARG001
 ) -> Tensor:
     """Rows attend to the committed tokens of their segment's request and to rows of their segment.
 
@@ -112,7 +114,8 @@ def ragged_attention(
     smaller. Chunks of prompts are causal in either case.
     window: a query at position p sees, of what the mask lets it see, positions above p - window. A row's position is
     its place, a tree's node's lengths plus the number of its ancestors. Up to place lengths - window nothing is read.
-    work: of `plan_work` for the same segments, sizes and window; None: it is planned here.
+    work: of `plan_work` for the same segments, sizes and window; None: it is planned here. is_old_plan: a kernel
+    without `pdl_options` has run since it was planned; then it is read while the kernel before these still runs.
     Returns (T, Q, D) in q's dtype; rows not in use hold anything.
     """
     out = torch.zeros_like(q)
@@ -506,6 +509,7 @@ def ragged_attention_triton(
     *,
     window: int | None = None,
     work: Work | None = None,
+    is_old_plan: bool = False,
 ) -> Tensor:
     """`ragged_attention` by the kernel: a launch for the nodes and one for the prompts."""
     (T, Q, D), G = q.shape, keys.shape[2]
@@ -518,9 +522,9 @@ def ragged_attention_triton(
     out = torch.empty_like(q)
     tensors = (q, keys, values, pages, ancestors if mask == "tree" else None, out)
     if work.nodes is not None:
-        _attend(*tensors, work.nodes, segments.most_nodes, scale, window)
+        _attend(*tensors, work.nodes, segments.most_nodes, scale, window, is_old_plan)
     if work.prompts is not None:
-        _attend(*tensors[:4], None, out, work.prompts, segments.most_nodes, scale, window)
+        _attend(*tensors[:4], None, out, work.prompts, segments.most_nodes, scale, window, is_old_plan)
     return out
 
 
@@ -535,6 +539,7 @@ def _attend(
     most_nodes: int,
     scale: float,
     window: int | None,
+    is_old_plan: bool,
 ) -> None:
     (page_size, G, D), group, blocks = keys.shape[1:], q.shape[1] // keys.shape[2], tiles.blocks
     block_dim, programs = _block_dim(D), len(tiles.ranges)
@@ -548,10 +553,10 @@ def _attend(
         scale / math.log(2), pages.shape[1],
         G=G, D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
         SLOTS=SCRATCH_PARTS, SHARE=share,
-        AT_ONCE=max(1, 64 * 32 * blocks.warps // (share * block_dim)), WINDOW=window,
+        AT_ONCE=min(max(1, 64 * 32 * blocks.warps // (share * block_dim)), MOST_AT_ONCE), WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # ignored for 16-bit operands
         WORD=tl.int32 if most_nodes <= 32 else tl.int64, OFFSET=tl.int32 if keys.numel() < 2**31 else tl.int64,
-        NESTED=blocks.rows >= 64,
+        NESTED=blocks.rows >= 64, IS_OLD_PLAN=is_old_plan,
         num_warps=blocks.warps, num_stages=blocks.stages, **pdl_options(q.device),
         **({"maxnreg": 128} if q.is_cuda and choose_residents(blocks, D, q.element_size()) == 4 else {}),
     )  # fmt: skip
@@ -564,22 +569,22 @@ def attend_kernel(
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr,
     AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr,
-    NESTED: tl.constexpr, PDL: tl.constexpr,
+    NESTED: tl.constexpr, IS_OLD_PLAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One KV head (axis 0) of the tiles in a program's range (axis 1); scale is for exp2."""
-    if PDL:  # the next kernel's programs start when all of these have: they take no places that are needed here
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """One KV head (axis 0) of the tiles in a program's range (axis 1); scale is for exp2. IS_OLD_PLAN: the plan is
+    complete before the kernel before this one begins, so it can be read while that one runs."""
     head, program = tl.program_id(0), tl.program_id(1)
+    if PDL and not IS_OLD_PLAN:
+        tl.extra.cuda.gdc_wait()
     record = ranges_ptr + program * FIELDS
-    per = tl.load(record + LENGTH)
-    tile = tl.load(record + INDEX)
-    start = tl.load(record + START)
+    per, tile, start = tl.load(record + LENGTH), tl.load(record + INDEX), tl.load(record + START)
+    first_row, count, position, base, slot, part, shared, quanta = _load_record(record)
+    if PDL:  # the next kernel's programs start when all of these have: they take no places that are needed here
+        if IS_OLD_PLAN:
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     while start < (program + 1) * per:
-        first_row, count, position = tl.load(record + ROW), tl.load(record + COUNT), tl.load(record + POSITION)
-        base, part, quanta = tl.load(record + BASE), tl.load(record + PART), tl.load(record + QUANTA)
-        table = pages_ptr + tl.load(record + SLOT).to(tl.int64) * table_width
-        shared = tl.load(record + SHARED)
+        table = pages_ptr + slot.to(tl.int64) * table_width
         lowest = _lowest(base, WINDOW)
         first_part, parts_end = lowest >> part, ((position + count - 1) >> part) + 1
         owner = start // per
@@ -597,6 +602,16 @@ def attend_kernel(
                 begin, finish, first_part, own_finish, parts_end, lowest, place * SLOTS,
                 G, D, BLOCK_D, GROUP, PAGE, ROWS, TOKENS, SHARE, AT_ONCE, WINDOW, PRECISION, WORD, OFFSET, NESTED,
             )  # fmt: skip
+        first_row, count, position, base, slot, part, shared, quanta = _load_record(record)
+
+
+@triton.jit
+def _load_record(record):
+    """ROW, COUNT, POSITION, BASE, SLOT, PART, SHARED and QUANTA."""
+    return (
+        tl.load(record + ROW), tl.load(record + COUNT), tl.load(record + POSITION), tl.load(record + BASE),
+        tl.load(record + SLOT), tl.load(record + PART), tl.load(record + SHARED), tl.load(record + QUANTA),
+    )  # fmt: skip
 
 
 @triton.jit

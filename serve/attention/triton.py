@@ -2,10 +2,12 @@
 
 from torch import Tensor
 
-from slipstream.kernels.attention.ragged import plan_work, ragged_attention
+from slipstream.kernels.attention.ragged import Segments, plan_work, ragged_attention
 from slipstream.kernels.attention.tree import MAX_HEAD_DIM, tree_attention
 from slipstream.models.layers.attention import AttentionLayer, Mask
+from slipstream.models.targets.config import AttentionSpec
 from slipstream.serve.attention import base
+from slipstream.serve.runner.batch import AttentionMetadata
 
 
 class Backend(base.Backend):
@@ -24,7 +26,7 @@ class Backend(base.Backend):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         metadata, (keys, values) = self.metadata, self.layers[layer.id]  # (num_pages, page_size, G, D)
         if metadata.segments is not None:
-            return self._attend_ragged(self.rotate_and_store(q, k, v, layer), layer, mask)
+            return self._attend_ragged(metadata.segments, self.rotate_and_store(q, k, v, layer), layer, mask)
         N, spec = metadata.query_lens[0], layer.spec
         assert set(metadata.query_lens) == {N}, metadata.query_lens
         q = self.rotate_and_store(q, k, v, layer)
@@ -44,13 +46,32 @@ class Backend(base.Backend):
         assert isinstance(out, Tensor)
         return out.flatten(0, 1)
 
-    def _attend_ragged(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """Of a ragged pass, before its tokens are embedded: see `ragged_attention`."""
+        super().plan(metadata)
+        if metadata.segments is not None:
+            for key in {self._geometry(spec) for spec in self.kv.specs}:  # layers that are alike share a plan
+                num_heads, num_kv_heads, head_dim, window = key
+                sizes = len(metadata.positions), num_heads, num_kv_heads, head_dim, self.layers[0].dtype
+                metadata.works[key] = plan_work(metadata.segments, *sizes, window=window)
+
+    def _geometry(self, spec: AttentionSpec) -> tuple[int, int, int, int | None]:
+        return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window
+
+    def _attend_ragged(self, segments: Segments, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """q (T, Q, D) rotated -> the same shape."""
         metadata, spec, (keys, values) = self.metadata, layer.spec, self.layers[layer.id]
-        assert metadata.segments is not None
-        key = len(q), spec.num_heads, spec.num_kv_heads, spec.head_dim, q.dtype
-        if (*key, spec.window) not in metadata.works:  # layers that are alike share a plan
-            metadata.works[*key, spec.window] = plan_work(metadata.segments, *key, window=spec.window)
-        work, pages = metadata.works[*key, spec.window], metadata.state.pages[self.groups[layer.id]]
-        where = pages, metadata.segments, metadata.ancestors
-        return ragged_attention(q, keys, values, *where, mask, spec.score_scale, window=spec.window, work=work)
+        pages, work = metadata.state.pages[self.groups[layer.id]], metadata.works[self._geometry(spec)]
+        return ragged_attention(
+            q,
+            keys,
+            values,
+            pages,
+            segments,
+            metadata.ancestors,
+            mask,
+            spec.score_scale,
+            window=spec.window,
+            work=work,
+            is_old_plan=True,  # the tokens' embedding came after it
+        )

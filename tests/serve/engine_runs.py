@@ -182,12 +182,21 @@ def texts_of(target: Path, requests: list[Request]) -> list[tuple[int, list[int]
     return [(len(request.prompt), request.prompt + answers[request.id].tokens) for request in requests]
 
 
-def kinds_of_requests(rng: random.Random, count: int, longest: int) -> dict[str, Request]:
-    """Requests by id, of every kind of sampling; some prompts begin alike. Answers have fewer than `longest` tokens."""
+def kinds_of_requests(
+    rng: random.Random, count: int, longest: int, *, longest_prompt: int | None = None
+) -> dict[str, Request]:
+    """Requests by id, of every kind of sampling; some prompts begin alike. Answers have fewer than `longest` tokens,
+    prompts fewer than 100; with `longest_prompt` every fourth has up to so many, most of them short."""
+
+    def prompt(index: int) -> list[int]:
+        if longest_prompt is not None and index % 4 == 3:
+            return random_prompt(int(longest_prompt ** rng.random()), index)
+        return random_prompt(40, index % 5)[: rng.randrange(1, 40)] + random_prompt(rng.randrange(1, 60), index)
+
     return {
         str(index): make_request(
             str(index),
-            random_prompt(40, index % 5)[: rng.randrange(1, 40)] + random_prompt(rng.randrange(1, 60), index),
+            prompt(index),
             max_tokens=rng.randrange(1, longest),
             seed=index,
             ignore_eos=rng.random() < 0.7,

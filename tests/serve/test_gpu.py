@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
+from slipstream.tests.random_drafts import save_random_draft
+from slipstream.tests.random_targets import SHAPE, save_random_target
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
     build_engine,
@@ -194,12 +197,16 @@ def test_nothing_is_captured_while_serving(target: Path, draft: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_soak(target: Path, draft: Path) -> None:
-    """Five minutes at concurrency 64, every kind of sampling, random aborts, too few pages; answers as on the CPU."""
+def test_soak(tmp_path: Path) -> None:
+    """Five minutes at concurrency 64, prompts of 1 to 8,000 tokens, every kind of sampling, random aborts, too few
+    pages; answers as on the CPU."""
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    save_random_target(Qwen3Config(**SHAPE | {"max_position_embeddings": 8192}, head_dim=16), target)
+    save_random_draft(target, draft, draft_vocab_size=80)
     rng = random.Random(0)
-    kinds = kinds_of_requests(rng, count=120, longest=90)
-    expected = on_cpu(target, list(kinds.values()))
-    engine = on_gpu(target, draft, max_running=64, kv_cache_tokens=1500)
+    kinds = kinds_of_requests(rng, count=120, longest=200, longest_prompt=8000)
+    expected = tokens_of(run(build_engine(target, device="cpu", kv_cache_tokens=32768), list(kinds.values())))
+    engine = on_gpu(target, draft, max_running=64, kv_cache_tokens=8400)
     end = time.monotonic() + 300
     assert serve_traffic(engine, kinds, expected, rng, lambda _: time.monotonic() < end, most_open=80) > 1000
     engine.scheduler.check()
