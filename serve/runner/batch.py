@@ -4,9 +4,11 @@ Letters: B requests of a batch, N tree nodes per request (root included), T pack
 pass, R request slots, P pages per request, V target vocabulary, K captured states, H hidden, G KV heads, D head dim.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from slipstream.kernels.attention.ragged import Segments
@@ -70,6 +72,18 @@ class PassRows(NamedTuple):
     next_tokens: Tensor  # (C,) the token after each; -1 after rejected nodes and rows that fill up a pass
     requests: Tensor  # (B,) int64 request slots
     last: Tensor  # (B,) int64 each request's last row whose token belongs to its text
+
+    @classmethod
+    def join(cls, parts: "Sequence[PassRows]") -> "PassRows":
+        """Those of several passes over the same requests, in their order."""
+        before = sum(len(part.positions) for part in parts[:-1])
+        return cls(
+            torch.cat([part.positions for part in parts]),
+            KVSlots(lambda group: torch.cat([part.slots.of(group) for part in parts])),
+            torch.cat([part.next_tokens for part in parts]),
+            parts[-1].requests,
+            parts[-1].last + before,
+        )
 
 
 @dataclass(frozen=True, slots=True)

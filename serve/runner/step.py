@@ -7,7 +7,7 @@ Letters: B decoding requests, M chunks, S = B + M segments, T rows of the pass, 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -52,6 +52,7 @@ class HostShape(NamedTuple):
 
     bounds: tuple[int, ...]  # for each decoding request: most tokens that it can have committed before
     chunks: tuple[PromptChunk, ...]
+    extends_later: bool = False  # the drafter, in `Runner.catch_up`
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Runner:
     kv: tuple[NetworkKV, ...]  # the target's and, if it has some, the draft's
     branches: bool = False  # some proposals are trees, by the drafter or by the host
     accept_length: float | None = None  # simulated: see `simulate`
+    behind: list[tuple[PassRows, Tensor]] = field(default_factory=list)  # what the drafter has not been extended by
 
     @torch.inference_mode()
     def step(
@@ -99,8 +101,15 @@ class Runner:
         count_emitted(state, layout.segment_slots, mode, verified.tokens)
         self._move_accepted(layout, verified, B)
         if aux_states is not None:
-            self._extend(layout, verified, aux_states)
+            self._extend(layout, verified, aux_states, later=host is not None and host.extends_later)
         return results
+
+    @torch.inference_mode()
+    def catch_up(self) -> None:
+        """Extends the drafter by the rows of earlier passes, in one go."""
+        rows, aux_states = zip(*self.behind, strict=True)
+        self.behind.clear()
+        self.drafter.extend(PassRows.join(rows), torch.cat(aux_states))
 
     def empty_results(self, num_segments: int) -> Tensor:
         columns = 2 + (3 if self.branches else 2) * self.state.proposals.shape[2]
@@ -194,12 +203,16 @@ class Runner:
                     sources, destinations = (self.state.slots(requests, lengths + one, group) for one in (nodes, order))
                     move_rows(network.flat(group), sources, destinations)
 
-    def _extend(self, layout: Layout, verified: Verified, aux_states: Tensor) -> None:
+    def _extend(self, layout: Layout, verified: Verified, aux_states: Tensor, *, later: bool) -> None:
         """Nodes in the order in which they were accepted."""
         if verified.order is not None:
             aux_states = aux_states[verified.order]
         where = layout.places, self._kv_slots(layout), verified.next_tokens
-        self.drafter.extend(PassRows(*where, layout.segment_slots, verified.last), aux_states)
+        rows = PassRows(*where, layout.segment_slots, verified.last)
+        if later:
+            self.behind.append((rows, aux_states))
+        else:
+            self.drafter.extend(rows, aux_states)
 
 
 def simulate(sampled: Tensor, layout: Layout, num_requests: int, state: RequestState, accept_length: float) -> Tensor:

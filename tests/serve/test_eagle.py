@@ -1,5 +1,6 @@
 """Chains and trees of the EAGLE drafters. The oracle is transformers' states put through tests/naive_eagle*.py."""
 
+import itertools
 import json
 import logging
 import shutil
@@ -16,9 +17,10 @@ from transformers import AutoModelForCausalLM
 from slipstream.kernels.sampling.sample import noise_key
 from slipstream.kernels.speculation.draft_tree import TreeShape
 from slipstream.serve.drafters.autoregressive import AutoregressiveDrafter, TreeOptions
+from slipstream.serve.engine.budget import Choice
 from slipstream.serve.engine.engine import Arrived
 from slipstream.serve.request import Request
-from slipstream.serve.runner.model_runner import InFlight
+from slipstream.serve.runner.model_runner import MOST_BEHIND, InFlight
 from slipstream.tests.naive_eagle import NaiveEagle
 from slipstream.tests.naive_eagle3 import NaiveEagle3
 from slipstream.tests.pairwise import rotating
@@ -28,6 +30,7 @@ from slipstream.tests.serve.engine_runs import (
     Nodes,
     build_engine,
     check_prefix_hits,
+    decoding,
     make_request,
     random_prompt,
     record_proposals,
@@ -138,6 +141,37 @@ def test_proposals_after_a_prefix_hit_equal_the_oracle(
     # What a window needs within an answer is given back while it decodes; what it needs at its end, later.
     hits = (39, 31, 39) if drafter == "eagle3 window" else (39, 31, 49)
     check_prefix_hits(engine, Oracle(target, draft, TreeOptions()), hits)
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3", "eagle3 window"])
+def test_a_draft_catches_up_with_steps_after_which_it_was_not_asked(
+    drafter: str, make_target: Callable[[str], Path], make_draft: MakeDraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked now and then, and behind by more or fewer steps, or by none where a window may give pages back."""
+    target, draft = make_target("qwen3"), make_draft("qwen3", drafter)
+    engine, oracle, step = build_engine(target, draft), Oracle(target, draft, TreeOptions()), itertools.count()
+    passes, most_behind, num_checked = engine.runner.passes, 0, 0
+
+    def choose(num_decoding: int, *_: object, **__: object) -> Choice:
+        number = next(step)
+        return Choice(num_decoding, 4 if number in (3, 4, 9) or number % 20 == 0 else 1)
+
+    def check(*_: object) -> None:
+        nonlocal most_behind, num_checked
+        most_behind = max(most_behind, len(passes.behind))
+        for sequence in decoding(engine):
+            tokens, parents = engine.runner.state.proposals[:2, sequence.slot].tolist()
+            if tokens[1] >= 0:
+                assert (tokens, parents) == oracle(sequence.tokens, sequence.request)[:2], sequence.request.id
+                num_checked += 1
+
+    monkeypatch.setattr(engine.planner.policy, "choose", choose)
+    requests = sized_requests((1, 9, 33), max_tokens=60, ignore_eos=True, temperature=0.8)
+    requests += sized_requests((2, 12), max_tokens=20, ignore_eos=True)
+    answers = run(engine, requests, check)
+    assert most_behind == (0 if drafter == "eagle3 window" else MOST_BEHIND)
+    assert num_checked > 15
+    assert tokens_of(answers) == tokens_of(run(build_engine(target), requests))
 
 
 @pytest.mark.parametrize(("page_size", "drafter"), [(16, "eagle3"), (1, "eagle3 window")])
