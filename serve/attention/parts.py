@@ -1,8 +1,9 @@
 """Attention of a pass of nodes and prompts by backends that take each by itself: where a pass is not captured.
 
 Nodes are attended as many for each request, so where counts differ a request's last node is repeated; what the copies
-compute is dropped, and what they store equals what the node itself stores. Prompts go to the backend of prefills.
-Letters: T rows of the pass, n of them nodes, B decoding requests, N most nodes of one.
+compute is dropped, and what they store equals what the node itself stores. Where a few requests have far more nodes
+than the others, these are a part of their own. Prompts go to the backend of prefills.
+Letters: T rows of the pass, n of them nodes, B decoding requests, b of a part, N most nodes of one.
 """
 
 from dataclasses import dataclass
@@ -15,47 +16,66 @@ from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.runner.batch import AttentionMetadata
 
+WORTH_A_PART = 16  # rows that it saves: of fewer a call of its own takes longer
+
 
 class NodeRows(NamedTuple):
-    """The rows of nodes as N for each request; None: they are that already."""
+    """The rows of a part's nodes as N for each of its requests."""
 
-    num_rows: int  # n
-    repeated: Tensor | None  # (B * N,) int64 rows of the pass
-    kept: Tensor | None  # (n,) int64 which of these are no copies
+    members: list[int]  # (b,) which of the pass's requests
+    most: int  # N
+    repeated: Tensor | None  # (b * N,) int64 rows of the pass; None: the first ones as they are
+    kept: Tensor | None  # (m,) int64 which of these are no copies
+    places: Tensor | None  # (m,) int64 the rows of the pass that those are; None: its first n
 
     @classmethod
-    def of(cls, counts: list[int], device: torch.device) -> "NodeRows":
-        num_rows, most = sum(counts), max(counts, default=0)
-        if num_rows == most * len(counts):
-            return cls(num_rows, None, None)
-        ends = torch.tensor(counts, device=device).cumsum(0)
+    def of(cls, counts: list[int], members: list[int], device: torch.device) -> "NodeRows":
+        """Of the requests `members`, if those of the pass have counts (B,) nodes."""
+        most, is_all = max(counts[index] for index in members), len(members) == len(counts)
+        if is_all and min(counts) == most:
+            return cls(members, most, None, None, None)
+        own, ends = torch.tensor(counts, device=device), torch.tensor(counts, device=device).cumsum(0)
+        own, ends = own[members, None], ends[members, None]  # (b, 1)
         nodes = torch.arange(most, device=device)
-        own = torch.tensor(counts, device=device)[:, None]  # (B, 1)
-        rows = (ends[:, None] - own) + torch.minimum(nodes, own - 1)  # (B, N)
-        return cls(num_rows, rows.flatten(), (nodes < own).flatten().nonzero().flatten())
+        rows = (ends - own + torch.minimum(nodes, own - 1)).flatten()  # (b * N,)
+        kept = (nodes < own).flatten().nonzero().flatten()
+        return cls(members, most, rows, kept, None if is_all else rows[kept])
 
     def repeat(self, values: Tensor) -> Tensor:
-        """values (T, ...) of all rows -> (B * N, ...)."""
-        return values[: self.num_rows] if self.repeated is None else values[self.repeated]
+        """values (T, ...) of all rows -> (b * N, ...)."""
+        return values[: len(self.members) * self.most] if self.repeated is None else values[self.repeated]
 
     def keep(self, values: Tensor) -> Tensor:
-        """values (B * N, ...) -> (n, ...)."""
+        """values (b * N, ...) -> (m, ...)."""
         return values if self.kept is None else values[self.kept]
+
+
+def split_nodes(counts: list[int], device: torch.device) -> list[NodeRows]:
+    """The parts of requests with counts (B,) nodes: none, one, or two where that saves enough copies."""
+    order, B = sorted(range(len(counts)), key=lambda index: -counts[index]), len(counts)
+    if not counts:
+        return []
+    sizes = [first * counts[order[0]] + (B - first) * counts[order[first]] for first in range(1, B)]
+    least = min(sizes, default=B * counts[order[0]])
+    if B * counts[order[0]] - least < WORTH_A_PART:
+        return [NodeRows.of(counts, list(range(B)), device)]
+    first = 1 + sizes.index(least)
+    return [NodeRows.of(counts, sorted(members), device) for members in (order[:first], order[first:])]
 
 
 @dataclass(slots=True)
 class PartsAttention:
-    """Attention over nodes, over prompts, or over both."""
+    """Attention over nodes, over prompts, or over both. Each part of the nodes has a backend of its own."""
 
-    nodes: Backend
+    nodes: list[tuple[Backend, NodeRows]]
     prompts: Backend
-    rows: NodeRows
+    num_nodes: int
     has_prompts: bool = False
 
-    def plan(self, nodes: AttentionMetadata | None, prompts: AttentionMetadata | None) -> None:
+    def plan(self, nodes: list[AttentionMetadata], prompts: AttentionMetadata | None) -> None:
         self.has_prompts = prompts is not None
-        if nodes is not None:
-            self.nodes.plan(nodes)
+        for (backend, _), own in zip(self.nodes, nodes, strict=True):
+            backend.plan(own)
         if prompts is not None:
             self.prompts.plan(prompts)
 
@@ -63,10 +83,21 @@ class PartsAttention:
         raise AssertionError("a target's rows all ask")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
-        count, rows = self.rows.num_rows, self.rows
+        count = self.num_nodes
         if not count:
             return self.prompts.attend(q, k, v, layer, "causal")
-        own = rows.keep(self.nodes.attend(rows.repeat(q), rows.repeat(k), rows.repeat(v), layer, mask))
+        own = self._attend_nodes(q, k, v, layer, mask)
         if not self.has_prompts:
             return own
         return torch.cat((own, self.prompts.attend(q[count:], k[count:], v[count:], layer, "causal")))
+
+    def _attend_nodes(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
+        """(n, Q, D)."""
+        whole = q.new_empty(0)
+        for backend, rows in self.nodes:
+            own = rows.keep(backend.attend(rows.repeat(q), rows.repeat(k), rows.repeat(v), layer, mask))
+            if rows.places is None:
+                return own
+            whole = whole if len(whole) else own.new_empty(self.num_nodes, *own.shape[1:])
+            whole[rows.places] = own
+        return whole

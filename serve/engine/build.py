@@ -151,6 +151,7 @@ class Builder:
             (own, ropes[layers[0].rope, layers[0].head_dim]) for own, layers in zip(kv, self.networks, strict=True)
         ]
         attention = {phase: self.backends[phase](*pairs[0]) for phase in ("prefill", "verify")}
+        attention["others"] = self.backends["verify"](*pairs[0])
         draft_attention = self.backends["draft"](*pairs[1]) if self.drafter.kv else None
         self.drafter.attach(self.target, state, draft_attention)
         branches = self.drafter.branches or any(stage.branches for stage in self.stages)

@@ -28,7 +28,7 @@ from slipstream.kernels.speculation.ragged import (
 from slipstream.kernels.speculation.verify import MAX_NODES
 from slipstream.models.targets.decoder import Target
 from slipstream.serve.attention.base import Backend
-from slipstream.serve.attention.parts import NodeRows, PartsAttention
+from slipstream.serve.attention.parts import NodeRows, PartsAttention, split_nodes
 from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode
 from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows
@@ -60,7 +60,7 @@ class Runner:
     """Everything a step needs on the device."""
 
     target: Target
-    attention: Mapping[str, Backend]  # of the phases prefill and verify
+    attention: Mapping[str, Backend]  # of the phases prefill and verify; "others": one more of verify
     drafter: Drafter
     state: RequestState
     kv: tuple[NetworkKV, ...]  # the target's and, if it has some, the draft's
@@ -151,9 +151,11 @@ class Runner:
         if host is None:
             verify.plan(self._ragged(layout, num_requests))
             return verify, mask
-        attention = PartsAttention(verify, prefill, NodeRows.of(counts, self.state.device))
+        parts = split_nodes(counts, self.state.device)
+        backends = (verify, self.attention["others"]) if len(parts) > 1 else (verify,)
+        attention = PartsAttention(list(zip(backends, parts, strict=False)), prefill, sum(counts))
         is_tree = mask == "tree" and max(counts, default=0) > 1
-        nodes = self._nodes(layout, attention.rows, counts, host, is_tree=is_tree)
+        nodes = [self._nodes(layout, rows, host, is_tree=is_tree) for rows in parts]
         attention.plan(nodes, self._prompts(layout, len(counts), sum(counts), host))
         return attention, mask if is_tree else "causal"
 
@@ -167,17 +169,14 @@ class Runner:
     def _kv_slots(self, layout: Layout) -> KVSlots:
         return KVSlots(lambda group: self.state.slots(layout.requests, layout.places, group), {0: layout.kv_slots})
 
-    def _nodes(
-        self, layout: Layout, rows: NodeRows, counts: list[int], host: HostShape, *, is_tree: bool
-    ) -> AttentionMetadata | None:
-        if not counts:
-            return None
-        B, N, slots = len(counts), max(counts), self._kv_slots(layout)
+    def _nodes(self, layout: Layout, rows: NodeRows, host: HostShape, *, is_tree: bool) -> AttentionMetadata:
+        b, N, slots = len(rows.members), rows.most, self._kv_slots(layout)
         own = KVSlots(lambda group: rows.repeat(slots.of(group)))
-        bound = max(host.bounds) + N
-        ancestors = rows.repeat(layout.ancestors).view(B, N) if is_tree and layout.ancestors is not None else None
-        where = layout.segment_slots[:B], layout.segment_lengths[:B], rows.repeat(layout.positions), own
-        return AttentionMetadata("verify", self.state, *where, (N,) * B, (bound,) * B, ancestors)
+        bound = max(host.bounds[member] for member in rows.members) + N
+        ancestors = rows.repeat(layout.ancestors).view(b, N) if is_tree and layout.ancestors is not None else None
+        requests, lengths = (x[rows.members] for x in (layout.segment_slots, layout.segment_lengths))
+        where = requests, lengths, rows.repeat(layout.positions), own
+        return AttentionMetadata("verify", self.state, *where, (N,) * b, (bound,) * b, ancestors)
 
     def _prompts(self, layout: Layout, num_requests: int, num_nodes: int, host: HostShape) -> AttentionMetadata | None:
         if not host.chunks:

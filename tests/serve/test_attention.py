@@ -12,8 +12,9 @@ from torch import Tensor
 from slipstream.kernels.attention.ragged import plan_work, ragged_attention
 from slipstream.kernels.attention.tree import tree_attention
 from slipstream.kernels.kv.rope import rotate_and_store
+from slipstream.serve.attention import parts
 from slipstream.serve.attention.base import NO_BACKENDS, Backend
-from slipstream.serve.attention.parts import NodeRows, PartsAttention
+from slipstream.serve.attention.parts import NodeRows, PartsAttention, split_nodes
 from slipstream.serve.attention.sdpa import Backend as SDPABackend
 from slipstream.serve.attention.triton import Backend as TritonBackend
 from slipstream.serve.runner.batch import AttentionMetadata, Phase
@@ -222,30 +223,35 @@ def check_ragged(backend: type[Backend], name: str, dtype: torch.dtype, toleranc
     check_stored(scene, before, metadata, tolerance)
 
 
+@pytest.mark.parametrize("worth_a_part", [0, 1000])
 @pytest.mark.parametrize("nodes", BACKENDS.values())
 @pytest.mark.parametrize("name", RAGGED)
-def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
-    """Nodes by one backend, as many for each request, and prompts by another."""
+def test_a_pass_by_parts_equals_a_loop(
+    nodes: type[Backend], name: str, worth_a_part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes by one backend or two, as many for each request of a part, and prompts by another."""
+    monkeypatch.setattr(parts, "WORTH_A_PART", worth_a_part)
     scene = scene_of(name)
     case, num_used = scene.case, sum(scene.case.query_lens)
     wanted, before, ragged = expected(scene)[:num_used], scene.cache.clone(), scene.ragged()
     assert case.num_decoding is not None
     counts, lens = list(case.query_lens[: case.num_decoding]), case.query_lens[case.num_decoding :]
-    rows = NodeRows.of(counts, scene.device)
-    attention = PartsAttention(nodes(scene.kv, scene.rope), SDPABackend(scene.kv, scene.rope), rows)
-    most, first = max(counts, default=0), sum(counts)
+    split, first = split_nodes(counts, scene.device), sum(counts)
+    own_backends = [(nodes(scene.kv, scene.rope), rows) for rows in split]
+    attention = PartsAttention(own_backends, SDPABackend(scene.kv, scene.rope), first)
 
-    def part(phase: Phase, requests: slice, own: Callable[[Tensor], Tensor], **shape: Any) -> AttentionMetadata | None:
+    def part(phase: Phase, requests: Any, own: Callable[[Tensor], Tensor], **shape: Any) -> AttentionMetadata:
         places = own(scene.written[:num_used])
         where = ragged.requests[requests], ragged.lengths[requests], own(ragged.positions[:num_used])
         return AttentionMetadata(phase, scene.state, *where, KVSlots(lambda _: places), **shape)
 
-    of_nodes = of_prompts = None
-    if counts:
+    of_nodes, of_prompts = [], None
+    for rows in split:
+        most, members = rows.most, rows.members
         ancestors = None if ragged.ancestors is None else rows.repeat(ragged.ancestors).view(-1, most)
-        bounds = (max(case.lengths) + most,) * len(counts)
-        shape: dict[str, Any] = {"query_lens": (most,) * len(counts), "kv_bounds": bounds, "ancestors": ancestors}
-        of_nodes = part("verify", slice(len(counts)), rows.repeat, **shape)
+        bounds = (max(case.lengths) + most,) * len(members)
+        shape: dict[str, Any] = {"query_lens": (most,) * len(members), "kv_bounds": bounds, "ancestors": ancestors}
+        of_nodes.append(part("verify", members, rows.repeat, **shape))
     if lens:
         bounds = tuple(scene.ends[len(counts) :])
         own = slice(len(counts), None)
@@ -257,13 +263,29 @@ def test_a_pass_by_parts_equals_a_loop(nodes: type[Backend], name: str) -> None:
     check_stored(scene, before, ragged, 1e-5)
 
 
-@pytest.mark.parametrize("counts", [[], [3], [2, 2], [1, 4, 2], [1, 1, 5]])
-def test_rows_of_nodes_repeat_the_last_one(counts: list[int]) -> None:
-    rows, most = NodeRows.of(counts, torch.device("cpu")), max(counts, default=0)
+@pytest.mark.parametrize(
+    ("counts", "members"), [([3], [0]), ([2, 2], [0, 1]), ([1, 4, 2], [0, 1, 2]), ([1, 9, 1, 5], [0, 2]), ([1, 9], [1])]
+)
+def test_rows_of_nodes_repeat_the_last_one(counts: list[int], members: list[int]) -> None:
+    rows, most = NodeRows.of(counts, members, torch.device("cpu")), max(counts[index] for index in members)
     starts = [sum(counts[:index]) for index in range(len(counts))]
-    expected = [
-        start + min(node, count - 1) for start, count in zip(starts, counts, strict=True) for node in range(most)
-    ]
+    expected = [starts[index] + min(node, counts[index] - 1) for index in members for node in range(most)]
     values = torch.arange(sum(counts) + 4)
     assert rows.repeat(values).tolist() == expected
-    assert rows.keep(rows.repeat(values)).tolist() == list(range(sum(counts)))
+    own = [starts[index] + node for index in members for node in range(counts[index])]
+    assert rows.keep(rows.repeat(values)).tolist() == own
+    assert rows.places is None or rows.places.tolist() == own
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ([], []),
+        ([16], [[0]]),
+        ([4, 1, 4, 1], [[0, 1, 2, 3]]),  # six copies are cheap
+        ([1, 16, 1, 1], [[1], [0, 2, 3]]),
+        ([2, 16, 1, 15, 3], [[1, 3], [0, 2, 4]]),
+    ],
+)
+def test_requests_with_far_more_nodes_are_a_part_of_their_own(counts: list[int], expected: list[list[int]]) -> None:
+    assert [rows.members for rows in split_nodes(counts, torch.device("cpu"))] == expected
