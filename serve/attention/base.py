@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, NamedTuple, get_args
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.kv.rope import rotate_and_store
-from slipstream.models.layers.attention import Attention, AttentionLayer
+from slipstream.models.layers.attention import Attention, AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import AttentionSpec
 from slipstream.serve.runner.batch import AttentionMetadata, Phase
@@ -82,6 +83,13 @@ class Backend(Attention):
     def plan_writes(self, positions: Tensor, slots: KVSlots) -> None:
         """Prepares `write` of every layer alone, for rows at positions (T,) int64 whose KV goes to these slots."""
         self.positions, self.slots = positions, slots
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
+        return self.attend_stored(self.rotate_and_store(q, k, v, layer), layer, mask)
+
+    @abstractmethod
+    def attend_stored(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
+        """`attend` for queries (T, Q, D) that are rotated, as `rotate_and_store` gives them, where all KV is stored."""
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         self.rotate_and_store(k[:, :0], k, v, layer._replace(norms=None))

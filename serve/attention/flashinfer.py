@@ -135,8 +135,8 @@ class Backend(base.Backend):
         super().plan(metadata)
         self.planned = {}
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
-        metadata, q = self.metadata, self.rotate_and_store(q, k, v, layer)
+    def attend_stored(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
+        metadata = self.metadata
         if max(metadata.query_lens) == 1 and not metadata.first_node:
             mask = "causal"  # what a node without others sees does not depend on the mask
         keys, values = self.layers[layer.id]  # (num_pages, page_size, G, D)

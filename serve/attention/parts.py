@@ -1,7 +1,7 @@
 """Attention of a pass of nodes and prompts by backends that take each by itself: where a pass is not captured.
 
-Nodes are attended as many for each request, so where counts differ a request's last node is repeated; what the copies
-compute is dropped, and what they store equals what the node itself stores. Where a few requests have far more nodes
+All rows are rotated and stored together. Nodes are attended as many for each request, so where counts differ a
+request's last node is repeated, and what the copies compute is dropped. Where a few requests have far more nodes
 than the others, these are a part of their own. Prompts go to the backend of prefills.
 Letters: T rows of the pass, n of them nodes, B decoding requests, b of a part, N most nodes of one.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.serve.attention.base import Backend
 from slipstream.serve.runner.batch import AttentionMetadata
+from slipstream.serve.runner.kv import KVSlots
 
 WORTH_A_PART = 16  # rows that it saves: of fewer a call of its own takes longer
 
@@ -65,37 +66,42 @@ def split_nodes(counts: list[int], device: torch.device) -> list[NodeRows]:
 
 @dataclass(slots=True)
 class PartsAttention:
-    """Attention over nodes, over prompts, or over both. Each part of the nodes has a backend of its own."""
+    """Attention over nodes, over prompts, or over both. Each part of the nodes has a backend of its own; that
+    of prompts stores the KV of all rows."""
 
     nodes: list[tuple[Backend, NodeRows]]
     prompts: Backend
     num_nodes: int
     has_prompts: bool = False
 
-    def plan(self, nodes: list[AttentionMetadata], prompts: AttentionMetadata | None) -> None:
+    def plan(
+        self, nodes: list[AttentionMetadata], prompts: AttentionMetadata | None, positions: Tensor, slots: KVSlots
+    ) -> None:
+        """positions (T,) int64 of all rows, whose KV goes to `slots`."""
         self.has_prompts = prompts is not None
         for (backend, _), own in zip(self.nodes, nodes, strict=True):
             backend.plan(own)
         if prompts is not None:
             self.prompts.plan(prompts)
+        self.prompts.plan_writes(positions, slots)
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         raise AssertionError("a target's rows all ask")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
-        count = self.num_nodes
+        count, q = self.num_nodes, self.prompts.rotate_and_store(q, k, v, layer)
         if not count:
-            return self.prompts.attend(q, k, v, layer, "causal")
-        own = self._attend_nodes(q, k, v, layer, mask)
+            return self.prompts.attend_stored(q, layer, "causal")
+        own = self._attend_nodes(q, layer, mask)
         if not self.has_prompts:
             return own
-        return torch.cat((own, self.prompts.attend(q[count:], k[count:], v[count:], layer, "causal")))
+        return torch.cat((own, self.prompts.attend_stored(q[count:], layer, "causal")))
 
-    def _attend_nodes(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
+    def _attend_nodes(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """(n, Q, D)."""
         whole = q.new_empty(0)
         for backend, rows in self.nodes:
-            own = rows.keep(backend.attend(rows.repeat(q), rows.repeat(k), rows.repeat(v), layer, mask))
+            own = rows.keep(backend.attend_stored(rows.repeat(q), layer, mask))
             if rows.places is None:
                 return own
             whole = whole if len(whole) else own.new_empty(self.num_nodes, *own.shape[1:])

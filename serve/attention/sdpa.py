@@ -70,12 +70,14 @@ class Backend(base.Backend):
         else:
             self._store(self._rotate(k), v, layer)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
+    def rotate_and_store(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         if q.is_cuda:  # one launch instead of a dozen
-            q = self.rotate_and_store(q, k, v, layer)
-        else:
-            q, k = self._norm_and_rotate(q, k, layer.norms)
-            self._store(k, v, layer)
+            return super().rotate_and_store(q, k, v, layer)
+        q, k = self._norm_and_rotate(q, k, layer.norms)
+        self._store(k, v, layer)
+        return q
+
+    def attend_stored(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         parts = [self._attend(q[one.queries], layer, mask, one) for one in self.segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -23,13 +23,12 @@ class Backend(base.Backend):
             return f"it has no kernels for head dim {kv.head_dims[-1]}, only up to {MAX_HEAD_DIM}"
         return super().fault(kv)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
+    def attend_stored(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         metadata, (keys, values) = self.metadata, self.layers[layer.id]  # (num_pages, page_size, G, D)
         if metadata.segments is not None:
-            return self._attend_ragged(metadata.segments, self.rotate_and_store(q, k, v, layer), layer, mask)
+            return self._attend_ragged(metadata.segments, q, layer, mask)
         N, spec = metadata.query_lens[0], layer.spec
         assert set(metadata.query_lens) == {N}, metadata.query_lens
-        q = self.rotate_and_store(q, k, v, layer)
         pages = metadata.state.pages[self.groups[layer.id]]
         requests = pages, metadata.requests, metadata.lengths, metadata.ancestors
         nodes = q.unflatten(0, (-1, N))

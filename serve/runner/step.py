@@ -156,7 +156,8 @@ class Runner:
         attention = PartsAttention(list(zip(backends, parts, strict=False)), prefill, sum(counts))
         is_tree = mask == "tree" and max(counts, default=0) > 1
         nodes = [self._nodes(layout, rows, host, is_tree=is_tree) for rows in parts]
-        attention.plan(nodes, self._prompts(layout, len(counts), sum(counts), host))
+        prompts = self._prompts(layout, len(counts), sum(counts), host)
+        attention.plan(nodes, prompts, layout.positions, self._kv_slots(layout))
         return attention, mask if is_tree else "causal"
 
     def _ragged(self, layout: Layout, num_requests: int) -> AttentionMetadata:

@@ -256,7 +256,8 @@ def test_a_pass_by_parts_equals_a_loop(
         bounds = tuple(scene.ends[len(counts) :])
         own = slice(len(counts), None)
         of_prompts = part("prefill", own, lambda x: x[first:], query_lens=lens, kv_bounds=bounds)
-    attention.plan(of_nodes, of_prompts)
+    written = KVSlots(lambda _: scene.written[:num_used])
+    attention.plan(of_nodes, of_prompts, ragged.positions[:num_used], written)
     out = attention.attend(*(x[:num_used] for x in scene.qkv), scene.layer(), case.mask)
     torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
     before.flatten(2, 3)[:, :, 0] = scene.cache.flatten(2, 3)[:, :, 0]
