@@ -99,11 +99,10 @@ class PartsAttention:
 
     def _attend_nodes(self, q: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
         """(n, Q, D)."""
-        whole = q.new_empty(0)
-        for backend, rows in self.nodes:
-            own = rows.keep(backend.attend_stored(rows.repeat(q), layer, mask))
-            if rows.places is None:
-                return own
-            whole = whole if len(whole) else own.new_empty(self.num_nodes, *own.shape[1:])
-            whole[rows.places] = own
-        return whole
+        parts = [rows.keep(backend.attend_stored(rows.repeat(q), layer, mask)) for backend, rows in self.nodes]
+        if len(parts) == 1:
+            return parts[0]
+        out = torch.empty_like(q[: self.num_nodes])
+        for (_, rows), own in zip(self.nodes, parts, strict=True):
+            out[rows.places] = own
+        return out

@@ -186,7 +186,7 @@ class FittedCosts(Costs):
     """Times of passes of any size: (a + c * nodes + f * prompts) * off[rows] + b * requests + d * requests *
     (width - 1) + e * (width > 1) ms, with coefficients >= 0 fitted to the measured steps by least squares of relative
     errors, and the deviations `off` of passes of about so many rows, since libraries compute some numbers of rows
-    faster than others. A prompt token takes less than a node, which has logits and attends together with few others.
+    faster than others. A prompt token takes another time than a node: it has no logits, and attends with many others.
 
     A measured step replaces a little of what is known of steps like it, and nothing of what is known of others: what
     wide proposals cost is not forgotten while narrow ones are drafted.
