@@ -263,7 +263,7 @@ class BudgetPolicy:
             self._again += (1 - AGAIN_DECAY) * ((prompt_rows > 0) - self._again)
         self._had_prompts = prompt_rows > 0
         if num_decoding == 0:
-            ms = self.costs.time(prompt_rows, 0, self.width, filtered=filtered, prompts=prompt_rows)
+            ms = self.costs.time(prompt_rows, 0, self.width, filtered=filtered)
             self._stored = self._width
             return Choice(0, self.width, ms)
         self._count_step()
@@ -292,12 +292,9 @@ class BudgetPolicy:
         if len(self._records) >= self._patience():
             self._count_records()
 
-    def observe(
-        self, *, rows: int, requests: int, width: int, ms: float, filtered: bool = False, prompts: int = 0
-    ) -> None:
-        """A step took `ms`: a pass over `rows` (of nodes, and `prompts` of prompts), and a draft pass for `requests`
-        requests."""
-        self.costs.observe(rows, requests, width, ms, filtered=filtered, prompts=prompts)
+    def observe(self, *, rows: int, requests: int, width: int, ms: float, filtered: bool = False) -> None:
+        """A step took `ms`: a pass over `rows` (of nodes and prompts), and a draft pass for `requests` requests."""
+        self.costs.observe(rows, requests, width, ms, filtered=filtered)
 
     def chunk_rows(self, num_decoding: int, nodes: int | None = None, *, filtered: bool = False) -> int:
         """Most rows of prompts that the next step should take. `nodes`: that it verifies; None: as many as without
@@ -341,9 +338,7 @@ class BudgetPolicy:
         if num_decoding:
             self._count_step()
             self._chosen = LIFT_DECAY * self._chosen + (nodes, 1.0)
-        rows = nodes + prompt_rows
-        ms = self.costs.time(rows, num_decoding, width, filtered=filtered, prompts=prompt_rows)
-        return Choice(nodes, width, ms)
+        return Choice(nodes, width, self.costs.time(nodes + prompt_rows, num_decoding, width, filtered=filtered))
 
     def _patience(self) -> int:
         """Steps for which plans are used again and records wait; few at the beginning."""
@@ -381,7 +376,7 @@ class BudgetPolicy:
             self._curves = self.offers.curves(self.widths, self.calibration.survivals)
         most = max(min(num_decoding * self.most_nodes, self.node_rows), num_decoding)
         rows = self._passes(num_decoding + prompt_rows, most + prompt_rows)
-        target = self.costs.targets(rows, filtered=filtered, prompts=prompt_rows)
+        target = self.costs.targets(rows, filtered=filtered)
         draft = [self.costs.draft(num_decoding, width, filtered=filtered) for width in self.widths]
         drafted = np.maximum(rows - prompt_rows, num_decoding) / num_decoding - 1
         tokens = num_decoding * np.array([1 + np.interp(drafted, *curve) for curve in self._curves])
@@ -539,7 +534,7 @@ class BudgetPolicy:
         if self.itl_ms is not None:
             limit = min(limit, self.itl_ms / self.costs.p95())
         rows = self._passes(nodes, most_rows) if self.costs.sizes else np.arange(nodes, most_rows + 1, 16)
-        fits = rows[self.costs.targets(rows, filtered=filtered, prompts=rows - nodes) + draft <= limit]
+        fits = rows[self.costs.targets(rows, filtered=filtered) + draft <= limit]
         least = self.costs.round_up(nodes + LEAST_CHUNK)
         return max(min(max(int(fits.max(initial=0)), least), most_rows) - nodes, 0)
 

@@ -166,16 +166,9 @@ class Planner:
         if count and self.limits.most_nodes > 1:
             accepted = accepted_nodes(output, count)
             self.policy.record(output.cells[:count], output.num_verified[:count], accepted)
-        nodes = plan.nodes if self.policy.costs.sizes is not None else int(output.num_verified[:count].sum())
-        prompts, requests = sum(len(chunk.tokens) for chunk in plan.chunks), len(drafting_slots(plan))
-        self.policy.observe(
-            rows=nodes + prompts,
-            prompts=prompts,
-            requests=requests,
-            width=plan.width,
-            ms=ms,
-            filtered=plan.mode == "all",
-        )
+        rows = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
+        requests = len(drafting_slots(plan))
+        self.policy.observe(rows=rows, requests=requests, width=plan.width, ms=ms, filtered=plan.mode == "all")
 
     def _calibrate(self, proposal: HostProposal) -> None:
         """Fills in its cells, and how likely they are accepted; never likelier than the nodes before."""

@@ -26,15 +26,13 @@ MOST_DEVIATION = 1.5
 KEEP_DEVIATION = 0.99  # per step of such a size, so that a fit explains what it can
 FORGET = 0.99  # weight of a step in a fit after one more step like it
 # What `FittedCosts` assumes of a step, up to a common factor that its first measured step sets: a pass takes 1, and
-# more by the request, by the verified node, by the drafted node, for drafting at all, and by the prompt token.
-ROUGH = (1.0, 0.02, 0.05, 0.02, 0.1, 0.05)
-ROUGH_SPREAD = (1.0, 0.1, 0.2, 0.1, 0.5, 0.2)
+# more by the request, by the row, by the drafted node, and for drafting at all.
+ROUGH = (1.0, 0.02, 0.05, 0.02, 0.1)
+ROUGH_SPREAD = (1.0, 0.1, 0.2, 0.1, 0.5)
 TRUST_ROUGH = 0.01  # of that, a measured step counting as 1
 FIRST = 8  # measured steps that are fitted without a prediction to compare with
 SOLVE = 4  # steps after which coefficients are computed again,
 SOLVE_EACH = 64  # but after each of the first ones
-
-Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,7 @@ class CostTables:
 
 
 class Costs(ABC):
-    """Expected times of steps in ms. `rows` of a pass are nodes and prompt tokens together, `prompts` of them the
-    latter. `filtered`: the step samples with filters or penalties (the mode "all")."""
+    """Expected times of steps in ms. `filtered`: the step samples with filters or penalties (the mode "all")."""
 
     sizes: tuple[int, ...] | None  # numbers of rows that a pass may have, ascending: others are filled up; None: any
     most_rows: int
@@ -81,24 +78,24 @@ class Costs(ABC):
         self._p95, self._p95_age = 1.0, 0
 
     @abstractmethod
-    def targets(self, rows: Rows, *, filtered: bool, prompts: Rows | int = 0) -> NDArray[np.float64]:
-        """(n,) times of target passes over that many rows, (n,); prompts (n,), or of all."""
+    def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
+        """(n,) times of target passes over that many rows, (n,)."""
 
     @abstractmethod
     def draft(self, requests: int, width: int, *, filtered: bool) -> float:
         """Time of the draft pass that proposes `width` nodes, roots included, for each request."""
 
     @abstractmethod
-    def time(self, rows: int, requests: int, width: int, *, filtered: bool, prompts: int = 0) -> float:
+    def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
         """Time of a step: a target pass over `rows`, then a draft pass."""
 
     @abstractmethod
-    def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool, prompts: int = 0) -> None:
+    def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool) -> None:
         """Such a step took `ms`."""
 
-    def target(self, rows: int, *, filtered: bool, prompts: int = 0) -> float:
+    def target(self, rows: int, *, filtered: bool) -> float:
         """Time of a target pass."""
-        return float(self.targets(np.array([rows]), filtered=filtered, prompts=prompts)[0])
+        return float(self.targets(np.array([rows]), filtered=filtered)[0])
 
     def round_up(self, rows: int) -> int:
         """Rows of the pass that computes so many."""
@@ -142,7 +139,7 @@ class StepCosts(Costs):
         self._target_off = {mode: [1.0] * len(self._sizes) for mode in MODES}
         self._draft_off: dict[tuple[str, int, int], float] = {}
 
-    def targets(self, rows: Rows, *, filtered: bool, prompts: Rows | int = 0) -> NDArray[np.float64]:
+    def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
         mode = MODES[filtered]
         times = self._slower * np.array(self._target[mode]) * np.array(self._target_off[mode])
         index = np.searchsorted(self._sizes, rows)
@@ -153,10 +150,10 @@ class StepCosts(Costs):
         key = self._draft_key(requests, width)
         return self._slower * self._draft[mode].get(key, 0.0) * self._draft_off.get((mode, *key), 1.0)
 
-    def time(self, rows: int, requests: int, width: int, *, filtered: bool, prompts: int = 0) -> float:
+    def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
         return self.target(rows, filtered=filtered) + self.draft(requests, width, filtered=filtered)
 
-    def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool, prompts: int = 0) -> None:
+    def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool) -> None:
         if rows > self.most_rows or ms <= 0:
             return
         mode, index, key = MODES[filtered], bisect_left(self._sizes, rows), self._draft_key(requests, width)
@@ -183,10 +180,9 @@ class StepCosts(Costs):
 
 
 class FittedCosts(Costs):
-    """Times of passes of any size: (a + c * nodes + f * prompts) * off[rows] + b * requests + d * requests *
-    (width - 1) + e * (width > 1) ms, with coefficients >= 0 fitted to the measured steps by least squares of relative
-    errors, and the deviations `off` of passes of about so many rows, since libraries compute some numbers of rows
-    faster than others. A prompt token takes another time than a node: it has no logits, and attends with many others.
+    """Times of passes of any size: (a + c * rows) * off[rows] + b * requests + d * requests * (width - 1) +
+    e * (width > 1) ms, with coefficients >= 0 fitted to the measured steps by least squares of relative errors, and the
+    deviations `off` of passes of about so many rows, since libraries compute some numbers of rows faster than others.
 
     A measured step replaces a little of what is known of steps like it, and nothing of what is known of others: what
     wide proposals cost is not forgotten while narrow ones are drafted.
@@ -197,7 +193,7 @@ class FittedCosts(Costs):
     def __init__(self, most_rows: int) -> None:
         super().__init__()
         self.sizes, self.most_rows = None, most_rows
-        self.coefficients = np.array(ROUGH)  # (6,) a to f
+        self.coefficients = np.array(ROUGH)  # (5,) a to e
         self._first: list[tuple[NDArray[np.float64], float]] = []  # measured steps, whose fastest sets the scale
         self._matrix, self._vector = np.eye(len(ROUGH)), np.zeros(len(ROUGH))  # normal equations
         self._num_fitted = 0
@@ -205,23 +201,22 @@ class FittedCosts(Costs):
         num_sizes = int(_size(np.array(most_rows))) + 2
         self._off, self._seen = np.ones(num_sizes), np.zeros(num_sizes)  # by `_size`; steps that were measured
 
-    def targets(self, rows: Rows, *, filtered: bool, prompts: Rows | int = 0) -> NDArray[np.float64]:
+    def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
         factor = self._filtered if filtered else 1.0
-        return factor * self._plain_targets(rows, prompts) * self._off[self._sizes_of(rows)]
+        return factor * self._plain_targets(rows) * self._off[self._sizes_of(rows)]
 
     def draft(self, requests: int, width: int, *, filtered: bool) -> float:
         """With what a step takes by the request."""
-        ms = float(_features(0, requests, width, 0)[1:] @ self.coefficients[1:])
+        ms = float(_features(0, requests, width)[1:] @ self.coefficients[1:])
         return ms * self._filtered if filtered else ms
 
-    def time(self, rows: int, requests: int, width: int, *, filtered: bool, prompts: int = 0) -> float:
-        return self.target(rows, filtered=filtered, prompts=prompts) + self.draft(requests, width, filtered=filtered)
+    def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
+        return self.target(rows, filtered=filtered) + self.draft(requests, width, filtered=filtered)
 
-    def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool, prompts: int = 0) -> None:
+    def observe(self, rows: int, requests: int, width: int, ms: float, *, filtered: bool) -> None:
         if rows == 0 or ms <= 0:
             return
-        features = _features(rows, requests, width, prompts)
-        predicted = self.time(rows, requests, width, filtered=filtered, prompts=prompts)
+        features, predicted = _features(rows, requests, width), self.time(rows, requests, width, filtered=filtered)
         if len(self._first) < FIRST:
             self._first.append((features, ms))
             self._start()
@@ -231,7 +226,7 @@ class FittedCosts(Costs):
             self._filtered *= 1 + OBSERVED * (ms / predicted - 1)
             ms /= self._filtered
         size = int(self._sizes_of(np.array(rows)))
-        plain = float(self._plain_targets(np.array(rows), prompts))
+        plain = float(self._plain_targets(np.array(rows)))
         deviation = (self._off[size] - 1) * plain
         self._seen[size] += 1
         wrong = ms - deviation - float(features @ self.coefficients)
@@ -242,9 +237,8 @@ class FittedCosts(Costs):
         if self._num_fitted < SOLVE_EACH or self._num_fitted % SOLVE == 0:
             self.coefficients = _solve(self._matrix, self._vector)
 
-    def _plain_targets(self, rows: Rows, prompts: Rows | int) -> NDArray[np.float64]:
-        pass_ms, _, node_ms, *_, prompt_ms = self.coefficients
-        fitted: NDArray[np.float64] = pass_ms + node_ms * (rows - prompts) + prompt_ms * prompts
+    def _plain_targets(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        fitted: NDArray[np.float64] = self.coefficients[0] + self.coefficients[2] * rows
         return fitted
 
     def _sizes_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -273,9 +267,8 @@ def _size(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.minimum(rows, 16) + coarse
 
 
-def _features(rows: int, requests: int, width: int, prompts: int) -> NDArray[np.float64]:
-    is_drafting = float(width > 1 and requests > 0)
-    return np.array((1.0, requests, rows - prompts, requests * (width - 1), is_drafting, prompts))
+def _features(rows: int, requests: int, width: int) -> NDArray[np.float64]:
+    return np.array((1.0, requests, rows, requests * (width - 1), float(width > 1 and requests > 0)))
 
 
 def _solve(matrix: NDArray[np.float64], vector: NDArray[np.float64]) -> NDArray[np.float64]:

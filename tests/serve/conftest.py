@@ -23,13 +23,13 @@ def equal_steps() -> Iterator[None]:
     class EqualCosts(FittedCosts):
         is_fitted = False
 
-        def targets(self, rows: Any, *, filtered: bool, prompts: Any = 0) -> Any:
+        def targets(self, rows: Any, *, filtered: bool) -> Any:
             return np.ones(len(rows))
 
         def draft(self, requests: int, width: int, *, filtered: bool) -> float:
             return 0.0
 
-        def time(self, rows: int, requests: int, width: int, *, filtered: bool, prompts: int = 0) -> float:
+        def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
             return 1.0
 
         def observe(self, *_: Any, **__: Any) -> None:

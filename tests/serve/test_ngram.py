@@ -80,7 +80,7 @@ def test_steps_verify_no_more_than_was_drafted(target: Path, monkeypatch: pytest
 class CostlyNodes(SlowSteps):
     """Four nodes take as much as the rest of a step."""
 
-    def targets(self, rows: NDArray[np.int64], *, filtered: bool, prompts: Any = 0) -> NDArray[np.float64]:
+    def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
         return 1000.0 * (1 + rows / 4)
 
 

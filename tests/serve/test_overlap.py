@@ -119,13 +119,13 @@ class SlowSteps(FittedCosts):
     is_fitted = False
     by_row = False
 
-    def targets(self, rows: NDArray[np.int64], *, filtered: bool, prompts: Any = 0) -> NDArray[np.float64]:
+    def targets(self, rows: NDArray[np.int64], *, filtered: bool) -> NDArray[np.float64]:
         return np.full(len(rows), 1000.0) * (rows if self.by_row else 1)
 
     def draft(self, requests: int, width: int, *, filtered: bool) -> float:
         return 0.0
 
-    def time(self, rows: int, requests: int, width: int, *, filtered: bool, prompts: int = 0) -> float:
+    def time(self, rows: int, requests: int, width: int, *, filtered: bool) -> float:
         return self.target(rows, filtered=filtered)
 
     def observe(self, *_: Any, **__: Any) -> None: ...

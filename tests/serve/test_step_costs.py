@@ -96,19 +96,6 @@ def test_a_fit_finds_the_coefficients(seed: int) -> None:
     assert costs.error() < 0.06
 
 
-def test_a_fit_tells_prompts_from_nodes() -> None:
-    costs, rng = FittedCosts(1024), random.Random(0)
-    for _ in range(1500):
-        requests, prompts = rng.randint(1, 16), rng.choice([0, 0, 60, 140])
-        ms = step_ms(requests, requests, 1) + 0.1 * prompts
-        costs.observe(requests + prompts, requests, 1, rng.gauss(1, 0.05) * ms, filtered=False, prompts=prompts)
-    for requests, prompts in ((1, 0), (16, 0), (8, 100)):
-        expected = pytest.approx(step_ms(requests, requests, 1) + 0.1 * prompts, rel=0.06)
-        assert costs.time(requests + prompts, requests, 1, filtered=False, prompts=prompts) == expected
-    several = costs.targets(np.array([8, 108]), filtered=False, prompts=np.array([0, 100]))
-    assert several.tolist() == [costs.target(8, filtered=False), costs.target(108, filtered=False, prompts=100)]
-
-
 def test_a_fit_learns_which_numbers_of_rows_are_fast() -> None:
     """A library may compute 8 rows as fast as 5, and take longer for a ninth."""
     costs, rng = FittedCosts(256), random.Random(0)
