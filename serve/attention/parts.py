@@ -17,7 +17,7 @@ from slipstream.serve.attention.base import Backend
 from slipstream.serve.runner.batch import AttentionMetadata
 from slipstream.serve.runner.kv import KVSlots
 
-WORTH_A_PART = 16  # rows that it saves: of fewer a call of its own takes longer
+WORTH_A_PART = 16  # copies that a second part must save: fewer cost less than one more call
 
 
 class NodeRows(NamedTuple):

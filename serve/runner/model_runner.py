@@ -13,7 +13,7 @@ from slipstream.serve.runner.cpu_clock import CpuClock
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
 from slipstream.serve.runner.step import HostShape, Runner, StepInputs
 
-MOST_BEHIND = 16  # passes whose rows the drafter has not seen
+MOST_BEHIND = 16  # passes that the drafter may be behind
 NOT_FINITE = "the target's logits are not finite at some token of this request; its weights or its dtype are at fault"
 
 
@@ -104,7 +104,7 @@ class ModelRunner:
         self.state.set_masks(plan.edits.masks)
         started = self._started
         try:
-            self._catch_up(plan)  # not this step's time: drafting would look dear where it is rare
+            self._catch_up(plan)  # not part of this step's time, or drafting would look expensive where it is rare
             if started is None:
                 self._clock.start()
             else:
