@@ -5,7 +5,8 @@ ones, and without a draft.
 
 Each phase keeps its number of requests in flight. The next phase begins as soon as the last request of a phase has
 started and, where fewer are wanted, enough of them have ended. All settings answer the same questions, so their total
-times can be compared; with --seconds the phases last equally long instead, and tokens per second count.
+times can be compared; with --seconds the phases last equally long instead, and tokens per second count. The error of
+step times is how far the engine's predictions of the last 200 steps were off (median).
 
 A setting is `auto` (the draft, all options as given), `none` (no draft), or options of the engine or of the drafter as
 in width=2 or depth=5,width=4. Engines of different settings run one after another. Prints a Markdown table, then one
@@ -52,6 +53,7 @@ COLUMNS = (  # heading, key of a line, format
     ("tok/s", "tok_s", ".1f"),
     ("speed-up", "speed_up", ".3f"),
     ("accept length", "accept_length", ".2f"),
+    ("error of step times", "step_time_error", ".1%"),
     ("same answers", "num_identical", "d"),
 )
 
@@ -203,6 +205,7 @@ def measure(engine: Engine, config: LoadTraceConfig, work: Sequence[Sequence[Tas
     phases = [phase_figures(all_streams, *phase) for phase in times]
     return {
         "requests": len(all_streams),
+        "step_time_error": round(engine.metrics()["step_time_error"], 4),
         "total_s": round(seconds, 3),
         "tokens": total,
         "tok_s": round(total / seconds, 2),
@@ -266,7 +269,7 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for setting, runs in by_setting.items():
         row: dict[str, Any] = {"setting": setting, "accept_length": runs[0]["accept_length"]}
-        row |= {name: median(line[name] for line in runs) for name in ("total_s", "tok_s")}
+        row |= {name: median(line[name] for line in runs) for name in ("total_s", "tok_s", "step_time_error")}
         row |= {f"phase {index}": speed for index, speed in enumerate(phase_speeds(runs))}
         row["speed_up"] = row["num_identical"] = None
         rows.append(row)

@@ -11,12 +11,10 @@ import torch
 from slipstream.kernels.compile_ahead import dry_run
 from slipstream.serve.engine.host_memory import available_bytes
 from slipstream.serve.engine.kv_windows import pages_of_window
-from slipstream.serve.engine.plan import PromptChunk
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.runner.chunks import pack_chunks, split_chunks
+from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
 from slipstream.serve.runner.cuda_graphs import Capturer, StepKey, make_graphs
 from slipstream.serve.runner.kv import Windows
-from slipstream.serve.runner.request_state import RequestState
 from slipstream.serve.runner.step import HostShape, Runner, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -143,15 +141,8 @@ def _largest(keys: Sequence[StepKey]) -> StepKey:
 
 
 def _prefill_padding(runner: Runner, num_tokens: int) -> None:
-    state, chunks = runner.state, _padding_chunks(runner.state, num_tokens)
+    state, chunks = runner.state, padding_prompts(runner.state, [0] * num_tokens)
     packed = pack_chunks(chunks, len(chunks), num_tokens, state.padding, pinned=False).to(state.device)
     inputs = StepInputs(state.upload([0]), state.upload([]), split_chunks(packed, len(chunks), num_tokens))
     runner.step(inputs, 0, 0, "greedy", HostShape((), tuple(chunks)))
     state.lengths.zero_()
-
-
-def _padding_chunks(state: RequestState, num_tokens: int) -> list[PromptChunk]:
-    """`num_tokens` tokens in prompts as long as a request can have."""
-    limit = max(1, state.pages.shape[-1] * state.page_size - 2 * state.proposals.shape[2])
-    lens = [min(limit, num_tokens - start) for start in range(0, num_tokens, limit)]
-    return [PromptChunk(state.padding, 0, [0] * length, None, is_last=True) for length in lens]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.speculation.ragged import Chunks
 from slipstream.serve.engine.plan import PromptChunk
+from slipstream.serve.runner.request_state import RequestState
 
 
 def pack_chunks(chunks: Sequence[PromptChunk], num_chunks: int, num_tokens: int, padding: int, pinned: bool) -> Tensor:
@@ -36,6 +37,13 @@ def split_chunks(buffer: Tensor, num_chunks: int, num_tokens: int) -> Chunks:
     parts = buffer.split(_places(num_chunks, num_tokens))
     slots, starts, counts, is_last, next_tokens, tokens = (part[:size] for part, size in zip(parts, sizes, strict=True))
     return Chunks(slots, starts, counts, is_last, tokens, next_tokens)
+
+
+def padding_prompts(state: RequestState, tokens: list[int]) -> list[PromptChunk]:
+    """Tokens as prompts of the padding slot, each as long as a request can have: its page table has no more pages."""
+    limit = max(1, state.pages.shape[-1] * state.page_size - 2 * state.proposals.shape[2])
+    parts = [tokens[start : start + limit] for start in range(0, len(tokens), limit)]
+    return [PromptChunk(state.padding, 0, part, None, is_last=True) for part in parts]
 
 
 def _places(num_chunks: int, num_tokens: int) -> list[int]:

@@ -24,7 +24,7 @@ from slipstream.kernels.compile_ahead import compile_ahead, short_run
 from slipstream.kernels.speculation.ragged import Chunks
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepPlan
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.runner.chunks import pack_chunks, split_chunks
+from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
 from slipstream.serve.runner.step import Runner, StepInputs
 
 logger = logging.getLogger(__name__)
@@ -304,7 +304,7 @@ class StepGraphs(Graphs[StepKey]):
     def _random_chunks(self, num_tokens: int) -> list[PromptChunk]:
         vocab_size, generator = self.runner.target.config.vocab_size, torch.Generator().manual_seed(0)
         tokens = torch.randint(vocab_size, (num_tokens,), generator=generator).tolist()
-        return [PromptChunk(self.runner.state.padding, 0, tokens, None, is_last=True)] if tokens else []
+        return padding_prompts(self.runner.state, tokens)[: self.num_chunks]
 
     def _hold_chunks(self, chunks: Sequence[Any]) -> None:
         if self.num_chunks:

@@ -386,9 +386,14 @@ def check_untouched(state: RequestState) -> None:
     assert not state.stored.survivals.any()
 
 
-def test_the_largest_passes_are_timed(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", [(64, None), (200, 48)], ids=["requests fill a pass", "no request fills a pass"])
+def test_the_largest_passes_are_timed(
+    sizes: tuple[int, int | None], configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All the sizes that costs are asked for, on requests with random proposals that leave nothing behind."""
-    engine = PlayingBuilder(configure("qwen3", "eagle3 tree", prefill_graph_tokens=64)).build()
+    captured, longest = sizes
+    options = {"prefill_graph_tokens": captured, "max_model_len": longest}
+    engine = PlayingBuilder(configure("qwen3", "eagle3 tree", **options)).build()
     steps, drafts, state = engine.runner.steps, engine.runner.drafts, engine.runner.state
     assert steps is not None
     assert drafts is not None
