@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -163,7 +164,7 @@ class Graphs(ABC, Generic[Key]):
     def _hold_requests(self, slots: tuple[int, ...]) -> None:
         if self._held != slots:
             padding = [self.runner.state.padding] * (len(self.requests) - len(slots))
-            self.requests.copy_(self.runner.state.upload([*slots, *padding]))
+            self.runner.state.copy(np.array([*slots, *padding], np.int64), self.requests)
             self._held = slots
 
     def _time(self, key: Key) -> float:
@@ -205,7 +206,9 @@ class StepGraphs(Graphs[StepKey]):
         self.results = runner.empty_results(max_running + self.num_chunks)
 
     def run_all(self) -> None:
-        """Runs every size on padding, uncaptured, and the largest ones in every mode."""
+        """Runs every size on padding, uncaptured, and the largest ones in every mode, and what goes before a pass."""
+        state = self.runner.state
+        state.change((), [(0, state.padding, 0, 0)])  # as it is
         for key in self.keys():
             rows, _, _, mode = key
             if mode == MODES[0] or rows in (self.sizes[-1], *self.prompt_sizes[-1:]):

@@ -85,9 +85,7 @@ class ModelRunner:
         self._prepared = plan.number
         if self.state.device.type == "cuda":
             self._started = torch.cuda.Event(enable_timing=True)
-        for admission in plan.admissions:
-            self.state.admit(admission.slot, admission.request, admission.tokens)
-        self.state.set_pages(plan.pages)
+        self.state.change(plan.admissions, plan.pages)
         if plan.slots and self.steps is not None:
             self.steps.expect(plan.slots)
 

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.kernels.kv.cache import chain_slots
+from slipstream.kernels.requests import Admitted, SlotColumns, pack_changes, write_changes
 from slipstream.kernels.sampling.processors import BIAS, PENALTIES, Processors
 from slipstream.kernels.sampling.sample import Filters, Sampling, noise_key
 from slipstream.kernels.speculation.ragged import CELLS, Stored
-from slipstream.serve.engine.plan import HostProposal, NodeMasks, SamplingMode
-from slipstream.serve.request import Request, SamplingParams
+from slipstream.serve.engine.plan import Admission, HostProposal, NodeMasks, SamplingMode
+from slipstream.serve.request import Request
 from slipstream.serve.runner.kv import KVSlots
 
 
@@ -79,38 +80,43 @@ class RequestState:
         tensors = [x for x in (*vars(self).values(), *self.stored, *self.processors) if isinstance(x, Tensor)]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
-    def admit(self, slot: int, request: Request, tokens: Sequence[int]) -> None:
-        """`tokens`: the prompt and, where the request resumes, its answer so far."""
-        params = request.params
-        values = (
-            (self.lengths, 0),
-            (self.keys, noise_key(request.seed, request.choice)),
-            (self.temperature, params.temperature),
-            (self.top_k, params.top_k),
-            (self.top_p, params.top_p),
-            (self.min_p, params.min_p),
+    def change(self, admissions: Sequence[Admission], pages: Sequence[tuple[int, int, int, int]] = ()) -> None:
+        """Gives slots to requests, and writes each (group, slot, index, page) into the page tables."""
+        if not admissions and not pages:
+            return
+        columns = SlotColumns(
+            self.lengths, self.keys, self.top_k, self.processors.flags, self.temperature, self.top_p, self.min_p
         )
-        for column, value in values:
-            column[slot].fill_(value)  # an assignment would wait for the device
-        self._admit_processors(slot, params, tokens, len(request.prompt))
+        num_groups, num_slots, num_pages = self.pages.shape
+        entries = [((group * num_slots + slot) * num_pages + index, page) for group, slot, index, page in pages]
+        packed = pack_changes([self._admitted(one.slot, one.request) for one in admissions], entries)
+        write_changes(columns, self.pages, self.upload(packed), len(admissions))
+        for one in admissions:
+            self._admit_processors(one)
 
-    def _admit_processors(self, slot: int, params: SamplingParams, tokens: Sequence[int], prompt_len: int) -> None:
+    def _admitted(self, slot: int, request: Request) -> Admitted:
+        params = request.params
+        flags = PENALTIES.value * params.has_penalties + BIAS.value * bool(params.logit_bias)
+        key = noise_key(request.seed, request.choice)
+        return Admitted(slot, key, params.top_k, flags, params.temperature, params.top_p, params.min_p)
+
+    def _admit_processors(self, admission: Admission) -> None:
         """What a request has no processor for keeps the last one's numbers: its flags say that nothing reads them."""
+        slot, params, prompt_len = admission.slot, admission.request.params, len(admission.request.prompt)
         held, vocab_size = self.processors, self.processors.counts.shape[1]
-        held.flags[slot].fill_(PENALTIES.value * params.has_penalties + BIAS.value * bool(params.logit_bias))
         if params.has_penalties:
-            held.repetition[slot].fill_(params.repetition_penalty)
+            held.repetition[slot].fill_(params.repetition_penalty)  # an assignment would wait for the device
             held.frequency[slot].fill_(params.frequency_penalty)
             held.presence[slot].fill_(params.presence_penalty)
-            text = np.asarray(tokens, dtype=np.int64)
+            text = np.asarray(admission.tokens, dtype=np.int64)
             counts = 2 * np.bincount(text[prompt_len:], minlength=vocab_size)
             counts[text[:prompt_len]] |= 1
-            self._copy(counts.astype(np.int32), held.counts[slot])
+            self.copy(counts.astype(np.int32), held.counts[slot])
         if params.logit_bias:
             ids, values = zip(*dict(params.logit_bias).items(), strict=True)
             bias = np.zeros(vocab_size, dtype=np.float32)
             bias[list(ids)] = values
-            self._copy(bias, held.bias[slot])
+            self.copy(bias, held.bias[slot])
 
     def set_masks(self, masks: Sequence[NodeMasks]) -> None:
         """For the next pass in mode "all"."""
@@ -122,24 +128,18 @@ class RequestState:
             slots, nodes = self.upload(list(zip(*held, strict=True)))
             self.mask_rows[slots, nodes] = torch.arange(len(held), dtype=torch.int32, device=self.device)
             bits = np.concatenate([np.asarray(mask.allowed) for mask in masks])
-            self._copy(bits.view(np.int32), self.mask_bits[: len(held)])
+            self.copy(bits.view(np.int32), self.mask_bits[: len(held)])
 
-    def _copy(self, values: NDArray[np.generic], to: Tensor) -> None:
+    def copy(self, values: NDArray[np.generic], to: Tensor) -> None:
         """Replaces `to` on the device. The host does not wait; the copy runs after the work queued there."""
         host = torch.from_numpy(values)
         to.copy_(host.pin_memory() if self.device.type == "cuda" else host, non_blocking=True)
 
-    def upload(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    def upload(self, values: Sequence[int] | Sequence[Sequence[int]] | NDArray[np.int64]) -> Tensor:
         """Copies values to the device as int64. The host does not wait; the copy runs after the work queued there."""
         if self.device.type != "cuda":
             return torch.tensor(values, dtype=torch.int64, device=self.device)
         return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(self.device, non_blocking=True)
-
-    def set_pages(self, changes: Sequence[tuple[int, int, int, int]]) -> None:
-        """Writes each (group, slot, index, page) into the page tables."""
-        if changes:
-            groups, requests, indices, pages = self.upload(list(zip(*changes, strict=True)))
-            self.pages[groups, requests, indices] = pages
 
     def store(self, requests: Tensor, proposal: HostProposal) -> None:
         """Replaces the stored proposals of the requests in `requests` (B,), except where the count is 0."""
@@ -156,7 +156,7 @@ class RequestState:
 
     def set_survivals(self, survivals: NDArray[np.float32]) -> None:
         """(C,): how likely nodes of each calibration cell are accepted, for proposals that are stored from now on."""
-        self._copy(survivals[: len(self.survivals)], self.survivals)
+        self.copy(survivals[: len(self.survivals)], self.survivals)
 
     def sampling(self, requests: Tensor, mode: SamplingMode) -> Sampling:
         temperature = None if mode == "greedy" else self.temperature

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.kernels.speculation.ragged import CELLS, admit
 from slipstream.serve.engine import build as engine_build
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.engine.plan import Edits, NodeMasks, StepPlan
+from slipstream.serve.engine.plan import Admission, Edits, NodeMasks, StepPlan
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.pairwise import rotating
@@ -271,7 +271,8 @@ def test_admission_fills_what_a_request_needs_and_nothing_else() -> None:
     state = RequestState(2, 4, 16, 4, torch.device("cpu"), vocab_size=8)
 
     def admit(prompt: list[int], tokens: list[int], **params: Any) -> None:
-        state.admit(1, Request(id="", prompt=prompt, params=SamplingParams(max_tokens=9, **params)), tokens)
+        request = Request(id="", prompt=prompt, params=SamplingParams(max_tokens=9, **params))
+        state.change([Admission(1, request, tuple(tokens))])
 
     held = state.processors
     admit([1, 2, 1], [1, 2, 1, 5, 5, 2], presence_penalty=0.5)  # resumed, with three tokens of its answer

@@ -1,0 +1,45 @@
+"""What the host changes of request slots, against assignments one by one."""
+
+import random
+
+import pytest
+import torch
+
+from slipstream.kernels.requests import Admitted, SlotColumns, pack_changes, write_changes
+from slipstream.tests.kernels.triton_runs import DEVICES
+
+SLOTS, PAGES = 150, 9
+DTYPES = (torch.int32, torch.int64, torch.int64, torch.int32, torch.float32, torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 1), (3, 70), (130, 5)])
+@pytest.mark.parametrize("device", DEVICES)
+@torch.inference_mode()
+def test_slots_and_pages_hold_what_is_written(counts: tuple[int, int], device: str) -> None:
+    rng = random.Random(sum(counts))
+    columns = SlotColumns(*(torch.arange(SLOTS, device=device).to(dtype) + 7 for dtype in DTYPES))
+    pages = torch.full((2, SLOTS, PAGES), 5, device=device)
+    expected, expected_pages = [column.tolist() for column in columns], pages.flatten().tolist()
+    admitted = [
+        Admitted(slot, rng.getrandbits(63), rng.choice((0, 40)), rng.randrange(4), rng.random(), 0.95, 1e-3)
+        for slot in rng.sample(range(SLOTS), counts[0])
+    ]
+    entries = [(index, rng.randrange(2**40)) for index in rng.sample(range(pages.numel()), counts[1])]
+    for request in admitted:
+        for column, value in zip(expected, (0, *request[1:]), strict=True):
+            column[request.slot] = value
+    for index, page in entries:
+        expected_pages[index] = page
+    packed = torch.from_numpy(pack_changes(admitted, entries)).to(device)
+    run = write_changes.triton if device == "cuda" else write_changes
+    run(columns, pages, packed, len(admitted))
+    for column, values in zip(columns, expected, strict=True):
+        assert torch.equal(column.cpu(), torch.tensor(values, dtype=column.dtype))
+    assert pages.flatten().tolist() == expected_pages
+    if device == "cpu":
+        again = SlotColumns(*(torch.arange(SLOTS).to(dtype) + 7 for dtype in DTYPES))
+        pages = torch.full((2, SLOTS, PAGES), 5)
+        write_changes.triton(again, pages, packed, len(admitted))
+        for found, column in zip(again, columns, strict=True):
+            assert torch.equal(found, column)
+        assert pages.flatten().tolist() == expected_pages
