@@ -64,7 +64,8 @@ COLUMNS = (  # heading, key of a line, format
     ("ms per round", "ms", ".2f"),
     ("first token, ms: p50", "ttft_ms_p50", ".1f"),
     ("p99", "ttft_ms_p99", ".1f"),
-    ("between outputs: p99", "itl_ms_p99", ".2f"),
+    ("between outputs: p95", "itl_ms_p95", ".2f"),
+    ("p99", "itl_ms_p99", ".2f"),
     ("same answers", "num_identical", "d"),
     ("correct", "accuracy", ".1%"),
 )

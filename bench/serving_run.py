@@ -39,7 +39,7 @@ class Run(LoadResult):
         """The figures of a result line. `ms`, the time of a round, is the median time between two outputs of a request,
         each of which may hold several tokens; `width` is the mean nodes per round, root included."""
         rounds, accept_length, summary = self.rounds, self.accept_length, self.summary()
-        names = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")
+        names = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p95", "itl_ms_p99")
         times = {name: milliseconds(summary[f"{name.replace('_ms', '')}_s"]) for name in names}
         return {
             "width": round(1 + self.drafted_tokens / rounds, 2) if rounds else None,

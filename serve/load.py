@@ -123,7 +123,7 @@ class LoadResult:
 
 
 def percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    return {f"{name}_p{percent}_s": percentile(values, percent) for percent in (50, 99)}
+    return {f"{name}_p{percent}_s": percentile(values, percent) for percent in (50, 95, 99)}
 
 
 def percentile(values: Sequence[float], percent: int) -> float | None:

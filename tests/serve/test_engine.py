@@ -12,6 +12,7 @@ from slipstream.models.files.checkpoint import weights_fingerprint
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.engine import memory
 from slipstream.serve.engine.plan import StepPlan
+from slipstream.serve.runner.chunks import padding_prompts
 from slipstream.tests.random_drafts import save_random_draft
 from slipstream.tests.random_targets import change_json
 from slipstream.tests.serve.engine_runs import build_engine, caches_of, make_request, random_prompt, run, tokens_of
