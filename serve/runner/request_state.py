@@ -137,9 +137,8 @@ class RequestState:
 
     def upload(self, values: Sequence[int] | Sequence[Sequence[int]] | NDArray[np.int64]) -> Tensor:
         """Copies values to the device as int64. The host does not wait; the copy runs after the work queued there."""
-        if self.device.type != "cuda":
-            return torch.tensor(values, dtype=torch.int64, device=self.device)
-        return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(self.device, non_blocking=True)
+        host = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=torch.int64)
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
     def store(self, requests: Tensor, proposal: HostProposal) -> None:
         """Replaces the stored proposals of the requests in `requests` (B,), except where the count is 0."""
