@@ -35,6 +35,12 @@ def overrides_none(tokenizer: Any, public: str, private: str) -> bool:
     return [getattr(function, "__module__", None) for function in own] == TRANSFORMERS
 
 
+def spellings(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each word at the beginning of a text, and after a space."""
+    texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+    return tuple(tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
+
+
 class TextStream:
     """The text of one request. Holds back incomplete characters and text that may begin a stop string.
 
@@ -42,9 +48,12 @@ class TextStream:
     together with the tokens of the previous piece; the new text is what that adds.
     """
 
-    def __init__(self, decoder: Decoder, stop: Sequence[str] = (), *, watched: bool = True) -> None:
-        """`watched=False`: text is needed at the end only; without stop strings it is then decoded once."""
-        self._decoder = decoder
+    def __init__(
+        self, decoder: Decoder, stop: Sequence[str] = (), *, watched: bool = True, min_tokens: int = 0
+    ) -> None:
+        """`watched=False`: text is needed at the end only; without stop strings it is then decoded once. The text of
+        the first `min_tokens` tokens is not searched for stop strings."""
+        self._decoder, self._min_tokens = decoder, min_tokens
         self._stop = tuple(stop)
         self._is_piecewise = watched or bool(stop)
         self._window: list[int] = []  # tokens of the last piece, then those whose text is not yet complete
@@ -92,7 +101,7 @@ class TextStream:
 
     def _release(self, piece: str, final: bool = False) -> str:
         """Appends `piece` to the pending text and returns what cannot begin a stop string."""
-        if not self._stop or not (piece or final):
+        if not self._stop or not (piece or final) or self.num_tokens <= self._min_tokens:
             return piece
         text = self._pending + piece
         found = find_stop(text, self._stop)

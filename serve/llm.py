@@ -12,7 +12,7 @@ from tqdm import tqdm
 from slipstream import runtime
 from slipstream.models.chat.messages import check_text
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
-from slipstream.serve.detokenize import Decoder, TextStream
+from slipstream.serve.detokenize import Decoder, TextStream, spellings
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams, prompt_seed
@@ -57,24 +57,33 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams],
         *,
         stop: str | Sequence[str] = (),
+        bad_words: str | Sequence[str] = (),
         progress: bool = False,
     ) -> list[Generation]:
         """Answers in the order of the prompts, which are texts (tokenised without a template) or token ids.
+
+        An answer ends before the first of the texts `stop`, and contains none of `bad_words` as the tokenizer spells
+        them, with a space before them and without.
 
         If one `params` serves all prompts, the first has its seed and each further one a seed derived from it and the
         index. With one `params` per prompt, seeds are used as given. A prompt without a seed draws one.
 
         Raises ValueError for a prompt that cannot be served, before anything is generated.
         """
-        stop = check_stop(stop)
+        stop, words = check_texts("stop", stop), check_texts("bad_words", bad_words)
         check_prompts(prompts)
+        bad_tokens = spellings(self.tokenizer, words)
         requests = [
-            Request(id=str(index), prompt=self.encode(prompt), params=one)
+            Request(
+                id=str(index), prompt=self.encode(prompt), params=replace(one, bad_words=one.bad_words + bad_tokens)
+            )
             for index, (prompt, one) in enumerate(zip(prompts, params_of(prompts, params), strict=True))
         ]
         for request in requests:
             self.engine.check(request)
-        texts = [TextStream(self._decoder, stop, watched=False) for _ in requests]
+        texts = [
+            TextStream(self._decoder, stop, watched=False, min_tokens=request.params.min_tokens) for request in requests
+        ]
         answers: list[list[int]] = [[] for _ in requests]
         pieces: list[list[str]] = [[] for _ in requests]
         done: dict[int, Generation] = {}
@@ -145,13 +154,13 @@ def check_prompts(prompts: Sequence[str | list[int]]) -> None:
                 raise ValueError(f"prompts[{index}] holds {shown(wrong)}; token ids are integers")
 
 
-def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Sequence) else (stop,)
+def check_texts(name: str, texts: str | Sequence[str]) -> tuple[str, ...]:
+    strings = (texts,) if isinstance(texts, str) else tuple(texts) if isinstance(texts, Sequence) else (texts,)
     for string in strings:
         if not isinstance(string, str):
-            raise ValueError(f"stop holds {shown(string)}; give a text or a list of texts")
+            raise ValueError(f"{name} holds {shown(string)}; give a text or a list of texts")
     if "" in strings:
-        raise ValueError("stop has an empty string, which would end every answer at once; leave that out")
+        raise ValueError(f"{name} has an empty string, which every answer contains; leave that out")
     return strings
 
 

@@ -3,14 +3,14 @@
 import hashlib
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from numbers import Integral, Real
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-INTEGERS = ("max_tokens", "top_k", "seed")
+INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed")
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 SEED_BITS = 53  # of drawn seeds: JSON readers that parse numbers as doubles keep them exactly
 
@@ -26,6 +26,8 @@ class SamplingParams:
     Before all that, and at temperature 0, too, `logit_bias` is added to the logits of its token ids, -100 to 100.
     `repetition_penalty` divides positive logits of the tokens of prompt and answer, and multiplies negative ones.
     `frequency_penalty`, for each time that a token is in the answer, and `presence_penalty`, once, are subtracted.
+    Before `min_tokens` tokens no end-of-text or `stop_token_ids` id is sampled. `bad_words` are sequences of token ids
+    that the answer never contains.
     """
 
     max_tokens: int
@@ -40,6 +42,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for names, kind, called in ((INTEGERS, Integral, "an integer"), (NUMBERS, Real, "a number")):
@@ -49,6 +53,7 @@ class SamplingParams:
                     raise ValueError(f"{name} is {value!r}; it must be {called}")
         for name, valid, remedy in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens, {self.max_tokens}"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
             ("top_k", 0 <= self.top_k < 2**31, "0 (off) or a positive number below 2**31"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
@@ -60,6 +65,7 @@ class SamplingParams:
             if not valid:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be {remedy}")
         object.__setattr__(self, "logit_bias", bias_pairs(self.logit_bias))
+        object.__setattr__(self, "bad_words", token_sequences(self.bad_words))
 
     @property
     def has_filters(self) -> bool:
@@ -68,6 +74,16 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """`logit_bias`, and minus infinity for bad words of one token."""
+        return dict(self.logit_bias) | {word[0]: -math.inf for word in self.bad_words if len(word) == 1}
+
+    @property
+    def changes_logits(self) -> bool:
+        """So drafts, which know nothing of that, may be accepted less often than those of other requests."""
+        return bool(self.has_penalties or self.logit_bias or self.min_tokens or self.bad_words)
 
 
 def bias_pairs(bias: Mapping[int, float] | tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
@@ -82,6 +98,18 @@ def bias_pairs(bias: Mapping[int, float] | tuple[tuple[int, float], ...]) -> tup
         if not isinstance(value, Real) or not -100 <= value <= 100:
             raise ValueError(f"logit_bias of token {token} is {value!r}; it must be between -100 and 100")
     return pairs
+
+
+def token_sequences(words: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    """`bad_words`, each once. Raises ValueError."""
+    try:
+        found = tuple(dict.fromkeys(tuple(word) for word in words))
+    except TypeError as error:
+        raise ValueError(f"bad_words is {words!r}; it must be a list of lists of token ids") from error
+    for word in found:
+        if not word or not all(isinstance(token, Integral) and token >= 0 for token in word):
+            raise ValueError(f"bad_words has {list(word)!r}; it must hold token ids, integers from 0 up")
+    return found
 
 
 def draw_seed() -> int:

@@ -18,6 +18,7 @@ from slipstream.serve.attention.base import KVFormat, find_backends
 from slipstream.serve.drafters.registry import load_drafter
 from slipstream.serve.engine import cost_files
 from slipstream.serve.engine.budget import BudgetPolicy
+from slipstream.serve.engine.constraints import Constraints
 from slipstream.serve.engine.cost_files import CostKey, text_hash
 from slipstream.serve.engine.engine import MAX_STEPS_IN_FLIGHT, Engine
 from slipstream.serve.engine.kv_cache import PageCache
@@ -84,7 +85,8 @@ class Builder:
         with runtime.stage("timing passes"):
             costs = self.find_costs(steps, drafts)
             self.drafter.forget()
-        for stage in self.stages:
+        stages = [*self.stages, Constraints(self.target.end_ids, self.model.vocab_size)]
+        for stage in stages:
             stage.attach(config.max_running, pinned=self.device.type == "cuda")
         scheduler = Scheduler(
             cache=self.make_cache(space),
@@ -101,7 +103,7 @@ class Builder:
             EngineInfo(space.max_model_len, self.model.vocab_size, kv_cache_tokens=tokens),
             self.make_planner(scheduler, costs),
             ModelRunner(passes, steps, drafts),
-            self.stages,
+            stages,
             self.drafter.check,
             overlap=self.overlap,
         )

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -75,8 +76,10 @@ class Engine:
         """Raises ValueError for a request that can never be served."""
         if any(not 0 <= token < self.info.vocab_size for token in request.prompt):
             raise ValueError(f"prompt holds a token id outside 0..{self.info.vocab_size - 1}; check the tokenizer")
-        if any(token >= self.info.vocab_size for token in dict(request.params.logit_bias)):
-            raise ValueError(f"logit_bias has a token id outside 0..{self.info.vocab_size - 1}; check the tokenizer")
+        params = request.params
+        for name, tokens in (("logit_bias", dict(params.logit_bias)), ("bad_words", chain(*params.bad_words))):
+            if any(token >= self.info.vocab_size for token in tokens):
+                raise ValueError(f"{name} has a token id outside 0..{self.info.vocab_size - 1}; check the tokenizer")
         self._check(request)
         self.scheduler.validate(request)
 

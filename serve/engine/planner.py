@@ -146,13 +146,14 @@ class Planner:
 
     def commit(self, plan: StepPlan, output: StepOutput, ms: float) -> list[Output]:
         """Hands the tokens to the scheduler, in the order of the plans. The step took `ms`."""
-        launched, count = self._launched.pop(plan.number), len(plan.slots)
+        launched, count = self._launched[plan.number], len(plan.slots)
         errors = {**plan.edits.errors, **output.errors}
         each = zip(launched.everyone, slots_of(plan), strict=True)
         failed = [self.scheduler.fail(sequence, errors[slot]) for sequence, slot in each if slot in errors]
         outputs = [one for one in failed if one is not None]
         if not errors:
             self._learn(plan, output, ms)
+        del self._launched[plan.number]
         drafted = (output.num_verified[:count] - 1).tolist()
         tokens = [output.emitted(index) for index in range(count)]
         outputs += self.scheduler.commit_decodes(launched.sequences, tokens, drafted)
@@ -161,11 +162,14 @@ class Planner:
         return outputs + self.scheduler.commit_chunks(launched.chunks, each_first)
 
     def _learn(self, plan: StepPlan, output: StepOutput, ms: float) -> None:
-        """Counts what was accepted, and the step's time."""
-        count = len(plan.slots)
+        """Counts what was accepted, and the step's time. Requests that change their logits do not count beside others,
+        whose drafts may be accepted more often."""
+        count, sequences = len(plan.slots), self._launched[plan.number].sequences
         if count and self.limits.most_nodes > 1:
+            own = [i for i, sequence in enumerate(sequences) if not sequence.request.params.changes_logits]
+            counted = own if 0 < len(own) < count else slice(count)
             accepted = accepted_nodes(output, count)
-            self.policy.record(output.cells[:count], output.num_verified[:count], accepted)
+            self.policy.record(output.cells[counted], output.num_verified[counted], accepted[counted])
         rows = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
         requests = len(drafting_slots(plan))
         self.policy.observe(rows=rows, requests=requests, width=plan.width, ms=ms, filtered=plan.mode == "all")
@@ -237,7 +241,7 @@ def prompt_chunk(chunk: Chunk) -> PromptChunk:
 
 def sampling_mode(sequences: list[Sequence]) -> SamplingMode:
     params = [sequence.request.params for sequence in sequences]
-    if any(p.has_penalties or p.logit_bias for p in params):
+    if any(p.has_penalties or p.biases for p in params):
         return "all"
     if all(p.temperature == 0 for p in params):
         return "greedy"

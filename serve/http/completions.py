@@ -88,7 +88,7 @@ class Completion:
     def submit(self, requests: Sequence[Request], stop: Sequence[str]) -> None:
         """Raises EngineError if there is no engine."""
         for index, request in enumerate(requests):
-            text = TextStream(self._decoder, stop, watched=self._watched)
+            text = TextStream(self._decoder, stop, watched=self._watched, min_tokens=request.params.min_tokens)
             self.choices.append(Choice(index, request, text, self))
             self.engine.submit(request, self.choices[-1])
 

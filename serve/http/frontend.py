@@ -9,14 +9,16 @@ from typing import Any
 from slipstream.models.chat.template import PromptTemplate, TemplateFailed, TemplateRefused
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
-from slipstream.serve.detokenize import Decoder
+from slipstream.serve.detokenize import Decoder, spellings
 from slipstream.serve.http.control_tokens import PlainTextTokenizer
 from slipstream.serve.http.limits import ApiError, Limits
 from slipstream.serve.http.schemas import DEFAULT_COMPLETION_TOKENS, Body, ChatBody, CompletionBody
 from slipstream.serve.options import ServeConfig, find_target
 from slipstream.serve.request import EngineInfo, Request, SamplingParams, draw_seed, prompt_seed
 
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
+# What generation_config.json may set, and what else a body says in the words of SamplingParams.
+DEFAULTED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SAMPLING_FIELDS = (*DEFAULTED_FIELDS, "frequency_penalty", "presence_penalty", "logit_bias", "min_tokens", "ignore_eos")
 # Names that transformers itself passes to a template, besides the parameters of apply_chat_template.
 RESERVED_IN_TEMPLATES = ("self", "messages", "conversations", "strftime_now")
 
@@ -134,13 +136,17 @@ class Frontend:
         if room < max(body.max_tokens or 1, 1):
             message = f"{asked}; this model's context holds {self.max_model_len} tokens, prompt and answer"
             raise ApiError(400, message, field, "context_length_exceeded")
+        wrong = next((token for token in body.logit_bias if token >= self.vocab_size), None)
+        if wrong is not None:
+            message = f"logit_bias holds the token id {wrong}; ids must be between 0 and {self.vocab_size - 1}"
+            raise ApiError(400, message, "logit_bias")
         unset_max_tokens = room if isinstance(body, ChatBody) else min(room, DEFAULT_COMPLETION_TOKENS)
         given = {name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}
         try:
             return SamplingParams(
                 max_tokens=unset_max_tokens if body.max_tokens is None else body.max_tokens,
                 seed=seed,
-                ignore_eos=body.ignore_eos,
+                bad_words=spellings(self.tokenizer, body.bad_words),
                 stop_token_ids=tuple(body.stop_token_ids),
                 **{**self.sampling_defaults, **given},
             )
@@ -154,9 +160,9 @@ def digest(salt: str) -> str:
 
 
 def read_sampling_defaults(path: Path) -> dict[str, Any]:
-    """SAMPLING_FIELDS as generation_config.json sets them; those it leaves out keep OpenAI's defaults."""
+    """DEFAULTED_FIELDS as generation_config.json sets them; those it leaves out keep OpenAI's defaults."""
     file = path / "generation_config.json"
     if not file.exists():
         return {}
     generation = read_json(file)
-    return {name: generation[name] for name in SAMPLING_FIELDS if generation.get(name) is not None}
+    return {name: generation[name] for name in DEFAULTED_FIELDS if generation.get(name) is not None}

@@ -40,8 +40,10 @@ MAX_PARTS = 4096  # over all messages of a call
 MAX_CHOICES_PER_PROMPT = 128  # as OpenAI
 # The event loop compares every token of an answer with every stop string; 16 take a few microseconds.
 MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
+MAX_STRING_CHARS = 256  # of these and of bad words
 MAX_STOP_IDS = 64
+MAX_BAD_WORDS = 128  # the engine compares each path of each proposal with every one
+MAX_BIASES = 1024
 
 RETRY_AFTER_S = 1  # sent with 429 and 503: a place may be free after any step
 MAX_ERROR_CHARS = 1000  # error messages may quote what the client sent

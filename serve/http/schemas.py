@@ -5,6 +5,7 @@ ignored.
 """
 
 import json
+from collections.abc import Sized
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -43,14 +44,11 @@ NEUTRAL: Neutral = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
     "logprobs": (False,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
@@ -61,7 +59,6 @@ NEUTRAL: Neutral = {
     "web_search_options": (),
     # vLLM's and SGLang's
     "allowed_token_ids": (),
-    "bad_words": ([],),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": (),
@@ -74,12 +71,10 @@ NEUTRAL: Neutral = {
     "json_schema": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "min_tokens": (0,),
     "no_stop_trim": (False,),
     "priority": (0,),
     "prompt_logprobs": (),
     "regex": (),
-    "repetition_penalty": (1,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
@@ -169,17 +164,39 @@ def read_top_k(value: int) -> int:
 
 
 def read_stop(value: Any) -> list[str]:
+    return read_strings("stop", value, limits.MAX_STOP_STRINGS)
+
+
+def read_bad_words(value: Any) -> list[str]:
+    return read_strings("bad_words", value, limits.MAX_BAD_WORDS)
+
+
+def read_strings(field: str, value: Any, most: int) -> list[str]:
     strings = value if isinstance(value, list) else [value]
-    check_length(strings, limits.MAX_STOP_STRINGS, "stop")
+    check_length(strings, most, field)
     if not all(isinstance(string, str) and string for string in strings):
-        raise ApiError(400, "stop must be a string or a list of strings, none of them empty", "stop")
+        raise ApiError(400, f"{field} must be a string or a list of strings, none of them empty", field)
     longest = max(map(len, strings), default=0)
-    if longest > limits.MAX_STOP_CHARS:
-        raise ApiError(400, f"stop has a string of {longest} characters; the limit is {limits.MAX_STOP_CHARS}", "stop")
+    if longest > limits.MAX_STRING_CHARS:
+        message = f"{field} has a string of {longest} characters; the limit is {limits.MAX_STRING_CHARS}"
+        raise ApiError(400, message, field)
     return strings
 
 
-def check_length(items: list[Any], most: int, field: str) -> None:
+def read_bias(value: Any) -> dict[int, float]:
+    """OpenAI's: token ids, which are strings as JSON's keys, and what is added to their logits."""
+    if not isinstance(value, dict):
+        raise ApiError(400, "logit_bias must be an object from token ids to numbers", "logit_bias")
+    check_length(value, limits.MAX_BIASES, "logit_bias")
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise ApiError(400, f"logit_bias has the key {token!r}; it must be a token id", "logit_bias")
+        if type(bias) not in (int, float):
+            raise ApiError(400, f"logit_bias of token {token} must be a number", "logit_bias")
+    return {int(token): bias for token, bias in value.items()}
+
+
+def check_length(items: Sized, most: int, field: str) -> None:
     if len(items) > most:
         raise ApiError(400, f"{field} has {len(items)} entries; the limit is {most}", field)
 
@@ -197,6 +214,12 @@ class Body(BaseModel):
     top_p: float | None = None
     top_k: Annotated[int, Field(lt=2**31), AfterValidator(read_top_k)] | None = None
     min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], PlainValidator(read_bias)] = {}
+    min_tokens: int = 0
+    bad_words: Annotated[list[str], PlainValidator(read_bad_words)] = []
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES_PER_PROMPT)] = 1
     stop: Annotated[list[str], PlainValidator(read_stop)] = []

@@ -96,7 +96,7 @@ class RequestState:
 
     def _admitted(self, slot: int, request: Request) -> Admitted:
         params = request.params
-        flags = PENALTIES.value * params.has_penalties + BIAS.value * bool(params.logit_bias)
+        flags = PENALTIES.value * params.has_penalties + BIAS.value * bool(params.biases)
         key = noise_key(request.seed, request.choice)
         return Admitted(slot, key, params.top_k, flags, params.temperature, params.top_p, params.min_p)
 
@@ -112,10 +112,9 @@ class RequestState:
             counts = 2 * np.bincount(text[prompt_len:], minlength=vocab_size)
             counts[text[:prompt_len]] |= 1
             self.copy(counts.astype(np.int32), held.counts[slot])
-        if params.logit_bias:
-            ids, values = zip(*dict(params.logit_bias).items(), strict=True)
+        if params.biases:
             bias = np.zeros(vocab_size, dtype=np.float32)
-            bias[list(ids)] = values
+            bias[list(params.biases)] = list(params.biases.values())
             self.copy(bias, held.bias[slot])
 
     def set_masks(self, masks: Sequence[NodeMasks]) -> None:

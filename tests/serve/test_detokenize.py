@@ -197,3 +197,13 @@ def test_the_backend_decodes_what_transformers_does(name: str) -> None:
         assert decoder(tokens) == expected
     own = Shouting(tokenizer_object=tokenizer.backend_tokenizer)
     assert Decoder(own)(own("the fox", add_special_tokens=False)["input_ids"]) == "THE FOX"
+
+
+def test_the_first_tokens_are_not_searched_for_stop_strings() -> None:
+    tokenizer = byte_level()
+    alphabet = {tokenizer.decode([token]): token for token in range(len(tokenizer))}
+    tokens = [alphabet[letter] for letter in "ababab"]
+    for num_free, expected in ((0, ""), (1, "ab"), (2, "ab"), (3, "abab"), (6, "ababab")):
+        text = TextStream(Decoder(tokenizer), ["ab"], min_tokens=num_free)
+        assert text.push(tokens[:4]) + text.push(tokens[4:], "length") == expected
+        assert text.stopped == (num_free < 6)

@@ -68,7 +68,22 @@ REFUSED: list[tuple[dict[str, Any], str | None, list[str]]] = [
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", ["stream: true"]),
     ({"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage", ["unknown"]),
     ({"prompt": "x", "logprobs": 0}, "logprobs", ["not supported"]),
-    ({"prompt": "x", "repetition_penalty": 1.1}, "repetition_penalty", ["not supported", "send 1"]),
+    ({"prompt": "x", "best_of": 2}, "best_of", ["not supported", "send 1"]),
+    ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", ["0", "positive"]),
+    ({"prompt": "x", "frequency_penalty": 2.5}, "frequency_penalty", ["2.5", "between -2 and 2"]),
+    ({"prompt": "x", "presence_penalty": "no"}, "presence_penalty", ["number"]),
+    ({"prompt": "x", "logit_bias": [1]}, "logit_bias", ["object"]),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", ["'a'", "token id"]),
+    ({"prompt": "x", "logit_bias": {"-5": 1}}, "logit_bias", ["'-5'"]),
+    ({"prompt": "x", "logit_bias": {"9999": 1}}, "logit_bias", ["9999", str(VOCABULARY - 1)]),
+    ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias", ["101", "between -100 and 100"]),
+    ({"prompt": "x", "logit_bias": {"5": True}}, "logit_bias", ["token 5", "number"]),
+    ({"prompt": "x", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", ["1025", "1024"]),
+    ({"prompt": "x", "min_tokens": 20}, "min_tokens", ["20", "max_tokens"]),
+    ({"prompt": "x", "min_tokens": -1}, "min_tokens", ["-1"]),
+    ({"prompt": "x", "bad_words": [""]}, "bad_words", ["empty"]),
+    ({"prompt": "x", "bad_words": ["y" * 300]}, "bad_words", ["300"]),
+    ({"prompt": "x", "bad_words": ["y"] * 200}, "bad_words", ["200"]),
     ({"prompt": "x", "guided_json": {}}, "guided_json", ["leave it out"]),
     ({"prompt": "x", "stop": ""}, "stop", ["empty"]),
     ({"prompt": "x", "stop": [1]}, "stop", ["strings"]),
@@ -191,6 +206,19 @@ def test_sampling_defaults_come_from_the_target(tmp_path: Path) -> None:
     assert request.params.temperature == 1.0
     assert request.params.max_tokens == CONTEXT - len(request.prompt), "a chat answer may fill the context"
     assert silent.model_name == "silent"
+
+
+def test_what_changes_logits_reaches_the_engine(tmp_path: Path) -> None:
+    front = frontend(tmp_path, {"repetition_penalty": 1.05})
+    asked = {"frequency_penalty": 0.5, "presence_penalty": -1, "logit_bias": {"7": -100, "9": 1.5}, "min_tokens": 3}
+    [request] = front.requests(CompletionBody(prompt="ab", bad_words=["q", " zz"], **asked), "r")
+    params = request.params
+    assert params.repetition_penalty == 1.05, "the target's default"
+    assert (params.frequency_penalty, params.presence_penalty, params.min_tokens) == (0.5, -1, 3)
+    assert dict(params.logit_bias) == {7: -100, 9: 1.5}
+    assert [front.decoder(list(word)) for word in params.bad_words] == ["q", " q", " zz"]
+    [request] = front.requests(CompletionBody(prompt="ab", repetition_penalty=1.0), "r")
+    assert not request.params.changes_logits
 
 
 def test_prompts_of_a_call_have_seeds_of_their_own(tmp_path: Path) -> None:

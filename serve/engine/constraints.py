@@ -1,0 +1,95 @@
+"""Constraints that only the host can check: which tokens may follow each node of a proposal.
+
+A token is forbidden by the answer before it, on whatever path of a proposal that lies, so the same tokens are allowed
+with every draft and with none. Imports no torch.
+Letters: B requests, N nodes of a proposal, root included; V vocabulary.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
+from slipstream.serve.engine.plan import Edits, NodeMasks
+from slipstream.serve.request import Request
+
+WORD_BITS = 32
+
+
+@dataclass(slots=True)
+class Constrained:
+    """A running request: what it has answered, and what that must not go on with."""
+
+    answer: list[int]
+    min_tokens: int
+    end_ids: Collection[int]
+    bad_words: Sequence[tuple[int, ...]]  # of two tokens or more: the logits' bias forbids single ones
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing is forbidden from here on."""
+        return len(self.answer) >= self.min_tokens and not self.bad_words
+
+    def forbidden_after(self, path: list[int]) -> set[int]:
+        """Tokens that must not follow the answer and a `path` of drafted tokens."""
+        text, found = self.answer + path, set[int]()
+        if len(text) < self.min_tokens:
+            found.update(self.end_ids)
+        for *start, last in self.bad_words:
+            if text[-len(start) :] == start:
+                found.add(last)
+        return found
+
+
+class Constraints(HostStage):
+    """`min_tokens` and `bad_words` of requests that have them. `end_ids`: the target's end-of-text ids."""
+
+    reads: ClassVar[Literal["emitted", "proposal"]] = "proposal"
+
+    def __init__(self, end_ids: Collection[int], vocab_size: int) -> None:
+        self._end_ids, self._num_words = frozenset(end_ids), -(-vocab_size // WORD_BITS)
+        self._held: dict[int, Constrained] = {}  # by slot
+
+    def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
+        params = request.params
+        ends = self._end_ids.union(params.stop_token_ids) if not params.ignore_eos else params.stop_token_ids
+        words = [word for word in params.bad_words if len(word) > 1]
+        held = Constrained(tokens[len(request.prompt) :], params.min_tokens, ends, words)
+        if not held.is_done:
+            self._held[slot] = held
+
+    def release(self, slot: int, tokens: list[int]) -> None:
+        self._held.pop(slot, None)
+
+    def wants(self, slots: list[int]) -> bool:
+        return bool(self._held) and not self._held.keys().isdisjoint(slots)
+
+    def run(self, given: Emitted | Proposed, width: int) -> Edits:
+        assert isinstance(given, Proposed)
+        masks = []
+        for index, slot in enumerate(given.slots):
+            held = self._held.get(slot)
+            if held is not None:
+                held.answer += given.results[index, 1 : 1 + given.results[index, 0]].tolist()
+                masks += self._masks(slot, held, given.nodes[:, index])
+                if held.is_done:
+                    del self._held[slot]
+        return Edits(masks=tuple(masks))
+
+    def _masks(self, slot: int, held: Constrained, nodes: NDArray[np.int32]) -> list[NodeMasks]:
+        """nodes (2, N): tokens, unused ones -1, and parents."""
+        paths: dict[int, list[int]] = {0: []}  # of drafted tokens, to each node
+        for node, (token, parent) in enumerate(nodes.T.tolist()):
+            if node and token >= 0:
+                paths[node] = [*paths[parent], token]
+        forbidden = {node: tokens for node, path in paths.items() if (tokens := held.forbidden_after(path))}
+        if not forbidden:
+            return []
+        allowed = np.full((len(forbidden), self._num_words), 2**WORD_BITS - 1, np.uint32)
+        for row, tokens in zip(allowed, forbidden.values(), strict=True):
+            for token in tokens:
+                row[token // WORD_BITS] &= ~np.uint32(1 << token % WORD_BITS)
+        return [NodeMasks(slot, list(forbidden), allowed)]

@@ -1,0 +1,226 @@
+"""min_tokens and bad words: with every drafter the tokens of transformers' generate."""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slipstream.serve.engine.constraints import Constrained, Constraints
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.host_stages import Proposed
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import Request, SamplingParams
+from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
+from slipstream.tests.serve.engine_runs import (
+    VOCAB,
+    acceptance,
+    build_engine,
+    make_request,
+    random_prompt,
+    run,
+    sized_requests,
+    texts_of,
+    tokens_of,
+)
+from slipstream.tests.serve.played_graphs import ATTENTION, play
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "eagle3": {"depth": 4},
+    "eagle3 tree": {"depth": 3, "topk": 3, "nodes": 8},
+    "dflash": {},
+    "ngram": {"nodes": 9},
+}
+Build = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def requests(target: Path) -> list[Request]:
+    """What each would say freely is what it must not say."""
+    free = sized_requests((5, 9, 33), max_tokens=40, ignore_eos=True, temperature=0.0)
+    answers = tokens_of(run(build_engine(target), free))
+    found = []
+    for request in free:
+        tokens = answers[request.id]
+        words = [tuple(tokens[at : at + size]) for at, size in ((3, 2), (5, 3), (20, 2))] + [(tokens[23],)]
+        params = replace(
+            request.params,
+            ignore_eos=False,
+            stop_token_ids=tuple({tokens[2], tokens[11]} - {tokens[23]}),  # which generate would allow
+            min_tokens=25,
+            bad_words=tuple(word for word in words if request.prompt[-1] != word[0]),  # generate looks there, too
+        )
+        found.append(replace(request, params=params))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(requests: list[Request], target: Path) -> dict[str, list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    ends = list({*model.generation_config.to_dict().get("eos_token_id_list", []), 2})  # tests' end of text
+    answers = {}
+    for request in requests:
+        prompt, params = torch.tensor([request.prompt]), request.params
+        out = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=params.max_tokens,
+            min_new_tokens=params.min_tokens,
+            eos_token_id=[*ends, *params.stop_token_ids],
+            bad_words_ids=[list(word) for word in params.bad_words],
+        )
+        answers[request.id] = out[0, len(request.prompt) :].tolist()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def build(target: Path, requests: list[Request], tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """(drafter, options) -> engine; drafts know the answers."""
+    folder = tmp_path_factory.mktemp("drafts")
+    texts = texts_of(target, requests)
+    save_random_draft(target, folder / "eagle3")
+    save_random_dflash(target, folder / "dflash", texts)
+
+    def make(drafter: str, **options: Any) -> Engine:
+        name = drafter.split()[0]
+        draft = name if name in ("none", "ngram") else folder / name
+        return build_engine(target, draft, drafter=DRAFTERS[drafter], **options)
+
+    return make
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_tokens_are_those_of_transformers_generate(
+    drafter: str, build: Build, requests: list[Request], expected: dict[str, list[int]]
+) -> None:
+    engine = build(drafter)
+    answers = run(engine, requests)
+    if drafter == "ngram":  # it knows what it has seen
+        answers = run(engine, requests)
+    assert tokens_of(answers) == expected
+    if drafter not in ("none", "eagle3"):
+        assert acceptance(answers) > 0
+
+
+@pytest.mark.parametrize("drafter", ["eagle3 tree", "ngram"])
+def test_also_beside_others_and_when_preempted(
+    drafter: str, build: Build, requests: list[Request], expected: dict[str, list[int]]
+) -> None:
+    others = [make_request(f"free {i}", random_prompt(12, i), temperature=0.8, max_tokens=30) for i in range(3)]
+    engine = build(drafter, kv_cache_tokens=150, page_size=1)
+    answers = tokens_of(run(engine, [*others, *requests]))
+    assert engine.scheduler.num_preemptions > 0
+    assert {name: answers[name] for name in expected} == expected
+    assert {request.id: answers[request.id] for request in others} == tokens_of(run(build("none"), others))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_captured_passes_say_the_same(
+    temperature: float, target: Path, draft: Path, requests: list[Request], build: Build
+) -> None:
+    """Where the host reads tokens a step later, as long as nothing is constrained."""
+    asked = [replace(one, params=replace(one.params, temperature=temperature, seed=3)) for one in requests]
+    free = make_request("free", random_prompt(20, 1), temperature=0.0, max_tokens=50)
+    sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
+    engine = play(EngineConfig(target=str(target), draft=str(draft), attention=ATTENTION, **sizes))
+    assert tokens_of(run(engine, [free, *asked])) == tokens_of(run(build("none"), [free, *asked]))
+
+
+def test_a_token_is_forbidden_by_the_path_before_it() -> None:
+    held = Constrained([7, 8], min_tokens=4, end_ids={2}, bad_words=[(8, 9), (9, 9, 5)])
+    assert held.forbidden_after([]) == {2, 9}
+    assert held.forbidden_after([9]) == {2}
+    assert held.forbidden_after([9, 9]) == {5}
+    assert held.forbidden_after([8]) == {2, 9}
+
+
+def test_masks_are_those_of_each_node() -> None:
+    stage = Constraints({2}, vocab_size=70)
+    params = SamplingParams(max_tokens=9, min_tokens=3, stop_token_ids=(69,), bad_words=((5, 6),))
+    stage.admit(1, Request(id="", prompt=[4], params=params), [4])
+    stage.admit(0, Request(id="", prompt=[4], params=SamplingParams(max_tokens=9)), [4])
+    assert stage.wants([0, 1])
+    assert not stage.wants([0])
+    nodes = np.array([[[3, 3, 3, -1], [5, 8, 5, -1]], [[-1, 0, 1, -1], [-1, 0, 0, -1]]], np.int32)
+    [masks] = stage.run(Proposed([0, 1], nodes, np.array([[1, 3, -1], [1, 5, -1]], np.int32)), 4).masks
+    assert masks.slot == 1
+    bits = ((masks.allowed[:, :, None] >> np.arange(32, dtype=np.uint32)) & 1).reshape(len(masks.nodes), -1)[:, :70]
+    forbidden = {node: set(np.flatnonzero(row == 0).tolist()) for node, row in zip(masks.nodes, bits, strict=True)}
+    assert forbidden == {0: {2, 69, 6}, 1: {2, 69}, 2: {2, 69, 6}}
+    stage.release(1, [])
+    assert not stage.wants([0, 1])
+
+
+def test_a_request_that_may_end_is_free_again(build: Build) -> None:
+    engine = build("eagle3", max_running=2)
+    stage, wanted = engine.stages[-1], []
+    run(engine, [make_request("0", [5, 6], max_tokens=30, min_tokens=6)], lambda *_: wanted.append(stage.wants([0, 1])))
+    assert wanted[0]
+    assert not wanted[-1]
+
+
+def test_constrained_requests_do_not_teach_what_others_accept(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build("eagle3")
+    counted, record = [], engine.planner.policy.record
+
+    def watch(cells: Any, *others: Any) -> None:
+        counted.append(len(cells))
+        record(cells, *others)
+
+    monkeypatch.setattr(engine.planner.policy, "record", watch)
+    free = make_request("free", random_prompt(9, 1), max_tokens=10, ignore_eos=True)
+    bound = [
+        make_request(str(index), random_prompt(9, index), max_tokens=40, ignore_eos=True, frequency_penalty=0.1)
+        for index in range(2)
+    ]
+    run(engine, [free, *bound])
+    assert counted[0] == 1
+    assert counted[-1] >= 1, "alone they count: nothing else is known"
+    assert max(counted) == 2
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"min_tokens": 10}, "min_tokens is 10; it must be between 0 and max_tokens, 9"),
+        ({"min_tokens": 1.5}, "min_tokens is 1.5; it must be an integer"),
+        ({"bad_words": [5]}, "bad_words is .5.; it must be a list of lists of token ids"),
+        ({"bad_words": [[]]}, "bad_words has ..; it must hold token ids"),
+        ({"bad_words": [[-1]]}, "bad_words has .-1.; it must hold token ids"),
+    ],
+)
+def test_wrong_values_are_named(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(max_tokens=9, **params)
+
+
+def test_bad_words_of_one_token_are_a_bias() -> None:
+    params = SamplingParams(max_tokens=9, logit_bias={3: 1.0}, bad_words=[[4], [5, 6], [4]])
+    assert params.biases == {3: 1.0, 4: -math.inf}
+    assert params.bad_words == ((4,), (5, 6))
+    assert params.changes_logits
+    assert not SamplingParams(max_tokens=9, top_p=0.5).changes_logits
+
+
+def test_unknown_tokens_are_refused(target: Path) -> None:
+    engine = build_engine(target)
+    with pytest.raises(ValueError, match=f"bad_words has a token id outside 0..{VOCAB - 1}"):
+        engine.check(make_request("0", [5], bad_words=((5, VOCAB),)))
+
+
+def test_random_bad_words_never_appear(build: Build) -> None:
+    rng = random.Random(0)
+    words = tuple(tuple(rng.randrange(VOCAB) for _ in range(2)) for _ in range(400))
+    requests = sized_requests((3, 17), max_tokens=60, ignore_eos=True, temperature=1.5, bad_words=words)
+    answers = run(build("eagle3 tree"), requests)
+    for answer in answers.values():
+        assert not set(words) & set(zip(answer.tokens, answer.tokens[1:], strict=False))
+    assert tokens_of(answers) == tokens_of(run(build("none"), requests))
