@@ -35,7 +35,8 @@ class HelpFormatter(DefaultHelpFormatter):
     """Spells options as the documentation does: --max-length, and --overlap/--no-overlap for a switch."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        flag, _, value = super()._format_action_invocation(action).partition(" ")
+        first = super()._format_action_invocation(action).split(", --")[0]  # a list has another one, to append to it
+        flag, _, value = first.partition(" ")
         name = flag.replace("_", "-")
         if value == "{true,false}":
             return f"{name}/--no-{name.removeprefix('--')}"

@@ -121,6 +121,21 @@ class ServeConfig(EngineConfig):
     """Requests that may wait in addition to the running ones; further ones get status 429."""
     date: str = DEFAULT_DATE
     """Date (year-month-day, or today) that chat templates get as today's, as in `prepare` and `regenerate`."""
+    api_key: str | None = field(default=None, repr=False)
+    """Key that clients must send. Other users of this machine can read it in the list of processes: rather use
+    api_key_file or the variable SLIPSTREAM_API_KEY."""
+    api_key_file: str | None = None
+    """File of keys that clients may send, one on each line."""
+    metrics_open: bool = False
+    """Serve /metrics without a key."""
+    cors_origins: list[str] = field(default_factory=list)
+    """Origins whose pages may call this server from a browser, such as https://example.org; * allows all."""
+    max_body_mb: float | None = None
+    """Longest body in MiB. Default: 16 bytes per token of max_model_len, at least 4 MiB."""
+    request_timeout: float | None = None
+    """Seconds after which an answer that has not ended is given up with an error. Default: none."""
+    ignore_unknown_fields: bool = False
+    """Accept fields that this server does not know, without effect, instead of refusing them."""
     control_tokens_as_text: bool = False
     """Encode control tokens in messages and prompts as plain text."""
     drain_timeout: float = 30.0
@@ -141,6 +156,10 @@ class ServeConfig(EngineConfig):
             raise ValueError(f"drain_timeout is {self.drain_timeout}; it must be a number of seconds, at least 0")
         if not 0 < self.health_timeout < math.inf:
             raise ValueError(f"health_timeout is {self.health_timeout}; it must be a number of seconds above 0")
+        for name in ("max_body_mb", "request_timeout"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be a number above 0")
         if self.simulate_accept_length is not None and not self.unsafe_simulate:
             raise ValueError(
                 f"simulate_accept_length is {self.simulate_accept_length}: every answer would be wrong; if a benchmark "

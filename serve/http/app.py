@@ -7,10 +7,12 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -18,6 +20,7 @@ from starlette.routing import Route
 from slipstream.serve.http.completions import DONE, Call, Completion, RequestFailed, sse
 from slipstream.serve.http.engine_client import EngineClient, EngineError, EngineStopped
 from slipstream.serve.http.frontend import Frontend
+from slipstream.serve.http.guard import Guard
 from slipstream.serve.http.limits import (
     MAX_LONG_WAITING,
     SHORT_BODY_BYTES,
@@ -27,13 +30,21 @@ from slipstream.serve.http.limits import (
     parse_json,
 )
 from slipstream.serve.http.metrics import CONTENT_TYPE, Metrics
-from slipstream.serve.http.schemas import ChatBody, CompletionBody, read_body
+from slipstream.serve.http.schemas import (
+    AnyBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    read_body,
+)
 from slipstream.serve.options import ServeConfig
 
 CLIENT_LEFT = 499  # nginx's status for "client closed request"
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Kind = type[ChatBody] | type[CompletionBody]
+Taken = TypeVar("Taken")
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +52,13 @@ logger = logging.getLogger(__name__)
 class Api:
     """The endpoints."""
 
-    def __init__(self, config: ServeConfig, frontend: Frontend, engine: EngineClient) -> None:
+    def __init__(self, config: ServeConfig, frontend: Frontend, engine: EngineClient, guard: Guard) -> None:
         self.frontend, self.engine, self.metrics = frontend, engine, Metrics()
         self.max_open = config.max_running + config.max_waiting
         self.is_draining = False  # True: open requests finish, new ones are refused
-        self._health_timeout = config.health_timeout
+        self.guard, self.cors_origins = guard, config.cors_origins
+        self._health_timeout, self._request_timeout = config.health_timeout, config.request_timeout
+        self._ignore_unknown = config.ignore_unknown_fields
         self.bodies = BodyReader(frontend.limits.body_bytes)
         num_cores = os.cpu_count() or 1
         self.short_pool = BoundedPool(min(max(num_cores // 2, 1), 8), self.max_open)
@@ -55,16 +68,32 @@ class Api:
     async def answer(self, kind: Kind, request: Request) -> Response:
         self._check_room(1)  # before the body is read
         try:
-            call, left = await self._take(kind, request)
+            call, left = await self._take(partial(self._read_call, kind), request)
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
         self._check_room(len(call.requests))
-        completion = Completion(self.engine, self.frontend.decoder, self.metrics, watched=call.stream)
+        completion = Completion(
+            self.engine, self.frontend.decoder, self.metrics, watched=call.stream, seconds=self._request_timeout
+        )
         completion.submit(call.requests, call.stop)
         left.add_done_callback(lambda _: completion.abort())
         if call.stream:
             return StreamingResponse(self._events(call, completion), media_type="text/event-stream")
         return JSONResponse(await self._whole(call, completion))
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._convert(partial(self._read, TokenizeBody, self.frontend.tokenize), request)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._convert(partial(self._read, DetokenizeBody, self.frontend.detokenize), request)
+
+    async def _convert(self, read: Callable[[bytes], dict[str, Any]], request: Request) -> Response:
+        try:
+            answer, left = await self._take(read, request)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_LEFT)
+        left.cancel()
+        return JSONResponse(answer)
 
     async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -102,14 +131,14 @@ class Api:
         headers = {**error.headers, **(headers or {})}
         return Response(json.dumps(error.body), error.status, headers, media_type="application/json")
 
-    async def _take(self, kind: Kind, request: Request) -> tuple[Call, asyncio.Task[None]]:
-        """The call, and a task that ends when the client leaves. Raises ClientDisconnect.
+    async def _take(self, read: Callable[[bytes], Taken], request: Request) -> tuple[Taken, asyncio.Task[None]]:
+        """What is read from the body, and a task that ends when the client leaves. Raises ClientDisconnect.
 
         Parsing and tokenising can take seconds, so a thread does them while the event loop serves others.
         """
         async with self.bodies.read(request) as raw:
             pool = self.short_pool if len(raw) <= SHORT_BODY_BYTES else self.long_pool
-            work = asyncio.create_task(pool.run(self._read, kind, raw))
+            work = asyncio.create_task(pool.run(read, raw))
             left = self._watch(request)
             left.add_done_callback(lambda _: work.cancel())
             try:
@@ -119,11 +148,15 @@ class Api:
                     raise ClientDisconnect from None
                 raise
 
-    def _read(self, kind: Kind, raw: bytes) -> Call:
+    def _read(self, kind: type[AnyBody], use: Callable[[AnyBody], Taken], raw: bytes) -> Taken:
         """Runs on a thread of a pool."""
-        body = read_body(kind, parse_json(raw, self.frontend.limits.values))
-        self.frontend.check_model(body.model)
-        return Call.of(body, self.frontend)
+        fields = parse_json(raw, self.frontend.limits.values)
+        body = read_body(kind, fields, ignore_unknown=self._ignore_unknown)
+        self.frontend.check_model(getattr(body, "model"))  # noqa: B009  all bodies have one
+        return use(body)
+
+    def _read_call(self, kind: Kind, raw: bytes) -> Call:
+        return self._read(kind, partial(Call.of, frontend=self.frontend), raw)
 
     async def _whole(self, call: Call, completion: Completion) -> dict[str, Any]:
         texts, reasons = [""] * len(completion.choices), [""] * len(completion.choices)
@@ -190,6 +223,8 @@ def api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, EngineError):
         return ApiError(503, f"no engine: {error}")
+    if isinstance(error, TimeoutError):
+        return ApiError(504, str(error), code="request_timeout")
     cause = error.cause if isinstance(error, RequestFailed) else None
     if isinstance(cause, EngineStopped):
         return ApiError(503, str(cause), code="server_shutting_down")
@@ -208,6 +243,7 @@ def create_app(api: Api) -> Starlette:
 
         async def answer(request: Request) -> Response:
             try:
+                api.guard.check(request.url.path, request.headers.get("authorization"))
                 return await endpoint(request)
             except Exception as error:
                 return api.error_response(api_error(error))
@@ -217,6 +253,8 @@ def create_app(api: Api) -> Starlette:
     routes = [
         Route("/v1/chat/completions", guarded(partial(api.answer, ChatBody)), methods=["POST"]),
         Route("/v1/completions", guarded(partial(api.answer, CompletionBody)), methods=["POST"]),
+        Route("/tokenize", guarded(api.tokenize), methods=["POST"]),
+        Route("/detokenize", guarded(api.detokenize), methods=["POST"]),
         Route("/v1/models", guarded(api.models)),
         Route("/v1/models/{name:path}", guarded(api.model)),
         Route("/health", guarded(api.health)),
@@ -226,9 +264,15 @@ def create_app(api: Api) -> Starlette:
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        try:
+            api.guard.check(request.url.path, request.headers.get("authorization"))
+        except ApiError as refused:
+            return api.error_response(refused)
         message = f"{request.method} {request.url.path}: {error.detail}"
         if error.status_code == 404:
             message = f"{request.method} {request.url.path} is not supported; this server has {known}"
         return api.error_response(ApiError(error.status_code, message), dict(error.headers or {}))
 
-    return Starlette(routes=routes, exception_handlers={HTTPException: on_http_error})
+    browsers = Middleware(CORSMiddleware, allow_origins=api.cors_origins, allow_methods=["*"], allow_headers=["*"])
+    middleware = [browsers] if api.cors_origins else []
+    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: on_http_error})

@@ -77,9 +77,18 @@ class Choice:
 class Completion:
     """The choices of one call. Iterate over `deltas` to the end, or call `abort`."""
 
-    def __init__(self, engine: EngineClient, decoder: Decoder, metrics: Metrics, *, watched: bool) -> None:
-        """`watched`: the client wants text as it comes (streaming), not at the end."""
+    def __init__(
+        self,
+        engine: EngineClient,
+        decoder: Decoder,
+        metrics: Metrics,
+        *,
+        watched: bool,
+        seconds: float | None = None,
+    ) -> None:
+        """`watched`: the client wants text as it comes (streaming), not at the end. `seconds`: until it is given up."""
         self.engine, self.metrics = engine, metrics
+        self._seconds, self._deadline = seconds, None if seconds is None else time.monotonic() + seconds
         self.choices: list[Choice] = []
         self._decoder, self._watched = decoder, watched
         self._news: deque[Delta | Exception] = deque()
@@ -97,7 +106,8 @@ class Completion:
         self._has_news.set()
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Yields until every choice has ended. If one fails, aborts the others and raises RequestFailed.
+        """Yields until every choice has ended. If one fails, aborts the others and raises RequestFailed; TimeoutError
+        when the time is up.
 
         Joins text that arrived since the last one was taken: a slow client gets fewer and longer pieces, not a growing
         queue.
@@ -106,7 +116,7 @@ class Completion:
         while num_open:
             if not self._news:
                 self._has_news.clear()
-                await self._has_news.wait()
+                await self._wait()
             news = self._news.popleft()
             if isinstance(news, Exception):
                 self.abort()
@@ -116,6 +126,17 @@ class Completion:
                 self._news.popleft()
             num_open -= news.finish_reason is not None
             yield news
+
+    async def _wait(self) -> None:
+        if self._deadline is None:
+            await self._has_news.wait()
+            return
+        try:
+            await asyncio.wait_for(self._has_news.wait(), max(self._deadline - time.monotonic(), 0))
+        except TimeoutError:
+            self.abort()
+            message = f"the answer did not end within {self._seconds:g} s (request_timeout); ask for fewer tokens"
+            raise TimeoutError(message) from None
 
     def abort(self) -> None:
         """Aborts the choices that have not ended."""

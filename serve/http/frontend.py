@@ -12,7 +12,14 @@ from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.detokenize import Decoder, spellings
 from slipstream.serve.http.control_tokens import PlainTextTokenizer
 from slipstream.serve.http.limits import ApiError, Limits
-from slipstream.serve.http.schemas import DEFAULT_COMPLETION_TOKENS, Body, ChatBody, CompletionBody
+from slipstream.serve.http.schemas import (
+    DEFAULT_COMPLETION_TOKENS,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 from slipstream.serve.options import ServeConfig, find_target
 from slipstream.serve.request import EngineInfo, Request, SamplingParams, draw_seed, prompt_seed
 
@@ -62,7 +69,8 @@ class Frontend:
             )
             raise ApiError(400, message, "n" if body.n > 1 else "prompt")
 
-    def chat_prompt(self, body: ChatBody) -> list[int]:
+    def chat_prompt(self, body: ChatBody | TokenizeBody) -> list[int]:
+        assert body.messages is not None
         if self.template is None:
             raise ApiError(400, f"{self.model_name} has no chat template; use /v1/completions", "messages")
         reserved = {*RESERVED_IN_TEMPLATES, *inspect.signature(self.tokenizer.apply_chat_template).parameters}
@@ -84,16 +92,33 @@ class Frontend:
             raise ApiError(400, str(error), "messages") from error
         return self.encode(text, "messages", add_special_tokens=False)
 
+    def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        """The answer of /tokenize."""
+        if body.prompt is None:
+            tokens = self.chat_prompt(body)
+        else:
+            tokens = self.encode(body.prompt, "prompt", body.add_special_tokens)
+        strings = self.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens, "token_strs": strings}
+
+    def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+        """The answer of /detokenize, special tokens included."""
+        self.check_tokens(body.tokens, "tokens")
+        return {"prompt": self.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
+
+    def check_tokens(self, tokens: list[int], field: str) -> None:
+        wrong = next((token for token in tokens if not 0 <= token < self.vocab_size), None)
+        if wrong is not None:
+            message = f"{field} holds the token id {wrong}; ids must be between 0 and {self.vocab_size - 1}"
+            raise ApiError(400, message, field)
+
     def completion_prompts(self, body: CompletionBody) -> list[list[int]]:
         prompts: list[list[int]] = []
         for prompt in body.prompt:
             if isinstance(prompt, str):
                 prompts.append(self.encode(prompt, "prompt", add_special_tokens=True))
                 continue
-            wrong = next((token for token in prompt if not 0 <= token < self.vocab_size), None)
-            if wrong is not None:
-                message = f"prompt holds the token id {wrong}; ids must be between 0 and {self.vocab_size - 1}"
-                raise ApiError(400, message, "prompt")
+            self.check_tokens(prompt, "prompt")
             prompts.append(prompt)
         return prompts
 
@@ -136,10 +161,7 @@ class Frontend:
         if room < max(body.max_tokens or 1, 1):
             message = f"{asked}; this model's context holds {self.max_model_len} tokens, prompt and answer"
             raise ApiError(400, message, field, "context_length_exceeded")
-        wrong = next((token for token in body.logit_bias if token >= self.vocab_size), None)
-        if wrong is not None:
-            message = f"logit_bias holds the token id {wrong}; ids must be between 0 and {self.vocab_size - 1}"
-            raise ApiError(400, message, "logit_bias")
+        self.check_tokens(list(body.logit_bias), "logit_bias")
         unset_max_tokens = room if isinstance(body, ChatBody) else min(room, DEFAULT_COMPLETION_TOKENS)
         given = {name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}
         try:

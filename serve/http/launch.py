@@ -17,6 +17,7 @@ from slipstream.serve.http.app import Api, create_app
 from slipstream.serve.http.connections import ConnectionTracker, LoopErrors, connection_limit, raise_file_limit
 from slipstream.serve.http.engine_client import STOP_SECONDS, EngineClient
 from slipstream.serve.http.frontend import Frontend, read_tokenizer
+from slipstream.serve.http.guard import Guard, warning
 from slipstream.serve.http.listener import address
 from slipstream.serve.options import ServeConfig
 
@@ -44,13 +45,16 @@ class Server(uvicorn.Server):
         )
         super().__init__(options)
         self.api, self.listener, self.url = api, listener, address(listener)
-        self.banner = banner(config, api.frontend, self.url)
+        self.banner = banner(config, api.frontend, self.url, needs_key=not api.guard.is_open)
+        self.warning = warning(config, api.guard)
         self.status = 0  # exit status of `serve`
         self._drain_timeout = config.drain_timeout
         self._tasks: list[asyncio.Task[None]] = []  # the event loop holds only weak references
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self.warning is not None:
+            logger.warning(self.warning)
         asyncio.get_running_loop().set_exception_handler(LoopErrors())
         self._tasks = [asyncio.create_task(self.connections.close_late()), asyncio.create_task(self._end_with_engine())]
         print(self.banner, flush=True)
@@ -92,8 +96,9 @@ class Server(uvicorn.Server):
 async def prepare(config: ServeConfig, listener: socket.socket, engine: EngineClient) -> AsyncIterator[Server]:
     """A server whose engine is ready. Raises ValueError or EngineError, with one sentence, where that fails."""
     try:
+        guard = Guard.of(config)  # before anything is loaded: its keys may be wrong
         info, tokenizer = await asyncio.gather(engine.start(config), asyncio.to_thread(read_tokenizer, config))
-        yield Server(Api(config, Frontend(config, info, tokenizer), engine), config, listener)
+        yield Server(Api(config, Frontend(config, info, tokenizer), engine, guard), config, listener)
     finally:
         await engine.stop()
         listener.close()
@@ -112,13 +117,14 @@ async def serve(config: ServeConfig, listener: socket.socket, engine: EngineClie
     return server.status
 
 
-def banner(config: ServeConfig, frontend: Frontend, url: str) -> str:
+def banner(config: ServeConfig, frontend: Frontend, url: str, *, needs_key: bool) -> str:
     path, body = "completions", '{"prompt": "Once upon a time", "max_tokens": 64}'
     if frontend.tokenizer.chat_template:
         path, body = "chat/completions", '{"messages": [{"role": "user", "content": "What is 12 * 7?"}]}'
     dated = frontend.template is not None and frontend.template.inserts_date
     date = f"the chat template is told that today is {config.date}; change it with --date\n" if dated else ""
+    key = "-H 'Authorization: Bearer KEY' " if needs_key else ""
     return (
         f"model {frontend.model_name}, draft {config.draft}, at {url} (Ctrl-C ends it)\n{date}"
-        f"curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'"
+        f"curl {url}/v1/{path} {key}-H 'Content-Type: application/json' -d '{body}'"
     )

@@ -203,7 +203,7 @@ class Limits:
     def of(cls, config: ServeConfig, max_model_len: int, tokenizer: Any) -> "Limits":
         tokens = max(max_model_len, BODY_TOKENS)
         return cls(
-            body_bytes=tokens * BODY_BYTES_PER_TOKEN,
+            body_bytes=tokens * BODY_BYTES_PER_TOKEN if config.max_body_mb is None else int(config.max_body_mb * 2**20),
             values=tokens + MAX_NODES,
             text_chars=longest_text(tokenizer, max_model_len),
             choices=max((config.max_running + config.max_waiting) // 2, 1),

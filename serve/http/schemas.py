@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     PlainValidator,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 
@@ -95,10 +96,13 @@ NEUTRAL_IN_MESSAGE: Neutral = {  # fields of an answer that a client sends back 
 }
 
 
-def understood_fields(body: dict[str, Any], understood: set[str], neutral: Neutral, where: str = "") -> dict[str, Any]:
-    """The understood fields of `body` that are not null. Raises ApiError naming an unknown or unsupported field."""
+def understood_fields(
+    body: dict[str, Any], understood: set[str], neutral: Neutral, where: str = "", *, ignore_unknown: bool = False
+) -> dict[str, Any]:
+    """The understood fields of `body` that are not null. Raises ApiError naming an unsupported field and, unless these
+    are ignored, an unknown one."""
     unknown = sorted(body.keys() - understood - neutral.keys())
-    if unknown:
+    if unknown and not ignore_unknown:
         raise ApiError(400, f"unknown field: {', '.join(where + name for name in unknown)}", where + unknown[0])
     for name in body.keys() & neutral.keys():
         allowed = neutral[name]
@@ -113,12 +117,17 @@ def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     return any(value == other and (type(value) is bool) == (type(other) is bool) for other in allowed)
 
 
-def read_messages(value: Any) -> list[Message]:
+def ignores_unknown(info: ValidationInfo) -> bool:
+    return bool(info.context and info.context["ignore_unknown"])
+
+
+def read_messages(value: Any, info: ValidationInfo) -> list[Message]:
     """Messages for the chat template. Raises ApiError naming a wrong or unknown field."""
     if isinstance(value, list):
         check_length(value, limits.MAX_MESSAGES, "messages")
         check_parts(value)
-        value = [known_message(message, f"messages.{index}") for index, message in enumerate(value)]
+        ignore = ignores_unknown(info)
+        value = [known_message(message, f"messages.{index}", ignore) for index, message in enumerate(value)]
     try:
         return chat.read_messages(value)
     except MessageError as error:
@@ -133,18 +142,19 @@ def check_parts(messages: list[Any]) -> None:
         raise ApiError(400, message, "messages")
 
 
-def known_message(message: Any, where: str) -> Any:
+def known_message(message: Any, where: str, ignore_unknown: bool) -> Any:
     """`message` without fields that have no effect. Raises ApiError for a field or role that this server does not know;
     `chat.read_messages` checks the rest."""
     if not isinstance(message, dict):
         return message
-    understood_fields(message, MESSAGE_FIELDS, NEUTRAL_IN_MESSAGE, f"{where}.")
+    understood_fields(message, MESSAGE_FIELDS, NEUTRAL_IN_MESSAGE, f"{where}.", ignore_unknown=ignore_unknown)
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise ApiError(400, f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{where}.role")
     for index, part in enumerate(content if isinstance(content, list) else []):
         if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
-            understood_fields(part, {"type", part["type"]}, {}, f"{where}.content.{index}.")
+            place = f"{where}.content.{index}."
+            understood_fields(part, {"type", part["type"]}, {}, place, ignore_unknown=ignore_unknown)
     return {name: entry for name, entry in message.items() if name in MESSAGE_FIELDS}
 
 
@@ -230,8 +240,8 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def check_fields(cls, body: dict[str, Any]) -> dict[str, Any]:
-        return understood_fields(body, set(cls.model_fields), NEUTRAL)
+    def check_fields(cls, body: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        return understood_fields(body, set(cls.model_fields), NEUTRAL, ignore_unknown=ignores_unknown(info))
 
     @model_validator(mode="after")
     def check_stream_options(self) -> "Body":
@@ -251,10 +261,11 @@ class StreamOptions(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def check_fields(cls, options: Any) -> Any:
+    def check_fields(cls, options: Any, info: ValidationInfo) -> Any:
         if not isinstance(options, dict):
             return options  # pydantic refuses it
-        return understood_fields(options, set(cls.model_fields), NEUTRAL_IN_STREAM_OPTIONS, "stream_options.")
+        known = set(cls.model_fields), NEUTRAL_IN_STREAM_OPTIONS, "stream_options."
+        return understood_fields(options, *known, ignore_unknown=ignores_unknown(info))
 
 
 class ChatBody(Body):
@@ -280,13 +291,42 @@ class CompletionBody(Body):
     prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts)]
 
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+class TokenizeBody(BaseModel):
+    """POST /tokenize, as vLLM has it: a text, or messages through the chat template."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], BeforeValidator(read_messages)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def check_one(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "send either prompt or messages", "prompt")
+        return self
 
 
-def read_body(kind: type[AnyBody], fields: dict[str, Any]) -> AnyBody:
+class DetokenizeBody(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = None
+    tokens: list[int]
+
+
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+
+def read_body(kind: type[AnyBody], fields: dict[str, Any], *, ignore_unknown: bool = False) -> AnyBody:
     """Raises ApiError for the first fault, naming its field."""
     try:
-        return kind.model_validate(fields)
+        return kind.model_validate(fields, context={"ignore_unknown": ignore_unknown})
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
         param = ".".join(str(part) for part in fault["loc"])

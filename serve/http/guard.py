@@ -1,0 +1,88 @@
+"""Who may use the server: API keys, and a warning where nobody asks for one."""
+
+import hmac
+import ipaddress
+import os
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+
+from slipstream.serve.http.limits import ApiError
+from slipstream.serve.options import ServeConfig
+
+VARIABLE = "SLIPSTREAM_API_KEY"
+LONGEST_KEY = 4096  # characters of a header that are hashed
+
+
+class Guard:
+    """Holds digests of the keys, so that no log, message or dump of this process shows one."""
+
+    def __init__(self, keys: Iterable[str], open_paths: Iterable[str]) -> None:
+        self._digests = [digest(key) for key in keys]
+        self._open_paths = frozenset(open_paths)
+
+    @classmethod
+    def of(cls, config: ServeConfig) -> "Guard":
+        """Raises ValueError for a file that cannot be read or holds no key."""
+        return cls(read_keys(config), ("/health", *(["/metrics"] if config.metrics_open else [])))
+
+    @property
+    def is_open(self) -> bool:
+        return not self._digests
+
+    def check(self, path: str, authorization: str | None) -> None:
+        """Raises ApiError (401) unless the path is open or the header has one of the keys."""
+        if self.is_open or path in self._open_paths:
+            return
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            message = "this server needs an API key: send the header Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key")
+        sent = digest(key.strip()[:LONGEST_KEY])
+        # All are compared, each in constant time: how long that takes says nothing about any.
+        if not sum(hmac.compare_digest(sent, known) for known in self._digests):
+            raise ApiError(401, "the API key is not one of this server's", code="invalid_api_key")
+
+
+def digest(key: str) -> bytes:
+    return sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def read_keys(config: ServeConfig) -> list[str]:
+    """Of the options, or of the environment if these name none."""
+    keys = [config.api_key] if config.api_key is not None else []
+    if config.api_key_file is not None:
+        try:
+            lines = Path(config.api_key_file).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"api_key_file {config.api_key_file} cannot be read: {error}") from error
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise ValueError(f"api_key_file {config.api_key_file} holds no key; write one on each line")
+        keys += found
+    if not keys and os.environ.get(VARIABLE):
+        keys = [os.environ[VARIABLE]]
+    for key in keys:
+        if not (key.isascii() and key.isprintable() and key == key.strip() and 0 < len(key) <= LONGEST_KEY):
+            raise ValueError(
+                "an API key must be printable ASCII without spaces around it, and not empty; choose another"
+            )
+    return keys
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def warning(config: ServeConfig, guard: Guard) -> str | None:
+    """What to tell whoever starts a server that others can reach."""
+    if is_loopback(config.host) or not guard.is_open:
+        return None
+    return (
+        f"host is {config.host}, so others may reach this server, and it asks for no API key; set {VARIABLE} or add "
+        "--api-key-file, or put a proxy in front that checks keys"
+    )

@@ -1,0 +1,179 @@
+"""API keys, origins of browsers, and what else a server in front of users needs."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from slipstream.serve.http.guard import VARIABLE, Guard, is_loopback, read_keys, warning
+from slipstream.serve.http.launch import Server
+from slipstream.serve.options import ServeConfig
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, serving, wait_until
+
+KEYS = ["sk-first", "sk-second"]
+
+
+@pytest.fixture(scope="module")
+def guarded(byte_target: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text(f"# for tests\n{KEYS[0]}\n\n {KEYS[1]} \n")
+    options: dict[str, Any] = {"api_key_file": str(file), "cors_origins": ["https://pages.example"]}
+    with serving(ServeConfig(target=byte_target, port=0, max_body_mb=0.001, **options)) as server:
+        yield server
+
+
+@pytest.fixture
+def client(guarded: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=guarded.url) as client:
+        yield client
+
+
+# Of strangers.
+HEADERS = [None, "Bearer", "Bearer sk-first!", "Basic sk-first", "sk-first", "Bearer sk-first sk-second"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/metrics", "/v1/models", "/v1/nothing", "/"])
+@pytest.mark.parametrize("header", HEADERS)
+def test_without_a_key_nothing_is_told(client: httpx.Client, path: str, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header}
+    for response in (client.get(path, headers=headers), client.post(path, headers=headers, json={"prompt": 1})):
+        assert response.status_code in (401, 405), "405: the method is wrong for everyone"
+        assert response.status_code == 401 or path not in response.text or response.request.method in response.text
+    response = client.post(CHAT, headers=headers, json={})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["type"]) == (401, "invalid_api_key", "invalid_request_error")
+    assert all(key not in response.text for key in KEYS)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_of_the_file_opens(client: httpx.Client, key: str) -> None:
+    for scheme in ("Bearer", "bearer"):
+        headers = {"Authorization": f"{scheme} {key}"}
+        assert client.post(CHAT, json={"messages": HELLO, "max_tokens": 2}, headers=headers).status_code == 200
+    assert client.get("/metrics", headers=headers).status_code == 200
+    assert client.get("/v1/nothing", headers=headers).status_code == 404
+
+
+def test_health_needs_no_key(client: httpx.Client) -> None:
+    assert client.get("/health").status_code == 200
+
+
+def test_openai_clients_see_an_authentication_error(guarded: Server) -> None:
+    ask: dict[str, Any] = {"model": guarded.api.frontend.model_name, "messages": HELLO, "max_tokens": 3}
+    with (
+        openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong") as stranger,
+        pytest.raises(openai.AuthenticationError, match="not one of this server's"),
+    ):
+        stranger.chat.completions.create(**ask)
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEYS[1]) as known:
+        assert known.chat.completions.create(**ask).choices[0].finish_reason == "length"
+
+
+def test_browsers_of_other_origins_get_no_permission(client: httpx.Client) -> None:
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    allowed = client.options(CHAT, headers={"Origin": "https://pages.example", **asked})
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://pages.example"
+    other = client.options(CHAT, headers={"Origin": "https://else.example", **asked})
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_the_longest_body_can_be_set(client: httpx.Client) -> None:
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    response = client.post(COMPLETIONS, json={"prompt": "x" * 1100}, headers=headers)
+    assert response.status_code == 413
+    assert "1048 bytes" in response.text
+
+
+def test_where_keys_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "from-environment")
+    assert read_keys(ServeConfig(target="t")) == ["from-environment"]
+    assert read_keys(ServeConfig(target="t", api_key="k")) == ["k"]
+    file = tmp_path / "keys"
+    for text, message in (
+        ("\n# none\n", "holds no key"),
+        ("a\tb", "printable ASCII"),
+        ("schlüssel", "printable ASCII"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_keys(ServeConfig(target="t", api_key_file=str(file)))
+    with pytest.raises(ValueError, match=r"missing cannot be read"):
+        read_keys(ServeConfig(target="t", api_key_file=str(tmp_path / "missing")))
+    assert "secret" not in repr(ServeConfig(target="t", api_key="secret"))
+
+
+def test_metrics_may_be_open() -> None:
+    assert Guard(["k"], ("/health", "/metrics")).check("/metrics", None) is None
+    assert Guard([], ()).is_open
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "warns"),
+    [("127.0.0.1", None, False), ("::1", None, False), ("localhost", None, False), ("0.0.0.0", None, True)]
+    + [("192.168.1.5", None, True), ("my-machine", None, True), ("0.0.0.0", "k", False)],
+)
+def test_an_open_door_is_reported(host: str, key: str | None, warns: bool) -> None:
+    config = ServeConfig(target="t", host=host, api_key=key)
+    assert is_loopback(host) == (host in ("127.0.0.1", "::1", "localhost"))
+    assert bool(warning(config, Guard.of(config))) == warns
+
+
+def test_the_server_says_so(byte_target: str, caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
+    with caplog.at_level(logging.WARNING), serving(ServeConfig(target=byte_target, port=0, host="0.0.0.0")):
+        pass
+    assert "asks for no API key" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG), serving(ServeConfig(target=byte_target, port=0, api_key="sk-secret")):
+        pass
+    printed = capsys.readouterr()
+    assert "Authorization: Bearer KEY" in printed.out
+    assert "sk-secret" not in printed.out + printed.err + caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_takes_too_long_is_given_up(byte_target: str, stream: bool) -> None:
+    with (
+        serving(ServeConfig(target=byte_target, port=0, request_timeout=0.2)) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        body = {"prompt": "x", "max_tokens": 250, "cache_salt": "slow", "stream": stream}
+        response = client.post(COMPLETIONS, json=body)
+        last = response.text.strip().splitlines()[-1].removeprefix("data: ")
+        error = json.loads(last)["error"]
+        assert response.status_code == (200 if stream else 504)
+        assert error["code"] == "request_timeout"
+        assert "0.2 s (request_timeout)" in error["message"]
+        wait_until(lambda: server.api.engine.num_open == 0, "the request is aborted")
+        assert client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 2}).status_code == 200
+
+
+def test_unknown_fields_can_be_ignored(byte_target: str) -> None:
+    with (
+        serving(ServeConfig(target=byte_target, port=0, ignore_unknown_fields=True)) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        messages = [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {}}], "mood": 1}]
+        body = {"messages": messages, "max_tokens": 2, "beam_width": 3}
+        assert client.post(CHAT, json=body).status_code == 200
+        options = {"include_usage": True, "abc": 1}
+        assert client.post(CHAT, json={**body, "stream": True, "stream_options": options}).status_code == 200
+        refused = client.post(CHAT, json={**body, "logprobs": True})
+        assert refused.status_code == 400, "a known one is not"
+        assert "logprobs" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("option", ["max_body_mb", "request_timeout"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_numbers_are_checked(option: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{option} is .*; it must be a number above 0"):
+        ServeConfig(target="t", **{option: value})  # type: ignore[arg-type]
+
+
+def test_the_schema_of_errors_is_json(client: httpx.Client) -> None:
+    assert json.loads(client.post(CHAT, json={}).text).keys() == {"error"}

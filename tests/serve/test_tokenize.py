@@ -1,0 +1,55 @@
+"""/tokenize and /detokenize: what the model is sent for a text or for messages, and back."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from slipstream.tests.serve.fake_engine import CONTEXT, VOCABULARY
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, SPECIAL
+
+
+def test_tokens_are_those_of_a_prompt(client: httpx.Client) -> None:
+    answer = client.post("/tokenize", json={"prompt": "Zoë 👍!", "return_token_strs": True}).json()
+    length = len("Zoë 👍!".encode())
+    assert (answer["count"], answer["max_model_len"]) == (length, CONTEXT)
+    assert len(answer["tokens"]) == len(answer["token_strs"]) == length
+    usage = client.post(COMPLETIONS, json={"prompt": "Zoë 👍!", "max_tokens": 1}).json()["usage"]
+    assert usage["prompt_tokens"] == length
+    back = client.post("/detokenize", json={"tokens": answer["tokens"], "model": MODEL}).json()
+    assert back == {"prompt": "Zoë 👍!"}
+
+
+def test_messages_go_through_the_template(client: httpx.Client) -> None:
+    answer = client.post("/tokenize", json={"messages": HELLO}).json()
+    usage = client.post(CHAT, json={"messages": HELLO, "max_tokens": 1}).json()["usage"]
+    assert answer["count"] == usage["prompt_tokens"]
+    assert answer["token_strs"] is None
+    text = client.post("/detokenize", json={"tokens": answer["tokens"]}).json()["prompt"]
+    assert text == f"{SPECIAL[2]}hello{SPECIAL[3]}", "special tokens are shown"
+    without = client.post("/tokenize", json={"messages": HELLO, "add_generation_prompt": False}).json()
+    assert without["tokens"] == answer["tokens"][:-1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("/tokenize", {}, "prompt", ["either prompt or messages"]),
+        ("/tokenize", {"prompt": "x", "messages": HELLO}, "prompt", ["either prompt or messages"]),
+        ("/tokenize", {"prompt": 5}, "prompt", ["string"]),
+        ("/tokenize", {"prompt": "x", "mood": 1}, "mood", ["not permitted"]),
+        ("/tokenize", {"prompt": "x" * 100_000}, "prompt", [str(CONTEXT)]),
+        ("/tokenize", {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", ["robot"]),
+        ("/tokenize", {"prompt": "x", "model": "other"}, "model", ["other"]),
+        ("/detokenize", {}, "tokens", ["required"]),
+        ("/detokenize", {"tokens": ["a"]}, "tokens.0", ["integer"]),
+        ("/detokenize", {"tokens": [VOCABULARY]}, "tokens", [str(VOCABULARY - 1)]),
+        ("/detokenize", {"tokens": [-1]}, "tokens", ["-1"]),
+    ],
+)
+def test_refused(client: httpx.Client, path: str, body: dict[str, Any], param: str, words: list[str]) -> None:
+    response = client.post(path, json=body)
+    assert response.status_code == (404 if "model" in body else 400)
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert all(word in error["message"] for word in words), error
