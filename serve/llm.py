@@ -14,6 +14,7 @@ from slipstream.models.chat.messages import check_text
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.detokenize import Decoder, TextStream, spellings
 from slipstream.serve.engine.build import build_engine
+from slipstream.serve.grammar.grammars import check as check_grammar
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams, prompt_seed
 
@@ -80,6 +81,8 @@ class LLM:
             for index, (prompt, one) in enumerate(zip(prompts, params_of(prompts, params), strict=True))
         ]
         for request in requests:
+            if request.params.grammar is not None:
+                check_grammar(request.params.grammar)
             self.engine.check(request)
         texts = [
             TextStream(self._decoder, stop, watched=False, min_tokens=request.params.min_tokens) for request in requests

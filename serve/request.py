@@ -7,12 +7,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from numbers import Integral, Real
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed")
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 SEED_BITS = 53  # of drawn seeds: JSON readers that parse numbers as doubles keep them exactly
+
+
+class Grammar(NamedTuple):
+    """The only texts that an answer may be: JSON of a schema, any JSON object, what a regular expression matches as a
+    whole, one of a JSON list of texts, or what xgrammar's EBNF derives from `root`."""
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
+    text: str = ""  # the schema or the list as JSON, the expression, or the grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +35,8 @@ class SamplingParams:
     `repetition_penalty` divides positive logits of the tokens of prompt and answer, and multiplies negative ones.
     `frequency_penalty`, for each time that a token is in the answer, and `presence_penalty`, once, are subtracted.
     Before `min_tokens` tokens no end-of-text or `stop_token_ids` id is sampled. `bad_words` are sequences of token ids
-    that the answer never contains.
+    that the answer never contains. With a `grammar` an answer is one of its texts, or the beginning of one where
+    `max_tokens` cut it.
     """
 
     max_tokens: int
@@ -44,6 +53,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for names, kind, called in ((INTEGERS, Integral, "an integer"), (NUMBERS, Real, "a number")):
@@ -64,6 +74,11 @@ class SamplingParams:
         ):
             if not valid:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be {remedy}")
+        for name in ("ignore_eos", "min_tokens", "bad_words"):
+            if self.grammar is not None and getattr(self, name):
+                raise ValueError(
+                    f"{name} does not go with a grammar, which may allow nothing else; leave one of them out"
+                )
         object.__setattr__(self, "logit_bias", bias_pairs(self.logit_bias))
         object.__setattr__(self, "bad_words", token_sequences(self.bad_words))
 
@@ -83,7 +98,7 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """So drafts, which know nothing of that, may be accepted less often than those of other requests."""
-        return bool(self.has_penalties or self.logit_bias or self.min_tokens or self.bad_words)
+        return bool(self.has_penalties or self.logit_bias or self.min_tokens or self.bad_words or self.grammar)
 
 
 def bias_pairs(bias: Mapping[int, float] | tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:

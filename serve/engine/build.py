@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import load_config, load_target
+from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.attention.base import KVFormat, find_backends
 from slipstream.serve.drafters.registry import load_drafter
 from slipstream.serve.engine import cost_files
@@ -27,6 +29,7 @@ from slipstream.serve.engine.memory import Sizing, log_kv_cache, measure_workspa
 from slipstream.serve.engine.planner import Limits, Planner
 from slipstream.serve.engine.scheduler import Scheduler
 from slipstream.serve.engine.step_costs import Costs, CostTables, FittedCosts, StepCosts
+from slipstream.serve.grammar.grammars import Grammars
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.request import EngineInfo
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs, capture_all, most_node_rows
@@ -53,6 +56,7 @@ class Builder:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         _, path = find_target(config)
+        self.path = path
         self.model = model = load_config(path, config.trust_remote_code)
         self.device = torch.device(pick_device(config.device))
         self.dtype = pick_dtype(config.dtype, path, self.device)
@@ -85,7 +89,9 @@ class Builder:
         with runtime.stage("timing passes"):
             costs = self.find_costs(steps, drafts)
             self.drafter.forget()
-        stages = [*self.stages, Constraints(self.target.end_ids, self.model.vocab_size)]
+        sizes = self.model.vocab_size, self.target.end_ids
+        grammars = Grammars(partial(load_tokenizer, self.path, config.trust_remote_code), *sizes)
+        stages = [*self.stages, Constraints(self.target.end_ids, self.model.vocab_size, grammars)]
         for stage in stages:
             stage.attach(config.max_running, pinned=self.device.type == "cuda")
         scheduler = Scheduler(
@@ -105,6 +111,7 @@ class Builder:
             ModelRunner(passes, steps, drafts),
             stages,
             self.drafter.check,
+            grammars,
             overlap=self.overlap,
         )
 

@@ -1,4 +1,4 @@
-"""Constraints that only the host can check: which tokens may follow each node of a proposal.
+"""Constraints that only the host can check: which tokens may follow each node of a proposal. Grammars, bad words, ends.
 
 A token is forbidden by the answer before it, on whatever path of a proposal that lies, so the same tokens are allowed
 with every draft and with none. Imports no torch.
@@ -7,16 +7,34 @@ Letters: B requests, N nodes of a proposal, root included; V vocabulary.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.plan import Edits, NodeMasks
-from slipstream.serve.request import Request
+from slipstream.serve.request import Grammar, Request
 
 WORD_BITS = 32
+REFUSED = "the grammar does not take a token that this answer got; no token was allowed, or its logits are not finite"
+
+
+class Matcher(Protocol):
+    """Of serve/grammar/grammars.py."""
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def push(self, tokens: Sequence[int]) -> bool: ...
+
+    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> NDArray[np.uint32]: ...
+
+
+class Grammars(Protocol):
+    def matcher(self, grammar: Grammar, ends: Collection[int]) -> Matcher: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -27,11 +45,17 @@ class Constrained:
     min_tokens: int
     end_ids: Collection[int]
     bad_words: Sequence[tuple[int, ...]]  # of two tokens or more: the logits' bias forbids single ones
+    matcher: Matcher | None = None
 
     @property
     def is_done(self) -> bool:
         """Nothing is forbidden from here on."""
-        return len(self.answer) >= self.min_tokens and not self.bad_words
+        return len(self.answer) >= self.min_tokens and not self.bad_words and self.matcher is None
+
+    def push(self, tokens: list[int]) -> bool:
+        """The answer has grown. Whether it still obeys."""
+        self.answer += tokens
+        return self.matcher is None or self.matcher.push(tokens)
 
     def forbidden_after(self, path: list[int]) -> set[int]:
         """Tokens that must not follow the answer and a `path` of drafted tokens."""
@@ -45,11 +69,12 @@ class Constrained:
 
 
 class Constraints(HostStage):
-    """`min_tokens` and `bad_words` of requests that have them. `end_ids`: the target's end-of-text ids."""
+    """`grammar`, `min_tokens` and `bad_words` of requests that have them. `end_ids`: the target's end-of-text ids."""
 
     reads: ClassVar[Literal["emitted", "proposal"]] = "proposal"
 
-    def __init__(self, end_ids: Collection[int], vocab_size: int) -> None:
+    def __init__(self, end_ids: Collection[int], vocab_size: int, grammars: Grammars | None = None) -> None:
+        self._grammars = grammars
         self._end_ids, self._num_words = frozenset(end_ids), -(-vocab_size // WORD_BITS)
         self._held: dict[int, Constrained] = {}  # by slot
 
@@ -57,7 +82,11 @@ class Constraints(HostStage):
         params = request.params
         ends = self._end_ids.union(params.stop_token_ids) if not params.ignore_eos else params.stop_token_ids
         words = [word for word in params.bad_words if len(word) > 1]
-        held = Constrained(tokens[len(request.prompt) :], params.min_tokens, ends, words)
+        held = Constrained([], params.min_tokens, ends, words)
+        if params.grammar is not None:
+            assert self._grammars is not None
+            held.matcher = self._grammars.matcher(params.grammar, ends)
+        held.push(tokens[len(request.prompt) :])
         if not held.is_done:
             self._held[slot] = held
 
@@ -69,18 +98,34 @@ class Constraints(HostStage):
 
     def run(self, given: Emitted | Proposed, width: int) -> Edits:
         assert isinstance(given, Proposed)
-        masks = []
+        masks, errors = list[NodeMasks](), dict[int, str]()
         for index, slot in enumerate(given.slots):
             held = self._held.get(slot)
-            if held is not None:
-                held.answer += given.results[index, 1 : 1 + given.results[index, 0]].tolist()
+            if held is None:
+                continue
+            if held.push(given.results[index, 1 : 1 + given.results[index, 0]].tolist()):
                 masks += self._masks(slot, held, given.nodes[:, index])
-                if held.is_done:
-                    del self._held[slot]
-        return Edits(masks=tuple(masks))
+            else:
+                errors[slot] = REFUSED
+            if held.is_done:
+                del self._held[slot]
+        return Edits(masks=tuple(masks), errors=errors)
+
+    def close(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _masks(self, slot: int, held: Constrained, nodes: NDArray[np.int32]) -> list[NodeMasks]:
         """nodes (2, N): tokens, unused ones -1, and parents."""
+        if held.matcher is not None:
+            used = [0, *(np.flatnonzero(nodes[0, 1:] >= 0) + 1).tolist()]
+            place = {node: index for index, node in enumerate(used)}
+            parents = [-1, *(place[parent] for parent in nodes[1, used[1:]].tolist())]
+            return (
+                []
+                if held.matcher.is_over
+                else [NodeMasks(slot, used, held.matcher.allowed(nodes[0, used].tolist(), parents))]
+            )
         paths: dict[int, list[int]] = {0: []}  # of drafted tokens, to each node
         for node, (token, parent) in enumerate(nodes.T.tolist()):
             if node and token >= 0:

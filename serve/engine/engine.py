@@ -8,8 +8,10 @@ serve/engine/build.py makes engines.
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +19,12 @@ from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
 from slipstream.serve.engine.plan import Edits, StepOutput, StepPlan, slots_of
 from slipstream.serve.engine.planner import Planner
 from slipstream.serve.engine.scheduler import Sequence
+from slipstream.serve.grammar.grammars import Grammars
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import EngineInfo, Output, Request
+from slipstream.serve.request import EngineInfo, FinishReason, Output, Request, RequestStats
 from slipstream.serve.runner.model_runner import InFlight, ModelRunner
 
+COMPILE_WAIT_S = 0.005  # for a grammar where there is nothing else to do
 MAX_STEPS_IN_FLIGHT = 2  # with overlap: one runs, the next one is queued
 Trace = Callable[[str, StepPlan], None]
 
@@ -48,6 +52,7 @@ class Engine:
         runner: ModelRunner,
         stages: list[HostStage],
         check: Callable[[Request], None],
+        grammars: Grammars,
         *,
         overlap: bool,
     ) -> None:
@@ -56,16 +61,18 @@ class Engine:
         self.scheduler.on_admit, self.scheduler.on_release = self._admit, self._release
         self.trace: Trace | None = None
         self._check = check  # the drafter's: raises ValueError
+        self._grammars = grammars
+        self._compiling: dict[str, tuple[Request, Future[Any]]] = {}  # by id: requests that wait for their grammar
         self._in_flight: deque[InFlight] = deque()
         self._edits = Edits()  # for the next plan
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._compiling)
 
     @property
     def num_open(self) -> int:
-        return self.scheduler.num_running + self.scheduler.num_waiting
+        return self.scheduler.num_running + self.scheduler.num_waiting + len(self._compiling)
 
     @property
     def num_in_flight(self) -> int:
@@ -86,9 +93,14 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queues a request. Raises ValueError for one that can never be served."""
         self.check(request)
-        self.scheduler.add(request)
+        if request.params.grammar is None:
+            self.scheduler.add(request)
+        else:
+            self._compiling[request.id] = request, self._grammars.compile(request.params.grammar)
 
     def abort(self, request_id: str) -> Output | None:
+        if request_id in self._compiling:
+            return self._end_early(request_id, "abort")
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[Output]:
@@ -96,6 +108,30 @@ class Engine:
 
         With overlap it waits for the oldest step in flight alone, while a newer one runs; otherwise for what it starts.
         """
+        return self._add_compiled() + self._step() if self._compiling else self._step()
+
+    def _add_compiled(self) -> list[Output]:
+        """Queues the requests whose grammars are ready. Where there is nothing else to do, waits a little for one."""
+        if not self.scheduler.has_work:
+            wait([future for _, future in self._compiling.values()], COMPILE_WAIT_S, FIRST_COMPLETED)
+        failed = []
+        for name, (request, future) in list(self._compiling.items()):
+            if not future.done():
+                continue
+            error = future.exception()
+            if error is None:
+                del self._compiling[name]
+                self.scheduler.add(request)
+            else:
+                failed.append(self._end_early(name, "error", str(error)))
+        return failed
+
+    def _end_early(self, request_id: str, reason: FinishReason, error: str = "") -> Output:
+        request, _ = self._compiling.pop(request_id)
+        stats = RequestStats(prompt_tokens=len(request.prompt))
+        return Output(request_id=request_id, tokens=[], finish_reason=reason, stats=stats, error=error)
+
+    def _step(self) -> list[Output]:
         if not self.overlap:
             return self._finish(self._launch(self._plan()))
         while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:

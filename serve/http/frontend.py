@@ -10,6 +10,7 @@ from slipstream.models.chat.template import PromptTemplate, TemplateFailed, Temp
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.detokenize import Decoder, spellings
+from slipstream.serve.grammar.grammars import check as check_grammar
 from slipstream.serve.http.control_tokens import PlainTextTokenizer
 from slipstream.serve.http.limits import ApiError, Limits
 from slipstream.serve.http.schemas import (
@@ -19,9 +20,10 @@ from slipstream.serve.http.schemas import (
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
+    grammar_of,
 )
 from slipstream.serve.options import ServeConfig, find_target
-from slipstream.serve.request import EngineInfo, Request, SamplingParams, draw_seed, prompt_seed
+from slipstream.serve.request import EngineInfo, Grammar, Request, SamplingParams, draw_seed, prompt_seed
 
 # What generation_config.json may set, and what else a body says in the words of SamplingParams.
 DEFAULTED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -140,10 +142,10 @@ class Frontend:
         else:
             field, prompts = "prompt", self.completion_prompts(body)
         seed = draw_seed() if body.seed is None else body.seed
-        namespace = digest(body.cache_salt)
+        namespace, grammar = digest(body.cache_salt), checked_grammar(body)
         requests: list[Request] = []
         for index, prompt in enumerate(prompts):
-            params = self.sampling_params(body, len(prompt), prompt_seed(seed, index), field)
+            params = self.sampling_params(body, len(prompt), prompt_seed(seed, index), field, grammar)
             for choice in range(body.n):
                 request_id = f"{response_id}-{len(requests)}"
                 requests.append(
@@ -151,7 +153,9 @@ class Frontend:
                 )
         return requests
 
-    def sampling_params(self, body: Body, prompt_len: int, seed: int, field: str) -> SamplingParams:
+    def sampling_params(
+        self, body: Body, prompt_len: int, seed: int, field: str, grammar: Grammar | None = None
+    ) -> SamplingParams:
         if prompt_len == 0:
             raise ApiError(400, f"{field} is empty: it must hold at least one token", field)
         room = self.max_model_len - prompt_len
@@ -168,12 +172,26 @@ class Frontend:
             return SamplingParams(
                 max_tokens=unset_max_tokens if body.max_tokens is None else body.max_tokens,
                 seed=seed,
+                grammar=grammar,
                 bad_words=spellings(self.tokenizer, body.bad_words),
                 stop_token_ids=tuple(body.stop_token_ids),
                 **{**self.sampling_defaults, **given},
             )
         except ValueError as error:
             raise ApiError(400, str(error), str(error).split()[0]) from error
+
+
+def checked_grammar(body: Body) -> Grammar | None:
+    """What the answer must be. Raises ApiError for a grammar that cannot be served."""
+    found = grammar_of(body)
+    if found is None:
+        return None
+    grammar, field = found
+    try:
+        check_grammar(grammar)
+    except ValueError as error:
+        raise ApiError(400, f"{field}: {error}", field) from error
+    return grammar
 
 
 def digest(salt: str) -> str:

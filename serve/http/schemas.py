@@ -24,6 +24,7 @@ from slipstream.models.chat import messages as chat
 from slipstream.models.chat.messages import TEXT_PARTS, Message, MessageError
 from slipstream.serve.http import limits
 from slipstream.serve.http.limits import ApiError
+from slipstream.serve.request import Grammar
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI for /v1/completions; a chat answer may fill the context
 ROLES = ("system", "developer", "user", "assistant")
@@ -51,7 +52,6 @@ NEUTRAL: Neutral = {
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -63,24 +63,20 @@ NEUTRAL: Neutral = {
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": (),
-    "ebnf": (),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
-    "json_schema": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "no_stop_trim": (False,),
     "priority": (0,),
     "prompt_logprobs": (),
-    "regex": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "stop_regex": ([],),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
@@ -230,6 +226,12 @@ class Body(BaseModel):
     logit_bias: Annotated[dict[int, float], PlainValidator(read_bias)] = {}
     min_tokens: int = 0
     bad_words: Annotated[list[str], PlainValidator(read_bad_words)] = []
+    # Grammars of the answer, as OpenAI, vLLM and SGLang name them; see `grammar_of`.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES_PER_PROMPT)] = 1
     stop: Annotated[list[str], PlainValidator(read_stop)] = []
@@ -289,6 +291,58 @@ class CompletionBody(Body):
     """POST /v1/completions."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts)]
+
+
+def grammar_of(body: Body) -> tuple[Grammar, str] | None:
+    """The grammar that a body asks for, and the field that holds it. Raises ApiError."""
+    found = [
+        *_grammars_of_format(body.response_format or {"type": "text"}),
+        *_structured_outputs(body.structured_outputs or {}),
+        *((Grammar(kind, text), kind) for kind in ("regex", "ebnf") if (text := getattr(body, kind)) is not None),
+        *([(Grammar("json_schema", body.json_schema), "json_schema")] if body.json_schema is not None else []),
+    ]
+    if len(found) > 1:
+        raise ApiError(400, f"{found[0][1]} and {found[1][1]} both say what the answer is; send one", found[1][1])
+    return found[0] if found else None
+
+
+def _grammars_of_format(value: dict[str, Any]) -> list[tuple[Grammar, str]]:
+    kind, where = value.get("type"), "response_format"
+    if kind in ("text", "json_object"):
+        understood_fields(value, {"type"}, {}, f"{where}.")
+        return [(Grammar("json_object"), where)] if kind == "json_object" else []
+    if kind != "json_schema":
+        message = f"{where}.type is {kind!r}; it must be text, json_object or json_schema"
+        raise ApiError(400, message, f"{where}.type")
+    understood_fields(value, {"type", "json_schema"}, {}, f"{where}.")
+    named = value.get("json_schema")
+    if not isinstance(named, dict) or not isinstance(named.get("schema"), dict | bool):
+        raise ApiError(400, f"{where}.json_schema must hold name and schema, an object", f"{where}.json_schema")
+    # A schema is always kept to the letter, so `strict` changes nothing.
+    understood_fields(named, {"name", "schema"}, {"strict": None, "description": None}, f"{where}.json_schema.")
+    return [(Grammar("json_schema", json.dumps(named["schema"])), f"{where}.json_schema.schema")]
+
+
+def _structured_outputs(value: dict[str, Any]) -> list[tuple[Grammar, str]]:
+    """vLLM's."""
+    where, found = "structured_outputs", list[tuple[Grammar, str]]()
+    neutral: Neutral = {"structural_tag": (), "whitespace_pattern": (), "disable_any_whitespace": (False,)}
+    neutral |= {"disable_fallback": None, "disable_additional_properties": (False,)}
+    known = understood_fields(value, {"json", "json_object", "regex", "choice", "grammar"}, neutral, f"{where}.")
+    for name, given in known.items():
+        place = f"{where}.{name}"
+        if name == "json" and isinstance(given, dict | bool | str):
+            found.append((Grammar("json_schema", given if isinstance(given, str) else json.dumps(given)), place))
+        elif name == "json_object" and isinstance(given, bool):
+            found += [(Grammar("json_object"), place)] if given else []
+        elif name == "choice" and isinstance(given, list) and given and all(isinstance(one, str) for one in given):
+            check_length(given, limits.MAX_GRAMMAR_CHOICES, place)
+            found.append((Grammar("choice", json.dumps(given)), place))
+        elif name in ("regex", "grammar") and isinstance(given, str):
+            found.append((Grammar("regex" if name == "regex" else "ebnf", given), place))
+        else:
+            raise ApiError(400, f"{place} is not what it must be: a schema, a list of texts, or a text", place)
+    return found
 
 
 class TokenizeBody(BaseModel):

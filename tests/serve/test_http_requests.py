@@ -11,6 +11,7 @@ from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.limits import ApiError
 from slipstream.serve.http.schemas import NEUTRAL, NEUTRAL_IN_STREAM_OPTIONS, ChatBody, CompletionBody
 from slipstream.serve.options import ServeConfig
+from slipstream.serve.request import Grammar
 from slipstream.tests.serve.fake_engine import CONTEXT, VOCABULARY, info
 from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, events, write_target
 
@@ -79,6 +80,24 @@ REFUSED: list[tuple[dict[str, Any], str | None, list[str]]] = [
     ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias", ["101", "between -100 and 100"]),
     ({"prompt": "x", "logit_bias": {"5": True}}, "logit_bias", ["token 5", "number"]),
     ({"prompt": "x", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", ["1025", "1024"]),
+    ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format.type", ["xml", "json_schema"]),
+    ({"prompt": "x", "response_format": {"type": "text", "a": 1}}, "response_format.a", ["unknown"]),
+    ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format.json_schema", ["schema"]),
+    (
+        {
+            "prompt": "x",
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}},
+        },
+        "response_format.json_schema.schema",
+        ["not at the root is not supported"],
+    ),
+    ({"prompt": "x", "regex": "(a"}, "regex", ["cannot be used"]),
+    ({"prompt": "x", "json_schema": "{"}, "json_schema", ["cannot be used"]),
+    ({"prompt": "x", "regex": "a", "ebnf": 'root ::= "a"'}, "ebnf", ["regex and ebnf both", "send one"]),
+    ({"prompt": "x", "structured_outputs": {"choice": []}}, "structured_outputs.choice", ["must be"]),
+    ({"prompt": "x", "structured_outputs": {"lark": "x"}}, "structured_outputs.lark", ["unknown"]),
+    ({"prompt": "x", "structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", ["not"]),
+    ({"prompt": "x", "regex": "a", "ignore_eos": True}, "ignore_eos", ["grammar"]),
     ({"prompt": "x", "min_tokens": 20}, "min_tokens", ["20", "max_tokens"]),
     ({"prompt": "x", "min_tokens": -1}, "min_tokens", ["-1"]),
     ({"prompt": "x", "bad_words": [""]}, "bad_words", ["empty"]),
@@ -219,6 +238,31 @@ def test_what_changes_logits_reaches_the_engine(tmp_path: Path) -> None:
     assert [front.decoder(list(word)) for word in params.bad_words] == ["q", " q", " zz"]
     [request] = front.requests(CompletionBody(prompt="ab", repetition_penalty=1.0), "r")
     assert not request.params.changes_logits
+
+
+def test_grammars_reach_the_engine_by_the_names_of_all_servers(tmp_path: Path) -> None:
+    front, schema = frontend(tmp_path, {}), {"type": "object"}
+    text = json.dumps(schema)
+
+    def grammar(**fields: Any) -> Grammar | None:
+        [request] = front.requests(CompletionBody(prompt="ab", **fields), "r")
+        return request.params.grammar
+
+    named = {"name": "n", "schema": schema, "strict": True, "description": "d"}
+    for fields in (
+        {"response_format": {"type": "json_schema", "json_schema": named}},
+        {"structured_outputs": {"json": schema, "disable_any_whitespace": False}},
+        {"structured_outputs": {"json": text}},
+        {"json_schema": text},
+    ):
+        assert grammar(**fields) == Grammar("json_schema", text)
+    for fields in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}):
+        assert grammar(**fields) == Grammar("json_object")
+    assert grammar(regex="a+") == grammar(structured_outputs={"regex": "a+"}) == Grammar("regex", "a+")
+    ebnf = 'root ::= "a"'
+    assert grammar(ebnf=ebnf) == grammar(structured_outputs={"grammar": ebnf}) == Grammar("ebnf", ebnf)
+    assert grammar(structured_outputs={"choice": ["a", "b"]}) == Grammar("choice", '["a", "b"]')
+    assert grammar(response_format={"type": "text"}) is grammar(structured_outputs={}) is grammar() is None
 
 
 def test_prompts_of_a_call_have_seeds_of_their_own(tmp_path: Path) -> None:
