@@ -17,11 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.serve.grammar.json_schema import Unsupported, rewrite
+from slipstream.serve.grammar.strings import Strings
 from slipstream.serve.request import Grammar
 
 MOST_CHARS = 64 * 2**10  # of a grammar as it is sent
-MOST_CHOICES = 1024
-MOST_REPEATS = 20_000  # the product of a pattern's nested repetition counts, at most
 MOST_SPACES = 64  # in a row, between two parts of JSON
 MOST_COMPILED = 256  # grammars that are kept
 NUM_THREADS = 2
@@ -30,11 +29,11 @@ WORD_BITS = 32
 
 def check(grammar: Grammar) -> None:
     """Raises ValueError, in a sentence, for a grammar that cannot be served."""
-    _parsed(grammar)
+    parse(grammar)
 
 
-def _parsed(grammar: Grammar) -> Any:
-    """xgrammar's Grammar."""
+def parse(grammar: Grammar) -> Any:
+    """xgrammar's Grammar. Raises ValueError as `check`."""
     import xgrammar
 
     kind, text = grammar
@@ -47,11 +46,10 @@ def _parsed(grammar: Grammar) -> Any:
         if kind == "json_schema":
             schema = rewrite(json.loads(text))
             for pattern in patterns_of(schema):
-                _check_repeats(pattern)
+                xgrammar.Grammar.from_regex(pattern)
             return from_schema(schema)
         if kind == "choice":
             return xgrammar.Grammar.from_ebnf(f"root ::= {' | '.join(map(_literal, json.loads(text)))}")
-        _check_repeats(text)
         return xgrammar.Grammar.from_regex(text) if kind == "regex" else xgrammar.Grammar.from_ebnf(text)
     except Unsupported:
         raise
@@ -61,7 +59,10 @@ def _parsed(grammar: Grammar) -> Any:
 
 def _of_schema(kind: Any, schema: Any) -> Any:
     """JSON with white space where JSON may have it, but not without end, as small models like it."""
-    return kind.from_json_schema(json.dumps(schema), strict_mode=False, max_whitespace_cnt=MOST_SPACES)
+    strings = Strings()
+    marked = json.dumps(strings.mark(schema))
+    converted = kind.from_json_schema(marked, strict_mode=False, max_whitespace_cnt=MOST_SPACES)
+    return kind.from_ebnf(strings.put(str(converted)))
 
 
 def _reason(error: Exception) -> str:
@@ -73,15 +74,6 @@ def _literal(text: str) -> str:
     """A text as EBNF has it."""
     escaped = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
     return '"' + "".join(escaped.get(c, c if c >= " " else f"\\x{ord(c):02x}") for c in text) + '"'
-
-
-def _check_repeats(pattern: str) -> None:
-    """Counts multiply where they are nested, and a grammar grows with them."""
-    product = 1
-    for low, high in re.findall(r"\{(\d+)(?:,(\d*))?\}", pattern):
-        product *= max(int(high or low), 1)
-    if product > MOST_REPEATS:
-        raise ValueError(f"repeats up to {product} times, as if all counts were nested; the limit is {MOST_REPEATS}")
 
 
 def patterns_of(schema: Any) -> list[str]:
@@ -139,7 +131,7 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> Any:
         try:
-            return self._compiler.result().compile_grammar(_parsed(grammar))
+            return self._compiler.result().compile_grammar(parse(grammar))
         except RuntimeError as error:
             raise ValueError(f"{grammar.kind} cannot be used: {_reason(error)}") from error
 

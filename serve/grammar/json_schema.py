@@ -1,35 +1,37 @@
 """Which JSON Schemas (draft 2020-12) can be served, rewritten so that the grammar library takes them at their word.
 
 The library ignores some keywords, and reads others only beside a `type`. So a schema is rewritten into one that names
-the type of everything, and whatever would not be honoured is refused by its name. Imports no library.
+the type of everything and has no keyword beside a union, and whatever would not be honoured is refused by its name.
+Imports no library.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from slipstream.serve.grammar.strings import FORMATS
+
 TYPES = ("object", "array", "string", "number", "boolean", "null")
 ANNOTATIONS = {
     *("$schema", "$comment", "$vocabulary", "$defs", "definitions", "title", "description", "default", "examples"),
-    *("deprecated", "readOnly", "writeOnly", "contentEncoding", "contentMediaType", "contentSchema"),
+    *("discriminator", "deprecated", "readOnly", "writeOnly", "contentEncoding", "contentMediaType", "contentSchema"),
 }
 KEYWORDS = {  # by type: those that the library honours
-    "object": ("properties", "required", "additionalProperties"),
+    "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties", "propertyNames"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
     "string": ("minLength", "maxLength", "pattern", "format"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
-    "integer": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "integer": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     "boolean": (),
     "null": (),
 }
 UNIONS = ("anyOf", "oneOf", "allOf", "enum", "const", "$ref")
 HONOURED = frozenset(keyword for own in KEYWORDS.values() for keyword in own)
-FORMATS = {
-    *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference"),
-    *("json-pointer", "relative-json-pointer"),
-}
 ANYTHING = r"(.|\n)*"  # as a pattern
 MOST_DEPTH = 64
+MOST_VARIANTS = 64  # that two schemas make together
+MOST_FACTOR = 1_000
 MOST_COUNT = 10_000  # of items or characters that a bound may name
 
 
@@ -42,7 +44,8 @@ class Unsupported(ValueError):
 
 
 def rewrite(schema: Any) -> Any:
-    """A schema that means the same. Raises Unsupported naming a keyword that would not be honoured."""
+    """A schema that means the same, made of {}, {"type", its keywords}, {"enum"}, {"anyOf"} and {"$ref"}. Raises
+    Unsupported naming a keyword that would not be honoured."""
     if not isinstance(schema, Mapping | bool):
         raise Unsupported("", "the schema", "must be an object, true or false")
     return _Rewriter(schema).run()
@@ -68,7 +71,7 @@ class _Rewriter:
         if not isinstance(schema, Mapping):
             raise Unsupported(place, "the schema", "must be an object, true or false")
         own = {name: value for name, value in schema.items() if name not in ANNOTATIONS}
-        own = _without_effect(own, place)
+        own = _without_effect(_with_evaluated(own), place)
         for name in own:
             if name not in HONOURED and name not in UNIONS and name != "type":
                 raise Unsupported(place, name)
@@ -78,47 +81,223 @@ class _Rewriter:
         return self.typed(own, place, depth)
 
     def union(self, own: Mapping[str, Any], unions: list[str], place: str, depth: int) -> dict[str, Any]:
-        """A schema that chooses among others, or among values."""
-        [name, *more] = unions
-        others = [other for other in own if other not in (name, "type")]
-        if more or (others and name not in ("const", "enum")):
-            raise Unsupported(place, name, f"beside {(more + others)[0]} is not supported")
-        if name == "$ref":
-            if "type" in own:
-                raise Unsupported(place, "$ref", "beside type is not supported")
+        """What holds for the schema's own keywords and for each of its unions."""
+        base = {name: value for name, value in own.items() if name not in unions}
+        if unions == ["$ref"] and not base:
             return {"$ref": f"#/$defs/{self.definition(own['$ref'], place, depth)}"}
+        found = self.typed(base, place, depth)
+        for name in unions:
+            found = self.both(found, self.branch(name, own[name], place, depth), place, name)
+        return found
+
+    def branch(self, name: str, value: Any, place: str, depth: int) -> dict[str, Any]:
+        if name == "$ref":
+            return self.resolved({"$ref": f"#/$defs/{self.definition(value, place, depth)}"}, place, name)
         if name in ("const", "enum"):
-            values = [own["const"]] if name == "const" else own["enum"]
-            if others:
-                raise Unsupported(place, name, f"beside {others[0]} is not supported")
+            values = [value] if name == "const" else value
             if not isinstance(values, list) or not values:
                 raise Unsupported(place, name, "must be a list of values, and not empty")
-            types = self.types(own, place)
-            kept = [value for value in values if any(_is(value, kind) for kind in types)]
-            if not kept:
-                raise Unsupported(place, name, "has no value of the schema's type")
-            return {"enum": kept}
-        branches = own[name]
-        if not isinstance(branches, list) or not branches:
+            return {"enum": values}
+        if not isinstance(value, list) or not value:
             raise Unsupported(place, name, "must be a list of schemas, and not empty")
-        if "type" in own:
-            branches = [self.narrow(branch, own["type"], f"{place}/{name}", name) for branch in branches]
-        if name != "allOf" and any(branch is not False for branch in branches):
-            branches = [branch for branch in branches if branch is not False]
-        visited = [self.visit(branch, f"{place}/{name}/{i}", depth + 1) for i, branch in enumerate(branches)]
-        if name == "allOf" and len(visited) > 1:
-            raise Unsupported(place, "allOf", "of several schemas is not supported")
-        if name == "oneOf" and not _are_disjoint(visited):
+        if name != "allOf" and any(one is not False for one in value):
+            value = [one for one in value if one is not False]
+        visited = [self.visit(one, f"{place}/{name}/{index}", depth + 1) for index, one in enumerate(value)]
+        if name == "allOf":
+            found: dict[str, Any] = {}
+            for one in visited:
+                found = self.both(found, one, place, name)
+            return found
+        if name == "oneOf" and len(visited) > 1 and not self.are_disjoint(visited, place):
             raise Unsupported(place, "oneOf", "of schemas that may overlap is not supported; use anyOf")
-        return visited[0] if len(visited) == 1 else {"anyOf": visited}
+        return any_of(visited)
 
-    def narrow(self, branch: Any, kind: Any, place: str, name: str) -> Any:
-        """A branch beside a type: it must hold for it as well."""
-        if isinstance(branch, Mapping) and "type" not in branch and not any(one in branch for one in UNIONS):
-            return {**branch, "type": kind}
-        if isinstance(branch, Mapping) and branch.get("type") == kind:
-            return branch
-        raise Unsupported(place, name, "beside type is not supported")
+    def are_disjoint(self, branches: list[dict[str, Any]], place: str) -> bool:
+        """Whether it is clear that no value holds for two rewritten schemas: by types, values, or the values of a
+        property that both require."""
+        variants = [
+            [self.resolved(one, place, "oneOf") for one in self.resolved(branch, place, "oneOf").get("anyOf", [branch])]
+            for branch in branches
+        ]
+        return all(
+            self.are_apart(left, right, place)
+            for index, lefts in enumerate(variants)
+            for rights in variants[index + 1 :]
+            for left in lefts
+            for right in rights
+        )
+
+    def are_apart(self, left: dict[str, Any], right: dict[str, Any], place: str) -> bool:
+        if not left or not right or "anyOf" in left or "anyOf" in right:
+            return False
+        if "enum" in left or "enum" in right:
+            return self.pair(left, right, place, "oneOf") is None
+        if left["type"] != right["type"]:
+            return {left["type"], right["type"]} != {"number", "integer"}
+        both = set(left.get("required", [])) & set(right.get("required", []))
+        pairs = [[side.get("properties", {}).get(key, {}) for side in (left, right)] for key in both]
+        return any(
+            "enum" in one and "enum" in other and self.pair(one, other, place, "oneOf") is None for one, other in pairs
+        )
+
+    def resolved(self, schema: dict[str, Any], place: str, name: str) -> dict[str, Any]:
+        """A rewritten schema that does not begin with a reference."""
+        seen = 0
+        while "$ref" in schema:
+            target = self.definitions[schema["$ref"].rpartition("/")[2]]
+            seen += 1
+            if target is None or seen > MOST_DEPTH:
+                raise Unsupported(place, name, "of a schema that contains itself, beside others, is not supported")
+            schema = target
+        return schema
+
+    def both(self, one: dict[str, Any], other: dict[str, Any], place: str, name: str) -> dict[str, Any]:
+        """What holds for two rewritten schemas. `name`: the keyword that asks for it."""
+        if not one or not other:
+            return one or other
+        variants = [
+            [self.resolved(each, place, name) for each in side.get("anyOf", [side])]
+            for side in (self.resolved(one, place, name), self.resolved(other, place, name))
+        ]
+        if len(variants[0]) * len(variants[1]) > MOST_VARIANTS:
+            raise Unsupported(place, name, f"makes more than {MOST_VARIANTS} combinations")
+        found = []
+        for left in variants[0]:
+            for right in variants[1]:
+                if "anyOf" in left or "anyOf" in right:
+                    joined = self.both(left, right, place, name)
+                    found += joined.get("anyOf", [joined])
+                elif not left or not right:
+                    found.append(left or right)
+                else:
+                    pair = self.pair(left, right, place, name)
+                    found += [] if pair is None else [pair]
+        if not found:
+            raise Unsupported(place, name, "and what is beside it allow nothing together")
+        return any_of(found)
+
+    def pair(self, left: dict[str, Any], right: dict[str, Any], place: str, name: str) -> dict[str, Any] | None:
+        """What holds for two schemas without unions; None: nothing."""
+        if "enum" in right:
+            left, right = right, left
+        if "enum" in left:
+            kept = [value for value in left["enum"] if self.holds(value, right, place, name)]
+            return {"enum": kept} if kept else None
+        kinds = {left["type"], right["type"]}
+        if kinds == {"number", "integer"}:
+            left, right = {**left, "type": "integer"}, {**right, "type": "integer"}
+        elif len(kinds) > 1:
+            return None
+        if left["type"] == "object":
+            return self.pair_objects(left, right, place, name)
+        if left["type"] == "array":
+            return self.pair_arrays(left, right, place, name)
+        return _pair_bounds(left, right, place, name)
+
+    def pair_objects(self, left: dict[str, Any], right: dict[str, Any], place: str, name: str) -> dict[str, Any] | None:
+        if "propertyNames" in left or "propertyNames" in right:
+            raise Unsupported(place, name, "beside propertyNames is not supported")
+        required = list(dict.fromkeys([*left.get("required", []), *right.get("required", [])]))
+        properties: dict[str, Any] = {}
+        for key in dict.fromkeys([*left.get("properties", {}), *right.get("properties", {})]):
+            sides = [side.get("properties", {}).get(key, side["additionalProperties"]) for side in (left, right)]
+            if False in [side for side in sides if isinstance(side, bool)]:
+                if key in required:
+                    return None
+                continue
+            schemas = [{} if side is True else side for side in sides]
+            try:
+                properties[key] = self.both(schemas[0], schemas[1], f"{place}/properties/{key}", name)
+            except Unsupported as error:
+                if key in required or "allow nothing" not in str(error):
+                    raise
+                raise Unsupported(place, name, f"forbids the property {key!r}, which is not supported") from error
+        more = [side["additionalProperties"] for side in (left, right)]
+        found = _pair_bounds(
+            {key: value for key, value in left.items() if key.endswith("Properties") and key[:3] in ("min", "max")},
+            {key: value for key, value in right.items() if key.endswith("Properties") and key[:3] in ("min", "max")},
+            place,
+            name,
+        )
+        if found is None:
+            return None
+        forbidden = set(left.get("properties", {})) | set(right.get("properties", {}))
+        if False in [one for one in more if isinstance(one, bool)]:
+            rest: Any = False
+        elif forbidden - set(properties):
+            raise Unsupported(place, name, "forbids a property beside others that are free, which is not supported")
+        else:
+            schemas = [{} if one is True else one for one in more]
+            rest = self.both(schemas[0], schemas[1], f"{place}/additionalProperties", name) or True
+        return {
+            "type": "object",
+            **found,
+            **({"properties": properties} if properties else {}),
+            **({"required": required} if required else {}),
+            "additionalProperties": rest,
+        }
+
+    def pair_arrays(self, left: dict[str, Any], right: dict[str, Any], place: str, name: str) -> dict[str, Any] | None:
+        length = max(len(side.get("prefixItems", [])) for side in (left, right))
+
+        def item(side: dict[str, Any], index: int) -> Any:
+            prefix = side.get("prefixItems", [])
+            return prefix[index] if index < len(prefix) else side.get("items", {})
+
+        names: tuple[str, ...] = ("minItems", "maxItems")
+        ends = [{key: side[key] for key in names if key in side} for side in (left, right)]
+        bounds = _pair_bounds(ends[0], ends[1], place, name)
+        if bounds is None:
+            return None
+        prefix: list[Any] = []
+        for index in range(length):
+            sides = [item(side, index) for side in (left, right)]
+            if any(side is False for side in sides):
+                bounds["maxItems"] = min(bounds.get("maxItems", index), index)
+                if bounds.get("minItems", 0) > index:
+                    return None
+                return {"type": "array", **bounds, **({"prefixItems": prefix} if prefix else {}), "items": False}
+            prefix.append(self.both(sides[0], sides[1], f"{place}/prefixItems/{index}", name))
+        rest = [side.get("items", {}) for side in (left, right)]
+        items = False if any(one is False for one in rest) else self.both(rest[0], rest[1], f"{place}/items", name)
+        found = {"type": "array", **bounds, **({"prefixItems": prefix} if prefix else {})}
+        return found if items == {} else {**found, "items": items}
+
+    def holds(self, value: Any, schema: dict[str, Any], place: str, name: str) -> bool:
+        """Whether a value obeys a rewritten schema."""
+        schema = self.resolved(schema, place, name)
+        if not schema:
+            return True
+        if "anyOf" in schema:
+            return any(self.holds(value, one, place, name) for one in schema["anyOf"])
+        if "enum" in schema:
+            return any(_same(value, one) for one in schema["enum"])
+        if not _is(value, schema["type"]):
+            return False
+        if schema.get("format") or schema.get("propertyNames"):
+            raise Unsupported(place, name, "beside format or propertyNames is not supported")
+        if schema["type"] == "object":
+            fits = all(key in value for key in schema.get("required", []))
+            for key, one in value.items():
+                own = schema.get("properties", {}).get(key, schema["additionalProperties"])
+                fits = fits and own is not False and (own is True or self.holds(one, own, place, name))
+            return fits and _in_bounds(len(value), schema, "minProperties", "maxProperties")
+        if schema["type"] == "array":
+            prefix, rest = schema.get("prefixItems", []), schema.get("items", {})
+            each = [prefix[index] if index < len(prefix) else rest for index in range(len(value))]
+            fits = all(
+                own is not False and self.holds(one, own, place, name) for one, own in zip(value, each, strict=True)
+            )
+            return fits and _in_bounds(len(value), schema, "minItems", "maxItems")
+        if schema["type"] == "string":
+            fits = "pattern" not in schema or re.fullmatch(schema["pattern"], value) is not None
+            return fits and _in_bounds(len(value), schema, "minLength", "maxLength")
+        if schema["type"] in ("number", "integer"):
+            fits = "multipleOf" not in schema or value % schema["multipleOf"] == 0
+            fits = fits and value > schema.get("exclusiveMinimum", -math.inf)
+            fits = fits and value < schema.get("exclusiveMaximum", math.inf)
+            return fits and _in_bounds(value, schema, "minimum", "maximum")
+        return True
 
     def types(self, own: Mapping[str, Any], place: str) -> list[str]:
         asked = own.get("type", list(TYPES))
@@ -133,8 +312,9 @@ class _Rewriter:
             return {}
         # Without a type a format is an annotation; who names the type wants it to be kept.
         given = own if "type" in own else {name: value for name, value in own.items() if name != "format"}
-        variants = [self.variant(kind, given, place, depth) for kind in kinds]
-        return variants[0] if len(variants) == 1 else {"anyOf": variants}
+        if given.get("multipleOf", 1) != 1:  # of numbers only whole ones are supported
+            kinds = ["integer" if kind == "number" else kind for kind in kinds]
+        return any_of([self.variant(kind, given, place, depth) for kind in kinds])
 
     def variant(self, kind: str, own: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
         found = {name: own[name] for name in KEYWORDS[kind] if name in own}
@@ -153,18 +333,35 @@ class _Rewriter:
         for name in visited:
             if re.search(r'[\x00-\x1f"\\]', name):
                 raise Unsupported(place, "properties", f"names {name!r}: quotes, backslashes and control characters")
+        more = own.get("additionalProperties", True)
+        if not isinstance(more, bool):
+            more = self.visit(more, f"{place}/additionalProperties", depth + 1)
         for name in dict.fromkeys(required):
+            if name not in visited and more is False:
+                raise Unsupported(place, "required", f"names {name!r}, which additionalProperties forbids")
             if name not in visited:
-                raise Unsupported(place, "required", f"names {name!r}, which is not among the properties")
+                visited[name] = {} if more is True else more
         found: dict[str, Any] = {}
-        if properties:
+        for name in ("minProperties", "maxProperties"):
+            if name in own:
+                found[name] = _count(own[name], place, name)
+        if "propertyNames" in own:
+            if visited or "additionalProperties" in own or found:
+                raise Unsupported(place, "propertyNames", "beside other keywords is not supported")
+            found["propertyNames"] = self.names_of(own["propertyNames"], place, depth)
+        if visited:
             found["properties"] = visited
         if required:
             found["required"] = list(dict.fromkeys(required))
-        more = own.get("additionalProperties", True)
-        found["additionalProperties"] = (
-            more if isinstance(more, bool) else self.visit(more, f"{place}/additionalProperties", depth + 1)
-        )
+        found["additionalProperties"] = more
+        return found
+
+    def names_of(self, schema: Any, place: str, depth: int) -> dict[str, Any]:
+        """Of strings alone, since names are."""
+        place = f"{place}/propertyNames"
+        found = self.both({"type": "string"}, self.visit(schema, place, depth + 1), place, "propertyNames")
+        if "anyOf" in found:
+            raise Unsupported(place, "anyOf")
         return found
 
     def array(self, own: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
@@ -202,7 +399,13 @@ class _Rewriter:
         for name, value in own.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise Unsupported(place, name, "must be a number")
-        return dict(own)
+        factor = own.get("multipleOf", 1)
+        if factor != int(factor) or factor <= 0 or factor > MOST_FACTOR:
+            raise Unsupported(place, "multipleOf", f"is {factor}; whole numbers from 1 to {MOST_FACTOR} are supported")
+        if factor != 1 and len(own) > 1:
+            other = next(name for name in own if name != "multipleOf")
+            raise Unsupported(place, "multipleOf", f"beside {other} is not supported")
+        return {**own, **({"multipleOf": int(factor)} if "multipleOf" in own else {})}
 
     def definition(self, pointer: Any, place: str, depth: int) -> str:
         """The name of what a reference points to."""
@@ -221,9 +424,66 @@ class _Rewriter:
                 else:
                     raise Unsupported(place, "$ref", f"to {pointer!r} points nowhere")
             name = self.names[pointer] = f"d{len(self.names)}"
-            self.definitions[name] = {}
+            self.definitions[name] = None  # on the way
             self.definitions[name] = self.visit(target, pointer[1:], depth + 1)
         return self.names[pointer]
+
+
+def any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    """What holds for one of some rewritten schemas."""
+    if {} in schemas:
+        return {}
+    flat = [one for schema in schemas for one in schema.get("anyOf", [schema])]
+    return flat[0] if len(flat) == 1 else {"anyOf": flat}
+
+
+def _pair_bounds(left: dict[str, Any], right: dict[str, Any], place: str, name: str) -> dict[str, Any] | None:
+    """The narrower of bounds; None if nothing is between them. Other keywords must be the same, or of one side."""
+    found = {**left, **right}
+    for key in left.keys() & right.keys():
+        lower = key.lower()
+        if "min" in lower:
+            found[key] = max(left[key], right[key])
+        elif "max" in lower:
+            found[key] = min(left[key], right[key])
+        elif left[key] != right[key]:
+            raise Unsupported(place, name, f"of two schemas with {key} is not supported")
+    for key in ("pattern", "format", "multipleOf"):
+        if key in found and len(found.keys() - {"type", key}):
+            raise Unsupported(place, name, f"of schemas with {key} and others is not supported")
+    for low, high in (("Items",) * 2, ("Length",) * 2, ("Properties",) * 2):
+        if found.get(f"min{low}", 0) > found.get(f"max{high}", math.inf):
+            return None
+    if found.get("minimum", -math.inf) > found.get("maximum", math.inf):
+        return None
+    return found
+
+
+def _in_bounds(number: float, schema: dict[str, Any], low: str, high: str) -> bool:
+    return bool(schema.get(low, -math.inf) <= number <= schema.get(high, math.inf))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equality of JSON: true is not 1."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def _with_evaluated(own: dict[str, Any]) -> dict[str, Any]:
+    """Where no keyword beside it looks into other schemas, `unevaluated...` means what `items` and
+    `additionalProperties` do."""
+    looks = (*UNIONS[:3], "$ref", "$dynamicRef", "if", "then", "else", "contains", "patternProperties", "not")
+    if any(name in own for name in (*looks, "dependentSchemas")):
+        return own
+    for name, plain in (("unevaluatedItems", "items"), ("unevaluatedProperties", "additionalProperties")):
+        if name in own:
+            own = {key: value for key, value in {plain: own[name], **own}.items() if key != name}
+    return own
 
 
 def _without_effect(own: dict[str, Any], place: str) -> dict[str, Any]:
@@ -277,29 +537,3 @@ def _is(value: Any, kind: str) -> bool:
         return isinstance(value, int | float) and value == int(value)
     classes = {"object": Mapping, "array": list, "string": str, "number": int | float, "null": type(None)}
     return isinstance(value, classes[kind])
-
-
-def _are_disjoint(branches: list[dict[str, Any]]) -> bool:
-    """Whether no value can hold for two rewritten schemas, by their types alone."""
-    seen: set[str] = set()
-    for branch in branches:
-        kinds = _kinds(branch)
-        if kinds is None or kinds & seen:
-            return False
-        seen |= kinds
-    return True
-
-
-def _kinds(branch: dict[str, Any]) -> set[str] | None:
-    """Types of the values that a rewritten schema may hold for; None: not known."""
-    if "type" in branch:
-        return {"number" if branch["type"] == "integer" else branch["type"]}
-    if "enum" in branch:
-        return {kind for value in branch["enum"] for kind in TYPES if _is(value, kind)}
-    found: set[str] = set()
-    for one in branch.get("anyOf", []):
-        kinds = _kinds(one)
-        if kinds is None:
-            return None
-        found |= kinds
-    return found or None

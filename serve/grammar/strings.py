@@ -1,0 +1,75 @@
+"""Strings of JSON as rules of a grammar: lengths, patterns and formats.
+
+The library's own rules for these let control characters, bare quotes and impossible dates through, so the strings of a
+schema are replaced by marks before it converts the schema, and the marks by these rules afterwards.
+"""
+
+import json
+import uuid
+from typing import Any
+
+LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+HOST = rf"{LABEL}(\.{LABEL}){{0,8}}"
+ATOM = "[A-Za-z0-9!#$%&'*+/=?^_{|}~-]{1,64}"
+CENTURIES = "[02468][048]|[13579][26]"
+LEAP = f"([0-9]{{2}}(0[48]|[2468][048]|[13579][26])|({CENTURIES})00)-02-29"
+DAYS = "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8])"
+DATE = f"([0-9]{{4}}-({DAYS})|{LEAP})"
+CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?"
+TIME = f"{CLOCK}(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+HOURS = "T([0-9]{1,9}H([0-9]{1,9}M([0-9]{1,9}S)?)?|[0-9]{1,9}M([0-9]{1,9}S)?|[0-9]{1,9}S)"
+YEARS = "([0-9]{1,9}Y([0-9]{1,9}M([0-9]{1,9}D)?)?|[0-9]{1,9}M([0-9]{1,9}D)?|[0-9]{1,9}D)"
+OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+GROUP = "[0-9A-Fa-f]{1,4}"
+PATH = "([A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*"
+FORMATS = {
+    "email": rf"{ATOM}(\.{ATOM}){{0,8}}@{HOST}",
+    "date": DATE,
+    "time": TIME,
+    "date-time": f"{DATE}T{TIME}",
+    "duration": f"P({YEARS}({HOURS})?|{HOURS}|[0-9]{{1,9}}W)",
+    "ipv4": rf"({OCTET}\.){{3}}{OCTET}",
+    "ipv6": f"(({GROUP}:){{7}}{GROUP}|::({GROUP}(:{GROUP}){{0,6}})?|"
+    + "|".join(f"({GROUP}:){{{n}}}(:{GROUP}){{1,{7 - n}}}" for n in range(1, 7))
+    + f"|({GROUP}:){{1,7}}:)",
+    "hostname": HOST,
+    "uuid": "[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
+    "uri": f"[A-Za-z][A-Za-z0-9+.-]{{0,31}}://{HOST}(:[0-9]{{1,5}})?(/{PATH})?(\\?({PATH}))?(#{PATH})?",
+}
+HEX = "[0-9A-Fa-f]"
+# One character. An escape of half a surrogate pair would be half of one.
+CHARACTER = rf"""[^\0-\x1f\"\\] | "\\" [\"\\/bfnrt] | "\\u" ([0-9A-Ca-cE-Fe-f] {HEX} | [Dd] [0-7]) {HEX} {HEX}"""
+
+
+class Strings:
+    """Rules by the marks that stand for them."""
+
+    def __init__(self) -> None:
+        self._mark, self._rules = f"string_{uuid.uuid4().hex[:12]}", dict[str, str]()
+
+    def mark(self, schema: Any) -> Any:
+        """A rewritten schema with marks for its strings that have bounds, patterns or formats."""
+        if isinstance(schema, list):
+            return [self.mark(one) for one in schema]
+        if not isinstance(schema, dict):
+            return schema
+        if schema.get("type") == "string" and len(schema) > 1:
+            rule = self._rules.setdefault(_rule(schema), f"{self._mark}_{len(self._rules)}")
+            return {"enum": [rule]}
+        return {name: one if name in ("enum", "required") else self.mark(one) for name, one in schema.items()}
+
+    def put(self, grammar: str) -> str:
+        """A converted schema, as EBNF, with the rules for its marks."""
+        for rule, name in self._rules.items():
+            grammar = grammar.replace(f'"\\"{name}\\""', name)
+            grammar += f'\n{name} ::= "\\"" {rule} "\\""'
+        return f"{grammar}\n{self._mark}_character ::= {CHARACTER}\n".replace("CHARACTER", f"{self._mark}_character")
+
+
+def _rule(schema: dict[str, Any]) -> str:
+    if "pattern" in schema:
+        return f"Regex({json.dumps(schema['pattern'])}, json_string=true)"
+    if "format" in schema:
+        return f"Regex({json.dumps(FORMATS[schema['format']])}, json_string=true)"
+    most = schema.get("maxLength", "")
+    return f"CHARACTER{{{schema.get('minLength', 0)},{most}}}"
