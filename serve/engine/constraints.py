@@ -59,11 +59,11 @@ class Constrained:
 
     def forbidden_after(self, path: list[int]) -> set[int]:
         """Tokens that must not follow the answer and a `path` of drafted tokens."""
-        text, found = self.answer + path, set[int]()
-        if len(text) < self.min_tokens:
+        found = set[int]()
+        if len(self.answer) + len(path) < self.min_tokens:
             found.update(self.end_ids)
         for *start, last in self.bad_words:
-            if text[-len(start) :] == start:
+            if (self.answer[-len(start) :] + path)[-len(start) :] == start:
                 found.add(last)
         return found
 
@@ -117,15 +117,16 @@ class Constraints(HostStage):
 
     def _masks(self, slot: int, held: Constrained, nodes: NDArray[np.int32]) -> list[NodeMasks]:
         """nodes (2, N): tokens, unused ones -1, and parents."""
-        if held.matcher is not None:
-            used = [0, *(np.flatnonzero(nodes[0, 1:] >= 0) + 1).tolist()]
-            place = {node: index for index, node in enumerate(used)}
-            parents = [-1, *(place[parent] for parent in nodes[1, used[1:]].tolist())]
-            return (
-                []
-                if held.matcher.is_over
-                else [NodeMasks(slot, used, held.matcher.allowed(nodes[0, used].tolist(), parents))]
-            )
+        if held.matcher is None:
+            return self._masks_of_words(slot, held, nodes)
+        if held.matcher.is_over:
+            return []
+        used = [0, *(np.flatnonzero(nodes[0, 1:] >= 0) + 1).tolist()]
+        place = {node: index for index, node in enumerate(used)}
+        parents = [-1, *(place[parent] for parent in nodes[1, used[1:]].tolist())]
+        return [NodeMasks(slot, used, held.matcher.allowed(nodes[0, used].tolist(), parents))]
+
+    def _masks_of_words(self, slot: int, held: Constrained, nodes: NDArray[np.int32]) -> list[NodeMasks]:
         paths: dict[int, list[int]] = {0: []}  # of drafted tokens, to each node
         for node, (token, parent) in enumerate(nodes.T.tolist()):
             if node and token >= 0:
