@@ -17,6 +17,7 @@ from slipstream.serve.engine.plan import Edits, NodeMasks
 from slipstream.serve.request import Grammar, Request
 
 WORD_BITS = 32
+NOTHING = "the grammar allows no token here, not even an end; correct it"
 REFUSED = "the grammar does not take a token that this answer got; no token was allowed, or its logits are not finite"
 
 
@@ -103,10 +104,13 @@ class Constraints(HostStage):
             held = self._held.get(slot)
             if held is None:
                 continue
-            if held.push(given.results[index, 1 : 1 + given.results[index, 0]].tolist()):
-                masks += self._masks(slot, held, given.nodes[:, index])
-            else:
+            if not held.push(given.results[index, 1 : 1 + given.results[index, 0]].tolist()):
                 errors[slot] = REFUSED
+            else:
+                found = self._masks(slot, held, given.nodes[:, index])
+                masks += found
+                if held.matcher is not None and found and not found[0].allowed[0].any():
+                    errors[slot] = NOTHING
             if held.is_done:
                 del self._held[slot]
         return Edits(masks=tuple(masks), errors=errors)

@@ -147,7 +147,7 @@ class Planner:
     def commit(self, plan: StepPlan, output: StepOutput, ms: float) -> list[Output]:
         """Hands the tokens to the scheduler, in the order of the plans. The step took `ms`."""
         launched, count = self._launched[plan.number], len(plan.slots)
-        errors = {**plan.edits.errors, **output.errors}
+        errors = {**output.errors, **plan.edits.errors}  # a stage knows more of its reasons
         each = zip(launched.everyone, slots_of(plan), strict=True)
         failed = [self.scheduler.fail(sequence, errors[slot]) for sequence, slot in each if slot in errors]
         outputs = [one for one in failed if one is not None]

@@ -31,6 +31,7 @@ HONOURED = frozenset(keyword for own in KEYWORDS.values() for keyword in own)
 ANYTHING = r"(.|\n)*"  # as a pattern
 MOST_DEPTH = 64
 MOST_VARIANTS = 64  # that two schemas make together
+MOST_JOINED = 5_000  # intersections of one schema
 MOST_FACTOR = 1_000
 MOST_COUNT = 10_000  # of items or characters that a bound may name
 
@@ -56,6 +57,7 @@ class _Rewriter:
         self.root = root
         self.names: dict[str, str] = {}  # by pointer: names of definitions in the result
         self.definitions: dict[str, Any] = {}
+        self.num_joined = self.num_joining = 0  # schemas that were intersected, and that are just now
 
     def run(self) -> Any:
         result = self.visit(self.root, "", 0)
@@ -153,8 +155,18 @@ class _Rewriter:
 
     def both(self, one: dict[str, Any], other: dict[str, Any], place: str, name: str) -> dict[str, Any]:
         """What holds for two rewritten schemas. `name`: the keyword that asks for it."""
-        if not one or not other:
+        if not one or not other or one == other:
             return one or other
+        self.num_joined += 1
+        if self.num_joining >= MOST_DEPTH or self.num_joined > MOST_JOINED:
+            raise Unsupported(place, name, "of schemas so large, or of two that contain themselves, is not supported")
+        self.num_joining += 1
+        try:
+            return self.join(one, other, place, name)
+        finally:
+            self.num_joining -= 1
+
+    def join(self, one: dict[str, Any], other: dict[str, Any], place: str, name: str) -> dict[str, Any]:
         variants = [
             [self.resolved(each, place, name) for each in side.get("anyOf", [side])]
             for side in (self.resolved(one, place, name), self.resolved(other, place, name))

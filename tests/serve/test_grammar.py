@@ -323,6 +323,21 @@ def test_what_is_refused_is_named(schema: Any, message: str) -> None:
         rewrite(schema)
 
 
+def test_two_schemas_that_contain_themselves_are_not_intersected_without_end() -> None:
+    nodes = {
+        name: {
+            "type": "object",
+            "properties": {side: {"$ref": f"#/$defs/{name}"} for side in ("left", "right")},
+            bound: 3,
+        }
+        for name, bound in (("a", "maxProperties"), ("b", "minProperties"))
+    }
+    with pytest.raises(Unsupported, match="two that contain themselves, is not supported"):
+        rewrite({"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": nodes})
+    same = rewrite({"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], "$defs": nodes})
+    assert set(same) == {"$ref", "$defs"}
+
+
 def test_nested_schemas_have_a_limit() -> None:
     schema: Any = {"type": "string"}
     for _ in range(100):
@@ -523,6 +538,13 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(build: Build)
     assert answers["wrong"][0] == "error"
     assert "cannot be used" in answers["wrong"][1]
     assert answers["free"] == ("length", "")
+
+
+def test_a_grammar_that_allows_nothing_says_so(build: Build) -> None:
+    endless = Grammar("json_schema", '{"$ref": "#"}')
+    for drafter in ("none", "eagle3"):
+        ended = run_all(build(drafter), [make_request("0", [5, 6], max_tokens=9, grammar=endless)])
+        assert ended["0"] == ("error", "the grammar allows no token here, not even an end; correct it")
 
 
 def run_all(engine: Engine, requests: list[Request]) -> dict[str, tuple[str | None, str]]:
