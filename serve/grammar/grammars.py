@@ -44,10 +44,7 @@ def parse(grammar: Grammar) -> Any:
         if kind == "json_object":
             return from_schema({"type": "object"})
         if kind == "json_schema":
-            schema = rewrite(json.loads(text))
-            for pattern in patterns_of(schema):
-                xgrammar.Grammar.from_regex(pattern)
-            return from_schema(schema)
+            return from_schema(rewrite(json.loads(text)))
         if kind == "choice":
             return xgrammar.Grammar.from_ebnf(f"root ::= {' | '.join(map(_literal, json.loads(text)))}")
         return xgrammar.Grammar.from_regex(text) if kind == "regex" else xgrammar.Grammar.from_ebnf(text)
@@ -61,6 +58,8 @@ def _of_schema(kind: Any, schema: Any) -> Any:
     """JSON with white space where JSON may have it, but not without end, as small models like it."""
     strings = Strings()
     marked = json.dumps(strings.mark(schema))
+    for pattern in strings.patterns:
+        kind.from_regex(pattern)  # or it would be found out only when the grammar is compiled
     converted = kind.from_json_schema(marked, strict_mode=False, max_whitespace_cnt=MOST_SPACES)
     return kind.from_ebnf(strings.put(str(converted)))
 
@@ -74,16 +73,6 @@ def _literal(text: str) -> str:
     """A text as EBNF has it."""
     escaped = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
     return '"' + "".join(escaped.get(c, c if c >= " " else f"\\x{ord(c):02x}") for c in text) + '"'
-
-
-def patterns_of(schema: Any) -> list[str]:
-    """Patterns anywhere in a rewritten schema."""
-    if isinstance(schema, list):
-        return [pattern for one in schema for pattern in patterns_of(one)]
-    if not isinstance(schema, dict):
-        return []
-    own = [schema["pattern"]] if isinstance(schema.get("pattern"), str) else []
-    return own + [pattern for one in schema.values() for pattern in patterns_of(one)]
 
 
 class Grammars:

@@ -39,7 +39,7 @@ MOST_COUNT = 10_000  # of items or characters that a bound may name
 class Unsupported(ValueError):
     """`keyword` at `place`, a JSON pointer, cannot be served."""
 
-    def __init__(self, place: str, keyword: str, reason: str = "is not supported") -> None:
+    def __init__(self, place: str, keyword: str, reason: str = "is not supported; leave it out") -> None:
         super().__init__(f"{keyword} at {place or 'the root'} {reason}")
         self.place, self.keyword = place, keyword
 
@@ -286,8 +286,9 @@ class _Rewriter:
             return any(_same(value, one) for one in schema["enum"])
         if not _is(value, schema["type"]):
             return False
-        if schema.get("format") or schema.get("propertyNames"):
-            raise Unsupported(place, name, "beside format or propertyNames is not supported")
+        for keyword in ("format", "pattern", "propertyNames"):  # a client's pattern may take Python's re for ever
+            if keyword in schema:
+                raise Unsupported(place, name, f"beside {keyword} is not supported")
         if schema["type"] == "object":
             fits = all(key in value for key in schema.get("required", []))
             for key, one in value.items():
@@ -302,8 +303,7 @@ class _Rewriter:
             )
             return fits and _in_bounds(len(value), schema, "minItems", "maxItems")
         if schema["type"] == "string":
-            fits = "pattern" not in schema or re.fullmatch(schema["pattern"], value) is not None
-            return fits and _in_bounds(len(value), schema, "minLength", "maxLength")
+            return _in_bounds(len(value), schema, "minLength", "maxLength")
         if schema["type"] in ("number", "integer"):
             fits = "multipleOf" not in schema or value % schema["multipleOf"] == 0
             fits = fits and value > schema.get("exclusiveMinimum", -math.inf)
@@ -314,7 +314,7 @@ class _Rewriter:
     def types(self, own: Mapping[str, Any], place: str) -> list[str]:
         asked = own.get("type", list(TYPES))
         kinds = [asked] if isinstance(asked, str) else asked
-        if not isinstance(kinds, list) or not kinds or any(kind not in KEYWORDS for kind in kinds):
+        if not isinstance(kinds, list) or not kinds or any(kind not in [*KEYWORDS] for kind in kinds):
             raise Unsupported(place, "type", f"is {asked!r}; it must be one or some of {', '.join(KEYWORDS)}")
         return [kind for kind in dict.fromkeys(kinds) if kind != "integer" or "number" not in kinds]
 
@@ -344,7 +344,8 @@ class _Rewriter:
         }
         for name in visited:
             if re.search(r'[\x00-\x1f"\\]', name):
-                raise Unsupported(place, "properties", f"names {name!r}: quotes, backslashes and control characters")
+                fault = "has a quote, a backslash or a control character; rename it"
+                raise Unsupported(place, "properties", f"names {name!r}, which {fault}")
         more = own.get("additionalProperties", True)
         if not isinstance(more, bool):
             more = self.visit(more, f"{place}/additionalProperties", depth + 1)
@@ -397,7 +398,7 @@ class _Rewriter:
         for name in ("minLength", "maxLength"):
             if name in own:
                 found[name] = _count(own[name], place, name)
-        if "format" in own and own["format"] not in FORMATS:
+        if "format" in own and own["format"] not in [*FORMATS]:
             raise Unsupported(place, "format", f"{own['format']!r} is not supported")
         kinds = [name for name in ("pattern", "format") if name in own]
         if len(kinds) > 1 or (kinds and len(own) > 1):
@@ -409,8 +410,8 @@ class _Rewriter:
 
     def number(self, own: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
         for name, value in own.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise Unsupported(place, name, "must be a number")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise Unsupported(place, name, "must be a number, and finite")
         factor = own.get("multipleOf", 1)
         if factor != int(factor) or factor <= 0 or factor > MOST_FACTOR:
             raise Unsupported(place, "multipleOf", f"is {factor}; whole numbers from 1 to {MOST_FACTOR} are supported")
@@ -463,8 +464,8 @@ def _pair_bounds(left: dict[str, Any], right: dict[str, Any], place: str, name: 
     for key in ("pattern", "format", "multipleOf"):
         if key in found and len(found.keys() - {"type", key}):
             raise Unsupported(place, name, f"of schemas with {key} and others is not supported")
-    for low, high in (("Items",) * 2, ("Length",) * 2, ("Properties",) * 2):
-        if found.get(f"min{low}", 0) > found.get(f"max{high}", math.inf):
+    for counted in ("Items", "Length", "Properties"):
+        if found.get(f"min{counted}", 0) > found.get(f"max{counted}", math.inf):
             return None
     if found.get("minimum", -math.inf) > found.get("maximum", math.inf):
         return None
@@ -535,7 +536,8 @@ def whole(pattern: Any, place: str = "") -> str:
 
 
 def _count(value: Any, place: str, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value != int(value) or value < 0:
         raise Unsupported(place, name, "must be a whole number from 0 up")
     if value > MOST_COUNT:
         raise Unsupported(place, name, f"is {value}; at most {MOST_COUNT} is supported")
@@ -546,6 +548,6 @@ def _is(value: Any, kind: str) -> bool:
     if kind == "boolean" or isinstance(value, bool):
         return kind == "boolean" and isinstance(value, bool)
     if kind == "integer":
-        return isinstance(value, int | float) and value == int(value)
+        return isinstance(value, int | float) and math.isfinite(value) and value == int(value)
     classes = {"object": Mapping, "array": list, "string": str, "number": int | float, "null": type(None)}
     return isinstance(value, classes[kind])

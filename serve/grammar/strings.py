@@ -46,30 +46,38 @@ class Strings:
 
     def __init__(self) -> None:
         self._mark, self._rules = f"string_{uuid.uuid4().hex[:12]}", dict[str, str]()
+        self.patterns: set[str] = set()  # of the marked schemas
 
     def mark(self, schema: Any) -> Any:
         """A rewritten schema with marks for its strings that have bounds, patterns or formats."""
-        if isinstance(schema, list):
-            return [self.mark(one) for one in schema]
-        if not isinstance(schema, dict):
+        if not isinstance(schema, dict):  # true or false
             return schema
         if schema.get("type") == "string" and len(schema) > 1:
-            rule = self._rules.setdefault(_rule(schema), f"{self._mark}_{len(self._rules)}")
+            rule = self._rules.setdefault(self._rule(schema), f"{self._mark}_{len(self._rules)}")
             return {"enum": [rule]}
-        return {name: one if name in ("enum", "required") else self.mark(one) for name, one in schema.items()}
+        found = dict(schema)
+        for name in ("properties", "$defs"):
+            if name in found:
+                found[name] = {key: self.mark(one) for key, one in found[name].items()}
+        for name in ("anyOf", "prefixItems"):
+            if name in found:
+                found[name] = [self.mark(one) for one in found[name]]
+        for name in ("items", "additionalProperties", "propertyNames"):
+            if name in found:
+                found[name] = self.mark(found[name])
+        return found
 
     def put(self, grammar: str) -> str:
         """A converted schema, as EBNF, with the rules for its marks."""
-        for rule, name in self._rules.items():
+        for name in self._rules.values():
             grammar = grammar.replace(f'"\\"{name}\\""', name)
-            grammar += f'\n{name} ::= "\\"" {rule} "\\""'
-        return f"{grammar}\n{self._mark}_character ::= {CHARACTER}\n".replace("CHARACTER", f"{self._mark}_character")
+        rules = [f'{name} ::= "\\"" {rule} "\\""' for rule, name in self._rules.items()]
+        return "\n".join((grammar, *rules, f"{self._mark}_character ::= {CHARACTER}"))
 
-
-def _rule(schema: dict[str, Any]) -> str:
-    if "pattern" in schema:
-        return f"Regex({json.dumps(schema['pattern'])}, json_string=true)"
-    if "format" in schema:
-        return f"Regex({json.dumps(FORMATS[schema['format']])}, json_string=true)"
-    most = schema.get("maxLength", "")
-    return f"CHARACTER{{{schema.get('minLength', 0)},{most}}}"
+    def _rule(self, schema: dict[str, Any]) -> str:
+        if "pattern" in schema:
+            self.patterns.add(schema["pattern"])
+            return f"Regex({json.dumps(schema['pattern'])}, json_string=true)"
+        if "format" in schema:
+            return f"Regex({json.dumps(FORMATS[schema['format']])}, json_string=true)"
+        return f"{self._mark}_character{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"

@@ -152,7 +152,7 @@ class Api:
         """Runs on a thread of a pool."""
         fields = parse_json(raw, self.frontend.limits.values)
         body = read_body(kind, fields, ignore_unknown=self._ignore_unknown)
-        self.frontend.check_model(getattr(body, "model"))  # noqa: B009  all bodies have one
+        self.frontend.check_model(body.model)
         return use(body)
 
     def _read_call(self, kind: Kind, raw: bytes) -> Call:

@@ -6,7 +6,7 @@ ignored.
 
 import json
 from collections.abc import Sized
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -207,12 +207,25 @@ def check_length(items: Sized, most: int, field: str) -> None:
         raise ApiError(400, f"{field} has {len(items)} entries; the limit is {most}", field)
 
 
-class Body(BaseModel):
-    """Fields of both endpoints. SamplingParams checks the ranges of sampling values."""
+class Fields(BaseModel):
+    """The fields of a request: those of the class are understood, and null is as if left out."""
 
     model_config = ConfigDict(strict=True)
+    neutral: ClassVar[Neutral] = {}
 
     model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_fields(cls, body: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        return understood_fields(body, set(cls.model_fields), cls.neutral, ignore_unknown=ignores_unknown(info))
+
+
+class Body(Fields):
+    """Fields of both endpoints. SamplingParams checks the ranges of sampling values."""
+
+    neutral = NEUTRAL
+
     stream: bool = False
     stream_options: "StreamOptions | None" = None
     max_tokens: int | None = None
@@ -239,11 +252,6 @@ class Body(BaseModel):
     ignore_eos: bool = False
     # Requests share cached prompt prefixes only with requests of the same salt.
     cache_salt: str = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def check_fields(cls, body: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        return understood_fields(body, set(cls.model_fields), NEUTRAL, ignore_unknown=ignores_unknown(info))
 
     @model_validator(mode="after")
     def check_stream_options(self) -> "Body":
@@ -345,12 +353,9 @@ def _structured_outputs(value: dict[str, Any]) -> list[tuple[Grammar, str]]:
     return found
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(Fields):
     """POST /tokenize, as vLLM has it: a text, or messages through the chat template."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], BeforeValidator(read_messages)] | None = None
     add_special_tokens: bool = True
@@ -365,16 +370,13 @@ class TokenizeBody(BaseModel):
         return self
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(Fields):
     """POST /detokenize."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    model: str | None = None
     tokens: list[int]
 
 
-AnyBody = TypeVar("AnyBody", bound=BaseModel)
+AnyBody = TypeVar("AnyBody", bound=Fields)
 
 
 def read_body(kind: type[AnyBody], fields: dict[str, Any], *, ignore_unknown: bool = False) -> AnyBody:

@@ -17,6 +17,7 @@ from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
 from slipstream.serve.runner.batch import DraftBatch, Proposal
+from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 
 VOCAB = 120  # of the tiny targets
 Nodes = tuple[list[int], list[int], list[float]]  # tokens, parents and scores of a proposal
@@ -180,6 +181,29 @@ def texts_of(target: Path, requests: list[Request]) -> list[tuple[int, list[int]
     """The target's own answers, for a draft to know: length of the prompt, and all tokens."""
     answers = run(build_engine(target), requests)
     return [(len(request.prompt), request.prompt + answers[request.id].tokens) for request in requests]
+
+
+DRAFTERS: dict[str, dict[str, Any]] = {  # of every kind, with options
+    "none": {},
+    "eagle3": {"depth": 4},
+    "eagle3 tree": {"depth": 3, "topk": 3, "nodes": 8},
+    "dflash": {},
+    "ngram": {"nodes": 9},
+}
+Build = Callable[..., Engine]
+
+
+def drafted_engines(target: Path, folder: Path, texts: list[tuple[int, list[int]]]) -> Build:
+    """(one of DRAFTERS, engine options) -> engine. The drafts, which lie in `folder`, know the texts."""
+    save_random_draft(target, folder / "eagle3")
+    save_random_dflash(target, folder / "dflash", texts)
+
+    def make(drafter: str, **options: Any) -> Engine:
+        name = drafter.split()[0]
+        draft = name if name in ("none", "ngram") else folder / name
+        return build_engine(target, draft, drafter=DRAFTERS[drafter], **options)
+
+    return make
 
 
 def kinds_of_requests(

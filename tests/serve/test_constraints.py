@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.serve.engine.constraints import Constrained, Constraints
-from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.host_stages import Proposed
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Request, SamplingParams
-from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.serve.engine_runs import (
+    DRAFTERS,
     VOCAB,
+    Build,
     acceptance,
     build_engine,
+    drafted_engines,
     make_request,
     random_prompt,
     run,
@@ -30,15 +30,6 @@ from slipstream.tests.serve.engine_runs import (
     tokens_of,
 )
 from slipstream.tests.serve.played_graphs import ATTENTION, play
-
-DRAFTERS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "eagle3": {"depth": 4},
-    "eagle3 tree": {"depth": 3, "topk": 3, "nodes": 8},
-    "dflash": {},
-    "ngram": {"nodes": 9},
-}
-Build = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
@@ -84,17 +75,7 @@ def expected(requests: list[Request], target: Path) -> dict[str, list[int]]:
 @pytest.fixture(scope="module")
 def build(target: Path, requests: list[Request], tmp_path_factory: pytest.TempPathFactory) -> Build:
     """(drafter, options) -> engine; drafts know the answers."""
-    folder = tmp_path_factory.mktemp("drafts")
-    texts = texts_of(target, requests)
-    save_random_draft(target, folder / "eagle3")
-    save_random_dflash(target, folder / "dflash", texts)
-
-    def make(drafter: str, **options: Any) -> Engine:
-        name = drafter.split()[0]
-        draft = name if name in ("none", "ngram") else folder / name
-        return build_engine(target, draft, drafter=DRAFTERS[drafter], **options)
-
-    return make
+    return drafted_engines(target, tmp_path_factory.mktemp("drafts"), texts_of(target, requests))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -1,5 +1,6 @@
 """Structured output: the official JSON Schema tests under the mask, and answers of an engine with every drafter."""
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -14,11 +15,13 @@ import jsonschema
 import numpy as np
 import pytest
 import xgrammar
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.grammar.grammars import Grammars, Matcher, _links, check, parse
-from slipstream.serve.grammar.json_schema import Unsupported, _Rewriter, rewrite, whole
+from slipstream.serve.grammar.json_schema import KEYWORDS, TYPES, UNIONS, Unsupported, _Rewriter, rewrite, whole
 from slipstream.serve.grammar.strings import FORMATS
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.request import Grammar, Request, SamplingParams
@@ -336,6 +339,52 @@ def test_two_schemas_that_contain_themselves_are_not_intersected_without_end() -
         rewrite({"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": nodes})
     same = rewrite({"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], "$defs": nodes})
     assert set(same) == {"$ref", "$defs"}
+
+
+def test_names_of_properties_are_no_keywords() -> None:
+    """And texts of values are nothing but that."""
+    names = ("enum", "required", "properties", "type", "pattern", "$ref", "items")
+    kinds = {name: {"type": "string", "maxLength": 2} for name in names}
+    compiler = Bytes()
+    compiled = compiler.compile({"type": "object", "properties": kinds, "additionalProperties": False})
+    for name in names:
+        assert compiler.takes(compiled, json.dumps({name: 'a"'}, separators=(",", ":")))
+        assert not compiler.takes(compiled, json.dumps({name: "abc"}, separators=(",", ":")))
+    value = {"pattern": "(", "CHARACTER": "string_0", "type": "string", "maxLength": 2}
+    compiled = compiler.compile({"type": "array", "items": {"enum": [value]}})
+    assert compiler.takes(compiled, json.dumps([value], separators=(",", ":")))
+
+
+def test_a_pattern_beside_values_is_refused() -> None:
+    """Python's re would take for ever to tell which of them match."""
+    with pytest.raises(Unsupported, match="enum at the root beside pattern is not supported"):
+        rewrite({"type": "string", "pattern": "^(a+)+$", "enum": ["a" * 40 + "b"]})
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 10**30)
+    | st.floats()
+    | st.sampled_from(["a", "#", "#/$defs/a", "email"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from([*TYPES, *KEYWORDS["object"], *KEYWORDS["array"], *KEYWORDS["string"], *UNIONS, "type"])
+            | st.sampled_from([*KEYWORDS["number"], "$defs", "not", "if", "unevaluatedItems", "a", "$id"]),
+            inner | st.sampled_from([*KEYWORDS]),
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(schema=JSON)
+def test_any_json_is_served_or_refused_with_a_sentence(schema: Any) -> None:
+    with contextlib.suppress(ValueError):
+        check(Grammar("json_schema", json.dumps(schema)))
 
 
 def test_nested_schemas_have_a_limit() -> None:

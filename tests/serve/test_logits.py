@@ -23,12 +23,14 @@ from slipstream.serve.engine.plan import Admission, Edits, NodeMasks, StepPlan
 from slipstream.serve.request import Request, SamplingParams
 from slipstream.serve.runner.request_state import RequestState
 from slipstream.tests.pairwise import rotating
-from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 from slipstream.tests.serve.engine_runs import (
+    DRAFTERS,
     VOCAB,
+    Build,
     acceptance,
     build_engine,
     decoding,
+    drafted_engines,
     make_request,
     random_prompt,
     run,
@@ -42,14 +44,6 @@ GREEDY: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3},
     {"repetition_penalty": 0.9, "logit_bias": {5: 3.0, 9: -100.0, 40: 1.5}},
 ]
-DRAFTERS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "eagle3": {"depth": 4},
-    "eagle3 tree": {"depth": 3, "topk": 3, "nodes": 8},
-    "dflash": {},
-    "ngram": {"nodes": 9},
-}
-Build = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +51,7 @@ def build(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Build:
     """(drafter, engine options) -> engine. The drafts know the greedy answers."""
     folder = tmp_path_factory.mktemp("drafts")
     texts = [text for params in GREEDY for text in texts_of(target, requests_of(params))]
-    save_random_draft(target, folder / "eagle3")
-    save_random_dflash(target, folder / "dflash", texts)
-
-    def make(drafter: str, **options: Any) -> Engine:
-        name = drafter.split()[0]
-        draft = name if name in ("none", "ngram") else folder / name
-        return build_engine(target, draft, drafter=DRAFTERS[drafter], **options)
-
-    return make
+    return drafted_engines(target, folder, texts)
 
 
 def requests_of(params: dict[str, Any]) -> list[Request]:
