@@ -133,7 +133,6 @@ class Graphs(ABC, Generic[Key]):
     def __init__(self, runner: Runner, requests: Tensor, capturer: Capturer) -> None:
         self.runner, self.requests, self.capturer = runner, requests, capturer
         self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
-        self._held: tuple[int, ...] | None = None  # slots in `requests`
 
     @abstractmethod
     def keys(self) -> list[Key]:
@@ -161,12 +160,6 @@ class Graphs(ABC, Generic[Key]):
             self._graphs[key] = graph
         return graph is not None
 
-    def _hold_requests(self, slots: tuple[int, ...]) -> None:
-        if self._held != slots:
-            padding = [self.runner.state.padding] * (len(self.requests) - len(slots))
-            self.runner.state.copy(np.array([*slots, *padding], np.int64), self.requests)
-            self._held = slots
-
     def _time(self, key: Key) -> float:
         """Milliseconds of the best of a few passes."""
         graph, state = self._graphs.get(key), self.runner.state
@@ -193,11 +186,11 @@ class StepGraphs(Graphs[StepKey]):
         self, runner: Runner, max_running: int, most_rows: int, most_prompt_rows: int, capturer: Capturer
     ) -> None:
         state = runner.state
-        numbers = torch.full((2 + max_running,), state.padding, dtype=torch.int64, device=state.device)
-        super().__init__(runner, numbers[2:], capturer)
-        self.budget = numbers[:1]  # aligned like the requests
-        self.budget.zero_()
-        self._held_budget = 0
+        # The budget, then the requests, aligned to 16 bytes: Triton compiles a kernel anew for others.
+        self.numbers = torch.full((2 + max_running,), state.padding, dtype=torch.int64, device=state.device)
+        super().__init__(runner, self.numbers[2:], capturer)
+        self.budget = self.numbers[:1].zero_()
+        self._held: tuple[tuple[int, ...], int] | None = None
         self.sizes = buckets(most_rows)
         self.prompt_sizes = prompt_sizes(most_prompt_rows)
         self.num_chunks = min(MOST_CHUNKS, max_running) if self.prompt_sizes else 0
@@ -206,9 +199,7 @@ class StepGraphs(Graphs[StepKey]):
         self.results = runner.empty_results(max_running + self.num_chunks)
 
     def run_all(self) -> None:
-        """Runs every size on padding, uncaptured, and the largest ones in every mode, and what goes before a pass."""
-        state = self.runner.state
-        state.change((), [(0, state.padding, 0, 0)])  # as it is
+        """Runs every size on padding, uncaptured, and the largest ones in every mode."""
         for key in self.keys():
             rows, _, _, mode = key
             if mode == MODES[0] or rows in (self.sizes[-1], *self.prompt_sizes[-1:]):
@@ -231,7 +222,6 @@ class StepGraphs(Graphs[StepKey]):
                     self._hold(tuple(range(min(rows, self.max_running))), nodes)
                     self._hold_chunks(self._random_chunks(rows - nodes))
                     tables[mode][rows] = self._time((rows, heads, has_prompts, mode))
-        self._held = None
         return tables
 
     def run(self, plan: StepPlan) -> tuple[Tensor, int] | None:
@@ -245,12 +235,13 @@ class StepGraphs(Graphs[StepKey]):
         if plan.chunks:
             self._hold_chunks(plan.chunks)
         self._graphs[key].replay()
+        self.runner.state.is_changing = False
         first = min(key[0], self.max_running)
         return self.results[: first + len(plan.chunks) if plan.chunks else len(plan.slots)], first
 
-    def expect(self, slots: tuple[int, ...]) -> None:
-        """The next `run` is theirs: what the device must know of them is on its way before that."""
-        self._hold_requests(slots)
+    def expect(self, plan: StepPlan) -> None:
+        """The plan is the next to run: what the device must know of its requests is on its way before that."""
+        self._hold(plan.slots, plan.nodes)
 
     def find(self, plan: StepPlan) -> StepKey | None:
         mode: SamplingMode = "all" if plan.mode == "all" else "plain"
@@ -299,10 +290,10 @@ class StepGraphs(Graphs[StepKey]):
         return pack_chunks(chunks, self.num_chunks, num_tokens, state.padding, state.device.type == "cuda")
 
     def _hold(self, slots: tuple[int, ...], budget: int) -> None:
-        self._hold_requests(slots)
-        if self._held_budget != budget:
-            self.budget.fill_(budget)
-            self._held_budget = budget
+        if self._held != (slots, budget):
+            padding = [self.runner.state.padding] * (self.max_running - len(slots))
+            self.runner.state.copy(np.array([budget, 0, *slots, *padding], np.int64), self.numbers)
+            self._held = slots, budget
 
     def _random_chunks(self, num_tokens: int) -> list[PromptChunk]:
         vocab_size, generator = self.runner.target.config.vocab_size, torch.Generator().manual_seed(0)
@@ -323,6 +314,7 @@ class DraftGraphs(Graphs[DraftKey]):
         state = runner.state
         requests = torch.full((max_running,), state.padding, dtype=torch.int64, device=state.device)
         super().__init__(runner, requests, capturer)
+        self._held: tuple[int, ...] | None = None  # slots in `requests`
         self.widths = sorted(width for width in widths if width > 1)
         self.sizes = draft_sizes(max_running)
 
@@ -342,7 +334,6 @@ class DraftGraphs(Graphs[DraftKey]):
             for size, width, mode in self.keys():
                 self._hold_requests(tuple(range(size)))
                 tables[mode][size, width] = self._time((size, width, mode))
-        self._held = None
         return tables
 
     def run(self, slots: tuple[int, ...], mode: SamplingMode, width: int) -> bool:
@@ -370,6 +361,12 @@ class DraftGraphs(Graphs[DraftKey]):
     def describe(self, key: DraftKey) -> str:
         size, width, mode = key
         return f"a draft pass of {size} requests at width {width} ({mode} sampling)"
+
+    def _hold_requests(self, slots: tuple[int, ...]) -> None:
+        if self._held != slots:
+            padding = [self.runner.state.padding] * (len(self.requests) - len(slots))
+            self.runner.state.copy(np.array([*slots, *padding], np.int64), self.requests)
+            self._held = slots
 
 
 def make_graphs(

@@ -87,7 +87,7 @@ class ModelRunner:
             self._started = torch.cuda.Event(enable_timing=True)
         self.state.change(plan.admissions, plan.pages)
         if plan.slots and self.steps is not None:
-            self.steps.expect(plan.slots)
+            self.steps.expect(plan)
 
     def execute(self, plan: StepPlan) -> InFlight:
         """Launches the plan's passes. Plans come in the order of their numbers.

@@ -14,13 +14,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.kernels.kv.cache import chain_slots
-from slipstream.kernels.requests import Admitted, SlotColumns, pack_changes, write_changes
+from slipstream.kernels.requests import Admitted, SlotColumns, most_changes, pack_changes, write_changes
 from slipstream.kernels.sampling.processors import BIAS, PENALTIES, Processors
 from slipstream.kernels.sampling.sample import Filters, Sampling, noise_key
 from slipstream.kernels.speculation.ragged import CELLS, Stored
 from slipstream.serve.engine.plan import Admission, HostProposal, NodeMasks, SamplingMode
 from slipstream.serve.request import Request
 from slipstream.serve.runner.kv import KVSlots
+
+
+MOST_ENTRIES = 1024  # of page tables that are uploaded at a time
 
 
 class RequestState:
@@ -69,6 +72,10 @@ class RequestState:
             bias=_zeros((num_slots, vocab_size), torch.float32, device),
         )
 
+        # Uploaded, but not written: captured passes read it in place.
+        self.changes = torch.zeros(most_changes(num_slots, MOST_ENTRIES), dtype=torch.int64, device=device)
+        self.is_changing = False
+
         # Masks of one pass; captured passes read them in place.
         self.mask_bits = _zeros((self.padding * width, -(-vocab_size // 32)), torch.int32, device)
         self.mask_rows = torch.full((num_slots, width), -1, dtype=torch.int32, device=device)  # by node: of mask_bits
@@ -81,18 +88,27 @@ class RequestState:
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     def change(self, admissions: Sequence[Admission], pages: Sequence[tuple[int, int, int, int]] = ()) -> None:
-        """Gives slots to requests, and writes each (group, slot, index, page) into the page tables."""
-        if not admissions and not pages:
-            return
+        """Gives slots to requests, and writes each (group, slot, index, page) into the page tables, once the next
+        target pass begins with `write_changes`."""
+        num_groups, num_slots, num_pages = self.pages.shape
+        entries = [((group * num_slots + slot) * num_pages + index, page) for group, slot, index, page in pages]
+        admitted = [self._admitted(one.slot, one.request) for one in admissions]
+        while admitted or entries:
+            if self.is_changing:
+                self.write_changes()
+            packed = pack_changes(admitted, entries[:MOST_ENTRIES])
+            self.copy(packed, self.changes[: len(packed)])
+            self.is_changing, admitted, entries = True, [], entries[MOST_ENTRIES:]
+        for one in admissions:
+            self._admit_processors(one)
+
+    def write_changes(self) -> None:
+        """What `change` has uploaded last."""
         columns = SlotColumns(
             self.lengths, self.keys, self.top_k, self.processors.flags, self.temperature, self.top_p, self.min_p
         )
-        num_groups, num_slots, num_pages = self.pages.shape
-        entries = [((group * num_slots + slot) * num_pages + index, page) for group, slot, index, page in pages]
-        packed = pack_changes([self._admitted(one.slot, one.request) for one in admissions], entries)
-        write_changes(columns, self.pages, self.upload(packed), len(admissions))
-        for one in admissions:
-            self._admit_processors(one)
+        write_changes(columns, self.pages, self.changes)
+        self.is_changing = False
 
     def _admitted(self, slot: int, request: Request) -> Admitted:
         params = request.params

@@ -85,6 +85,8 @@ class Runner:
         Returns (S, 2 + 2 * W) int32, for trees (S, 2 + 3 * W): the results of `verify_rows`, in `out` if given.
         """
         state, B, M = self.state, len(inputs.requests), len(inputs.chunks.slots)
+        if host is None or state.is_changing:
+            state.write_changes()
         counts = admit(state.stored.survivals, inputs.requests, inputs.budget, state.proposals.shape[2])
         numbers: list[int] = []
         if host is not None:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from slipstream.kernels.requests import Admitted, SlotColumns, pack_changes, write_changes
 from slipstream.tests.kernels.triton_runs import DEVICES
@@ -30,16 +31,23 @@ def test_slots_and_pages_hold_what_is_written(counts: tuple[int, int], device: s
             column[request.slot] = value
     for index, page in entries:
         expected_pages[index] = page
-    packed = torch.from_numpy(pack_changes(admitted, entries)).to(device)
+    packed = torch.from_numpy(pack_changes(admitted, entries))
+    changes = pad(packed, (0, 9), value=3).to(device)
     run = write_changes.triton if device == "cuda" else write_changes
-    run(columns, pages, packed, len(admitted))
+    run(columns, pages, changes)
+    columns.lengths[0] += 1
+    expected[0][0] += 1
+    run(columns, pages, changes)  # there are none any more
     for column, values in zip(columns, expected, strict=True):
         assert torch.equal(column.cpu(), torch.tensor(values, dtype=column.dtype))
     assert pages.flatten().tolist() == expected_pages
     if device == "cpu":
         again = SlotColumns(*(torch.arange(SLOTS).to(dtype) + 7 for dtype in DTYPES))
         pages = torch.full((2, SLOTS, PAGES), 5)
-        write_changes.triton(again, pages, packed, len(admitted))
+        changes = pad(packed, (0, 9), value=3)
+        write_changes.triton(again, pages, changes)
+        again.lengths[0] += 1
+        assert not changes[:2].any()
         for found, column in zip(again, columns, strict=True):
             assert torch.equal(found, column)
         assert pages.flatten().tolist() == expected_pages

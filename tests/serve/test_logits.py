@@ -21,7 +21,7 @@ from slipstream.serve.engine import build as engine_build
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.plan import Admission, Edits, NodeMasks, StepPlan
 from slipstream.serve.request import Request, SamplingParams
-from slipstream.serve.runner.request_state import RequestState
+from slipstream.serve.runner.request_state import MOST_ENTRIES, RequestState
 from slipstream.tests.pairwise import rotating
 from slipstream.tests.serve.engine_runs import (
     DRAFTERS,
@@ -259,6 +259,7 @@ def test_admission_fills_what_a_request_needs_and_nothing_else() -> None:
     def admit(prompt: list[int], tokens: list[int], **params: Any) -> None:
         request = Request(id="", prompt=prompt, params=SamplingParams(max_tokens=9, **params))
         state.change([Admission(1, request, tuple(tokens))])
+        state.write_changes()
 
     held = state.processors
     admit([1, 2, 1], [1, 2, 1, 5, 5, 2], presence_penalty=0.5)  # resumed, with three tokens of its answer
@@ -283,4 +284,5 @@ def test_the_state_knows_its_size() -> None:
     words = 32  # of a mask, for each of 3 * 4 rows
     assert large - small == 4 * 1000 * 8 + 4 * 12 * words
     a_slot = 4 + 4 * 8 + 4 * 4 * 4 + 8 + 8 + 4 + 8 + 4 + 4 + 4 * 4 + 4 * 4
-    assert small == 4 * a_slot + 4 * CELLS
+    changes = 2 + 4 * 7 + 2 * MOST_ENTRIES  # a header, requests, entries of page tables
+    assert small == 4 * a_slot + 4 * CELLS + 8 * changes
