@@ -99,6 +99,27 @@ def test_prefix_hits_under_graphs(target: Path, draft: Path) -> None:
     assert all(answer.counts.cached_tokens >= 48 for answer in again.values())
 
 
+@pytest.mark.parametrize("name", ["none", "draft", "ngram"])
+def test_processors_and_constraints_under_graphs(name: str, target: Path, draft: Path) -> None:
+    """Beside requests that have none."""
+    asked: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3},
+        {"logit_bias": {7: 5.0, 9: -100.0, 11: 4.0}},
+        {"bad_words": ((7,), (9, 11), (12, 12, 5)), "min_tokens": 30, "logit_bias": {9: 6.0, 11: 6.0, 12: 6.0}},
+        {},
+    ]
+    requests = [
+        make_request(f"{index} at {t}", random_prompt(9 + 5 * index, index), max_tokens=50, temperature=t, **params)
+        for index, params in enumerate(asked)
+        for t in (0.0, 1.0)
+    ]
+    expected = on_cpu(target, requests)
+    engine = on_gpu(target, {"draft": draft}.get(name, name), kv_cache_tokens=260, page_size=1)
+    for _ in range(2):  # n-grams know what they have seen
+        assert tokens_of(run(engine, requests)) == expected
+    assert engine.scheduler.num_preemptions > 0
+
+
 def test_aborts_under_graphs(target: Path, draft: Path) -> None:
     requests = requests_of({"temperature": 0.0}, max_tokens=60, ignore_eos=True)
     expected = on_cpu(target, requests)

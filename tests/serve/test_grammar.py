@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import torch
 import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -564,6 +565,16 @@ def test_captured_passes_with_requests_that_are_free(
     answers = tokens_of(run(engine, [free, *requests_of(names, temperature)]))
     assert answers.pop("free") == tokens_of(run(build("none"), [free]))["free"]
     assert answers == {name: one for name, one in expected(temperature).items() if name.split()[0] in names}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_captured_on_a_gpu(drafter: str, build: Build) -> None:
+    free = make_request("free", [5, 6, 7], max_tokens=50, temperature=0.0, ignore_eos=True)
+    requests = [free, *requests_of([*GRAMMARS], 1.0)]
+    engine = build(drafter, device="cuda", dtype="float32", attention="prefill=sdpa,verify=triton,draft=triton")
+    assert tokens_of(run(engine, requests)) == tokens_of(run(build("none", device="cpu"), requests))
 
 
 def test_a_request_that_waits_for_its_grammar_can_be_aborted(build: Build) -> None:
