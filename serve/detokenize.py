@@ -4,7 +4,7 @@ Invariant: however tokens are split over calls, the pieces join to the decoding 
 that ends first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +15,38 @@ INCOMPLETE = "\ufffd"  # decoded from a character whose last bytes are in later 
 
 
 class Decoder:
-    """Decodes with a transformers tokenizer, skipping special tokens."""
+    """Decodes with a transformers tokenizer, skipping special tokens. `markers`: what stands for some added tokens."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, markers: Mapping[int, str] | None = None) -> None:
+        self._tokenizer, self._markers = tokenizer, markers or {}
         is_plain = overrides_none(tokenizer, "decode", "_decode")
         self._backend = tokenizer.backend_tokenizer if is_plain else None  # what they call; four times as fast
         self.silent_ids = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self.silent_ids -= self._markers.keys()
 
     def __call__(self, tokens: list[int]) -> str:
+        if self._markers.keys().isdisjoint(tokens):
+            return self._decode(tokens)
+        place = next(index for index, token in enumerate(tokens) if token in self._markers)
+        pieces, marker, start = [self._decode(tokens[:place])], tokens[place], place + 1
+        for place in range(start, len(tokens) + 1):
+            if place == len(tokens) or tokens[place] in self._markers:
+                pieces += [self._markers[marker], self._after(marker, tokens[start:place])]
+                marker, start = tokens[place % len(tokens)], place + 1
+        return "".join(pieces)
+
+    def _after(self, marker: int, tokens: list[int]) -> str:
+        """The text of tokens after a marker: some decoders drop a space at the beginning of a text."""
+        shown = [token for token in tokens if token not in self.silent_ids]
+        before, text = self._decode_all([marker]), self._decode_all([marker, *shown])
+        return text[len(before) :] if text.startswith(before) else self._decode(shown)
+
+    def _decode_all(self, tokens: list[int]) -> str:
+        if self._backend is not None:
+            return str(self._backend.decode(tokens, skip_special_tokens=False))
+        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _decode(self, tokens: list[int]) -> str:
         if self._backend is not None:
             return str(self._backend.decode(tokens, skip_special_tokens=True))
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -63,6 +86,8 @@ class TextStream:
         self._push_sizes: list[int] = []
         self.num_tokens = 0  # of the answer, up to the one that completes a stop string
         self.stopped = False  # found a stop string; later tokens are ignored
+        self.starts: list[int] = []  # of each token but a last stop id: characters before it; 0 without pieces
+        self._num_decoded = 0  # characters
 
     def push(self, tokens: list[int], finish_reason: FinishReason | None = None) -> str:
         """New text; all of it with a `finish_reason`. With "stop" the last token is a stop id, which has no text."""
@@ -74,7 +99,10 @@ class TextStream:
         pieces = []
         for token in shown:
             self.num_tokens += 1
-            pieces.append(self._release(self._decode(token)))
+            self.starts.append(self._num_decoded)
+            piece = self._decode(token)
+            self._num_decoded += len(piece)
+            pieces.append(self._release(piece))
             if self.stopped:
                 return "".join(pieces)
         self.num_tokens += len(tokens) - len(shown)

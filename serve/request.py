@@ -17,10 +17,10 @@ SEED_BITS = 53  # of drawn seeds: JSON readers that parse numbers as doubles kee
 
 class Grammar(NamedTuple):
     """The only texts that an answer may be: JSON of a schema, any JSON object, what a regular expression matches as a
-    whole, one of a JSON list of texts, or what xgrammar's EBNF derives from `root`."""
+    whole, one of a JSON list of texts, what xgrammar's EBNF derives from `root`, or what its structural tag allows."""
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
-    text: str = ""  # the schema or the list as JSON, the expression, or the grammar
+    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "structural_tag"]
+    text: str = ""  # the schema, the list or the tag as JSON, the expression, or the grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

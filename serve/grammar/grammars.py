@@ -43,6 +43,8 @@ def parse(grammar: Grammar) -> Any:
     try:
         if kind == "json_object":
             return from_schema({"type": "object"})
+        if kind == "structural_tag":
+            return xgrammar.Grammar.from_structural_tag(json.dumps(_with_schemas(from_schema, json.loads(text))))
         if kind == "json_schema":
             return from_schema(rewrite(json.loads(text)))
         if kind == "choice":
@@ -52,6 +54,33 @@ def parse(grammar: Grammar) -> Any:
         raise
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"cannot be used: {_reason(error)}") from error
+
+
+def as_element(grammar: Grammar) -> dict[str, Any]:
+    """Of a structural tag. Raises ValueError as `check`."""
+    kind, given = grammar
+    if kind == "structural_tag":
+        return dict(json.loads(given)["format"])
+    if kind in ("json_object", "json_schema"):
+        return {"type": "json_schema", "json_schema": json.loads(given) if given else {"type": "object"}}
+    return {"type": "grammar", "grammar": given if kind == "ebnf" else str(parse(grammar))}
+
+
+def _with_schemas(of_schema: Callable[[Any], Any], tag: Any) -> Any:
+    """A structural tag whose JSON schemas are kept to the letter, as those of whole answers. Other notations than JSON
+    are the library's."""
+    if isinstance(tag, list):
+        return [_with_schemas(of_schema, one) for one in tag]
+    if not isinstance(tag, dict):
+        return tag
+    if tag.get("type") == "json_schema" and tag.get("style", "json") == "json":
+        for name in sorted(tag.keys() - {"type", "json_schema", "style"}):
+            raise Unsupported("", f"{name} of a json_schema in a structural tag")
+        return {"type": "grammar", "grammar": str(of_schema(rewrite(tag.get("json_schema"))))}
+    if tag.get("type") in ("json_schema", "qwen_xml_parameter"):
+        rewrite(tag.get("json_schema"))
+        return tag
+    return {name: _with_schemas(of_schema, one) for name, one in tag.items()}
 
 
 def _of_schema(kind: Any, schema: Any) -> Any:

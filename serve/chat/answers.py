@@ -1,0 +1,130 @@
+"""How a target's answers are read: its forms of reasoning and calls, what an answer may be, and its parts as it comes.
+
+For the HTTP server and `LLM.chat` alike.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import regex
+
+from slipstream.models.chat.messages import Message
+from slipstream.serve.chat.forms import (
+    AUTO,
+    REASONING_FORMS,
+    TOOL_FORMS,
+    ReasoningForm,
+    ToolForm,
+    find_form,
+    template_source,
+)
+from slipstream.serve.chat.markers import SPACE, Markers
+from slipstream.serve.chat.parser import AnswerParser, Syntax
+from slipstream.serve.chat.tags import AnswerGrammar
+from slipstream.serve.chat.tools import ToolChoice, ToolError
+from slipstream.serve.detokenize import Decoder
+from slipstream.serve.grammar.grammars import check
+from slipstream.serve.request import Grammar
+
+TAIL = 32  # tokens of a prompt that may begin or end the reasoning of its answer
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn reasoning on or off
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """Of one request. `parser` makes one for each choice; None: the answer is content."""
+
+    decoder: Decoder
+    grammar: Grammar | None = None
+    stop_ids: tuple[int, ...] = ()
+    parser: Callable[[], AnswerParser] | None = None
+    has_reasoning: bool = False
+    hidden: Callable[[str], str] = str  # a text as the decoder would give it
+
+    def stops(self, stop: Sequence[str]) -> list[str]:
+        """Stop strings, as decoded text may hold them."""
+        return list(dict.fromkeys([*stop, *map(self.hidden, stop)]))
+
+
+class ChatFormat:
+    """Of a target. `tool_parser` and `reasoning_parser`: names of forms, or auto or none."""
+
+    def __init__(self, tokenizer: Any, tool_parser: str, reasoning_parser: str) -> None:
+        self._source = template_source(tokenizer)
+        self._is_auto = tool_parser == AUTO
+        self.tools = find_form(TOOL_FORMS, tool_parser, self._source)
+        self.reasoning = find_form(REASONING_FORMS, reasoning_parser, self._source)
+        markers = Markers(tokenizer, [text for form in (self.tools, self.reasoning) for text in texts_of(form)])
+        self._markers, self.decoder = markers, Decoder(tokenizer, markers.by_id)
+        self._plain = Decoder(tokenizer)
+        self._with_tools = Syntax(self.tools, self.reasoning, markers)
+        self._without_tools = Syntax(None, self.reasoning, markers)
+        self._grammar = AnswerGrammar(self.tools, self.reasoning, markers)
+        ends = markers.any_of(form.rstrip() for form in self.reasoning.end) if self.reasoning else "(?!)"
+        self._closed = regex.compile(f"{ends}{SPACE}$")
+        self._stop_ids: tuple[int, ...] = ()
+        if self.tools is not None and self.tools.ends_answer:
+            self._stop_ids = tuple(id for name, id in markers.ids.items() if self.tools.call[0].endswith(name))
+
+    def answer(self, choice: ToolChoice, prompt: Sequence[int], content: Grammar | None) -> AnswerFormat:
+        """Of a request whose content has a grammar or none. Raises ToolError."""
+        if choice.mode != "none":
+            self._check_tools()
+        if choice.mode == "none" and self.reasoning is None:
+            return AnswerFormat(self._plain, content)
+        tail = self.decoder(list(prompt[-TAIL:]))
+        is_open = self.reasoning is not None and self._with_tools.opened.search(tail) is not None
+        is_closed = self._closed.search(tail) is not None
+        grammar = None
+        if content is not None or choice.is_enforced:
+            grammar = self._grammar.build(choice, content, is_open=is_open, is_closed=is_closed)
+            try:
+                check(grammar)
+            except ValueError as error:
+                raise ToolError("tools", f"cannot be enforced: the grammar of the answer {error}") from error
+        syntax = self._without_tools if choice.mode == "none" else self._with_tools
+        schemas = {tool.name: tool.parameters for tool in choice.callable_tools}
+        return AnswerFormat(
+            self.decoder,
+            grammar,
+            self._stop_ids,
+            lambda: AnswerParser(syntax, schemas, is_open=is_open),
+            self.reasoning is not None,
+            self._markers.hidden,
+        )
+
+    def _check_tools(self) -> None:
+        if self.tools is None:
+            why = (
+                "the target's chat template does not tell the form of calls" if self._is_auto else "tool_parser is none"
+            )
+            remedy = f"start the server with --tool-parser and one of {', '.join(TOOL_FORMS)}, or leave tools out"
+            raise ToolError("tools", f"cannot be served: {why}; {remedy}")
+        if "tools" not in self._source:
+            raise ToolError("tools", "cannot be served: the target's chat template takes no tools; leave them out")
+
+    def variables(self, effort: str | None) -> dict[str, Any]:
+        """What a chat template gets for a `reasoning_effort`. Raises ToolError where it takes nothing of the kind."""
+        if effort is None:
+            return {}
+        if effort not in EFFORTS:
+            raise ToolError("reasoning_effort", f"is {effort!r}; it must be one of {', '.join(EFFORTS)}")
+        found: dict[str, Any] = {name: effort != "none" for name in SWITCHES if name in self._source}
+        found |= {"reasoning_effort": effort} if "reasoning_effort" in self._source else {}
+        if not found:
+            raise ToolError("reasoning_effort", "has no effect with this target's chat template; leave it out")
+        return found
+
+    def named_reasoning(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages whose reasoning has the name that the template reads."""
+        name = self.reasoning.message_field if self.reasoning else "reasoning_content"
+        return [{name if key == "reasoning_content" else key: value for key, value in one.items()} for one in messages]
+
+
+def texts_of(form: ToolForm | ReasoningForm | None) -> list[str]:
+    """All that a form writes."""
+    values = [] if form is None else [getattr(form, one.name) for one in fields(form) if one.name != "signs"]
+    strings = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [text for group in strings for text in group if isinstance(text, str)]

@@ -1,0 +1,81 @@
+"""Markers of forms as a tokenizer has them.
+
+What the tokenizer has as one added token is a marker only as that token, so a text that spells it is none. Decoded
+answers hold, in the place of such a token, a character that no text has: half of a surrogate pair.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+FIRST_STAND_IN = 0xDC00
+MOST_STAND_INS = 0x400
+HOLDS_WORD = re.compile(r"[<\[｜].*\w")  # an added token that may be (part of) a marker, unlike a space or `json`
+
+PLACEHOLDERS = {
+    "$name": r"(?P<name>[a-zA-Z0-9_-]{1,64})",
+    "$key": r'(?P<key>[^<>"\n]{1,256})',
+    "$type": r"(?P<type>true|false)",
+    "$id": r"[a-zA-Z0-9_-]{1,64}",
+}
+SPACE = r"\s*+"
+
+
+class Markers:
+    """The added tokens that are in some forms."""
+
+    def __init__(self, tokenizer: Any, forms: Iterable[str]) -> None:
+        text = "\n".join(forms)
+        added = {str(token): id for id, token in tokenizer.added_tokens_decoder.items()}
+        names = [name for name in added if HOLDS_WORD.match(name) and name in text]
+        names.sort(key=len, reverse=True)
+        self.ids = {name: added[name] for name in names}
+        self._stand_ins = {name: chr(FIRST_STAND_IN + index) for index, name in enumerate(names)}
+        self._names = {ord(character): name for name, character in self._stand_ins.items()}
+        self.by_id = {added[name]: character for name, character in self._stand_ins.items()}
+        inner = [*map(re.escape, names), *map(re.escape, PLACEHOLDERS), r"\s+", "."]
+        self._parts = re.compile("|".join(inner), re.DOTALL)
+
+    def shown(self, text: str) -> str:
+        """A decoded text, with markers as they are spelled."""
+        return text.translate(self._names)
+
+    def hidden(self, text: str) -> str:
+        """A text with the stand-ins of the markers that it spells."""
+        for name, character in self._stand_ins.items():
+            text = text.replace(name, character)
+        return text
+
+    def pattern(self, form: str) -> str:
+        """The regular expression of a form, or a part of one, in decoded text."""
+        found = []
+        for part in self._parts.findall(form):
+            if part in self._stand_ins:
+                found.append(self._stand_ins[part])
+            elif part.isspace():
+                found.append(SPACE)
+            elif part in "{}[],:" and not is_name(form, part):
+                found.append(SPACE + re.escape(part) + SPACE)
+            else:
+                found.append(PLACEHOLDERS.get(part) or re.escape(part))
+        return "".join(found).replace(SPACE + SPACE, SPACE).replace(SPACE + SPACE, SPACE)
+
+    def any_of(self, forms: Iterable[str]) -> str:
+        return "(?:" + "|".join(map(self.pattern, forms)) + ")"
+
+    def elements(self, form: str) -> list[dict[str, Any]]:
+        """A text as elements of a structural tag: markers as tokens, the rest as it is written."""
+        found, text = list[dict[str, Any]](), ""
+        for part in self._parts.findall(form):
+            if part not in self.ids:
+                text += part
+                continue
+            found += [{"type": "const_string", "value": text}] if text else []
+            found.append({"type": "token", "token": self.ids[part]})
+            text = ""
+        return found + ([{"type": "const_string", "value": text}] if text else [])
+
+
+def is_name(form: str, part: str) -> bool:
+    """Whether brackets are part of a marker's spelling, such as [ARGS], that the tokenizer does not know."""
+    return part in "[]" and re.search(r"\[/?[A-Z_]+\]", form) is not None

@@ -1,0 +1,296 @@
+"""Parts an answer, as it comes, into reasoning, content and calls of tools.
+
+Invariant: however the text is cut into pieces, the parts are the same. Nothing is lost but markers and the white space
+beside them: what is no call of a tool that the request has stays content.
+"""
+
+import secrets
+import string
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import regex
+
+from slipstream.serve.chat.arguments import Arguments, JsonArguments, ParameterArguments, PythonArguments
+from slipstream.serve.chat.forms import ReasoningForm, ToolForm
+from slipstream.serve.chat.markers import SPACE, Markers
+
+RUN_START = r"(?<!\s)"  # so that long white space is not searched from each of its characters
+ARGUMENTS = "$arguments"
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """The beginning of a call, which has its id and name, or more of its arguments, as JSON text."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a piece of an answer brings."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[CallPiece] = field(default_factory=list)
+
+    def add(self, more: "Parts") -> None:
+        self.reasoning += more.reasoning
+        self.content += more.content
+        self.calls += more.calls
+
+
+def joined_calls(pieces: list[CallPiece]) -> list[CallPiece]:
+    """One for each call."""
+    calls: dict[int, CallPiece] = {}
+    for piece in pieces:
+        known = calls.setdefault(piece.index, piece)
+        if known is not piece:
+            calls[piece.index] = replace(known, arguments=known.arguments + piece.arguments)
+    return list(calls.values())
+
+
+class Syntax:
+    """The compiled forms of a model; either may be missing."""
+
+    def __init__(self, tools: ToolForm | None, reasoning: ReasoningForm | None, markers: Markers) -> None:
+        self.tools, self.markers = tools, markers
+        self.has_reasoning = reasoning is not None
+        regions = {} if reasoning is None else {"reasoning": reasoning.begin, "content": reasoning.content}
+        begins = {name: markers.any_of(form.rstrip() for form in forms) for name, forms in regions.items() if forms}
+        self.skips_space = {name: forms[0] != forms[0].rstrip() for name, forms in regions.items() if forms}
+        self.ends: dict[str, Any] = {}
+        if reasoning is not None:
+            ends = {"reasoning": reasoning.end, "content": reasoning.content_end}
+            for name, forms in ends.items():
+                before = RUN_START if forms and forms[0][0].isspace() else ""
+                pattern = before + markers.any_of(form.rstrip() for form in forms)
+                self.ends |= {name: regex.compile(pattern)} if forms else {}
+        self.space_after_reasoning = reasoning is not None and reasoning.end[0] != reasoning.end[0].rstrip()
+        self.opened = regex.compile(f"{begins.get('reasoning', '(?!)')}{SPACE}$")
+        anywhere = {} if reasoning is None or reasoning.is_first else dict(begins)
+        at_start = dict(begins) if reasoning is None or reasoning.is_first else {}
+        if tools is not None:
+            self._add_calls(tools, at_start if tools.at_start else anywhere)
+        self.at_start, self.anywhere = alternatives(at_start, SPACE), alternatives(anywhere, RUN_START + SPACE)
+
+    def _add_calls(self, form: ToolForm, places: dict[str, str]) -> None:
+        any_of = self.markers.any_of
+        begins = dict.fromkeys(call.partition(ARGUMENTS)[0] for call in form.call)
+        ends = dict.fromkeys(call.partition(ARGUMENTS)[2] for call in form.call)
+        call = any_of(begins) + (r"\{" if form.arguments == "json" else "")
+        first = any_of(form.first) + SPACE + call
+        places["call"] = first
+        between = {"last": any_of(form.last), "call": f"(?:{any_of([form.between])}{SPACE}{call}|{first})"}
+        self.after_call = alternatives({name: text for name, text in between.items() if text != "(?:)"}, SPACE)
+        self.call_end = regex.compile(SPACE + any_of(ends))
+        if form.parameter:
+            begin, _, end = form.parameter.partition("$value")
+            self.has_lines = begin.endswith("\n")
+            self.parameter_begin = regex.compile(SPACE + self.markers.pattern(begin.rstrip()))
+            self.parameter_end = regex.compile(self.markers.pattern(end.strip()))
+
+    def arguments(self, schema: Any) -> Arguments:
+        """A reader of a call's arguments. `schema`: of the tool's parameters."""
+        assert self.tools is not None
+        shown = self.markers.shown
+        if self.tools.arguments == "json":
+            return JsonArguments(shown, lambda character: shown(character) != character)
+        if self.tools.arguments == "python":
+            return PythonArguments(shown)
+        return ParameterArguments(self.parameter_begin, self.parameter_end, self.has_lines, schema, shown)
+
+
+def alternatives(patterns: Mapping[str, str], before: str) -> Any:
+    """A compiled pattern whose `lastgroup` is the name of the alternative; None without any."""
+    if not patterns:
+        return None
+    inner = "|".join(f"(?P<is_{name}>{pattern})" for name, pattern in patterns.items())
+    return regex.compile(f"{before}(?:{inner})")
+
+
+class AnswerParser:
+    """Of one answer. `tools`: schemas of the parameters of the request's tools, by name. `is_open`: the prompt has
+    begun the reasoning."""
+
+    def __init__(
+        self,
+        syntax: Syntax,
+        tools: Mapping[str, Any],
+        *,
+        is_open: bool = False,
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        self._syntax, self._tools = syntax, tools
+        self._new_id = new_id or (lambda: call_id(syntax.tools.id_len if syntax.tools else None))
+        self._buffer = ""
+        self._parts = Parts()
+        self._num_consumed = 0  # characters before the buffer
+        self.num_calls = 0
+        self.reasoning: list[tuple[int, int]] = []  # where it begins and ends in the text, markers included
+        self._reads: Callable[[bool], bool] = self._text
+        self._region: Literal["reasoning", "content"] = "content"
+        self._region_start = 0
+        # What may come next: the beginning of an answer, or of another call; white space that nobody wrote on purpose.
+        self._is_start, self._is_after_call, self._skips_space = True, False, False
+        self._name, self._call_begin = "", ""  # of the call that is read
+        self._arguments: Arguments | None = None
+        if is_open:
+            self._enter("reasoning", 0)
+
+    def feed(self, text: str, final: bool = False) -> Parts:
+        """What a piece of the answer brings; with `final` all that has been held back."""
+        self._buffer += text
+        self._parts = Parts()
+        while self._reads(final):
+            pass
+        if final and self._reads == self._in_region and self._region == "reasoning":
+            self.reasoning.append((self._region_start, self._num_consumed))
+        return self._parts
+
+    def num_reasoning(self, starts: Sequence[int]) -> int:
+        """Tokens of the reasoning, markers included. `starts`: the characters before each token of the answer."""
+        return sum(bisect_left(starts, end) - bisect_left(starts, start) for start, end in self.reasoning)
+
+    def _take(self, count: int) -> str:
+        """The first characters of the buffer, which are done with."""
+        taken, self._buffer = self._buffer[:count], self._buffer[count:]
+        self._num_consumed += count
+        return taken
+
+    def _skip(self) -> None:
+        if self._skips_space:
+            self._take(len(self._buffer) - len(self._buffer.lstrip()))
+            self._skips_space = not self._buffer
+
+    def _emit(self, kind: Literal["reasoning", "content"], text: str) -> None:
+        shown = self._syntax.markers.shown(text)
+        if kind == "reasoning":
+            self._parts.reasoning += shown
+        else:
+            self._parts.content += shown
+
+    def _enter(self, region: Literal["reasoning", "content"], start: int) -> None:
+        self._reads, self._region, self._region_start = self._in_region, region, start
+        self._skips_space = self._syntax.skips_space[region]
+
+    def _text(self, final: bool) -> bool:
+        """Outside of all markers. Whether there is more to do now."""
+        if self._is_after_call:
+            return self._between_calls(final)
+        self._skip()
+        if self._is_start and self._syntax.at_start is not None:
+            found = self._syntax.at_start.match(self._buffer, partial=not final)
+            if found is not None:
+                return not found.partial and self._begin(found)
+        if self._is_start and not self._buffer.strip():
+            return self._flush(final)
+        self._is_start = False
+        if self._syntax.anywhere is None:
+            self._emit("content", self._take(len(self._buffer)))
+            return False
+        found = self._syntax.anywhere.search(self._buffer, partial=not final)
+        if found is None:
+            self._emit("content", self._take(len(self._buffer)))
+            return False
+        self._emit("content", self._take(found.start()))
+        return not found.partial and self._begin(found)
+
+    def _flush(self, final: bool) -> bool:
+        """White space is held back until something follows it."""
+        if final:
+            self._emit("content", self._take(len(self._buffer)))
+        return False
+
+    def _between_calls(self, final: bool) -> bool:
+        found = self._syntax.after_call.match(self._buffer, partial=not final)
+        if found is not None and found.partial:
+            return False
+        if found is None:
+            self._is_after_call, self._skips_space = False, True
+            return bool(self._buffer)
+        if found["is_call"] is None:
+            self._take(found.end())
+            return True
+        return self._begin(found)
+
+    def _begin(self, found: Any) -> bool:
+        """Of a region or a call, at the beginning of the buffer."""
+        start = self._num_consumed
+        length, groups = found.end() - found.start(), found.groupdict()
+        if groups.get("is_call") is None:
+            self._take(length)
+            self._enter("content" if groups.get("is_reasoning") is None else "reasoning", start)
+            return True
+        assert self._syntax.tools is not None
+        self._is_start = self._is_after_call = False
+        begin = self._take(length)
+        if found["name"] not in self._tools:
+            self._emit("content", begin)
+            return True
+        if self._syntax.tools.arguments == "json":  # they begin with the bracket
+            self._buffer, self._num_consumed, begin = begin[-1] + self._buffer, self._num_consumed - 1, begin[:-1]
+        self._name, self._call_begin = found["name"], begin
+        self._reads, self._arguments = self._in_call, self._syntax.arguments(self._tools[self._name])
+        if not self._arguments.is_whole:
+            self._announce()
+        return True
+
+    def _announce(self) -> None:
+        self._parts.calls.append(CallPiece(self.num_calls, self._new_id(), self._name))
+        self.num_calls += 1
+
+    def _in_region(self, final: bool) -> bool:
+        self._skip()
+        end = self._syntax.ends.get(self._region)
+        found = None if end is None else end.search(self._buffer, partial=not final)
+        self._emit(self._region, self._take(len(self._buffer) if found is None else found.start()))
+        if found is None or found.partial:
+            return False
+        self._take(found.end() - found.start())
+        if self._region == "reasoning":
+            self.reasoning.append((self._region_start, self._num_consumed))
+        self._reads, self._is_start = self._text, True
+        self._skips_space = self._region == "reasoning" and self._syntax.space_after_reasoning
+        return True
+
+    def _in_call(self, final: bool) -> bool:
+        assert self._arguments is not None
+        text = self._take(len(self._buffer))
+        if self._arguments.is_whole:
+            self._call_begin += text
+        try:
+            piece, rest = self._arguments.feed(text, final)
+        except ValueError:
+            self._emit("content", self._call_begin)
+            self._reads = self._text
+            return False
+        if piece and self._arguments.is_whole:
+            self._announce()
+        if piece:
+            self._parts.calls.append(CallPiece(self.num_calls - 1, arguments=piece))
+        if rest is None:
+            return False
+        self._num_consumed -= len(rest)
+        self._buffer, self._reads = rest, self._after_arguments
+        return True
+
+    def _after_arguments(self, final: bool) -> bool:
+        found = self._syntax.call_end.match(self._buffer, partial=True)
+        if found is not None and found.partial and not final:
+            return False
+        if found is not None:  # of one that is cut off, nothing is shown
+            self._take(found.end())
+        self._reads, self._is_after_call = self._text, True
+        return True
+
+
+def call_id(length: int | None) -> str:
+    if length is None:
+        return f"call_{secrets.token_hex(12)}"
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))

@@ -1,0 +1,121 @@
+"""Grammars of whole answers, as xgrammar's structural tags: reasoning, content and calls, each in the model's own form.
+
+Markers that the tokenizer has are tokens, so that what a grammar enforces is what the parser reads.
+"""
+
+import json
+import re
+from typing import Any
+
+from slipstream.serve.chat.forms import ReasoningForm, ToolForm
+from slipstream.serve.chat.markers import Markers
+from slipstream.serve.chat.notations import ANY_TEXT, Element, arguments_of, one_of, optional, sequence
+from slipstream.serve.chat.parser import ARGUMENTS
+from slipstream.serve.chat.tools import Tool, ToolChoice, ToolError
+from slipstream.serve.grammar.grammars import as_element
+from slipstream.serve.grammar.json_schema import Unsupported
+from slipstream.serve.request import Grammar
+
+# What an answer begins with that is content alone, where calls stand at the beginning: brackets begin a call.
+NOT_A_CALL: Element = {"type": "regex", "pattern": r"[^\s\[\]{}<]"}
+SPACE: Element = {"type": "regex", "pattern": r"\s{0,8}"}
+
+
+class AnswerGrammar:
+    """Of a model's forms; either may be missing."""
+
+    def __init__(self, tools: ToolForm | None, reasoning: ReasoningForm | None, markers: Markers) -> None:
+        self._tools, self._reasoning, self._markers = tools, reasoning, markers
+
+    def build(self, choice: ToolChoice, content: Grammar | None, *, is_open: bool, is_closed: bool) -> Grammar:
+        """What an answer may be. `content`: of the content, None if it is free. `is_open`: the prompt has begun the
+        reasoning; `is_closed`: it has ended it."""
+        if choice.mode == "none":
+            answer = self._content(content)
+        elif choice.mode == "required":
+            answer = self._calls(choice)
+        elif content is not None:
+            answer = one_of([self._calls(choice), self._content(content)])
+        else:
+            answer = self._free_or_calls(choice)
+        before = self._before(is_open, is_closed)
+        tag = {"type": "structural_tag", "format": sequence(*before, answer)}
+        return Grammar("structural_tag", json.dumps(tag))
+
+    def _literal(self, text: str) -> list[Element]:
+        return self._markers.elements(text)
+
+    def _before(self, is_open: bool, is_closed: bool) -> list[Element]:
+        """The reasoning, and what stands between it and the answer."""
+        form = self._reasoning
+        if form is None or is_closed:
+            return []
+        end = self._literal(form.end[0].strip())
+        after = [*self._literal(form.next_message), *([SPACE] if form.end[0] != form.end[0].rstrip() else [])]
+        inside = [*self._until(end[0]), *end, *after]
+        if is_open:
+            return inside
+        return [optional(sequence(*self._literal(form.begin[0].rstrip()), *inside))]
+
+    def _until(self, end: Element) -> list[Element]:
+        """Any text before the marker `end`."""
+        if end["type"] == "token":
+            return [{"type": "any_tokens", "exclude_tokens": [end["token"]]}]
+        return [{"type": "any_text", "excludes": [end["value"]]}]
+
+    def _content(self, grammar: Grammar | None) -> Element:
+        begin = self._literal(self._reasoning.content[0]) if self._reasoning and self._reasoning.content else []
+        return sequence(*begin, ANY_TEXT if grammar is None else as_element(grammar))
+
+    def _calls(self, choice: ToolChoice) -> Element:
+        """One call, or several, and nothing else."""
+        assert self._tools is not None
+        return sequence(*self._literal(self._tools.first[0] + self._before_name), *self._from_name(choice))
+
+    @property
+    def _before_name(self) -> str:
+        assert self._tools is not None
+        return self._tools.call[0].partition("$name")[0]
+
+    def _from_name(self, choice: ToolChoice) -> list[Element]:
+        """Calls, from the name of the first on."""
+        assert self._tools is not None
+        form = self._tools
+        call = one_of([self._call(tool, choice) for tool in choice.callable_tools])
+        if form.ends_answer:  # with a stop token
+            return [call]
+        more = {"type": "star", "content": sequence(*self._literal(form.between + self._before_name), call)}
+        return [call, *([more] if choice.is_parallel else []), *self._literal(form.last[0])]
+
+    def _call(self, tool: Tool, choice: ToolChoice) -> Element:
+        """From its name on."""
+        assert self._tools is not None
+        form = self._tools
+        middle, _, end = form.call[0].partition("$name")[2].partition(ARGUMENTS)
+        schema = tool.parameters if choice.mode == "required" or tool.is_strict else {"type": "object"}
+        try:
+            arguments = arguments_of(form, schema, self._markers)
+        except Unsupported as error:
+            raise ToolError(tool.field, f"cannot be enforced: {error}") from error
+        end_elements = [] if form.ends_answer else self._literal(end)
+        return sequence(*self._literal(tool.name + middle), *arguments, *end_elements)
+
+    def _free_or_calls(self, choice: ToolChoice) -> Element:
+        """Any content, with calls that are right at its end."""
+        assert self._tools is not None
+        form = self._tools
+        if form.at_start:
+            return optional(one_of([self._calls(choice), sequence(NOT_A_CALL, ANY_TEXT)]))
+        if self._reasoning is not None and self._reasoning.content:
+            return one_of([self._calls(choice), self._content(None)])
+        tokens, texts = list[Any](), list[Any]()
+        for first in form.first:  # the model may leave out what is before its calls
+            [head, *tail] = self._literal(first + self._before_name)
+            if head["type"] == "token":
+                tokens.append([head["token"], sequence(*tail, *self._from_name(choice))])
+                continue
+            trigger = re.split(r"[\s{]", head["value"])[0]
+            rest = self._literal(head["value"].removeprefix(trigger))
+            texts.append([trigger, sequence(*rest, *tail, *self._from_name(choice))])
+        kind, rules = ("token_dispatch", tokens) if tokens else ("dispatch", texts)
+        return {"type": kind, "rules": rules, "loop": False}

@@ -1,0 +1,320 @@
+"""Answers parted into reasoning, content and calls: examples of every form, cut everywhere, and random ones."""
+
+import itertools
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from slipstream.serve.chat.answers import texts_of
+from slipstream.serve.chat.forms import REASONING_FORMS, TOOL_FORMS, find_form
+from slipstream.serve.chat.markers import Markers
+from slipstream.serve.chat.parser import AnswerParser, Parts, Syntax, joined_calls
+from slipstream.serve.detokenize import Decoder, TextStream
+from slipstream.tests.serve.chat_targets import TEMPLATES, load, template
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "n": {"type": "integer"}, "deep": {"$ref": "#/$defs/deep"}},
+    "$defs": {"deep": {"type": ["object", "array", "number", "boolean", "null"]}},
+}
+TOOLS = {"weather": SCHEMA, "now": SCHEMA}
+CITY = '{"city": "q"}'
+Expected = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, names and arguments of calls
+
+# (form of calls, form of reasoning, answer, what it is)
+EXAMPLES: list[tuple[str, str, str, Expected]] = [
+    (
+        "hermes",
+        "think",
+        "<think>\nhm\n\nok\n</think>\n\nLet me look.\n\n"
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "a}b\\"]", "n": 3}}\n</tool_call>\n'
+        '<tool_call>\n{"name":"now","arguments":{}}\n</tool_call>',
+        ("hm\n\nok", "Let me look.", [("weather", '{"city": "a}b\\"]", "n": 3}'), ("now", "{}")]),
+    ),
+    ("hermes", "think", "<think>\n\n</think>\n\n 4 < 5 \n", ("", "4 < 5 \n", [])),
+    ("hermes", "think", "<think>never\nending </thin", ("never\nending </thin", "", [])),
+    ("hermes", "think", "a <think>b</think>", ("", "a <think>b</think>", [])),
+    (
+        "hermes",
+        "none",
+        'Hi <tool_call>\n{"name": "nobody", "arguments": {}}\n</tool_call> x',
+        ("", 'Hi <tool_call>\n{"name": "nobody", "arguments": {}}\n</tool_call> x', []),
+    ),
+    ("hermes", "none", "<tool_call>\nnothing</tool_call>", ("", "<tool_call>\nnothing</tool_call>", [])),
+    ("hermes", "none", '<tool_call>{"name": "now", "argum', ("", '<tool_call>{"name": "now", "argum', [])),
+    (
+        "hermes",
+        "none",
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Pa',
+        ("", "", [("weather", '{"city": "Pa')]),
+    ),
+    (
+        "qwen3_coder",
+        "none",
+        "Go\n<tool_call>\n<function=weather>\n<parameter=city>\n 4\n5\n</parameter>\n<parameter=n>\n3\n</parameter>\n"
+        '<parameter=deep>\n{"a": [1]}\n</parameter>\n</function>\n</tool_call>\n'
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        ("", "Go", [("weather", '{"city": " 4\\n5", "n": 3, "deep": {"a": [1]}}'), ("now", "{}")]),
+    ),
+    (
+        "qwen3_coder",
+        "none",
+        "<tool_call><function=weather><parameter=city>x",
+        ("", "", [("weather", '{"city": "x')]),
+    ),
+    (
+        "deepseek_v3",
+        "think",
+        "<think>a</think>Hm<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+        f"{CITY}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{{}}\n```"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("a", "Hm", [("weather", CITY), ("now", "{}")]),
+    ),
+    (
+        "deepseek_v3_1",
+        "none",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{CITY}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("", "", [("weather", CITY), ("now", "{}")]),
+    ),
+    (
+        "deepseek_v3_2",
+        "none",
+        'ok\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">7 </｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="n" string="false">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        ("", "ok", [("weather", '{"city": "7 ", "n": 5}'), ("now", "{}")]),
+    ),
+    (
+        "mistral",
+        "mistral",
+        '[THINK]a[/THINK]x[TOOL_CALLS][{"name": "weather", "arguments": {"city": "q"}, "id": "123456789"}, '
+        '{"name": "now", "arguments": {}}]',
+        ("a", "x", [("weather", CITY), ("now", "{}")]),
+    ),
+    ("mistral", "none", "see [1, 2]", ("", "see [1, 2]", [])),
+    (
+        "mistral_v11",
+        "none",
+        f"[TOOL_CALLS]weather[ARGS]{CITY}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{{}}",
+        ("", "", [("weather", CITY), ("now", "{}")]),
+    ),
+    (
+        "llama_json",
+        "none",
+        '<|python_tag|>{"type": "function", "name": "weather", "parameters": {"city": "q"}}; '
+        '{"name": "now", "parameters": {}}',
+        ("", "", [("weather", CITY), ("now", "{}")]),
+    ),
+    ("llama_json", "none", ' {"name": "bob", "parameters": {}}', ("", ' {"name": "bob", "parameters": {}}', [])),
+    (
+        "llama_json",
+        "none",
+        'as in {"name": "now", "parameters": {}}',
+        ("", 'as in {"name": "now", "parameters": {}}', []),
+    ),
+    (
+        "llama_pythonic",
+        "none",
+        "[weather(city='a)\"', n=-3, deep={'x': [true, None]}), now()]<|python_end|>",
+        ("", "", [("weather", '{"city": "a)\\"", "n": -3, "deep": {"x": [true, null]}}'), ("now", "{}")]),
+    ),
+    ("llama_pythonic", "none", "[weather(3)] is a list", ("", "[weather(3)] is a list", [])),
+    ("llama_pythonic", "none", "[now(a=open('x'))]", ("", "[now(a=open('x'))]", [])),
+    ("llama_pythonic", "none", "[weather(city='a", ("", "[weather(city='a", [])),
+    (
+        "harmony",
+        "harmony",
+        "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + CITY + "<|call|>",
+        ("Hm. ", "I look.", [("weather", CITY)]),
+    ),
+    (
+        "harmony",
+        "harmony",
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>"
+        "{}",
+        ("a", "", [("now", "{}")]),
+    ),
+    (
+        "harmony",
+        "harmony",
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|> It is.\n<|return|>",
+        ("a", " It is.\n", []),
+    ),
+]
+
+
+class NoTokens:
+    added_tokens_decoder: dict[int, str] = {}
+
+
+@cache
+def syntax_of(tools: str, reasoning: str, tokenizer: Any = NoTokens) -> Syntax:
+    forms = TOOL_FORMS[tools], REASONING_FORMS.get(reasoning)
+    return Syntax(*forms, Markers(tokenizer, [text for form in forms for text in texts_of(form)]))
+
+
+def read(syntax: Syntax, pieces: list[str]) -> tuple[Parts, list[Parts], AnswerParser]:
+    """The parts together, one by one, and the parser."""
+    numbers = itertools.count()
+    parser = AnswerParser(syntax, TOOLS, new_id=lambda: f"call {next(numbers)}")
+    each = [parser.feed(piece) for piece in pieces]
+    each.append(parser.feed("", final=True))
+    whole = Parts()
+    for parts in each:
+        whole.add(parts)
+    whole.calls = joined_calls(whole.calls)
+    return whole, each, parser
+
+
+def told(parts: Parts) -> Expected:
+    return parts.reasoning, parts.content, [(call.name, call.arguments) for call in parts.calls]
+
+
+@pytest.mark.parametrize(("tools", "reasoning", "text", "expected"), EXAMPLES)
+def test_examples_wherever_they_are_cut(tools: str, reasoning: str, text: str, expected: Expected) -> None:
+    syntax = syntax_of(tools, reasoning)
+    whole, _, parser = read(syntax, [text])
+    assert told(whole) == expected
+    cuts = [[text[:place], text[place:]] for place in range(len(text))]
+    for pieces in [list(text), *cuts]:
+        again, each, other = read(syntax, pieces)
+        assert again == whole, pieces
+        assert other.reasoning == parser.reasoning
+        heads = [call for parts in each for call in parts.calls if call.name]
+        assert [call.id for call in heads] == [f"call {index}" for index in range(len(heads))]
+        assert not any(call.arguments for call in heads), "the name comes before the arguments"
+
+
+def test_arguments_that_are_json_come_as_they_are_written() -> None:
+    text = f'<tool_call>\n{{"name": "weather", "arguments": {CITY}}}\n</tool_call>'
+    _, each, _ = read(syntax_of("hermes", "none"), list(text))
+    pieces = [call.arguments for parts in each for call in parts.calls if not call.name]
+    assert pieces == list(CITY)
+
+
+NAMES = st.sampled_from(sorted(TOOLS))
+PLAIN = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | PLAIN,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(PLAIN, inner, max_size=3),
+    max_leaves=6,
+)
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={"city": PLAIN, "n": st.integers(-99, 99), "deep": JSON.filter(lambda value: not isinstance(value, str))},
+)
+
+
+def written(form: str, name: str, arguments: dict[str, Any]) -> str:
+    """A call as models write it."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    if form == "llama_pythonic":
+        text = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    elif TOOL_FORMS[form].arguments == "parameters":
+        tags = []
+        for key, value in arguments.items():
+            shown = value if key == "city" else json.dumps(value, ensure_ascii=False)
+            tag = TOOL_FORMS[form].parameter.replace("$key", key).replace("$type", json.dumps(key == "city"))
+            tags.append(tag.replace("$value", shown))
+        text = "".join(tags)
+    return TOOL_FORMS[form].call[0].replace("$name", name).replace("$arguments", text)
+
+
+@pytest.mark.parametrize("form", TOOL_FORMS)
+@settings(max_examples=40, deadline=None)
+@given(calls=st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3), before=PLAIN, seed=st.integers(0, 10**9))
+def test_calls_are_read_back(form: str, calls: list[tuple[str, dict[str, Any]]], before: str, seed: int) -> None:
+    """However they are cut. White space beside calls is not kept."""
+    own = TOOL_FORMS[form]
+    before = "" if own.at_start else before.strip()
+    text = before + own.first[0] + own.between.join(written(form, *call) for call in calls) + own.last[0]
+    rng, pieces = random.Random(seed), []
+    while text:
+        count = rng.randrange(1, 9)
+        pieces.append(text[:count])
+        text = text[count:]
+    parts, _, _ = read(syntax_of(form, "none"), pieces)
+    assert parts.content == before
+    assert [(call.name, json.loads(call.arguments)) for call in parts.calls] == calls
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["<tool_call>", "\n", '{"name": "now"', ', "arguments": ', "{", "}", "</tool_call>", "<think>"])
+        | st.sampled_from(["</think>", "x", " ", '"', "<", "[now(", ")]", "<function=now>", "</function>", "<|end|>"])
+        | st.sampled_from(["<parameter=n>", "</parameter>", "<|channel|>", "final", "analysis", "<|message|>", ","]),
+        max_size=25,
+    ),
+    st.sampled_from(
+        [("hermes", "think"), ("qwen3_coder", "think"), ("llama_pythonic", "none"), ("harmony", "harmony")]
+    ),
+)
+def test_any_text_is_read_the_same_however_it_is_cut(pieces: list[str], forms: tuple[str, str]) -> None:
+    syntax = syntax_of(*forms)
+    whole = read(syntax, ["".join(pieces)])[0]
+    assert read(syntax, pieces)[0] == whole
+    assert read(syntax, list("".join(pieces)))[0] == whole
+
+
+def test_a_text_that_spells_a_marker_is_none(tmp_path: Path) -> None:
+    tokenizer = load("hermes", tmp_path / "target")
+    syntax = syntax_of("hermes", "think", tokenizer)
+    decoder = Decoder(tokenizer, syntax.markers.by_id)
+    call = '\n{"name": "now", "arguments": {}}\n'
+    marker = tokenizer.convert_tokens_to_ids
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, split_special_tokens=True, add_special_tokens=False).input_ids
+
+    spelled = encode(f"<tool_call>{call}</tool_call>")
+    assert marker("<tool_call>") not in spelled
+    tokens = [*encode("a\n"), marker("<tool_call>"), *encode(call), marker("</tool_call>")]
+    for watched in (True, False):
+        for answer, expected in (
+            (spelled, ("", f"<tool_call>{call}</tool_call>", [])),
+            (tokens, ("", "a", [("now", "{}")])),
+            ([marker("<tool_call>"), *encode("x"), marker("</think>")], ("", "<tool_call>x</think>", [])),
+        ):
+            stream = TextStream(decoder, watched=watched)
+            pieces = [stream.push([token]) for token in answer] + [stream.push([], "length")]
+            assert told(read(syntax, pieces)[0])[1:] == expected[1:]
+
+
+def test_a_space_after_a_marker_stays() -> None:
+    """Some decoders drop it at the beginning of a text."""
+    vocabulary = {"\u2581": 0, "a": 1, "\u2581b": 2, "<unk>": 3}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    decoder = Decoder(fast, {4: "\udc00", 5: "\udc01"})
+    for tokens, expected in (
+        ([4, 2, 5, 2, 1], "\udc00 b\udc01 ba"),
+        ([2, 4], "b\udc00"),
+        ([1, 4, 5, 1], "a\udc00\udc01a"),
+    ):
+        assert decoder(tokens) == expected
+        stream = TextStream(decoder)
+        assert "".join(stream.push([token]) for token in tokens) + stream.push([], "length") == expected
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_the_form_is_told_by_the_chat_template(form: str) -> None:
+    assert find_form(TOOL_FORMS, "auto", template(form)) is TOOL_FORMS[form]
+    assert find_form(TOOL_FORMS, "none", template(form)) is None
+    assert find_form(TOOL_FORMS, "hermes", "") is TOOL_FORMS["hermes"]
+    reasoning = find_form(REASONING_FORMS, "auto", template(form))
+    assert reasoning is {"hermes": REASONING_FORMS["think"], "harmony": REASONING_FORMS["harmony"]}.get(form)
