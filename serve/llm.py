@@ -5,13 +5,17 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from tqdm import tqdm
 
 from slipstream import runtime
-from slipstream.models.chat.messages import check_text
+from slipstream.models.chat.messages import DEFAULT_DATE, Message, check_text, read_messages
+from slipstream.models.chat.template import PromptTemplate
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
+from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
+from slipstream.serve.chat.parser import CallPiece, Parts, joined_calls
+from slipstream.serve.chat.tools import ToolChoice, read_choice
 from slipstream.serve.detokenize import Decoder, TextStream, spellings
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.grammar.grammars import check as check_grammar
@@ -30,10 +34,12 @@ class Generation:
 
     tokens: list[int]
     text: str
-    finish_reason: FinishReason
+    finish_reason: FinishReason | Literal["tool_calls"]
     stats: RequestStats
     seed: int
     error: str = ""
+    reasoning: str = ""  # of `chat`, whose `text` is the content alone
+    tool_calls: tuple[CallPiece, ...] = ()  # of `chat`: id, name and arguments, JSON text
 
 
 class LLM:
@@ -46,6 +52,7 @@ class LLM:
         self.engine = build_engine(config)
         warn_if_changed(draft, path, self.tokenizer)
         self._decoder = Decoder(self.tokenizer)
+        self._chat = ChatFormat(self.tokenizer, config.tool_parser, config.reasoning_parser)
         if runtime.THREADS_SPIN and self.engine.runner.state.device.type == "cpu":
             logger.warning(
                 "torch was imported before slipstream, so its threads spin while they wait, which is slow next to "
@@ -71,21 +78,79 @@ class LLM:
 
         Raises ValueError for a prompt that cannot be served, before anything is generated.
         """
-        stop, words = check_texts("stop", stop), check_texts("bad_words", bad_words)
         check_prompts(prompts)
+        tokens = [self.encode(prompt) for prompt in prompts]
+        free = [AnswerFormat(self._decoder, one.grammar) for one in params_of(prompts, params)]
+        return self._generate(tokens, params, free, stop, bad_words, progress)
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        stop: str | Sequence[str] = (),
+        bad_words: str | Sequence[str] = (),
+        progress: bool = False,
+    ) -> list[Generation]:
+        """The next answer of one conversation, a list of messages, or of several, through the target's chat template.
+
+        `tools`, `tool_choice` and `parallel_tool_calls` are OpenAI's; the other arguments are those of `generate`.
+        Each answer has its reasoning and calls beside its `text`, where the target has forms of them. Raises ValueError
+        for what cannot be served, before anything is generated.
+        """
+        is_one = bool(conversations) and isinstance(conversations[0], Mapping)
+        several: Sequence[Any] = [conversations] if is_one else conversations
+        choice = read_choice(None if tools is None else list(tools), tool_choice, parallel_tool_calls)
+        prompts = [self._chat_prompt(messages, choice, chat_template_kwargs or {}) for messages in several]
+        formats = [
+            self._chat.answer(choice, prompt, one.grammar)
+            for prompt, one in zip(prompts, params_of(prompts, params), strict=True)
+        ]
+        return self._generate(prompts, params, formats, stop, bad_words, progress)
+
+    def _chat_prompt(self, messages: Any, choice: ToolChoice, variables: Mapping[str, Any]) -> list[int]:
+        template = PromptTemplate(self.tokenizer, date=DEFAULT_DATE, variables={})
+        read = self._chat.named_reasoning(read_messages(messages))
+        tools = [tool.definition for tool in choice.tools] or None
+        text = template.render(read, tools, prompt=True, variables=variables)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _generate(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        formats: Sequence[AnswerFormat],
+        stop: str | Sequence[str],
+        bad_words: str | Sequence[str],
+        progress: bool,
+    ) -> list[Generation]:
+        """`formats`: how the answer of each prompt is read."""
+        stop, words = check_texts("stop", stop), check_texts("bad_words", bad_words)
         bad_tokens = spellings(self.tokenizer, words)
         requests = [
             Request(
-                id=str(index), prompt=self.encode(prompt), params=replace(one, bad_words=one.bad_words + bad_tokens)
+                id=str(index),
+                prompt=prompt,
+                params=replace(
+                    one,
+                    bad_words=one.bad_words + bad_tokens,
+                    grammar=form.grammar,
+                    stop_token_ids=one.stop_token_ids + form.stop_ids,
+                ),
             )
-            for index, (prompt, one) in enumerate(zip(prompts, params_of(prompts, params), strict=True))
+            for index, (prompt, one, form) in enumerate(zip(prompts, params_of(prompts, params), formats, strict=True))
         ]
         for request in requests:
             if request.params.grammar is not None:
                 check_grammar(request.params.grammar)
             self.engine.check(request)
         texts = [
-            TextStream(self._decoder, stop, watched=False, min_tokens=request.params.min_tokens) for request in requests
+            TextStream(form.decoder, form.stops(stop), watched=False, min_tokens=request.params.min_tokens)
+            for request, form in zip(requests, formats, strict=True)
         ]
         answers: list[list[int]] = [[] for _ in requests]
         pieces: list[list[str]] = [[] for _ in requests]
@@ -100,7 +165,9 @@ class LLM:
                 if texts[index].stopped and not output.finish_reason:
                     ended = self.engine.abort(output.request_id) or output
                 if ended.finish_reason and index not in done:
-                    done[index] = _generation(requests[index], answers[index], pieces[index], texts[index], ended)
+                    done[index] = _generation(
+                        requests[index], answers[index], pieces[index], texts[index], ended, formats[index]
+                    )
                     bar.update()
         return [done[index] for index in range(len(requests))]
 
@@ -190,9 +257,16 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_LEN else f"{text[:SHOWN_LEN]}... ({type(value).__name__})"
 
 
-def _generation(request: Request, tokens: list[int], pieces: list[str], text: TextStream, ended: Output) -> Generation:
+def _generation(
+    request: Request, tokens: list[int], pieces: list[str], text: TextStream, ended: Output, form: AnswerFormat
+) -> Generation:
     assert ended.stats is not None
     assert ended.finish_reason is not None
     reason: FinishReason = "stop" if text.stopped else ended.finish_reason
     stats = text.cut(replace(ended.stats))
-    return Generation(tokens[: text.num_tokens], "".join(pieces), reason, stats, request.seed, ended.error)
+    whole = "".join(pieces)
+    parts = Parts(content=whole) if form.parser is None else form.parser().feed(whole, final=True)
+    calls = tuple(joined_calls(parts.calls))
+    told = "tool_calls" if calls and reason == "stop" else reason
+    count = text.num_tokens
+    return Generation(tokens[:count], parts.content, told, stats, request.seed, ended.error, parts.reasoning, calls)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.models.chat.messages import DEFAULT_DATE, check_date
+from slipstream.serve.chat.forms import check_parsers
 
 MOST_RUNNING = 1024  # with 64 nodes each, the most rows that kernels count programs for (kernels/grid_sync.py)
 
@@ -68,6 +69,10 @@ class EngineConfig:
     """Benchmarks only: pretend that steps emit so many tokens of a request on average. The output is wrong."""
     trust_remote_code: bool = False
     """Run Python code that comes with the target's config or tokenizer."""
+    tool_parser: str = "auto"
+    """Form in which the target calls tools; auto: what its chat template tells; none: it calls none."""
+    reasoning_parser: str = "auto"
+    """Form in which the target reasons; auto: what its chat template tells; none: reasoning stays content."""
 
     def __post_init__(self) -> None:
         choices = {
@@ -93,6 +98,7 @@ class EngineConfig:
         if self.max_chunk_ms is not None and not 0 < self.max_chunk_ms < math.inf:
             raise ValueError(f"max_chunk_ms is {self.max_chunk_ms}; it must be a number of milliseconds above 0")
         parse_objective(self.objective)
+        check_parsers(self.tool_parser, self.reasoning_parser)
         if not 0.05 <= self.mem_fraction <= 0.98:
             raise ValueError(f"mem_fraction is {self.mem_fraction}; it must be between 0.05 and 0.98")
 

@@ -63,9 +63,13 @@ class PromptTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text and, with return_assistant_tokens_mask, the character ranges that `{% generation %}` tags mark.
         `options` are those of transformers' render_jinja_template, and variables."""
+        return self._render_as_is(self.prepared(messages, tools), tools, **options)
+
+    def prepared(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Sequence[Message]:
+        """Messages whose calls have arguments as the template wants them, text or objects."""
         if any("tool_calls" in message for message in messages) and self._wants_objects[tools is not None]:
-            messages = [with_objects(message) for message in messages]
-        return self._render_as_is(messages, tools, **options)
+            return [with_objects(message) for message in messages]
+        return messages
 
     def _render_as_is(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any

@@ -17,7 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from slipstream.serve.http.completions import DONE, Call, Completion, RequestFailed, sse
+from slipstream.serve.chat.tools import ToolError
+from slipstream.serve.http.completions import DONE, Call, Completion, Delta, RequestFailed, sse
 from slipstream.serve.http.engine_client import EngineClient, EngineError, EngineStopped
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.guard import Guard
@@ -72,10 +73,8 @@ class Api:
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
         self._check_room(len(call.requests))
-        completion = Completion(
-            self.engine, self.frontend.decoder, self.metrics, watched=call.stream, seconds=self._request_timeout
-        )
-        completion.submit(call.requests, call.stop)
+        completion = Completion(self.engine, self.metrics, watched=call.stream, seconds=self._request_timeout)
+        completion.submit(call.requests, call.stop, call.answers)
         left.add_done_callback(lambda _: completion.abort())
         if call.stream:
             return StreamingResponse(self._events(call, completion), media_type="text/event-stream")
@@ -159,21 +158,21 @@ class Api:
         return self._read(kind, partial(Call.of, frontend=self.frontend), raw)
 
     async def _whole(self, call: Call, completion: Completion) -> dict[str, Any]:
-        texts, reasons = [""] * len(completion.choices), [""] * len(completion.choices)
+        answers = [Delta(index, "", None) for index in range(len(completion.choices))]
         try:
             async for delta in completion.deltas():
-                texts[delta.index] += delta.text
-                reasons[delta.index] = delta.finish_reason or ""
+                answers[delta.index] = answers[delta.index].joined(delta)
         finally:
             completion.abort()
-        return call.whole(texts, reasons, completion.usage(call.num_choices))
+        return call.whole(answers, completion.usage(call.num_choices))
 
     async def _events(self, call: Call, completion: Completion) -> AsyncIterator[str]:
         try:
             for opening in call.opening():
                 yield sse(opening)
             async for delta in completion.deltas():
-                yield sse(call.piece(delta))
+                for event in call.pieces(delta):
+                    yield sse(event)
             if call.include_usage:
                 yield sse(call.closing(completion.usage(call.num_choices)))
             yield DONE
@@ -221,6 +220,8 @@ def api_error(error: Exception) -> ApiError:
     """The answer to an error. Errors meant for clients show their text; others are logged under an id that is sent."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, ToolError):
+        return ApiError(400, str(error), error.field)
     if isinstance(error, EngineError):
         return ApiError(503, f"no engine: {error}")
     if isinstance(error, TimeoutError):

@@ -6,10 +6,12 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
-from slipstream.serve.detokenize import Decoder, TextStream
+from slipstream.serve.chat.answers import AnswerFormat
+from slipstream.serve.chat.parser import AnswerParser, CallPiece, Parts, joined_calls
+from slipstream.serve.detokenize import TextStream
 from slipstream.serve.http.engine_client import EngineClient, EngineError
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.metrics import Metrics
@@ -25,7 +27,13 @@ class Delta:
 
     index: int
     text: str
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | Literal["tool_calls"] | None
+    reasoning: str = ""
+    calls: Sequence[CallPiece] = ()
+
+    def joined(self, more: "Delta") -> "Delta":
+        parts = self.text + more.text, more.finish_reason, self.reasoning + more.reasoning
+        return Delta(self.index, *parts, joined_calls([*self.calls, *more.calls]))
 
 
 class RequestFailed(Exception):
@@ -39,8 +47,10 @@ class RequestFailed(Exception):
 class Choice:
     """Receives one request's outputs and passes its text on."""
 
-    def __init__(self, index: int, request: Request, text: TextStream, completion: "Completion") -> None:
-        self.request = request
+    def __init__(
+        self, index: int, request: Request, text: TextStream, parser: AnswerParser | None, completion: "Completion"
+    ) -> None:
+        self.request, self.parser = request, parser
         self.stats: RequestStats | None = None  # set by the last output
         self._index, self._text, self._completion = index, text, completion
         self._arrival = time.perf_counter()
@@ -51,6 +61,7 @@ class Choice:
         was_stopped = self._text.stopped
         text = self._text.push(output.tokens, output.finish_reason)
         reason = output.finish_reason
+        parts = Parts(content=text) if self.parser is None else self.parser.feed(text, reason is not None)
         if self._text.stopped and not was_stopped and reason is None:
             self._completion.engine.abort(self.request.id)  # the reply has the counts and ends the choice
         if reason is not None:
@@ -58,8 +69,14 @@ class Choice:
             reason = "stop" if self._text.stopped else reason
             self.stats = self._text.cut(output.stats)
             self._completion.metrics.count_finished(reason, self.stats)
-        if text or reason is not None:
-            self._completion.put(Delta(self._index, text, reason))
+        has_calls = reason == "stop" and self.parser is not None and self.parser.num_calls > 0
+        if parts != Parts() or reason is not None:
+            told = "tool_calls" if has_calls else reason
+            self._completion.put(Delta(self._index, parts.content, told, parts.reasoning, parts.calls))
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self.parser is None else self.parser.num_reasoning(self._text.starts)
 
     def fail(self, error: Exception) -> None:
         if isinstance(error, EngineError):  # refused requests do not count: they never ran
@@ -80,7 +97,6 @@ class Completion:
     def __init__(
         self,
         engine: EngineClient,
-        decoder: Decoder,
         metrics: Metrics,
         *,
         watched: bool,
@@ -90,15 +106,17 @@ class Completion:
         self.engine, self.metrics = engine, metrics
         self._seconds, self._deadline = seconds, None if seconds is None else time.monotonic() + seconds
         self.choices: list[Choice] = []
-        self._decoder, self._watched = decoder, watched
+        self._watched = watched
         self._news: deque[Delta | Exception] = deque()
         self._has_news = asyncio.Event()
 
-    def submit(self, requests: Sequence[Request], stop: Sequence[str]) -> None:
+    def submit(self, requests: Sequence[Request], stop: Sequence[str], answers: AnswerFormat) -> None:
         """Raises EngineError if there is no engine."""
+        stop, watched = answers.stops(stop), self._watched or answers.has_reasoning  # whose tokens are counted
         for index, request in enumerate(requests):
-            text = TextStream(self._decoder, stop, watched=self._watched, min_tokens=request.params.min_tokens)
-            self.choices.append(Choice(index, request, text, self))
+            text = TextStream(answers.decoder, stop, watched=watched, min_tokens=request.params.min_tokens)
+            parser = None if answers.parser is None else answers.parser()
+            self.choices.append(Choice(index, request, text, parser, self))
             self.engine.submit(request, self.choices[-1])
 
     def put(self, news: Delta | Exception) -> None:
@@ -122,7 +140,7 @@ class Completion:
                 self.abort()
                 raise RequestFailed(news)
             while self._news and isinstance(more := self._news[0], Delta) and more.index == news.index:
-                news = Delta(news.index, news.text + more.text, more.finish_reason)
+                news = news.joined(more)
                 self._news.popleft()
             num_open -= news.finish_reason is not None
             yield news
@@ -162,6 +180,7 @@ class Completion:
             "total_tokens": prompts.prompt_tokens + total.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": prompts.cached_tokens},
             "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices),
                 "accepted_prediction_tokens": total.accepted_tokens,
                 "rejected_prediction_tokens": total.drafted_tokens - total.accepted_tokens,
             },
@@ -185,17 +204,20 @@ class Call(NamedTuple):
     stop: Sequence[str]
     num_choices: int  # per prompt
     requests: Sequence[Request]  # the first one's seed is that of the call, asked for or drawn
+    answers: AnswerFormat
+    shows_reasoning: bool
 
     @classmethod
     def of(cls, body: ChatBody | CompletionBody, frontend: Frontend) -> "Call":
         is_chat = isinstance(body, ChatBody)
         call_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        requests = frontend.requests(body, call_id)
+        requests, answers = frontend.read(body, call_id)
+        shows_reasoning = isinstance(body, ChatBody) and body.include_reasoning
         head = call_id, int(time.time()), frontend.model_name, is_chat
-        return cls(*head, body.stream, body.include_usage, body.stop, body.n, requests)
+        return cls(*head, body.stream, body.include_usage, body.stop, body.n, requests, answers, shows_reasoning)
 
-    def whole(self, texts: list[str], reasons: list[str], usage: Mapping[str, Any]) -> dict[str, Any]:
-        choices = [self._choice(index, *ended) for index, ended in enumerate(zip(texts, reasons, strict=True))]
+    def whole(self, answers: Sequence[Delta], usage: Mapping[str, Any]) -> dict[str, Any]:
+        choices = [self._choice(answer) for answer in answers]
         kind = "chat.completion" if self.is_chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": usage}
 
@@ -206,11 +228,21 @@ class Call(NamedTuple):
         first = {"role": "assistant", "content": ""}
         return [self._event([self._part(index, first, None)]) for index in range(len(self.requests))]
 
-    def piece(self, delta: Delta) -> dict[str, Any]:
-        if self.is_chat:
-            content = {"content": delta.text} if delta.text else {}
-            return self._event([self._part(delta.index, content, delta.finish_reason)])
-        return self._event([self._choice(delta.index, delta.text, delta.finish_reason)])
+    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+        """Events, in the order of a message: reasoning, content, calls. The last one has the finish reason, which has
+        an event of its own after calls."""
+        if not self.is_chat:
+            return [self._event([self._choice(delta)])]
+        parts = list[dict[str, Any]]()
+        if delta.reasoning and self.shows_reasoning:
+            parts.append(self._reasoning(delta))
+        parts += [{"content": delta.text}] if delta.text else []
+        for call in delta.calls:
+            parts += [{"tool_calls": [one]} for one in call_events(call)]
+        if delta.finish_reason is not None and (delta.calls or not parts):
+            parts.append({})
+        reasons = [None] * (len(parts) - 1) + [delta.finish_reason]
+        return [self._event([self._part(delta.index, *one)]) for one in zip(parts, reasons, strict=False)]
 
     def closing(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         return {**self._event([]), "usage": usage}
@@ -223,14 +255,35 @@ class Call(NamedTuple):
         head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
         return {**head, "choices": choices, **({"usage": None} if self.include_usage else {})}
 
-    def _part(self, index: int, delta: dict[str, str], reason: str | None) -> dict[str, Any]:
+    def _reasoning(self, answer: Delta) -> dict[str, Any]:
+        """By both names that clients read."""
+        return dict.fromkeys(("reasoning_content", "reasoning"), answer.reasoning or None)
+
+    def _part(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
-    def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        content: dict[str, Any] = {"text": text}
+    def _choice(self, answer: Delta) -> dict[str, Any]:
+        content: dict[str, Any] = {"text": answer.text}
         if self.is_chat:
-            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+            text = answer.text or (None if answer.calls else "")
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if self.answers.has_reasoning and self.shows_reasoning:
+                message |= self._reasoning(answer)
+            if answer.calls:
+                message["tool_calls"] = [whole_call(call) for call in answer.calls]
+            content = {"message": message}
+        return {"index": answer.index, **content, "logprobs": None, "finish_reason": answer.finish_reason}
+
+
+def whole_call(call: CallPiece) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def call_events(call: CallPiece) -> list[dict[str, Any]]:
+    """A call's id and name come once, without arguments, which follow."""
+    head = {"index": call.index, **whole_call(replace(call, arguments=""))}
+    more = {"index": call.index, "function": {"arguments": call.arguments}}
+    return [*([head] if call.name else []), *([more] if call.arguments else [])]
 
 
 def sse(event: Mapping[str, Any]) -> str:

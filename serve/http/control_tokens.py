@@ -11,13 +11,13 @@ import copy
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from transformers import AddedToken, PreTrainedTokenizerBase
 
-from slipstream.models.chat.messages import Message
-
 PRIVATE_USE = range(0x100000, 0x10FFFE)  # code points of plane 16, which have no meaning
+JsonList = Sequence[Any]
 PLACES = ("{}", " {} ", "\n{}\n", "a{}a")
 
 
@@ -42,9 +42,10 @@ class PlainTextTokenizer:
         ids = self._tokenizer(text, add_special_tokens=add_special_tokens, split_special_tokens=True).input_ids
         return [self._ids.get(token, token) for token in ids]
 
-    def render(self, messages: Sequence[Message], template: Callable[[Sequence[Message]], str]) -> str:
-        """Renders `messages` with `template`, whose own special tokens become aliases."""
-        strings = [value for message in messages for value in message.values() if isinstance(value, str)]
+    def render(self, given: JsonList, template: Callable[[JsonList], str]) -> str:
+        """Renders what clients give, messages or messages and tools, with `template`, whose own special tokens become
+        aliases."""
+        strings = list(strings_of(given))
         found = {token for text in strings for token in self._pattern.findall(text)}
         # For each token that a client wrote, the template sees a character that no client used.
         stand_ins = dict(zip(found, unused_characters(strings) if found else "", strict=False))
@@ -52,10 +53,7 @@ class PlainTextTokenizer:
             raise ValueError(
                 "messages hold too many private-use characters (Unicode's plane 16) besides control tokens"
             )
-        hidden = [
-            {name: self._replaced(value, stand_ins) if isinstance(value, str) else value for name, value in fields}
-            for fields in (message.items() for message in messages)
-        ]
+        hidden = [replaced(one, lambda text: self._replaced(text, stand_ins)) for one in given]
         text = self._replaced(template(hidden), self._aliases)
         return text.translate({ord(char): token for token, char in stand_ins.items()})
 
@@ -68,6 +66,28 @@ class PlainTextTokenizer:
             if ids & special:
                 fault = f"this tokenizer's vocabulary makes {token} a control token even as text"
                 raise ValueError(f"control_tokens_as_text: {fault}; leave the option off")
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """At any depth, names of members included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield name
+            yield from strings_of(inner)
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from strings_of(inner)
+
+
+def replaced(value: Any, replace: Callable[[str], str]) -> Any:
+    """With every string of it replaced."""
+    if isinstance(value, str):
+        return replace(value)
+    if isinstance(value, Mapping):
+        return {replace(name): replaced(inner, replace) for name, inner in value.items()}
+    return [replaced(inner, replace) for inner in value] if isinstance(value, Sequence) else value
 
 
 def random_word() -> str:

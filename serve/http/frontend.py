@@ -9,6 +9,8 @@ from typing import Any
 from slipstream.models.chat.template import PromptTemplate, TemplateFailed, TemplateRefused
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
+from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
+from slipstream.serve.chat.tools import ToolChoice, read_choice, read_tools
 from slipstream.serve.detokenize import Decoder, spellings
 from slipstream.serve.grammar.grammars import check as check_grammar
 from slipstream.serve.http.control_tokens import PlainTextTokenizer
@@ -54,6 +56,8 @@ class Frontend:
         self.template = PromptTemplate(self.tokenizer, date=config.date, variables={}) if has_template else None
         self.plain_text = PlainTextTokenizer(self.tokenizer) if config.control_tokens_as_text else None
         self.decoder = Decoder(self.tokenizer)
+        self.chat = ChatFormat(self.tokenizer, config.tool_parser, config.reasoning_parser)
+        self._ignore_unknown = config.ignore_unknown_fields
         self.max_model_len, self.vocab_size = info.max_model_len, info.vocab_size
         self.limits = Limits.of(config, info.max_model_len, self.tokenizer)
 
@@ -71,7 +75,14 @@ class Frontend:
             )
             raise ApiError(400, message, "n" if body.n > 1 else "prompt")
 
-    def chat_prompt(self, body: ChatBody | TokenizeBody) -> list[int]:
+    def tool_choice(self, body: ChatBody | TokenizeBody) -> ToolChoice:
+        if isinstance(body, TokenizeBody):
+            tools = tuple(read_tools(body.tools, self._ignore_unknown))
+            return ToolChoice(tools, "auto" if tools else "none")
+        given = body.tools, body.tool_choice, body.parallel_tool_calls
+        return read_choice(*given, ignore_unknown=self._ignore_unknown)
+
+    def chat_prompt(self, body: ChatBody | TokenizeBody, choice: ToolChoice) -> list[int]:
         assert body.messages is not None
         if self.template is None:
             raise ApiError(400, f"{self.model_name} has no chat template; use /v1/completions", "messages")
@@ -79,9 +90,16 @@ class Frontend:
         for name in body.chat_template_kwargs:
             if name in reserved:
                 raise ApiError(400, f"chat_template_kwargs must not hold {name}", "chat_template_kwargs")
-        template = partial(self.template.render, prompt=body.add_generation_prompt, variables=body.chat_template_kwargs)
+        effort = body.reasoning_effort if isinstance(body, ChatBody) else None
+        variables = self.chat.variables(effort) | body.chat_template_kwargs
+        template = partial(self.template.render, prompt=body.add_generation_prompt, variables=variables)
+        tools = [tool.definition for tool in choice.tools] or None
         try:
-            text = self.plain_text.render(body.messages, template) if self.plain_text else template(body.messages)
+            messages = self.template.prepared(self.chat.named_reasoning(body.messages), tools)
+            if self.plain_text is not None:
+                text = self.plain_text.render([messages, tools], lambda given: template(*given))
+            else:
+                text = template(messages, tools)
         except TemplateFailed as error:
             if not body.chat_template_kwargs:
                 raise  # a bug in the template
@@ -97,7 +115,7 @@ class Frontend:
     def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         """The answer of /tokenize."""
         if body.prompt is None:
-            tokens = self.chat_prompt(body)
+            tokens = self.chat_prompt(body, self.tool_choice(body))
         else:
             tokens = self.encode(body.prompt, "prompt", body.add_special_tokens)
         strings = self.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
@@ -136,25 +154,33 @@ class Frontend:
 
     def requests(self, body: ChatBody | CompletionBody, response_id: str) -> list[Request]:
         """One Request per choice, all choices of the first prompt first. The first Request has the seed of the call."""
+        return self.read(body, response_id)[0]
+
+    def read(self, body: ChatBody | CompletionBody, response_id: str) -> tuple[list[Request], AnswerFormat]:
+        """The Requests, and how their answers are read."""
         self.check_choices(body)
+        grammar = checked_grammar(body)
         if isinstance(body, ChatBody):
-            field, prompts = "messages", [self.chat_prompt(body)]
+            tools = self.tool_choice(body)
+            field, prompts = "messages", [self.chat_prompt(body, tools)]
+            answers = self.chat.answer(tools, prompts[0], grammar)
         else:
             field, prompts = "prompt", self.completion_prompts(body)
+            answers = AnswerFormat(self.decoder, grammar)
         seed = draw_seed() if body.seed is None else body.seed
-        namespace, grammar = digest(body.cache_salt), checked_grammar(body)
+        namespace = digest(body.cache_salt)
         requests: list[Request] = []
         for index, prompt in enumerate(prompts):
-            params = self.sampling_params(body, len(prompt), prompt_seed(seed, index), field, grammar)
+            params = self.sampling_params(body, len(prompt), prompt_seed(seed, index), field, answers)
             for choice in range(body.n):
                 request_id = f"{response_id}-{len(requests)}"
                 requests.append(
                     Request(id=request_id, prompt=prompt, params=params, choice=choice, namespace=namespace)
                 )
-        return requests
+        return requests, answers
 
     def sampling_params(
-        self, body: Body, prompt_len: int, seed: int, field: str, grammar: Grammar | None = None
+        self, body: Body, prompt_len: int, seed: int, field: str, answers: AnswerFormat
     ) -> SamplingParams:
         if prompt_len == 0:
             raise ApiError(400, f"{field} is empty: it must hold at least one token", field)
@@ -172,9 +198,9 @@ class Frontend:
             return SamplingParams(
                 max_tokens=unset_max_tokens if body.max_tokens is None else body.max_tokens,
                 seed=seed,
-                grammar=grammar,
+                grammar=answers.grammar,
                 bad_words=spellings(self.tokenizer, body.bad_words),
-                stop_token_ids=tuple(body.stop_token_ids),
+                stop_token_ids=(*body.stop_token_ids, *answers.stop_ids),
                 **{**self.sampling_defaults, **given},
             )
         except ValueError as error:

@@ -22,13 +22,15 @@ from pydantic import (
 
 from slipstream.models.chat import messages as chat
 from slipstream.models.chat.messages import TEXT_PARTS, Message, MessageError
+from slipstream.serve.chat.tools import ToolError, read_calls
 from slipstream.serve.http import limits
 from slipstream.serve.http.limits import ApiError
 from slipstream.serve.request import Grammar
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI for /v1/completions; a chat answer may fill the context
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_FIELDS = {"role", "content", "name", "refusal"}
+FIELDS_OF_ROLE = {"assistant": {"tool_calls", "reasoning_content", "reasoning"}, "tool": {"tool_call_id"}}
 
 # Fields of OpenAI and other servers that are not implemented, with the values that have no effect: clients send them by
 # default. null is always accepted; None here means that any value is. Other values are refused by name.
@@ -45,8 +47,9 @@ NEUTRAL: Neutral = {
     "user": None,
     "audio": (),
     "best_of": (1,),
+    "include_reasoning": (True,),
     "echo": (False,),
-    "function_call": ("none", "auto"),
+    "function_call": ("none", "auto"),  # OpenAI's older names of tool_choice and tools
     "functions": ([],),
     "logprobs": (False,),
     "modalities": (["text"],),
@@ -75,6 +78,9 @@ NEUTRAL: Neutral = {
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "thinking_token_budget": (),
     "skip_special_tokens": (True,),
     "stop_regex": ([],),
     "truncate_prompt_tokens": (),
@@ -88,6 +94,9 @@ NEUTRAL_IN_MESSAGE: Neutral = {  # fields of an answer that a client sends back 
     "annotations": None,
     "audio": (),
     "function_call": (),
+    "reasoning": ("",),
+    "reasoning_content": ("",),
+    "tool_call_id": (),
     "tool_calls": ([],),
 }
 
@@ -100,7 +109,7 @@ def understood_fields(
     unknown = sorted(body.keys() - understood - neutral.keys())
     if unknown and not ignore_unknown:
         raise ApiError(400, f"unknown field: {', '.join(where + name for name in unknown)}", where + unknown[0])
-    for name in body.keys() & neutral.keys():
+    for name in (body.keys() & neutral.keys()) - understood:
         allowed = neutral[name]
         if allowed is not None and body[name] is not None and not is_one_of(body[name], allowed):
             remedy = " or ".join(["leave it out", *(f"send {json.dumps(value)}" for value in allowed)])
@@ -143,15 +152,36 @@ def known_message(message: Any, where: str, ignore_unknown: bool) -> Any:
     `chat.read_messages` checks the rest."""
     if not isinstance(message, dict):
         return message
-    understood_fields(message, MESSAGE_FIELDS, NEUTRAL_IN_MESSAGE, f"{where}.", ignore_unknown=ignore_unknown)
     role, content = message.get("role"), message.get("content")
+    understood = MESSAGE_FIELDS | (FIELDS_OF_ROLE.get(role, set()) if isinstance(role, str) else set())
+    understood_fields(message, understood, NEUTRAL_IN_MESSAGE, f"{where}.", ignore_unknown=ignore_unknown)
     if role not in ROLES:
         raise ApiError(400, f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{where}.role")
     for index, part in enumerate(content if isinstance(content, list) else []):
         if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
             place = f"{where}.content.{index}."
             understood_fields(part, {"type", part["type"]}, {}, place, ignore_unknown=ignore_unknown)
-    return {name: entry for name, entry in message.items() if name in MESSAGE_FIELDS}
+    return with_calls({name: entry for name, entry in message.items() if name in understood}, where)
+
+
+def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """An assistant's or a tool's message, its calls and its reasoning under one name."""
+    for name in ("tool_call_id", "reasoning_content", "reasoning"):
+        if not isinstance(message.get(name), str | None):
+            raise ApiError(400, f"{where}.{name} must be a string", f"{where}.{name}")
+    texts = message.pop("reasoning", None), message.pop("reasoning_content", None)
+    reasoning = next((text for text in texts if text), None)
+    if reasoning is not None:
+        message["reasoning_content"] = reasoning
+    if all(texts) and texts[0] != texts[1]:
+        place = f"{where}.reasoning"
+        raise ApiError(400, f"{place} and reasoning_content differ; send one of them", place)
+    if message.get("tool_calls"):
+        try:
+            message["tool_calls"] = read_calls(message["tool_calls"], f"{where}.tool_calls")
+        except ToolError as error:
+            raise ApiError(400, str(error), error.field) from error
+    return message
 
 
 def read_prompts(value: Any) -> list[str | list[int]]:
@@ -285,6 +315,11 @@ class ChatBody(Body):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[Any] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
 
     @model_validator(mode="after")
     def merge_alias(self) -> "ChatBody":
@@ -319,8 +354,10 @@ def _grammars_of_format(value: dict[str, Any]) -> list[tuple[Grammar, str]]:
     if kind in ("text", "json_object"):
         understood_fields(value, {"type"}, {}, f"{where}.")
         return [(Grammar("json_object"), where)] if kind == "json_object" else []
+    if kind == "structural_tag":
+        return [(structural_tag(value, where), where)]
     if kind != "json_schema":
-        message = f"{where}.type is {kind!r}; it must be text, json_object or json_schema"
+        message = f"{where}.type is {kind!r}; it must be text, json_object, json_schema or structural_tag"
         raise ApiError(400, message, f"{where}.type")
     understood_fields(value, {"type", "json_schema"}, {}, f"{where}.")
     named = value.get("json_schema")
@@ -331,12 +368,44 @@ def _grammars_of_format(value: dict[str, Any]) -> list[tuple[Grammar, str]]:
     return [(Grammar("json_schema", json.dumps(named["schema"])), f"{where}.json_schema.schema")]
 
 
+def structural_tag(value: Any, where: str) -> Grammar:
+    """xgrammar's, as an object or its JSON text; in its older form with `structures` and `triggers`, too."""
+    try:
+        tag = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ApiError(400, f"{where} is not valid JSON: {error}", where) from error
+    if isinstance(tag, dict) and "structures" in tag:
+        understood_fields(tag, {"type", "structures", "triggers"}, {}, f"{where}.")
+        tag = {"format": triggered_tags(tag["structures"], tag.get("triggers"), f"{where}.structures")}
+    if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
+        raise ApiError(400, f"{where} must hold format, an object", f"{where}.format")
+    understood_fields(tag, {"type", "format"}, {}, f"{where}.")
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": tag["format"]}))
+
+
+def triggered_tags(structures: Any, triggers: Any, where: str) -> dict[str, Any]:
+    is_list = isinstance(structures, list) and structures
+    if not is_list or not all(isinstance(one, dict) and {"begin", "schema", "end"} <= one.keys() for one in structures):
+        raise ApiError(400, f"{where} must be a list of objects with begin, schema and end", where)
+    tags = [
+        {
+            "type": "tag",
+            "begin": one["begin"],
+            "content": {"type": "json_schema", "json_schema": one["schema"]},
+            "end": one["end"],
+        }
+        for one in structures
+    ]
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+
+
 def _structured_outputs(value: dict[str, Any]) -> list[tuple[Grammar, str]]:
     """vLLM's."""
     where, found = "structured_outputs", list[tuple[Grammar, str]]()
-    neutral: Neutral = {"structural_tag": (), "whitespace_pattern": (), "disable_any_whitespace": (False,)}
+    neutral: Neutral = {"whitespace_pattern": (), "disable_any_whitespace": (False,)}
     neutral |= {"disable_fallback": None, "disable_additional_properties": (False,)}
-    known = understood_fields(value, {"json", "json_object", "regex", "choice", "grammar"}, neutral, f"{where}.")
+    understood = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}
+    known = understood_fields(value, understood, neutral, f"{where}.")
     for name, given in known.items():
         place = f"{where}.{name}"
         if name == "json" and isinstance(given, dict | bool | str):
@@ -346,6 +415,8 @@ def _structured_outputs(value: dict[str, Any]) -> list[tuple[Grammar, str]]:
         elif name == "choice" and isinstance(given, list) and given and all(isinstance(one, str) for one in given):
             check_length(given, limits.MAX_GRAMMAR_CHOICES, place)
             found.append((Grammar("choice", json.dumps(given)), place))
+        elif name == "structural_tag":
+            found.append((structural_tag(given, place), place))
         elif name in ("regex", "grammar") and isinstance(given, str):
             found.append((Grammar("regex" if name == "regex" else "ebnf", given), place))
         else:
@@ -361,6 +432,7 @@ class TokenizeBody(Fields):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[Any] = []
     return_token_strs: bool = False
 
     @model_validator(mode="after")

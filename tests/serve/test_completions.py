@@ -7,6 +7,7 @@ from unittest.mock import call as mock_call
 
 import pytest
 
+from slipstream.serve.chat.answers import AnswerFormat
 from slipstream.serve.detokenize import Decoder
 from slipstream.serve.http.completions import Completion, Delta, RequestFailed
 from slipstream.serve.http.engine_client import EngineError
@@ -19,9 +20,13 @@ LETTERS = [byte_level().convert_tokens_to_ids(chr(code)) for code in range(ord("
 
 def call(num_choices: int) -> Completion:
     """A call whose engine only takes note."""
-    completion = Completion(Mock(), Decoder(byte_level()), Metrics(), watched=True)
+    completion = Completion(Mock(), Metrics(), watched=True)
     params = SamplingParams(max_tokens=99)
-    completion.submit([Request(id=str(index), prompt=[1], params=params) for index in range(num_choices)], ())
+    completion.submit(
+        [Request(id=str(index), prompt=[1], params=params) for index in range(num_choices)],
+        (),
+        AnswerFormat(Decoder(byte_level())),
+    )
     return completion
 
 

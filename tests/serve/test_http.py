@@ -31,7 +31,11 @@ def test_completion(client: httpx.Client) -> None:
         "completion_tokens": 23,
         "total_tokens": prompt_len + 23,
         "prompt_tokens_details": {"cached_tokens": 1},
-        "completion_tokens_details": {"accepted_prediction_tokens": 15, "rejected_prediction_tokens": 1},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 15,
+            "rejected_prediction_tokens": 1,
+        },
         "speculation": {"rounds": rounds, "accept_length": 22 / rounds, "accepted_by_position": [8, 7]},
     }
 

@@ -174,7 +174,7 @@ def test_a_fault_is_told_by_an_id_and_logged_once(
     def break_down(*_: object) -> None:
         raise RuntimeError("secret of /home/someone")
 
-    monkeypatch.setattr(Call, "piece" if stream else "whole", break_down)
+    monkeypatch.setattr(Call, "pieces" if stream else "whole", break_down)
     response = client.post(COMPLETIONS, json={"prompt": "x", "stream": stream})
     error = (json.loads(response.text.removeprefix("data: ")) if stream else response.json())["error"]
     assert response.status_code == (200 if stream else 500)

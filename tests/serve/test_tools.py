@@ -1,0 +1,302 @@
+"""Calls of tools that a grammar enforces, in every form, and reasoning before an answer with a grammar: by the mask
+alone, and by an engine with every drafter."""
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
+from slipstream.serve.chat.parser import Parts, joined_calls
+from slipstream.serve.chat.tools import ToolChoice, ToolError, read_choice
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.grammar.grammars import Grammars
+from slipstream.serve.llm import LLM
+from slipstream.serve.request import Grammar, Request, SamplingParams
+from slipstream.tests.random_drafts import save_random_draft
+from slipstream.tests.serve.chat_targets import TEMPLATES, load, write_target
+from slipstream.tests.serve.engine_runs import build_engine, make_request, run, tokens_of
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        "unit": {"enum": ["C", "F"]},
+    },
+    "required": ["days"],
+    "additionalProperties": False,
+}
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+SCHEMAS = {"weather": WEATHER, "now": NO_ARGUMENTS}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def tool(name: str, parameters: Any = None, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
+
+
+TOOLS = [tool(name, schema) for name, schema in SCHEMAS.items()]
+
+
+class Sampler:
+    """Answers at random under the mask, without a model."""
+
+    def __init__(self, form: str, folder: Path) -> None:
+        self.tokenizer = load(form, folder / "target")
+        self.chat = ChatFormat(self.tokenizer, "auto", "auto")
+        self.prompt = self.tokenizer("What now?\n").input_ids
+        end = self.tokenizer.eos_token_id
+        self.grammars = Grammars(lambda: self.tokenizer, len(self.tokenizer), [end])
+        special = {0, 1, 3}
+        likely = [self.tokenizer.convert_tokens_to_ids(letter) for letter in '"}/<[{'] + list(
+            self.chat.decoder._markers
+        )
+        self._weights = np.full(len(self.tokenizer), 0.3)
+        self._weights[likely] = 40.0
+        self._weights[list(special)] = 1e-9
+        self._weights[end] = 100.0
+
+    def write(self, answers: AnswerFormat, seed: int, most: int = 250) -> Parts | None:
+        """The parts of an answer; None if it does not end in time."""
+        assert answers.grammar is not None
+        assert answers.parser is not None
+        ends, rng, tokens = [self.tokenizer.eos_token_id, *answers.stop_ids], random.Random(seed), list[int]()
+        matcher = self.grammars.matcher(answers.grammar, ends)
+        while len(tokens) < most and not matcher.is_over:
+            bits = np.unpackbits(matcher.allowed([0], [-1]).view(np.uint8), bitorder="little")
+            allowed = np.flatnonzero(bits[: len(self.tokenizer)])
+            [token] = rng.choices(allowed.tolist(), self._weights[allowed])
+            assert matcher.push([token])
+            tokens.append(token)
+        if not matcher.is_over:
+            return None
+        parts = answers.parser().feed(answers.decoder(tokens[:-1]), final=True)
+        parts.calls = joined_calls(parts.calls)
+        return parts
+
+
+def check_calls(parts: Parts, schemas: dict[str, Any] = SCHEMAS) -> None:
+    for call in parts.calls:
+        jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def sampler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
+    found = Sampler(request.param, tmp_path_factory.mktemp(request.param))
+    yield found
+    found.grammars.close()
+
+
+def test_calls_are_valid_in_every_form(sampler: Sampler) -> None:
+    ended = 0
+    for tool_choice, is_parallel in (("required", True), ("required", False), (NAMED, False)):
+        answers = sampler.chat.answer(read_choice(TOOLS, tool_choice, is_parallel), sampler.prompt, None)
+        for seed in range(3):
+            parts = sampler.write(answers, seed)
+            if parts is None:
+                continue
+            ended += 1
+            assert parts.calls
+            assert parts.content == ""
+            assert is_parallel or len(parts.calls) == 1
+            assert tool_choice == "required" or parts.calls[0].name == "weather"
+            check_calls(parts)
+    assert ended >= 4
+
+
+def test_strict_tools_are_called_as_their_schemas_say_and_content_is_free(sampler: Sampler) -> None:
+    tools = [tool("weather", WEATHER, strict=True), tool("now", NO_ARGUMENTS, strict=True)]
+    answers = sampler.chat.answer(read_choice(tools, "auto", True), sampler.prompt, None)
+    calls = 0
+    for seed in range(8):
+        parts = sampler.write(answers, seed)
+        if parts is not None:
+            check_calls(parts)
+            calls += len(parts.calls)
+    assert sampler.chat.tools is not None
+    assert calls or sampler.chat.tools.at_start, "these begin with a call seldom"
+
+
+def test_content_with_a_grammar_or_calls(sampler: Sampler) -> None:
+    answers = sampler.chat.answer(read_choice(TOOLS, "auto", True), sampler.prompt, Grammar("regex", "[ab]{3}"))
+    kinds = set()
+    for seed in range(6):
+        parts = sampler.write(answers, seed)
+        if parts is not None:
+            kinds.add("calls" if parts.calls else "content")
+            assert parts.calls or len(parts.content) == 3
+            assert not (parts.calls and parts.content)
+    assert kinds
+
+
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target("hermes", tmp_path_factory.mktemp("hermes") / "target")
+
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "eagle3": {},
+    "eagle3 tree": {"depth": 3, "topk": 3, "nodes": 8},
+    "ngram": {"nodes": 9},
+}
+Build = Callable[[str], Engine]
+
+
+@pytest.fixture(scope="module")
+def build(hermes: Path, tmp_path_factory: pytest.TempPathFactory) -> Build:
+    draft = tmp_path_factory.mktemp("drafts") / "draft"
+    save_random_draft(hermes, draft, 1500)
+
+    def make(drafter: str) -> Engine:
+        name = drafter.split()[0]
+        return build_engine(hermes, name if name in ("none", "ngram") else draft, drafter=DRAFTERS[drafter])
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def asked(hermes: Path) -> tuple[list[Request], dict[str, AnswerFormat]]:
+    """Enforced calls, and JSON after reasoning: begun by the prompt, begun by the answer if it likes, ended before."""
+    tokenizer = AutoTokenizer.from_pretrained(hermes)
+    chat = ChatFormat(tokenizer, "auto", "auto")
+    ids, person = tokenizer.convert_tokens_to_ids, Grammar("json_schema", json.dumps(WEATHER))
+    prompt = tokenizer("What is the weather?\n").input_ids
+    opened, closed = [*prompt, ids("<think>")], [*prompt, ids("<think>"), ids("</think>")]
+    kinds: dict[str, tuple[Sequence[int], ToolChoice, Grammar | None]] = {
+        "required": (prompt, read_choice(TOOLS, "required", True), None),
+        "named": (closed, read_choice(TOOLS, NAMED, False), None),
+        "strict": (prompt, read_choice([tool("now", NO_ARGUMENTS, strict=True)], "auto", True), None),
+        "opened": (opened, ToolChoice(), person),
+        "optional": (prompt, ToolChoice(), person),
+        "closed": (closed, ToolChoice(), person),
+    }
+    likely = {ids('"'): 3.0, ids("}"): 6.0, ids("<think>"): 6.0, ids("</think>"): 9.0, ids("</tool_call>"): 5.0}
+    spaces = [token for token in range(len(tokenizer)) if tokenizer.decode([token]).isspace()]
+    likely |= dict.fromkeys(spaces, -20.0)
+    requests, formats = [], {}
+    for name, (tokens, choice, grammar) in kinds.items():
+        formats[name] = chat.answer(choice, tokens, grammar)
+        for seed in range(2):
+            params = {"grammar": formats[name].grammar, "logit_bias": likely, "temperature": 1.0, "seed": seed}
+            requests.append(make_request(f"{name} {seed}", list(tokens), max_tokens=48, **params))
+    return requests, formats
+
+
+@pytest.fixture(scope="module")
+def expected(build: Build, asked: tuple[list[Request], dict[str, AnswerFormat]]) -> dict[str, list[int]]:
+    return tokens_of(run(build("none"), asked[0]))
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_answers_are_the_same_with_every_drafter(
+    drafter: str,
+    build: Build,
+    asked: tuple[list[Request], dict[str, AnswerFormat]],
+    expected: dict[str, list[int]],
+) -> None:
+    requests, formats = asked
+    answers = run(build(drafter), requests)
+    assert tokens_of(answers) == expected
+    ends = 0
+    for name, answer in answers.items():
+        form = formats[name.split()[0]]
+        assert form.parser is not None
+        is_whole = answer.finish_reason == "stop"
+        parts = form.parser().feed(form.decoder(answer.tokens[: -1 if is_whole else None]), final=True)
+        if not is_whole:
+            continue
+        ends += 1
+        parts.calls = joined_calls(parts.calls)
+        check_calls(parts)
+        if name.startswith(("required", "named")):
+            assert parts.calls
+        if form.grammar is not None and name.startswith(("opened", "optional", "closed")):
+            jsonschema.validate(json.loads(parts.content), WEATHER)
+    assert ends >= 6
+
+
+def test_chat_offline(hermes: Path) -> None:
+    with LLM(str(hermes), kv_cache_tokens=2048, max_running=4) as llm:
+        question = [{"role": "user", "content": "What is the weather?"}]
+        params = SamplingParams(
+            max_tokens=80, temperature=1.0, seed=0, logit_bias={llm.tokenizer.convert_tokens_to_ids('"'): 4}
+        )
+        options = {"chat_template_kwargs": {"enable_thinking": False}}
+        [answer] = llm.chat(question, params, tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False, **options)
+        assert answer.finish_reason in ("tool_calls", "length")
+        assert answer.tool_calls[0].name == "weather"
+        first, second = llm.chat([question, question], params, **options)
+        assert first.tokens != second.tokens
+        assert not first.tool_calls
+        with pytest.raises(ToolError, match="tool_choice.function.name is 'other'"):
+            llm.chat(question, params, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "other"}})
+
+
+def test_tools_need_a_form_and_a_template(hermes: Path) -> None:
+    tokenizer, choice = AutoTokenizer.from_pretrained(hermes), read_choice(TOOLS, "auto", True)
+    with pytest.raises(ToolError, match="tool_parser is none; start the server with --tool-parser and one of harmony"):
+        ChatFormat(tokenizer, "none", "none").answer(choice, [5], None)
+    tokenizer.chat_template = "{{ messages }}"
+    with pytest.raises(ToolError, match="does not tell the form of calls; start the server with --tool-parser"):
+        ChatFormat(tokenizer, "auto", "auto").answer(choice, [5], None)
+    with pytest.raises(ToolError, match="template takes no tools"):
+        ChatFormat(tokenizer, "hermes", "auto").answer(choice, [5], None)
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "field", "words"),
+    [
+        (5, None, "tools", "list"),
+        ([tool("a")] * 2, None, "tools.1.function.name", "again"),
+        ([tool(f"t{index}") for index in range(129)], None, "tools", "129 entries; the limit is 128"),
+        ([tool("a b")], None, "tools.0.function.name", "'a b'; it must be 1 to 64"),
+        ([tool("a" * 65)], None, "tools.0.function.name", "letters"),
+        ([{"type": "custom"}], None, "tools.0.type", "send function"),
+        ([{"type": "function"}], None, "tools.0.function", "object"),
+        ([tool("a", mood=1)], None, "tools.0.function.mood", "unknown"),
+        ([tool("a", strict="yes")], None, "tools.0.function.strict", "true or false"),
+        ([tool("a", {"type": "array"})], None, "tools.0.function.parameters.type", "send object"),
+        ([tool("a", description="x" * 70_000)], None, "tools.0.function", "the limit is 65536"),
+        (None, "required", "tool_choice", "tools are missing"),
+        ([tool("a")], "any", "tool_choice", "it must be none, auto, required"),
+        ([tool("a")], {"type": "allowed_tools"}, "tool_choice.allowed_tools", "mode"),
+        (
+            [tool("a")],
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "b"}}]}},
+            "tool_choice.allowed_tools.tools.0.function.name",
+            "'b'",
+        ),
+    ],
+)
+def test_what_is_wrong_with_tools_is_named(tools: Any, choice: Any, field: str, words: str) -> None:
+    with pytest.raises(ToolError) as caught:
+        read_choice(tools, choice, None)
+    assert caught.value.field == field
+    assert words in str(caught.value)
+
+
+def test_allowed_tools_are_those_that_may_be_called() -> None:
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]}
+    choice = read_choice(TOOLS, {"type": "allowed_tools", "allowed_tools": allowed}, None)
+    assert [one.name for one in choice.tools] == ["weather", "now"], "the prompt names all"
+    assert [one.name for one in choice.callable_tools] == ["now"]
+    assert choice.is_enforced
+    assert not read_choice(TOOLS, "auto", None).is_enforced
+    assert read_choice(TOOLS, "none", None) == ToolChoice()
+
+
+def test_a_schema_that_cannot_be_enforced_is_named_and_refused_only_then(hermes: Path) -> None:
+    chat = ChatFormat(AutoTokenizer.from_pretrained(hermes), "auto", "auto")
+    odd = tool("odd", {"type": "object", "properties": {"a": {"not": {}}}})
+    assert chat.answer(read_choice([odd], "auto", None), [5], None).grammar is None
+    for choice in (read_choice([odd], "required", None), read_choice([tool("x"), odd | {}], "required", None)):
+        with pytest.raises(ToolError, match="not at /properties/a is not supported") as caught:
+            chat.answer(choice, [5], None)
+        assert caught.value.field.endswith(".function.parameters")
