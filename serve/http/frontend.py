@@ -101,10 +101,10 @@ class Frontend:
             else:
                 text = template(messages, tools)
         except TemplateFailed as error:
-            if not body.chat_template_kwargs:
+            if not body.chat_template_kwargs and not tools:
                 raise  # a bug in the template
-            message = "the chat template failed on a value in chat_template_kwargs; leave it out"
-            raise ApiError(400, message, "chat_template_kwargs") from error
+            field = "chat_template_kwargs" if body.chat_template_kwargs else "tools"
+            raise ApiError(400, f"the chat template failed on a value in {field}; leave it out", field) from error
         except TemplateRefused as error:  # the template's own message to its users
             field = "chat_template_kwargs" if body.chat_template_kwargs else "messages"
             raise ApiError(400, f"the chat template refuses this request: {error}", field) from error

@@ -28,6 +28,7 @@ SHOWN = (
     "{%- for message in messages -%}{{ message.role }}:{{ message.reasoning_content }}:{{ message.content }}:"
     "{{ message.tool_call_id }}{%- for call in message.tool_calls or [] -%}{{ call.id }}{{ call.function | tojson }}"
     "{%- endfor -%};{%- endfor -%}{{ tools | tojson if tools }}{{ enable_thinking }}{{ reasoning_effort }}"
+    "{%- for tool in tools or [] if tool.function.name == 'fails' -%}{{ 1 // 0 }}{%- endfor -%}"
     '{# <tool_call> "arguments" </think> #}'
 )
 MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
@@ -179,6 +180,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "not at the root is not supported",
     ),
     ({"tools": TOOLS, "ignore_eos": True, "tool_choice": "required"}, "ignore_eos", "grammar"),
+    ({"tools": [tool("fails")]}, "tools", "the chat template failed on a value in tools"),
     ({"functions": [{"name": "x"}]}, "functions", "not supported"),
     ({"reasoning_effort": "huge"}, "reasoning_effort", "one of none, minimal"),
     ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
