@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -23,7 +22,7 @@ from tqdm import tqdm
 from slipstream import runtime
 from slipstream.kernels.compile_ahead import compile_ahead, short_run
 from slipstream.kernels.speculation.ragged import Chunks
-from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepPlan
+from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepPlan, drafting_slots
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
 from slipstream.serve.runner.step import Runner, StepInputs
@@ -186,11 +185,7 @@ class StepGraphs(Graphs[StepKey]):
         self, runner: Runner, max_running: int, most_rows: int, most_prompt_rows: int, capturer: Capturer
     ) -> None:
         state = runner.state
-        # The budget, then the requests, aligned to 16 bytes: Triton compiles a kernel anew for others.
-        self.numbers = torch.full((2 + max_running,), state.padding, dtype=torch.int64, device=state.device)
-        super().__init__(runner, self.numbers[2:], capturer)
-        self.budget = self.numbers[:1].zero_()
-        self._held: tuple[tuple[int, ...], int] | None = None
+        super().__init__(runner, state.listed[:max_running], capturer)
         self.sizes = buckets(most_rows)
         self.prompt_sizes = prompt_sizes(most_prompt_rows)
         self.num_chunks = min(MOST_CHUNKS, max_running) if self.prompt_sizes else 0
@@ -219,7 +214,7 @@ class StepGraphs(Graphs[StepKey]):
             for rows, heads, has_prompts, mode in self.keys():
                 if not has_prompts or (rows > self.sizes[-1] and heads == self._heads(rows)[-1]):
                     nodes = min(rows, self.sizes[-1])
-                    self._hold(tuple(range(min(rows, self.max_running))), nodes)
+                    self.runner.state.send(tuple(range(min(rows, self.max_running))), nodes)
                     self._hold_chunks(self._random_chunks(rows - nodes))
                     tables[mode][rows] = self._time((rows, heads, has_prompts, mode))
         return tables
@@ -231,17 +226,12 @@ class StepGraphs(Graphs[StepKey]):
         key = self.find(plan)
         if key is None:
             return None
-        self._hold(plan.slots, plan.nodes)
+        self.runner.state.send(plan.slots, plan.nodes, drafting_slots(plan))
         if plan.chunks:
             self._hold_chunks(plan.chunks)
         self._graphs[key].replay()
-        self.runner.state.is_changing = False
         first = min(key[0], self.max_running)
         return self.results[: first + len(plan.chunks) if plan.chunks else len(plan.slots)], first
-
-    def expect(self, plan: StepPlan) -> None:
-        """The plan is the next to run: what the device must know of its requests is on its way before that."""
-        self._hold(plan.slots, plan.nodes)
 
     def find(self, plan: StepPlan) -> StepKey | None:
         mode: SamplingMode = "all" if plan.mode == "all" else "plain"
@@ -269,11 +259,11 @@ class StepGraphs(Graphs[StepKey]):
         chunks = split_chunks(self.packed, self.num_chunks, self.most_prompt_rows)
         if not has_prompts:
             chunks = Chunks(*(field[:0] for field in chunks))
-        inputs = StepInputs(self.budget, self.requests[: min(rows, self.max_running)], chunks)
+        inputs = StepInputs(self.runner.state.budget[:1], self.requests[: min(rows, self.max_running)], chunks)
         self.runner.step(inputs, rows, heads, mode, out=self.results)
 
     def hold_padding(self) -> None:
-        self._hold((), 0)
+        self.runner.state.send((), 0)
         self._hold_chunks(())
 
     def describe(self, key: StepKey) -> str:
@@ -288,12 +278,6 @@ class StepGraphs(Graphs[StepKey]):
     def _pack(self, chunks: Sequence[Any], num_tokens: int) -> Tensor:
         state = self.runner.state
         return pack_chunks(chunks, self.num_chunks, num_tokens, state.padding, state.device.type == "cuda")
-
-    def _hold(self, slots: tuple[int, ...], budget: int) -> None:
-        if self._held != (slots, budget):
-            padding = [self.runner.state.padding] * (self.max_running - len(slots))
-            self.runner.state.copy(np.array([budget, 0, *slots, *padding], np.int64), self.numbers)
-            self._held = slots, budget
 
     def _random_chunks(self, num_tokens: int) -> list[PromptChunk]:
         vocab_size, generator = self.runner.target.config.vocab_size, torch.Generator().manual_seed(0)
@@ -311,10 +295,7 @@ class DraftGraphs(Graphs[DraftKey]):
     """Runs `runner.draft` by replay."""
 
     def __init__(self, runner: Runner, max_running: int, widths: Sequence[int], capturer: Capturer) -> None:
-        state = runner.state
-        requests = torch.full((max_running,), state.padding, dtype=torch.int64, device=state.device)
-        super().__init__(runner, requests, capturer)
-        self._held: tuple[int, ...] | None = None  # slots in `requests`
+        super().__init__(runner, runner.state.drafting[:max_running], capturer)
         self.widths = sorted(width for width in widths if width > 1)
         self.sizes = draft_sizes(max_running)
 
@@ -332,7 +313,7 @@ class DraftGraphs(Graphs[DraftKey]):
         tables: dict[str, dict[Any, float]] = {mode: {} for mode in MODES}
         with self.runner.state.random_requests(self.runner.target.config.vocab_size):
             for size, width, mode in self.keys():
-                self._hold_requests(tuple(range(size)))
+                self.runner.state.send_drafting(tuple(range(size)))
                 tables[mode][size, width] = self._time((size, width, mode))
         return tables
 
@@ -343,7 +324,7 @@ class DraftGraphs(Graphs[DraftKey]):
         size = next((size for size in self.sizes[start:] if (size, width, mode) in self._graphs), None)
         if size is None:
             return False
-        self._hold_requests(slots)
+        self.runner.state.send_drafting(slots)
         self._graphs[size, width, mode].replay()
         return True
 
@@ -356,17 +337,11 @@ class DraftGraphs(Graphs[DraftKey]):
         self.runner.draft(self.requests[:size], mode, width, 0)
 
     def hold_padding(self) -> None:
-        self._hold_requests(())
+        self.runner.state.send_drafting(())
 
     def describe(self, key: DraftKey) -> str:
         size, width, mode = key
         return f"a draft pass of {size} requests at width {width} ({mode} sampling)"
-
-    def _hold_requests(self, slots: tuple[int, ...]) -> None:
-        if self._held != slots:
-            padding = [self.runner.state.padding] * (len(self.requests) - len(slots))
-            self.runner.state.copy(np.array([*slots, *padding], np.int64), self.requests)
-            self._held = slots
 
 
 def make_graphs(

@@ -79,15 +79,13 @@ class ModelRunner:
         self._slots: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # uploaded last, by what they are for
 
     def prepare(self, plan: StepPlan) -> None:
-        """Uploads what a plan says of slots and pages, while the step before it runs. `execute` does so otherwise."""
+        """Packs what a plan says of slots and pages, while the step before it runs. `execute` does so otherwise."""
         if plan.number <= self._prepared:
             return
         self._prepared = plan.number
         if self.state.device.type == "cuda":
             self._started = torch.cuda.Event(enable_timing=True)
         self.state.change(plan.admissions, plan.pages)
-        if plan.slots and self.steps is not None:
-            self.steps.expect(plan)
 
     def execute(self, plan: StepPlan) -> InFlight:
         """Launches the plan's passes. Plans come in the order of their numbers.

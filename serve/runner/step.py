@@ -85,7 +85,9 @@ class Runner:
         Returns (S, 2 + 2 * W) int32, for trees (S, 2 + 3 * W): the results of `verify_rows`, in `out` if given.
         """
         state, B, M = self.state, len(inputs.requests), len(inputs.chunks.slots)
-        if host is None or state.is_changing:
+        if host is None:
+            state.write_sent()
+        else:
             state.write_changes()
         counts = admit(state.stored.survivals, inputs.requests, inputs.budget, state.proposals.shape[2])
         numbers: list[int] = []
