@@ -26,8 +26,8 @@ from slipstream.kernels.gemm.gathered_head import (
     head_topk_triton,
 )
 from slipstream.kernels.gemm.small_m import (
+    FAST_ROWS,
     MAX_GATED_ROWS,
-    MAX_ROWS,
     Tiling,
     gated_linear_few_rows_triton,
     linear_few_rows_triton,
@@ -256,7 +256,7 @@ def linear(rows: int, name: str) -> Case:
         for tiling in (chosen, *linear_tilings(name)):
             yield astuple(tiling), lambda w, tiling=tiling: kernel(x, w, tiling=tiling)
 
-    is_ours = rows <= (MAX_GATED_ROWS if is_gated else MAX_ROWS)
+    is_ours = rows <= (MAX_GATED_ROWS if is_gated else FAST_ROWS)
     return Case(
         bytes=2 * (outputs * inputs + rows * (outputs // (1 + is_gated) + inputs)),
         sets=[random(outputs, inputs) for _ in range(1 + COLD_BYTES // (2 * outputs * inputs))],

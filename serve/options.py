@@ -53,6 +53,9 @@ class EngineConfig:
     """Most requests decoded at once."""
     prefill_budget: int = 1024
     """Most prompt tokens computed per step; captured passes may lower it to prefill_graph_tokens."""
+    exact: bool | None = None
+    """On a GPU, give a row of a pass the same bits whatever rows are beside it: answers are then the same with and
+    without a draft, alone and among others. Default: where it is possible; --fast does without."""
     cuda_graph: bool = True
     """On a GPU, replay passes captured at start-up. Off: launch their kernels one by one."""
     prefill_graph_tokens: int = 1024

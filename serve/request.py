@@ -209,3 +209,5 @@ class EngineInfo:
     max_model_len: int
     vocab_size: int
     kv_cache_tokens: int
+    inexact: str = "not known"  # why answers may depend on the requests beside them; empty: they do not
+    fingerprint: str = ""  # of all that answers depend on; where they are inexact, of what the engine runs

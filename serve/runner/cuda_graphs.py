@@ -21,7 +21,10 @@ from tqdm import tqdm
 
 from slipstream import runtime
 from slipstream.kernels.compile_ahead import compile_ahead, short_run
+from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.speculation.ragged import Chunks
+from slipstream.models.layers.linear import Linear
+from slipstream.models.targets.decoder import Target
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepPlan, drafting_slots
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
@@ -240,7 +243,7 @@ class StepGraphs(Graphs[StepKey]):
             found = ((rows, rows, False, mode) for rows in self.sizes[start:])
             return next((key for key in found if key in self._graphs), None)
         pairs = sum(len(chunk.tokens) * (chunk.start + chunk.end) // 2 for chunk in plan.chunks)
-        is_long = pairs > MOST_PAIRS and self.runner.attention["prefill"].is_ready
+        is_long = pairs > MOST_PAIRS and self.runner.order is None and self.runner.attention["prefill"].is_ready
         if len(plan.chunks) > self.num_chunks or (is_long and not plan.slots):
             return None
         needed = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
@@ -361,6 +364,8 @@ def make_graphs(
 def capture_all(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> tuple[StepGraphs, DraftGraphs | None]:
     """Their kernels are compiled first, in parallel."""
     steps, drafts = make_graphs(runner, config, widths, Capturer())
+    if runner.order is not None:
+        check_order(runner.order, runner.target, steps.keys())
     try:
         with runtime.stage("compiling kernels"), compile_ahead("compiling kernels"):
             steps.run_all()
@@ -372,3 +377,12 @@ def capture_all(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> 
     if drafts is not None:
         drafts.capture_all()
     return steps, drafts
+
+
+@torch.inference_mode()
+def check_order(order: FixedOrder, target: Target, keys: Sequence[StepKey]) -> None:
+    """Lets the library multiply where it adds like our kernels, for the numbers of rows that captured passes have."""
+    rows, heads = {key[0] for key in keys}, {key[1] for key in keys}
+    products = {(*one.weight.shape, one.bias is None): one for one in target.modules() if isinstance(one, Linear)}
+    for one in tqdm(products.values(), desc="checking products", unit="shape", leave=False):
+        order.check(one.weight, one.bias, heads if len(one.weight) == target.config.vocab_size else rows)

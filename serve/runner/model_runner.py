@@ -151,6 +151,10 @@ class ModelRunner:
         packed = pack_chunks(plan.chunks, len(plan.chunks), num_tokens, state.padding, state.device.type == "cuda")
         chunks = split_chunks(packed.to(state.device, non_blocking=True), len(plan.chunks), num_tokens)
         inputs = StepInputs(state.upload([plan.nodes]), self._upload("step", plan.slots), chunks)
+        if self.passes.order is not None:
+            state.write_changes()
+            rows, heads = plan.nodes + num_tokens, plan.nodes + len(plan.chunks)
+            return self.passes.step(inputs, rows, heads, plan.mode), len(plan.slots)
         later = self._extends_later(plan)
         if later:
             self._behind = plan.slots
@@ -163,7 +167,7 @@ class ModelRunner:
         another request."""
         is_alone = plan.width == 1 and not plan.chunks and plan.nodes == len(plan.slots)
         keeps_all = len(self.passes.kv) > 1 and set(self.passes.kv[1].groups) == {0}
-        return self.steps is None and is_alone and keeps_all
+        return self.steps is None and self.passes.order is None and is_alone and keeps_all
 
     def _catch_up(self, plan: StepPlan) -> None:
         """Before anyone reads what the drafter would have written: it drafts, or other requests run, whose pages or

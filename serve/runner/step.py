@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attention.ragged import Segments
+from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.kv.cache import move_rows
 from slipstream.kernels.speculation.ragged import (
     Chunks,
@@ -65,6 +66,7 @@ class Runner:
     state: RequestState
     kv: tuple[NetworkKV, ...]  # the target's and, if it has some, the draft's
     branches: bool = False  # some proposals are trees, by the drafter or by the host
+    order: FixedOrder | None = None  # of the target's products: every pass is then one that can be captured
     accept_length: float | None = None  # simulated: see `simulate`
     behind: list[tuple[PassRows, Tensor]] = field(default_factory=list)  # what the drafter has not been extended by
 
@@ -89,7 +91,8 @@ class Runner:
             state.write_sent()
         else:
             state.write_changes()
-        counts = admit(state.stored.survivals, inputs.requests, inputs.budget, state.proposals.shape[2])
+        stored = state.stored
+        counts = admit(stored.survivals, inputs.requests, inputs.budget, state.proposals.shape[2], stored.lengths)
         numbers: list[int] = []
         if host is not None:
             numbers = counts.tolist() if B else []  # sync
