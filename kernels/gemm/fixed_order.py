@@ -8,6 +8,7 @@ Letters: M rows, I inputs, O outputs.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from slipstream.kernels.gemm.small_m import (
 )
 
 DEPTH = 64  # inputs of a tile
-Shape = tuple[int, int, bool]  # O, I, whether there is a bias
+Shape = tuple[int, int, bool, bool]  # O, I, whether there is a bias, whether it is gated
 
 
 class FixedOrder:
@@ -48,48 +49,51 @@ class FixedOrder:
             return f"its kernels need compute capability 9.0, which {torch.cuda.get_device_name(device)} has not"
         return "" if dtype in (torch.bfloat16, torch.float16) else f"weights are {dtype}, not of 16 bits"
 
-    def check(self, weight: Tensor, bias: Tensor | None, rows: Iterable[int]) -> None:
+    def check(self, weight: Tensor, bias: Tensor | None, rows: Iterable[int], *, gated: bool = False) -> None:
         """Finds out for which numbers of rows the library adds like us, by comparing the bits of random rows."""
-        wanted = sorted(count for count in set(rows) if not is_ours(count, len(weight)))
-        agreeing = self.by_library.setdefault(_shape(weight, bias), set())
+        fewest = MAX_GATED_ROWS if gated else FAST_ROWS if len(weight) <= MAX_OUTPUTS else 0
+        wanted = sorted(count for count in set(rows) if count > fewest)
+        agreeing = self.by_library.setdefault((*weight.shape, bias is not None, gated), set())
         if not wanted:
             return
         generator = torch.Generator(weight.device).manual_seed(0)
         size = wanted[-1], weight.shape[1]
         x = torch.randn(size, generator=generator, device=weight.device).to(weight.dtype)
-        ours = linear_many_rows_triton(x, weight, bias)
+        ours = linear_many_rows_triton(x, weight, bias, split=1 if gated else None)
         agreeing.update(count for count in wanted if torch.equal(F.linear(x[:count], weight, bias), ours[:count]))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., I) @ weight (O, I).T + bias (O,) -> (..., O)."""
-        rows, shape = x.numel() // x.shape[-1], (*x.shape[:-1], len(weight))
-        if not is_ours(rows, len(weight)) and rows in self.by_library.get(_shape(weight, bias), ()):
+        rows = x.numel() // x.shape[-1]
+        if rows in self.by_library.get((*weight.shape, bias is not None, False), ()):
             return F.linear(x, weight, bias)
         run = linear_few_rows_triton if rows <= MAX_ROWS else linear_many_rows_triton
-        return run(x.reshape(rows, x.shape[-1]), weight, bias).view(shape)
+        return run(x.reshape(rows, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """silu_mul(linear(x (..., I), weight (2 * O, I))) -> (..., O), gate before up."""
+        """silu_mul(x (..., I) @ weight (2 * O, I).T) -> (..., O), gate before up."""
         rows = x.numel() // x.shape[-1]
-        if rows > MAX_GATED_ROWS:
-            return silu_mul(self.linear(x, weight))
-        return gated_linear_few_rows_triton(x.reshape(rows, -1), weight).view(*x.shape[:-1], len(weight) // 2)
-
-
-def is_ours(rows: int, num_outputs: int) -> bool:
-    """Whether our kernel is chosen for its speed."""
-    return rows <= FAST_ROWS and num_outputs <= MAX_OUTPUTS
-
-
-def _shape(weight: Tensor, bias: Tensor | None) -> Shape:
-    return *weight.shape, bias is not None
+        flat = x.reshape(rows, x.shape[-1])
+        if rows <= MAX_GATED_ROWS:
+            out = gated_linear_few_rows_triton(flat, weight)
+        elif rows in self.by_library.get((*weight.shape, False, True), ()):
+            out = silu_mul(F.linear(flat, weight))
+        else:
+            out = silu_mul(linear_many_rows_triton(flat, weight, split=1))
+        return out.view(*x.shape[:-1], len(weight) // 2)
 
 
 def linear_many_rows_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, tile: tuple[int, int] | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    tile: tuple[int, int] | None = None,
+    split: int | None = None,
 ) -> Tensor:
-    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O), with the bits of `linear_few_rows_triton`. `tile`: rows and
-    outputs of a program."""
+    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O), with the bits of `linear_few_rows_triton`.
+
+    tile: rows and outputs of a program; split: parts, 1 for a product whose few rows are gated in their kernel.
+    """
     (num_rows, num_inputs), num_outputs = x.shape, len(weight)
     x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
     assert weight.stride(1) == 1
@@ -97,6 +101,7 @@ def linear_many_rows_triton(
     if num_rows == 0:
         return out
     few = choose_tiling(num_outputs, num_inputs)
+    few = few if split is None else replace(few, split=split)
     rows, outputs = tile or _choose_tile(num_rows)
     given: Any = TensorDescriptor.from_tensor
     linear_many_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs),)](

@@ -71,6 +71,11 @@ class Linear(nn.Linear):
             return silu_mul(self(x))
         return gated_linear(x, self.weight) if self.order is None else self.order.gated_linear(x, self.weight)
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether `gated` multiplies gate and up at once."""
+        return "gate_proj" in self.parts and self.bias is None
+
     def load(self, part: str | None, name: str, tensor: Tensor) -> None:
         """Stores a file's "weight" or "bias" of a part, or of all."""
         copy_converted(self.get_parameter(name)[self.parts.get(part, slice(None))], tensor)

@@ -383,6 +383,8 @@ def capture_all(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> 
 def check_order(order: FixedOrder, target: Target, keys: Sequence[StepKey]) -> None:
     """Lets the library multiply where it adds like our kernels, for the numbers of rows that captured passes have."""
     rows, heads = {key[0] for key in keys}, {key[1] for key in keys}
-    products = {(*one.weight.shape, one.bias is None): one for one in target.modules() if isinstance(one, Linear)}
+    products = {
+        (*one.weight.shape, one.bias is None, one.is_gated): one for one in target.modules() if isinstance(one, Linear)
+    }
     for one in tqdm(products.values(), desc="checking products", unit="shape", leave=False):
-        order.check(one.weight, one.bias, heads if len(one.weight) == target.config.vocab_size else rows)
+        order.check(one.weight, one.bias, heads if one is target.lm_head else rows, gated=one.is_gated)

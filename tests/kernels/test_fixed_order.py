@@ -52,6 +52,7 @@ def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], dtype:
                 assert torch.equal(found, expected[start : start + rows]), (rows, start)
         few = linear_few_rows_triton(x[5:25], weight, own_bias)
         assert torch.equal(few, expected[5:25])
+    order.check(weight, None, (256, 300), gated=True)
     gated = order.gated_linear(x[:300], weight)
-    for rows in (1, 20, 33, 65, 128, 129, 300):
+    for rows in (1, 20, 33, 65, 128, 129, 200, 256):
         assert torch.equal(order.gated_linear(x[:rows], weight), gated[:rows]), rows
