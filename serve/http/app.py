@@ -214,6 +214,9 @@ class Api:
             "created": 0,
             "owned_by": "slipstream",
             "max_model_len": self.frontend.max_model_len,
+            "exact": not self.frontend.inexact,
+            "inexact_reason": self.frontend.inexact or None,
+            "system_fingerprint": self.frontend.fingerprint,
         }
 
 

@@ -179,6 +179,7 @@ class Call(NamedTuple):
     id: str
     created: int  # seconds since 1970
     model: str
+    fingerprint: str
     is_chat: bool
     stream: bool
     include_usage: bool  # in the last event of a stream; it is null in the others
@@ -191,7 +192,7 @@ class Call(NamedTuple):
         is_chat = isinstance(body, ChatBody)
         call_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         requests = frontend.requests(body, call_id)
-        head = call_id, int(time.time()), frontend.model_name, is_chat
+        head = call_id, int(time.time()), frontend.model_name, frontend.fingerprint, is_chat
         return cls(*head, body.stream, body.include_usage, body.stop, body.n, requests)
 
     def whole(self, texts: list[str], reasons: list[str], usage: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,7 +218,8 @@ class Call(NamedTuple):
 
     def _head(self, kind: str) -> dict[str, Any]:
         seed = self.requests[0].seed
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "seed": seed}
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**head, "system_fingerprint": self.fingerprint, "seed": seed}
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")

@@ -55,6 +55,7 @@ class Frontend:
         self.plain_text = PlainTextTokenizer(self.tokenizer) if config.control_tokens_as_text else None
         self.decoder = Decoder(self.tokenizer)
         self.max_model_len, self.vocab_size = info.max_model_len, info.vocab_size
+        self.inexact, self.fingerprint = info.inexact, info.fingerprint
         self.limits = Limits.of(config, info.max_model_len, self.tokenizer)
 
     def check_model(self, name: str | None) -> None:
