@@ -164,7 +164,16 @@ class Builder:
         draft_attention = self.backends["draft"](*pairs[1]) if self.drafter.kv else None
         self.drafter.attach(self.target, state, draft_attention)
         branches = self.drafter.branches or any(stage.branches for stage in self.stages)
-        return Runner(self.target, attention, self.drafter, state, tuple(kv), branches, config.simulate_accept_length)
+        return Runner(
+            self.target,
+            attention,
+            self.drafter,
+            state,
+            tuple(kv),
+            branches,
+            config.simulate_accept_length,
+            logprobs_of_samples=config.logprobs_mode == "processed",
+        )
 
     def capture(self, passes: Runner) -> tuple[StepGraphs, DraftGraphs | None]:
         return capture_all(passes, self.config, self.widths)
