@@ -5,7 +5,7 @@ import math
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
@@ -214,9 +214,10 @@ class Logprobs:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __add__(self, other: "Logprobs") -> "Logprobs":
-        pairs = zip(self._columns, other._columns, strict=True)
-        return Logprobs(*(own + more for own, more in pairs))
+    @classmethod
+    def join(cls, parts: "Iterable[Logprobs]") -> "Logprobs":
+        columns = zip(*(part._columns for part in parts), strict=True)
+        return cls(*(list(chain.from_iterable(column)) for column in columns))
 
     def __getitem__(self, part: slice) -> "Logprobs":
         return Logprobs(*(column[part] for column in self._columns))

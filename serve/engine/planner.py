@@ -231,10 +231,10 @@ def add_logprobs(outputs: list[Output], plan: StepPlan, output: StepOutput, laun
     for index, (chunk, planned) in enumerate(zip(launched.chunks, plan.chunks, strict=True), len(plan.slots)):
         if planned.num_scored and output.prompt_logprobs is not None:
             rows = output.prompt_logprobs[:, start : start + planned.num_scored]
-            chunk.sequence.prompt_logprobs += read_logprobs(rows, planned.logprobs or 0)
+            chunk.sequence.prompt_logprobs.append(read_logprobs(rows, planned.logprobs or 0))
             start += planned.num_scored
         if planned.logprobs is not None and chunk.is_last:
-            prompts[index] = chunk.sequence.prompt_logprobs
+            prompts[index] = Logprobs.join(chunk.sequence.prompt_logprobs)
     if output.logprobs is None and not prompts:
         return outputs
     found = []

@@ -34,7 +34,7 @@ class Sequence:
     decoding: bool = False  # its prefill is launched
     in_flight: deque[int] = field(default_factory=deque)  # by unread pass: KV tokens that it may commit
     num_preemptions: int = 0
-    prompt_logprobs: Logprobs = field(default_factory=Logprobs)  # so far
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of the chunks so far
 
     @classmethod
     def of(cls, request: Request, stop_ids: frozenset[int], lookahead: int) -> "Sequence":
@@ -74,7 +74,7 @@ class Sequence:
             decoding=False,
             in_flight=deque(),
             num_preemptions=self.num_preemptions + 1,
-            prompt_logprobs=Logprobs(),
+            prompt_logprobs=[],
         )
 
     def cut(self, emitted: list[int]) -> tuple[list[int], FinishReason | None]:

@@ -92,7 +92,7 @@ def collect(outputs: list[Output], answers: dict[str, Answer]) -> None:
         answer.tokens += output.tokens
         answer.finish_reason, answer.stats, answer.error = output.finish_reason, output.stats, output.error
         if output.logprobs is not None:
-            answer.logprobs = (answer.logprobs or Logprobs()) + output.logprobs
+            answer.logprobs = Logprobs.join([answer.logprobs or Logprobs(), output.logprobs])
         if output.prompt_logprobs is not None:
             assert answer.prompt_logprobs is None, "they come once"
             answer.prompt_logprobs = output.prompt_logprobs
