@@ -7,6 +7,7 @@ that ends first.
 import json
 import re
 from bisect import bisect_left
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -54,6 +55,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._added = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
+        self._special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         steps = decoder_steps(json.loads(decoder.__getstate__())) if decoder is not None else {}
         self._byte_of: dict[str, int] = {}
@@ -87,19 +89,15 @@ class TokenTexts:
 
     def starts(self, tokens: Sequence[int], text: str) -> list[int]:
         """How many characters of `text`, which the tokens encode, precede each; special tokens may not be in it."""
-        found, position, pending = list[int](), 0, b""
-        for token in tokens:
-            found.append(position)
-            pending += self.bytes_of(token)
-            try:
-                piece = pending.decode()
-            except UnicodeDecodeError:  # a part of a character
-                continue
-            for spelling in (piece, piece.removeprefix(" ")):  # some tokenizers begin a text with a space of their own
-                if text.startswith(spelling, position):
-                    position += len(spelling)
-                    break
-            pending = b""
+        pieces = [self.bytes_of(token) for token in tokens]
+        if b"".join(pieces) != text.encode():
+            pieces = [b"" if token in self._special else piece for token, piece in zip(tokens, pieces, strict=True)]
+        # Some tokenizers begin a text with a space of their own.
+        is_longer = b"".join(pieces).startswith(b" ") and b"".join(pieces) != text.encode()
+        found, position, decoder = list[int](), -int(is_longer), getincrementaldecoder("utf-8")("ignore")
+        for piece in pieces:
+            found.append(min(max(position, 0), len(text)))
+            position += len(decoder.decode(piece))
         return found
 
 
@@ -131,7 +129,7 @@ class TextStream:
         self.num_tokens = 0  # of the answer, up to the one that completes a stop string
         self.stopped = False  # found a stop string; later tokens are ignored
         self.starts: list[int] = []  # of each token but a last stop id: characters before it; 0 without pieces
-        self._num_decoded = self._num_returned = 0  # characters
+        self._num_decoded = self.num_returned = 0  # characters
         self._is_over = False
 
     def push(self, tokens: list[int], finish_reason: FinishReason | None = None) -> str:
@@ -141,14 +139,14 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._push(tokens, finish_reason)
-        self._num_returned += len(text)
+        self.num_returned += len(text)
         self._is_over = finish_reason is not None
         return text
 
     @property
     def num_settled(self) -> int:
         """Tokens whose text has begun to be returned; all of them at the end, unless a stop string cut them off."""
-        return len(self.starts) if self._is_over and not self.stopped else bisect_left(self.starts, self._num_returned)
+        return len(self.starts) if self._is_over and not self.stopped else bisect_left(self.starts, self.num_returned)
 
     def _push(self, tokens: list[int], finish_reason: FinishReason | None) -> str:
         shown = tokens[:-1] if finish_reason == "stop" else tokens

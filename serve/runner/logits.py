@@ -67,6 +67,6 @@ def prompt_logprobs(target: Target, hidden: Tensor, following: Tensor, chunks: S
     vocab_size = target.config.vocab_size
     k = min(max(chunk.logprobs or 0 for chunk in chunks), vocab_size)
     at_a_time = max(LOGITS_BYTES // (4 * vocab_size), 1)
-    chosen = torch.tensor(rows).to(hidden.device, non_blocking=True)
+    chosen = torch.tensor(rows, device=hidden.device)  # sync
     parts = [token_logprobs(target.logits(hidden[part]), following[part], k) for part in chosen.split(at_a_time)]
     return torch.cat(parts, dim=1)

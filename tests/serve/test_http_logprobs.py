@@ -2,7 +2,6 @@
 
 import json
 import random
-from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -118,6 +117,24 @@ def test_echo(client: httpx.Client, ids: dict[str, int], logprobs: int | None, m
     assert (usage["completion_tokens"], usage["total_tokens"]) == (max_tokens, len(prompt) + max_tokens)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_id_that_ends_an_answer(client: httpx.Client, ids: dict[str, int], stream: bool) -> None:
+    """It has no text, and an entry with `echo` alone: programs that score texts leave out the last one."""
+    end = 0
+    for prompt in ([ids["a"], ids["b"], end], [end]):
+        text = "ab" if len(prompt) > 1 else ""
+        body = {"prompt": prompt, "max_tokens": 9, "logprobs": 1}
+        [choice] = answered(client, COMPLETIONS, body, stream=stream)
+        assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+        assert (choice["logprobs"] or {"tokens": []}).get("tokens", []) == list(text)
+        [choice] = answered(client, COMPLETIONS, {**body, "echo": True}, stream=stream)
+        assert choice["text"] == f"{text}<|end|>{text}"
+        assert choice["logprobs"]["tokens"] == [*text, "<|end|>", *text, "<|end|>"]
+        count = len(text)
+        places = [*range(count + 1), *range(count + 7, 2 * count + 8)]
+        assert choice["logprobs"]["text_offset"] == places
+
+
 def test_prompt_logprobs(client: httpx.Client, ids: dict[str, int]) -> None:
     """vLLM's: of a completion by choice, of a chat for its one prompt."""
     body = {"prompt": ["abc", "x"], "n": 2, "max_tokens": 2, "prompt_logprobs": 1}
@@ -188,12 +205,10 @@ def test_bytes_of_tokens_join_to_the_text(name: str, text: str) -> None:
     joined = b"".join(map(texts.bytes_of, tokens)).decode()
     expected = tokenizer.decode(tokens)
     assert joined in (expected, f" {expected}"), "one tokenizer begins texts with a space of its own"
-    starts = texts.starts(tokens, expected)
-    assert starts == sorted(starts)
-    for token, (start, end) in zip(tokens, pairwise([*starts, len(expected)]), strict=True):
-        spelling = texts.bytes_of(token)
-        own = expected[start:end].encode()
-        assert own in (spelling, spelling.removeprefix(b" ")) or len(spelling) == 1
+    before = [b"".join(map(texts.bytes_of, tokens[:index])) for index in range(len(tokens))]
+    stripped = len(joined) - len(expected)
+    whole = [len(spelling.decode(errors="ignore")) for spelling in before]
+    assert texts.starts(tokens, expected) == [max(count - stripped, 0) for count in whole]
 
 
 def test_special_and_unused_ids() -> None:

@@ -1,5 +1,6 @@
 """Log-probabilities of answers and prompts: with every drafter those of transformers, step by step."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,10 +130,12 @@ def test_captured_passes(
     assert {key[-1] for key in after if after[key] != before.get(key)} == {"plain"}, "others pay nothing"
 
 
-def test_prefix_hits(build: Build, model: Any) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-windows"])
+def test_prefix_hits(family: str, make_target: Callable[[str], Path]) -> None:
     """Log-probabilities of an answer use them; those of a prompt cannot."""
-    prompt = random_prompt(40, 1)
-    engine = build("eagle3", page_size=1)
+    prompt, path = random_prompt(40, 1), make_target(family)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    engine = build_engine(path, page_size=1)
     for name, params, cached in (
         ("first", {}, 0),
         ("answer", {"logprobs": 2}, 39),
