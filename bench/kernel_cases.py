@@ -37,6 +37,7 @@ from slipstream.kernels.kv.cache import move_rows, move_rows_triton
 from slipstream.kernels.kv.rope import rotate_and_store, rotate_and_store_triton
 from slipstream.kernels.norm import HeadNorms, add_rms_norm_triton, rms_norm_pair_triton, rms_norm_triton
 from slipstream.kernels.sampling.filters import Filters, filter_thresholds_triton
+from slipstream.kernels.sampling.logprobs import COLUMNS, Emitted, emitted_logprobs_triton, token_logprobs
 from slipstream.kernels.sampling.sample import Sampling, sample, sample_triton
 
 H, Q, G, D, V, LAYERS = 4096, 32, 8, 128, 128_256, 32
@@ -228,6 +229,23 @@ def filtering(rows: int) -> Case:
         sets=sets,
         ours=lambda x: filter_thresholds_triton(x, ones, filters, None, 1),
         others={"torch": lambda x: x.float().sort(dim=-1)},
+    )
+
+
+def logprobs(rows: int, wanted: int) -> Case:
+    """Of one token of each of `rows` requests; -1: nobody wants any."""
+    num_bytes = rows * V * 2
+    sets = [language_logits(rows) for _ in range(copies(num_bytes, rows))]
+    index = partial(torch.arange, device="cuda")
+    nodes, tokens = torch.zeros(rows, 1, dtype=torch.int32, device="cuda"), index(rows, dtype=torch.int32)
+    lengths = torch.ones(rows, dtype=torch.int32, device="cuda")
+    emitted = Emitted(index(rows + 1, dtype=torch.int32), nodes, tokens[:, None], lengths, index(rows))
+    asked, out = lengths * wanted, torch.empty(COLUMNS, rows, 1, dtype=torch.int32, device="cuda")
+    return Case(
+        bytes=num_bytes,
+        sets=sets,
+        ours=lambda x: emitted_logprobs_triton(x, emitted, asked, None, out),
+        others={"torch": lambda x: token_logprobs(x, tokens, max(wanted, 0))},
     )
 
 
@@ -425,6 +443,7 @@ MAKERS: dict[str, Callable[[int], Case]] = {
     "norm_rotate_and_store": partial(rope, normed=True),
     **{name: partial(sampling, name=name) for name in ("sample greedy", "sample", *SETTINGS)},
     "filter_thresholds": filtering,
+    **{f"logprobs {k}": partial(logprobs, wanted=k) for k in (-1, 0, 5, 20)},
     "move_rows": moves,
     **{f"linear {name}": partial(linear, name=name) for name in LINEARS},
     **{name: partial(draft_head, name=name) for name in ("head logits", "head sample", "head topk")},

@@ -67,6 +67,9 @@ class EngineConfig:
     mem_fraction: float = 0.9
     """Share of the GPU's memory to use for weights, working memory, graphs and, with the rest, the KV cache. (On the
     CPU the KV cache takes a quarter of free memory.)"""
+    logprobs_mode: str = "raw"
+    """Log-probabilities that requests get: raw, the target's own; or processed, of the distribution that is sampled
+    from, after bias, penalties, masks, temperature and filters. Those of prompts are always raw."""
     simulate_accept_length: float | None = None
     """Benchmarks only: pretend that steps emit so many tokens of a request on average. The output is wrong."""
     trust_remote_code: bool = False
@@ -77,6 +80,7 @@ class EngineConfig:
             "dtype": ("auto", "float32", "bfloat16", "float16"),
             "device": ("auto", "cpu", "cuda"),
             "page_size": (1, 16, 32, 64),
+            "logprobs_mode": ("raw", "processed"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

@@ -214,8 +214,17 @@ class Builder:
         attention["others"] = self.backends["verify"](*pairs[0])
         draft_attention = self.backends["draft"](*pairs[1]) if self.drafter.kv else None
         self.drafter.attach(self.target, state, draft_attention)
-        networks = self.target, attention, self.drafter, state, tuple(kv)
-        return Runner(*networks, self.branches, self.order, config.simulate_accept_length)
+        return Runner(
+            self.target,
+            attention,
+            self.drafter,
+            state,
+            tuple(kv),
+            self.branches,
+            self.order,
+            config.simulate_accept_length,
+            logprobs_of_samples=config.logprobs_mode == "processed",
+        )
 
     def capture(self, passes: Runner) -> tuple[StepGraphs, DraftGraphs | None]:
         return capture_all(passes, self.config, self.widths)

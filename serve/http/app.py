@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from slipstream.serve.http.completions import DONE, Call, Completion, RequestFailed, sse
+from slipstream.serve.http.completions import DONE, Call, Completion, Delta, RequestFailed, sse
 from slipstream.serve.http.engine_client import EngineClient, EngineError, EngineStopped
 from slipstream.serve.http.frontend import Frontend
 from slipstream.serve.http.guard import Guard
@@ -29,6 +29,7 @@ from slipstream.serve.http.limits import (
     BoundedPool,
     parse_json,
 )
+from slipstream.serve.http.logprobs import Scored
 from slipstream.serve.http.metrics import CONTENT_TYPE, Metrics
 from slipstream.serve.http.schemas import (
     AnyBody,
@@ -39,8 +40,10 @@ from slipstream.serve.http.schemas import (
     read_body,
 )
 from slipstream.serve.options import ServeConfig
+from slipstream.serve.request import FinishReason
 
 CLIENT_LEFT = 499  # nginx's status for "client closed request"
+LONG_SCORED = 256  # tokens whose log-probabilities a thread writes, while the event loop serves others
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Kind = type[ChatBody] | type[CompletionBody]
@@ -75,11 +78,11 @@ class Api:
         completion = Completion(
             self.engine, self.frontend.decoder, self.metrics, watched=call.stream, seconds=self._request_timeout
         )
-        completion.submit(call.requests, call.stop)
+        completion.submit(call.requests, call.stop, call.echoes)
         left.add_done_callback(lambda _: completion.abort())
         if call.stream:
             return StreamingResponse(self._events(call, completion), media_type="text/event-stream")
-        return JSONResponse(await self._whole(call, completion))
+        return await self._whole(call, completion)
 
     async def tokenize(self, request: Request) -> Response:
         return await self._convert(partial(self._read, TokenizeBody, self.frontend.tokenize), request)
@@ -158,22 +161,35 @@ class Api:
     def _read_call(self, kind: Kind, raw: bytes) -> Call:
         return self._read(kind, partial(Call.of, frontend=self.frontend), raw)
 
-    async def _whole(self, call: Call, completion: Completion) -> dict[str, Any]:
-        texts, reasons = [""] * len(completion.choices), [""] * len(completion.choices)
+    async def _whole(self, call: Call, completion: Completion) -> Response:
+        count = len(completion.choices)
+        texts, scored = [""] * count, [list[Scored]() for _ in range(count)]
+        reasons: list[FinishReason | None] = [None] * count
         try:
             async for delta in completion.deltas():
                 texts[delta.index] += delta.text
-                reasons[delta.index] = delta.finish_reason or ""
+                scored[delta.index] += delta.scored
+                reasons[delta.index] = delta.finish_reason
         finally:
             completion.abort()
-        return call.whole(texts, reasons, completion.usage(call.num_choices))
+        answers = [Delta(index, *own) for index, own in enumerate(zip(texts, reasons, scored, strict=True))]
+
+        def respond() -> Response:
+            return JSONResponse(call.whole(answers, completion))
+
+        if sum(map(len, scored)) > LONG_SCORED or call.prompt_logprobs is not None:
+            return await asyncio.to_thread(respond)
+        return respond()
 
     async def _events(self, call: Call, completion: Completion) -> AsyncIterator[str]:
         try:
             for opening in call.opening():
                 yield sse(opening)
             async for delta in completion.deltas():
-                yield sse(call.piece(delta))
+                if len(delta.scored) > LONG_SCORED:
+                    yield await asyncio.to_thread(lambda own: sse(call.piece(own)), delta)
+                else:
+                    yield sse(call.piece(delta))
             if call.include_usage:
                 yield sse(call.closing(completion.usage(call.num_choices)))
             yield DONE

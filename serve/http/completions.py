@@ -6,15 +6,24 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from slipstream.serve.detokenize import Decoder, TextStream
+from slipstream.serve.detokenize import Decoder, TextStream, TokenTexts
 from slipstream.serve.http.engine_client import EngineClient, EngineError
 from slipstream.serve.http.frontend import Frontend
+from slipstream.serve.http.logprobs import (
+    Echo,
+    Scored,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    scored_prompt,
+    scored_tokens,
+)
 from slipstream.serve.http.metrics import Metrics
 from slipstream.serve.http.schemas import ChatBody, CompletionBody
-from slipstream.serve.request import FinishReason, Output, Request, RequestStats
+from slipstream.serve.request import FinishReason, Logprobs, Output, Request, RequestStats
 
 DONE = "data: [DONE]\n\n"
 
@@ -26,6 +35,7 @@ class Delta:
     index: int
     text: str
     finish_reason: FinishReason | None
+    scored: list[Scored] = field(default_factory=list)  # the tokens of the text, where asked for
 
 
 class RequestFailed(Exception):
@@ -39,18 +49,31 @@ class RequestFailed(Exception):
 class Choice:
     """Receives one request's outputs and passes its text on."""
 
-    def __init__(self, index: int, request: Request, text: TextStream, completion: "Completion") -> None:
+    def __init__(
+        self, index: int, request: Request, text: TextStream, completion: "Completion", echo: Echo | None = None
+    ) -> None:
         self.request = request
+        self.prompt_logprobs: Logprobs | None = None
         self.stats: RequestStats | None = None  # set by the last output
         self._index, self._text, self._completion = index, text, completion
         self._arrival = time.perf_counter()
         self._has_tokens = False
+        self._echo = echo  # until it is sent
+        self._counts_ends = echo is not None  # whether the id that ends an answer has an entry
+        self._num_chars = 0 if echo is None else len(echo.text)
+        self._waiting: list[Scored] = []  # tokens whose text is held back
+        self._num_scored = 0  # tokens that do not wait any more
 
     def receive(self, output: Output) -> None:
         self._measure(len(output.tokens))
         was_stopped = self._text.stopped
         text = self._text.push(output.tokens, output.finish_reason)
-        reason = output.finish_reason
+        reason, scored = output.finish_reason, self._settled(output)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if self._echo is not None:
+            text, scored = self._echo.text + text, self._echoed(self._echo) + scored
+            self._echo = None
         if self._text.stopped and not was_stopped and reason is None:
             self._completion.engine.abort(self.request.id)  # the reply has the counts and ends the choice
         if reason is not None:
@@ -58,8 +81,31 @@ class Choice:
             reason = "stop" if self._text.stopped else reason
             self.stats = self._text.cut(output.stats)
             self._completion.metrics.count_finished(reason, self.stats)
-        if text or reason is not None:
-            self._completion.put(Delta(self._index, text, reason))
+        if text or scored or reason is not None:
+            self._completion.put(Delta(self._index, text, reason, scored))
+
+    def _settled(self, output: Output) -> list[Scored]:
+        """The tokens whose text is returned now, if their log-probabilities are wanted."""
+        if self.request.params.logprobs is None:
+            return []
+        if output.logprobs is not None:
+            starts = self._text.starts[self._num_scored + len(self._waiting) :][: len(output.tokens)]
+            count = len(starts)  # a stop id, and what follows a stop string, has no text
+            places = [self._num_chars + start for start in starts]
+            self._waiting += scored_tokens(output.tokens[:count], places, output.logprobs[:count])
+        num_settled = self._text.num_settled - self._num_scored
+        settled, self._waiting = self._waiting[:num_settled], self._waiting[num_settled:]
+        self._num_scored += num_settled
+        is_ended = output.finish_reason == "stop" and not self._text.stopped
+        if self._counts_ends and is_ended and output.logprobs is not None:
+            place = self._num_chars + self._text.num_returned
+            settled += scored_tokens(output.tokens[-1:], [place], output.logprobs[-1:])
+        return settled
+
+    def _echoed(self, echo: Echo) -> list[Scored]:
+        if self.request.params.logprobs is None or self.prompt_logprobs is None:
+            return []
+        return scored_prompt(echo.tokens, echo.starts, self.prompt_logprobs)
 
     def fail(self, error: Exception) -> None:
         if isinstance(error, EngineError):  # refused requests do not count: they never ran
@@ -94,11 +140,13 @@ class Completion:
         self._news: deque[Delta | Exception] = deque()
         self._has_news = asyncio.Event()
 
-    def submit(self, requests: Sequence[Request], stop: Sequence[str]) -> None:
-        """Raises EngineError if there is no engine."""
+    def submit(self, requests: Sequence[Request], stop: Sequence[str], echoes: Sequence[Echo] = ()) -> None:
+        """`echoes`: what each choice repeats, if they do. Raises EngineError if there is no engine."""
         for index, request in enumerate(requests):
-            text = TextStream(self._decoder, stop, watched=self._watched, min_tokens=request.params.min_tokens)
-            self.choices.append(Choice(index, request, text, self))
+            params = request.params
+            watched = self._watched or params.logprobs is not None  # tokens have their places in the text
+            text = TextStream(self._decoder, stop, watched=watched, min_tokens=params.min_tokens)
+            self.choices.append(Choice(index, request, text, self, echoes[index] if echoes else None))
             self.engine.submit(request, self.choices[-1])
 
     def put(self, news: Delta | Exception) -> None:
@@ -122,7 +170,7 @@ class Completion:
                 self.abort()
                 raise RequestFailed(news)
             while self._news and isinstance(more := self._news[0], Delta) and more.index == news.index:
-                news = Delta(news.index, news.text + more.text, more.finish_reason)
+                news = Delta(news.index, news.text + more.text, more.finish_reason, news.scored + more.scored)
                 self._news.popleft()
             num_open -= news.finish_reason is not None
             yield news
@@ -186,6 +234,10 @@ class Call(NamedTuple):
     stop: Sequence[str]
     num_choices: int  # per prompt
     requests: Sequence[Request]  # the first one's seed is that of the call, asked for or drawn
+    echoes: Sequence[Echo]  # what each repeats, if they do
+    logprobs: int | None  # likeliest tokens wanted beside each of the answer; None: no log-probabilities
+    prompt_logprobs: int | None  # the same, of the prompt
+    texts: TokenTexts
 
     @classmethod
     def of(cls, body: ChatBody | CompletionBody, frontend: Frontend) -> "Call":
@@ -193,12 +245,27 @@ class Call(NamedTuple):
         call_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         requests = frontend.requests(body, call_id)
         head = call_id, int(time.time()), frontend.model_name, frontend.fingerprint, is_chat
-        return cls(*head, body.stream, body.include_usage, body.stop, body.n, requests)
+        tail = frontend.echoes(body, requests), body.answer_logprobs, body.prompt_logprobs, frontend.texts
+        return cls(*head, body.stream, body.include_usage, body.stop, body.n, requests, *tail)
 
-    def whole(self, texts: list[str], reasons: list[str], usage: Mapping[str, Any]) -> dict[str, Any]:
-        choices = [self._choice(index, *ended) for index, ended in enumerate(zip(texts, reasons, strict=True))]
+    def whole(self, answers: Sequence[Delta], completion: Completion) -> dict[str, Any]:
+        """`answers`: all of each choice."""
+        choices = [self._choice(answer) for answer in answers]
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return {**self._head(kind), "choices": choices, "usage": usage}
+        body = {**self._head(kind), "choices": choices, "usage": completion.usage(self.num_choices)}
+        if self.prompt_logprobs is not None:
+            scored = [self._scored_prompt(choice) for choice in completion.choices]
+            for owner, own in zip([body] if self.is_chat else choices, scored, strict=False):  # a chat has one prompt
+                owner["prompt_logprobs"] = own
+        return body
+
+    def _scored_prompt(self, choice: Choice) -> list[dict[str, Any] | None] | None:
+        if choice.prompt_logprobs is None or self.prompt_logprobs is None:
+            return None
+        tokens = choice.request.prompt
+        return prompt_logprobs(
+            scored_prompt(tokens, [0] * len(tokens), choice.prompt_logprobs), self.prompt_logprobs, self.texts
+        )
 
     def opening(self) -> list[dict[str, Any]]:
         """Events before any text: chat answers begin with the role."""
@@ -210,8 +277,8 @@ class Call(NamedTuple):
     def piece(self, delta: Delta) -> dict[str, Any]:
         if self.is_chat:
             content = {"content": delta.text} if delta.text else {}
-            return self._event([self._part(delta.index, content, delta.finish_reason)])
-        return self._event([self._choice(delta.index, delta.text, delta.finish_reason)])
+            return self._event([self._part(delta.index, content, delta.finish_reason, self._logprobs(delta.scored))])
+        return self._event([self._choice(delta)])
 
     def closing(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         return {**self._event([]), "usage": usage}
@@ -225,14 +292,22 @@ class Call(NamedTuple):
         head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
         return {**head, "choices": choices, **({"usage": None} if self.include_usage else {})}
 
-    def _part(self, index: int, delta: dict[str, str], reason: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _part(
+        self, index: int, delta: dict[str, str], reason: str | None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
-    def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        content: dict[str, Any] = {"text": text}
+    def _choice(self, answer: Delta) -> dict[str, Any]:
+        content: dict[str, Any] = {"text": answer.text}
         if self.is_chat:
-            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+            content = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+        logprobs = self._logprobs(answer.scored)
+        return {"index": answer.index, **content, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+
+    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
+        if self.logprobs is None:
+            return None
+        return (chat_logprobs if self.is_chat else completion_logprobs)(scored, self.logprobs, self.texts)
 
 
 def sse(event: Mapping[str, Any]) -> str:

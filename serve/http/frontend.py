@@ -1,6 +1,7 @@
 """Turns request bodies into Requests, with the target's tokenizer, chat template and default sampling."""
 
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 from slipstream.models.chat.template import PromptTemplate, TemplateFailed, TemplateRefused
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
-from slipstream.serve.detokenize import Decoder, spellings
+from slipstream.serve.detokenize import Decoder, TokenTexts, spellings
 from slipstream.serve.grammar.grammars import check as check_grammar
 from slipstream.serve.http.control_tokens import PlainTextTokenizer
-from slipstream.serve.http.limits import ApiError, Limits
+from slipstream.serve.http.limits import MAX_PROMPT_LOGPROBS, ApiError, Limits
+from slipstream.serve.http.logprobs import Echo
 from slipstream.serve.http.schemas import (
     DEFAULT_COMPLETION_TOKENS,
     Body,
@@ -53,7 +55,7 @@ class Frontend:
         has_template = bool(self.tokenizer.chat_template)
         self.template = PromptTemplate(self.tokenizer, date=config.date, variables={}) if has_template else None
         self.plain_text = PlainTextTokenizer(self.tokenizer) if config.control_tokens_as_text else None
-        self.decoder = Decoder(self.tokenizer)
+        self.decoder, self.texts = Decoder(self.tokenizer), TokenTexts(self.tokenizer)
         self.max_model_len, self.vocab_size = info.max_model_len, info.vocab_size
         self.inexact, self.fingerprint = info.inexact, info.fingerprint
         self.limits = Limits.of(config, info.max_model_len, self.tokenizer)
@@ -142,6 +144,7 @@ class Frontend:
             field, prompts = "messages", [self.chat_prompt(body)]
         else:
             field, prompts = "prompt", self.completion_prompts(body)
+        check_prompt_logprobs(body, sum(map(len, prompts)))
         seed = draw_seed() if body.seed is None else body.seed
         namespace, grammar = digest(body.cache_salt), checked_grammar(body)
         requests: list[Request] = []
@@ -154,6 +157,18 @@ class Frontend:
                 )
         return requests
 
+    def echoes(self, body: ChatBody | CompletionBody, requests: Sequence[Request]) -> list[Echo]:
+        """What the choices repeat, in order; empty where they repeat nothing."""
+        if isinstance(body, ChatBody) or not body.echo:
+            return []
+        found: list[Echo] = []
+        for given, request in zip(body.prompt, requests[:: body.n], strict=True):
+            tokens = request.prompt
+            text = self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+            text = given if isinstance(given, str) else text
+            found += [Echo(text, tokens, self.texts.starts(tokens, text))] * body.n
+        return found
+
     def sampling_params(
         self, body: Body, prompt_len: int, seed: int, field: str, grammar: Grammar | None = None
     ) -> SamplingParams:
@@ -163,7 +178,7 @@ class Frontend:
         asked = f"the prompt has {prompt_len} tokens"
         if body.max_tokens is not None:
             asked += f" and max_tokens is {body.max_tokens}, together {prompt_len + body.max_tokens}"
-        if room < max(body.max_tokens or 1, 1):
+        if room < (1 if body.max_tokens is None else body.max_tokens):
             message = f"{asked}; this model's context holds {self.max_model_len} tokens, prompt and answer"
             raise ApiError(400, message, field, "context_length_exceeded")
         self.check_tokens(list(body.logit_bias), "logit_bias")
@@ -174,12 +189,26 @@ class Frontend:
                 max_tokens=unset_max_tokens if body.max_tokens is None else body.max_tokens,
                 seed=seed,
                 grammar=grammar,
+                logprobs=body.answer_logprobs,
+                prompt_logprobs=body.all_prompt_logprobs,
                 bad_words=spellings(self.tokenizer, body.bad_words),
                 stop_token_ids=tuple(body.stop_token_ids),
                 **{**self.sampling_defaults, **given},
             )
         except ValueError as error:
             raise ApiError(400, str(error), str(error).split()[0]) from error
+
+
+def check_prompt_logprobs(body: Body, num_tokens: int) -> None:
+    k = body.all_prompt_logprobs
+    count = 0 if k is None else num_tokens * body.n * (k + 1)
+    if count > MAX_PROMPT_LOGPROBS:
+        field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        message = (
+            f"{field} asks for {count} log-probabilities of prompts (tokens times n times one more than the likeliest "
+            f"tokens); the limit is {MAX_PROMPT_LOGPROBS}: ask for fewer, or send fewer or shorter prompts"
+        )
+        raise ApiError(400, message, field)
 
 
 def checked_grammar(body: Body) -> Grammar | None:

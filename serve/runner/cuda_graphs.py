@@ -28,7 +28,7 @@ from slipstream.models.targets.decoder import Target
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepPlan, drafting_slots
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
-from slipstream.serve.runner.step import Runner, StepInputs
+from slipstream.serve.runner.step import Results, Runner, StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class StepGraphs(Graphs[StepKey]):
         self.num_chunks = min(MOST_CHUNKS, max_running) if self.prompt_sizes else 0
         self.max_running, self.most_prompt_rows = max_running, most_prompt_rows
         self.packed = self._pack((), most_prompt_rows).to(state.device)
-        self.results = runner.empty_results(max_running + self.num_chunks)
+        self.results = runner.empty_results(max_running + self.num_chunks, has_logprobs=True)
 
     def run_all(self) -> None:
         """Runs every size on padding, uncaptured, and the largest ones in every mode."""
@@ -222,10 +222,10 @@ class StepGraphs(Graphs[StepKey]):
                     tables[mode][rows] = self._time((rows, heads, has_prompts, mode))
         return tables
 
-    def run(self, plan: StepPlan) -> tuple[Tensor, int] | None:
+    def run(self, plan: StepPlan) -> tuple[Results, int] | None:
         """The results of the plan's target pass, and the index of the first chunk's. None where no graph takes it: a
-        prompt alone whose context is so long that kernels made for prompts are faster (and compiled by now), or memory
-        held no graph."""
+        prompt alone whose context is so long that kernels made for prompts are faster (and compiled by now), one whose
+        own log-probabilities are asked for, or memory held no graph."""
         key = self.find(plan)
         if key is None:
             return None
@@ -234,17 +234,19 @@ class StepGraphs(Graphs[StepKey]):
             self._hold_chunks(plan.chunks)
         self._graphs[key].replay()
         first = min(key[0], self.max_running)
-        return self.results[: first + len(plan.chunks) if plan.chunks else len(plan.slots)], first
+        count = first + len(plan.chunks) if plan.chunks else len(plan.slots)
+        return Results(self.results.tokens[:count], self.results.logprobs if plan.logprobs is not None else None), first
 
     def find(self, plan: StepPlan) -> StepKey | None:
-        mode: SamplingMode = "all" if plan.mode == "all" else "plain"
+        mode: SamplingMode = plan.variant
         if not plan.chunks:
             start = bisect_left(self.sizes, plan.nodes)
             found = ((rows, rows, False, mode) for rows in self.sizes[start:])
             return next((key for key in found if key in self._graphs), None)
         pairs = sum(len(chunk.tokens) * (chunk.start + chunk.end) // 2 for chunk in plan.chunks)
         is_long = pairs > MOST_PAIRS and self.runner.order is None and self.runner.attention["prefill"].is_ready
-        if len(plan.chunks) > self.num_chunks or (is_long and not plan.slots):
+        is_scored = any(chunk.num_scored for chunk in plan.chunks)
+        if len(plan.chunks) > self.num_chunks or (is_long and not plan.slots) or is_scored:
             return None
         needed = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
         heads = plan.nodes + len(plan.chunks)
@@ -263,7 +265,8 @@ class StepGraphs(Graphs[StepKey]):
         if not has_prompts:
             chunks = Chunks(*(field[:0] for field in chunks))
         inputs = StepInputs(self.runner.state.budget[:1], self.requests[: min(rows, self.max_running)], chunks)
-        self.runner.step(inputs, rows, heads, mode, out=self.results)
+        out = self.results if mode == "all" else self.results._replace(logprobs=None)
+        self.runner.step(inputs, rows, heads, mode, out=out)
 
     def hold_padding(self) -> None:
         self.runner.state.send((), 0)

@@ -62,6 +62,8 @@ class RequestState:
         self.top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.top_p = torch.ones(num_slots, device=device)
         self.min_p = torch.zeros(num_slots, device=device)
+        # (R,) how many likeliest tokens a request wants beside each of its own; -1: no log-probabilities
+        self.logprobs = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
         self.processors = Processors(
             flags=torch.zeros(num_slots, dtype=torch.int32, device=device),
             repetition=torch.ones(num_slots, device=device),
@@ -135,9 +137,8 @@ class RequestState:
 
     def write_sent(self) -> None:
         """The beginning of a captured pass."""
-        columns = SlotColumns(
-            self.lengths, self.keys, self.top_k, self.processors.flags, self.temperature, self.top_p, self.min_p
-        )
+        integers = self.lengths, self.keys, self.top_k, self.processors.flags, self.logprobs
+        columns = SlotColumns(*integers, self.temperature, self.top_p, self.min_p)
         write_changes(columns, self.pages, self.changes)
 
     def _write_all_but(self, count: int) -> None:
@@ -150,7 +151,8 @@ class RequestState:
         params = request.params
         flags = PENALTIES.value * params.has_penalties + BIAS.value * bool(params.biases)
         key = noise_key(request.seed, request.choice)
-        return Admitted(slot, key, params.top_k, flags, params.temperature, params.top_p, params.min_p)
+        logprobs = -1 if params.logprobs is None else params.logprobs
+        return Admitted(slot, key, params.top_k, flags, logprobs, params.temperature, params.top_p, params.min_p)
 
     def _admit_processors(self, admission: Admission) -> None:
         """What a request has no processor for keeps the last one's numbers: its flags say that nothing reads them."""

@@ -145,6 +145,31 @@ def test_exact_answers_are_equal_in_bf16(name: str, options: dict[str, Any], tmp
     assert engine.scheduler.num_preemptions > 0
 
 
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+@pytest.mark.parametrize("name", ["none", "draft", "ngram"])
+def test_logprobs_under_graphs(name: str, mode: str, target: Path, draft: Path) -> None:
+    """Of answers and prompts, beside requests that want none."""
+    wanted: list[dict[str, Any]] = [{"logprobs": 5}, {"logprobs": 0, "prompt_logprobs": 20}, {}]
+    requests = [
+        make_request(f"{index} {kind}", random_prompt(9 + 5 * index, index), seed=index, **own, **SAMPLINGS[kind])
+        for index, own in enumerate(wanted)
+        for kind in SAMPLINGS
+    ]
+    expected = run(build_engine(target, device="cpu", kv_cache_tokens=8192, logprobs_mode=mode), requests)
+    engine = on_gpu(target, {"draft": draft}.get(name, name), kv_cache_tokens=260, page_size=1, logprobs_mode=mode)
+    for _ in range(2):  # n-grams know what they have seen
+        answers = run(engine, requests)
+        assert tokens_of(answers) == tokens_of(expected)
+        for request, answer in answers.items():
+            for field in ("logprobs", "prompt_logprobs"):
+                found, own = getattr(answer, field), getattr(expected[request], field)
+                assert (found is None) == (own is None)
+                if own is not None:
+                    assert found.tokens == pytest.approx(own.tokens, abs=1e-3)
+                    assert sum(found.top, []) == pytest.approx(sum(own.top, []), abs=1e-3)
+    assert engine.scheduler.num_preemptions > 0
+
+
 def test_aborts_under_graphs(target: Path, draft: Path) -> None:
     requests = requests_of({"temperature": 0.0}, max_tokens=60, ignore_eos=True)
     expected = on_cpu(target, requests)
