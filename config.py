@@ -20,6 +20,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 ConfigT = TypeVar("ConfigT")
 
+SWITCHES = (bool, bool | None)  # types of options that need no value
 LIST = "a list such as [1, 2]"
 WORDS = {  # for types in messages; null is omitted
     "int": "a whole number",
@@ -176,7 +177,7 @@ def expand(config_class: type, argv: Sequence[str]) -> list[str]:
         if get_origin(types.get(option)) in (list, tuple):
             values = [value] if value is not None else _take_values(words)
             lists.setdefault(option, []).extend(_items(values))
-        elif types.get(option) is bool and value is None and (not words or words[0].startswith("-")):
+        elif types.get(option) in SWITCHES and value is None and (not words or words[0].startswith("-")):
             result.append(f"{name}=true")
         else:
             result.append(name if value is None else f"{name}={value}")
@@ -203,7 +204,7 @@ def _option(word: str, types: dict[str, Any]) -> tuple[str, str | None]:
         return word, None
     name, equals, value = word[2:].partition("=")
     option = name.replace("-", "_")
-    if types.get(option.removeprefix("no_")) is bool and option not in types and not equals:
+    if types.get(option.removeprefix("no_")) in SWITCHES and option not in types and not equals:
         return f"--{option.removeprefix('no_')}", "false"
     if option not in types:
         field, dot, key = name.partition(".")

@@ -26,8 +26,8 @@ from slipstream.kernels.gemm.gathered_head import (
     head_topk_triton,
 )
 from slipstream.kernels.gemm.small_m import (
+    FAST_ROWS,
     MAX_GATED_ROWS,
-    MAX_ROWS,
     Tiling,
     gated_linear_few_rows_triton,
     linear_few_rows_triton,
@@ -37,6 +37,7 @@ from slipstream.kernels.kv.cache import move_rows, move_rows_triton
 from slipstream.kernels.kv.rope import rotate_and_store, rotate_and_store_triton
 from slipstream.kernels.norm import HeadNorms, add_rms_norm_triton, rms_norm_pair_triton, rms_norm_triton
 from slipstream.kernels.sampling.filters import Filters, filter_thresholds_triton
+from slipstream.kernels.sampling.logprobs import COLUMNS, Emitted, emitted_logprobs_triton, token_logprobs
 from slipstream.kernels.sampling.sample import Sampling, sample, sample_triton
 
 H, Q, G, D, V, LAYERS = 4096, 32, 8, 128, 128_256, 32
@@ -231,6 +232,23 @@ def filtering(rows: int) -> Case:
     )
 
 
+def logprobs(rows: int, wanted: int) -> Case:
+    """Of one token of each of `rows` requests; -1: nobody wants any."""
+    num_bytes = rows * V * 2
+    sets = [language_logits(rows) for _ in range(copies(num_bytes, rows))]
+    index = partial(torch.arange, device="cuda")
+    nodes, tokens = torch.zeros(rows, 1, dtype=torch.int32, device="cuda"), index(rows, dtype=torch.int32)
+    lengths = torch.ones(rows, dtype=torch.int32, device="cuda")
+    emitted = Emitted(index(rows + 1, dtype=torch.int32), nodes, tokens[:, None], lengths, index(rows))
+    asked, out = lengths * wanted, torch.empty(COLUMNS, rows, 1, dtype=torch.int32, device="cuda")
+    return Case(
+        bytes=num_bytes,
+        sets=sets,
+        ours=lambda x: emitted_logprobs_triton(x, emitted, asked, None, out),
+        others={"torch": lambda x: token_logprobs(x, tokens, max(wanted, 0))},
+    )
+
+
 def moves(rows: int) -> Case:
     """Every request moves half of its nodes in all layers."""
     slots = torch.randperm(rows * NODES, device="cuda").view(rows, NODES)
@@ -256,7 +274,7 @@ def linear(rows: int, name: str) -> Case:
         for tiling in (chosen, *linear_tilings(name)):
             yield astuple(tiling), lambda w, tiling=tiling: kernel(x, w, tiling=tiling)
 
-    is_ours = rows <= (MAX_GATED_ROWS if is_gated else MAX_ROWS)
+    is_ours = rows <= (MAX_GATED_ROWS if is_gated else FAST_ROWS)
     return Case(
         bytes=2 * (outputs * inputs + rows * (outputs // (1 + is_gated) + inputs)),
         sets=[random(outputs, inputs) for _ in range(1 + COLD_BYTES // (2 * outputs * inputs))],
@@ -425,6 +443,7 @@ MAKERS: dict[str, Callable[[int], Case]] = {
     "norm_rotate_and_store": partial(rope, normed=True),
     **{name: partial(sampling, name=name) for name in ("sample greedy", "sample", *SETTINGS)},
     "filter_thresholds": filtering,
+    **{f"logprobs {k}": partial(logprobs, wanted=k) for k in (-1, 0, 5, 20)},
     "move_rows": moves,
     **{f"linear {name}": partial(linear, name=name) for name in LINEARS},
     **{name: partial(draft_head, name=name) for name in ("head logits", "head sample", "head topk")},

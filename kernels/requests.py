@@ -18,7 +18,7 @@ from slipstream.kernels.launch import Op, pdl_options, wait_for_inputs
 
 BLOCK = 128  # changes at a time
 HEADER: tl.constexpr = tl.constexpr(2)  # numbers of admitted requests and of entries
-FIELDS: tl.constexpr = tl.constexpr(7)  # of an admitted request
+FIELDS: tl.constexpr = tl.constexpr(8)  # of an admitted request
 
 
 class SlotColumns(NamedTuple):
@@ -28,6 +28,7 @@ class SlotColumns(NamedTuple):
     keys: Tensor  # int64 noise keys
     top_k: Tensor  # int64
     flags: Tensor  # int32 of its logits processors
+    logprobs: Tensor  # int32 how many likeliest tokens it wants beside each of its own, -1: no log-probabilities
     temperature: Tensor  # fp32
     top_p: Tensor  # fp32
     min_p: Tensor  # fp32
@@ -40,6 +41,7 @@ class Admitted(NamedTuple):
     key: int
     top_k: int
     flags: int
+    logprobs: int
     temperature: float
     top_p: float
     min_p: float
@@ -51,15 +53,15 @@ def most_changes(num_admitted: int, num_entries: int) -> int:
 
 
 def pack_changes(admitted: Sequence[Admitted], entries: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """(2 + 7 * A + 2 * C,) for `write_changes`: both numbers, the requests, fp32 numbers as their bits, then (index,
+    """(2 + 8 * A + 2 * C,) for `write_changes`: both numbers, the requests, fp32 numbers as their bits, then (index,
     page) of the entries of the flattened page tables."""
     packed = np.empty(most_changes(len(admitted), len(entries)), np.int64)
     packed[: HEADER.value] = len(admitted), len(entries)
     end = most_changes(len(admitted), 0)
     if admitted:
         requests = packed[HEADER.value : end].reshape(-1, FIELDS.value)
-        requests[:, :4] = [request[:4] for request in admitted]
-        requests[:, 4:] = np.array([request[4:] for request in admitted], np.float32).view(np.int32)
+        requests[:, :5] = [request[:5] for request in admitted]
+        requests[:, 5:] = np.array([request[5:] for request in admitted], np.float32).view(np.int32)
     if entries:
         packed[end:].reshape(-1, 2)[:] = entries
     return packed
@@ -72,8 +74,8 @@ def write_changes(columns: SlotColumns, pages: Tensor, changes: Tensor) -> None:
     num_admitted, num_entries = changes[: HEADER.value].tolist()
     sizes = [HEADER.value, FIELDS.value * num_admitted, 2 * num_entries]
     header, requests, entries = changes[: sum(sizes)].split(sizes)
-    slots, keys, top_k, flags, *bits = requests.view(-1, FIELDS.value).unbind(dim=1)
-    values = (torch.zeros_like(slots), keys, top_k, flags, *(each.int().view(torch.float32) for each in bits))
+    slots, keys, top_k, flags, logprobs, *bits = requests.view(-1, FIELDS.value).unbind(dim=1)
+    values = (torch.zeros_like(slots), keys, top_k, flags, logprobs, *(each.int().view(torch.float32) for each in bits))
     for column, new in zip(columns, values, strict=True):
         column[slots] = new.to(column.dtype)
     indices, new_pages = entries.view(-1, 2).unbind(dim=1)
@@ -113,9 +115,11 @@ def _admit(columns, request, is_request):
     tl.store(columns.top_k + slot, tl.load(request + 2, mask=is_request, other=0), mask=is_request)
     flags = tl.load(request + 3, mask=is_request, other=0).to(tl.int32)
     tl.store(columns.flags + slot, flags, mask=is_request)
-    tl.store(columns.temperature + slot, _load_fp32(request + 4, is_request), mask=is_request)
-    tl.store(columns.top_p + slot, _load_fp32(request + 5, is_request), mask=is_request)
-    tl.store(columns.min_p + slot, _load_fp32(request + 6, is_request), mask=is_request)
+    logprobs = tl.load(request + 4, mask=is_request, other=0).to(tl.int32)
+    tl.store(columns.logprobs + slot, logprobs, mask=is_request)
+    tl.store(columns.temperature + slot, _load_fp32(request + 5, is_request), mask=is_request)
+    tl.store(columns.top_p + slot, _load_fp32(request + 6, is_request), mask=is_request)
+    tl.store(columns.min_p + slot, _load_fp32(request + 7, is_request), mask=is_request)
 
 
 @triton.jit

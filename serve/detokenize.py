@@ -4,13 +4,21 @@ Invariant: however tokens are split over calls, the pieces join to the decoding 
 that ends first.
 """
 
+import json
+import re
+from bisect import bisect_left
+from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from slipstream.serve.request import FinishReason, RequestStats
 
 TRANSFORMERS = ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
+# Bytes that byte-level tokenizers write as themselves; the others follow from 256 on (GPT-2's encoder.py).
+PRINTABLE_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 INCOMPLETE = "\ufffd"  # decoded from a character whose last bytes are in later tokens
 
 
@@ -64,6 +72,63 @@ def spellings(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ..
     return tuple(tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
 
 
+class TokenTexts:
+    """What single tokens stand for, as OpenAI's API tells of them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._added = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
+        self._special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        steps = decoder_steps(json.loads(decoder.__getstate__())) if decoder is not None else {}
+        self._byte_of: dict[str, int] = {}
+        if "ByteLevel" in steps:
+            others = [byte for byte in range(256) if byte not in PRINTABLE_BYTES]
+            self._byte_of = {chr(byte): byte for byte in PRINTABLE_BYTES}
+            self._byte_of |= {chr(256 + index): byte for index, byte in enumerate(others)}
+        self._falls_back = "ByteFallback" in steps
+        self.bytes_of = lru_cache(maxsize=2**16)(self._bytes_of)
+
+    def __call__(self, token: int) -> str:
+        """Its text, special tokens' included; of a part of a character "bytes:\\xe4\\xbd"; of an unused id nothing."""
+        spelling = self.bytes_of(token)
+        try:
+            return spelling.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
+
+    def _bytes_of(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token].encode()
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:
+            return b""
+        if self._byte_of and all(letter in self._byte_of for letter in piece):
+            return bytes(self._byte_of[letter] for letter in piece)
+        if self._falls_back:
+            match = BYTE_TOKEN.fullmatch(piece)
+            return bytes.fromhex(match[1]) if match else piece.replace("\u2581", " ").encode()
+        return self._tokenizer.decode([token], clean_up_tokenization_spaces=False).encode()
+
+    def starts(self, tokens: Sequence[int], text: str) -> list[int]:
+        """How many characters of `text`, which the tokens encode, precede each; special tokens may not be in it."""
+        pieces = [self.bytes_of(token) for token in tokens]
+        if b"".join(pieces) != text.encode():
+            pieces = [b"" if token in self._special else piece for token, piece in zip(tokens, pieces, strict=True)]
+        # Some tokenizers begin a text with a space of their own.
+        is_longer = b"".join(pieces).startswith(b" ") and b"".join(pieces) != text.encode()
+        found, position, decoder = list[int](), -int(is_longer), getincrementaldecoder("utf-8")("ignore")
+        for piece in pieces:
+            found.append(min(max(position, 0), len(text)))
+            position += len(decoder.decode(piece))
+        return found
+
+
+def decoder_steps(decoder: dict[str, Any]) -> set[str]:
+    """The kinds of steps of a fast tokenizer's decoder."""
+    return {decoder["type"]}.union(*(decoder_steps(step) for step in decoder.get("decoders", [])))
+
+
 class TextStream:
     """The text of one request. Holds back incomplete characters and text that may begin a stop string.
 
@@ -87,7 +152,8 @@ class TextStream:
         self.num_tokens = 0  # of the answer, up to the one that completes a stop string
         self.stopped = False  # found a stop string; later tokens are ignored
         self.starts: list[int] = []  # of each token but a last stop id: characters before it; 0 without pieces
-        self._num_decoded = 0  # characters
+        self._num_decoded = self.num_returned = 0  # characters
+        self._is_over = False
 
     def push(self, tokens: list[int], finish_reason: FinishReason | None = None) -> str:
         """New text; all of it with a `finish_reason`. With "stop" the last token is a stop id, which has no text."""
@@ -95,6 +161,17 @@ class TextStream:
             self._push_sizes.append(len(tokens))
         if self.stopped:
             return ""
+        text = self._push(tokens, finish_reason)
+        self.num_returned += len(text)
+        self._is_over = finish_reason is not None
+        return text
+
+    @property
+    def num_settled(self) -> int:
+        """Tokens whose text has begun to be returned; all of them at the end, unless a stop string cut them off."""
+        return len(self.starts) if self._is_over and not self.stopped else bisect_left(self.starts, self.num_returned)
+
+    def _push(self, tokens: list[int], finish_reason: FinishReason | None) -> str:
         shown = tokens[:-1] if finish_reason == "stop" else tokens
         pieces = []
         for token in shown:

@@ -20,7 +20,7 @@ from slipstream.serve.detokenize import Decoder, TextStream, spellings
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.grammar.grammars import check as check_grammar
 from slipstream.serve.options import EngineConfig, find_target
-from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams, prompt_seed
+from slipstream.serve.request import FinishReason, Logprobs, Output, Request, RequestStats, SamplingParams, prompt_seed
 
 SHOWN_LEN = 40  # characters of a wrong value in an error
 
@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One answer. `tokens` includes the end-of-text token, if there is one; `text` does not. Its prompt alone gets the
-    same answer with `seed`. `error` says what failed where `finish_reason` is "error"; other answers are whole."""
+    same answer with `seed`. `error` says what failed where `finish_reason` is "error"; other answers are whole.
+    `logprobs` are those of `tokens`, `prompt_logprobs` those of the prompt's tokens from the second on, where the
+    params ask for them."""
 
     tokens: list[int]
     text: str
@@ -38,8 +40,45 @@ class Generation:
     stats: RequestStats
     seed: int
     error: str = ""
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
     reasoning: str = ""  # of `chat`, whose `text` is the content alone
     tool_calls: tuple[CallPiece, ...] = ()  # of `chat`: id, name and arguments, JSON text
+
+
+class Answer:
+    """What a request has yielded so far. `form`: how it is read."""
+
+    def __init__(self, request: Request, form: AnswerFormat, stop: Sequence[str]) -> None:
+        self.request, self._form = request, form
+        min_tokens = request.params.min_tokens
+        self.text = TextStream(form.decoder, form.stops(stop), watched=False, min_tokens=min_tokens)
+        self._tokens: list[int] = []
+        self._pieces: list[str] = []
+        self._logprobs: list[Logprobs] = []
+        self._prompt_logprobs: Logprobs | None = None
+
+    def add(self, output: Output) -> None:
+        self._tokens += output.tokens
+        self._pieces.append(self.text.push(output.tokens, output.finish_reason))
+        if output.logprobs is not None:
+            self._logprobs.append(output.logprobs)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
+
+    def generation(self, ended: Output) -> Generation:
+        """`ended`: the last output."""
+        assert ended.stats is not None
+        assert ended.finish_reason is not None
+        reason: FinishReason = "stop" if self.text.stopped else ended.finish_reason
+        stats, count = self.text.cut(replace(ended.stats)), self.text.num_tokens
+        whole, form = "".join(self._pieces), self._form
+        parts = Parts(content=whole) if form.parser is None else form.parser().feed(whole, final=True)
+        calls = tuple(joined_calls(parts.calls))
+        told = "tool_calls" if calls and reason == "stop" else reason
+        answer = self._tokens[:count], parts.content, told, stats, self.request.seed, ended.error
+        logprobs = None if self.request.params.logprobs is None else Logprobs.join(self._logprobs)[:count]
+        return Generation(*answer, logprobs, self._prompt_logprobs, parts.reasoning, calls)
 
 
 class LLM:
@@ -148,26 +187,18 @@ class LLM:
             if request.params.grammar is not None:
                 check_grammar(request.params.grammar)
             self.engine.check(request)
-        texts = [
-            TextStream(form.decoder, form.stops(stop), watched=False, min_tokens=request.params.min_tokens)
-            for request, form in zip(requests, formats, strict=True)
-        ]
-        answers: list[list[int]] = [[] for _ in requests]
-        pieces: list[list[str]] = [[] for _ in requests]
+        answers = [Answer(request, form, stop) for request, form in zip(requests, formats, strict=True)]
         done: dict[int, Generation] = {}
         bar = tqdm(total=len(requests), unit="answer", disable=not progress)
         with bar, closing(self.stream(requests)) as outputs:
             for output in outputs:
                 index = int(output.request_id)
-                answers[index] += output.tokens
-                pieces[index].append(texts[index].push(output.tokens, output.finish_reason))
+                answers[index].add(output)
                 ended = output
-                if texts[index].stopped and not output.finish_reason:
+                if answers[index].text.stopped and not output.finish_reason:
                     ended = self.engine.abort(output.request_id) or output
                 if ended.finish_reason and index not in done:
-                    done[index] = _generation(
-                        requests[index], answers[index], pieces[index], texts[index], ended, formats[index]
-                    )
+                    done[index] = answers[index].generation(ended)
                     bar.update()
         return [done[index] for index in range(len(requests))]
 
@@ -255,18 +286,3 @@ def params_of(prompts: Sequence[Any], params: SamplingParams | Sequence[Sampling
 def shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= SHOWN_LEN else f"{text[:SHOWN_LEN]}... ({type(value).__name__})"
-
-
-def _generation(
-    request: Request, tokens: list[int], pieces: list[str], text: TextStream, ended: Output, form: AnswerFormat
-) -> Generation:
-    assert ended.stats is not None
-    assert ended.finish_reason is not None
-    reason: FinishReason = "stop" if text.stopped else ended.finish_reason
-    stats = text.cut(replace(ended.stats))
-    whole = "".join(pieces)
-    parts = Parts(content=whole) if form.parser is None else form.parser().feed(whole, final=True)
-    calls = tuple(joined_calls(parts.calls))
-    told = "tool_calls" if calls and reason == "stop" else reason
-    count = text.num_tokens
-    return Generation(tokens[:count], parts.content, told, stats, request.seed, ended.error, parts.reasoning, calls)

@@ -54,6 +54,9 @@ class EngineConfig:
     """Most requests decoded at once."""
     prefill_budget: int = 1024
     """Most prompt tokens computed per step; captured passes may lower it to prefill_graph_tokens."""
+    exact: bool | None = None
+    """On a GPU, give a row of a pass the same bits whatever rows are beside it: answers are then the same with and
+    without a draft, alone and among others. Default: where it is possible; --fast does without."""
     cuda_graph: bool = True
     """On a GPU, replay passes captured at start-up. Off: launch their kernels one by one."""
     prefill_graph_tokens: int = 1024
@@ -65,6 +68,9 @@ class EngineConfig:
     mem_fraction: float = 0.9
     """Share of the GPU's memory to use for weights, working memory, graphs and, with the rest, the KV cache. (On the
     CPU the KV cache takes a quarter of free memory.)"""
+    logprobs_mode: str = "raw"
+    """Log-probabilities that requests get: raw, the target's own; or processed, of the distribution that is sampled
+    from, after bias, penalties, masks, temperature and filters. Those of prompts are always raw."""
     simulate_accept_length: float | None = None
     """Benchmarks only: pretend that steps emit so many tokens of a request on average. The output is wrong."""
     trust_remote_code: bool = False
@@ -79,6 +85,7 @@ class EngineConfig:
             "dtype": ("auto", "float32", "bfloat16", "float16"),
             "device": ("auto", "cpu", "cuda"),
             "page_size": (1, 16, 32, 64),
+            "logprobs_mode": ("raw", "processed"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

@@ -5,13 +5,15 @@ import math
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from numbers import Integral, Real
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed")
+INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
+OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+MOST_LOGPROBS = 20  # as OpenAI
 SEED_BITS = 53  # of drawn seeds: JSON readers that parse numbers as doubles keep them exactly
 
 
@@ -37,6 +39,11 @@ class SamplingParams:
     Before `min_tokens` tokens no end-of-text or `stop_token_ids` id is sampled. `bad_words` are sequences of token ids
     that the answer never contains. With a `grammar` an answer is one of its texts, or the beginning of one where
     `max_tokens` cut it.
+
+    With `logprobs` each token of the answer comes with its log-probability and those of so many likeliest tokens at its
+    place, 0 to 20; with `prompt_logprobs` each token of the prompt but the first. They are the target's own, before
+    bias, penalties, temperature and filters, unless the engine's `logprobs_mode` is "processed". `max_tokens` may be 0
+    with `prompt_logprobs`.
     """
 
     max_tokens: int
@@ -54,15 +61,18 @@ class SamplingParams:
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for names, kind, called in ((INTEGERS, Integral, "an integer"), (NUMBERS, Real, "a number")):
             for name in names:
                 value = getattr(self, name)
-                if not isinstance(value, kind) and not (name == "seed" and value is None):
+                if not isinstance(value, kind) and not (name in OPTIONAL and value is None):
                     raise ValueError(f"{name} is {value!r}; it must be {called}")
+        fewest = 1 if self.prompt_logprobs is None else 0
         for name, valid, remedy in (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("max_tokens", self.max_tokens >= fewest, f"at least {fewest}"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"between 0 and max_tokens, {self.max_tokens}"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
             ("top_k", 0 <= self.top_k < 2**31, "0 (off) or a positive number below 2**31"),
@@ -71,6 +81,8 @@ class SamplingParams:
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
             ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "a positive number"),
+            ("logprobs", 0 <= (self.logprobs or 0) <= MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}"),
+            ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}"),
         ):
             if not valid:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be {remedy}")
@@ -190,16 +202,44 @@ class RequestStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of N tokens, and the K likeliest tokens at the place of each, the likeliest first."""
+
+    tokens: list[float] = field(default_factory=list)  # (N,)
+    ranks: list[int] = field(default_factory=list)  # (N,) 1: no token is likelier
+    top: list[list[float]] = field(default_factory=list)  # (N, K)
+    top_ids: list[list[int]] = field(default_factory=list)  # (N, K)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def join(cls, parts: "Iterable[Logprobs]") -> "Logprobs":
+        columns = zip(*(part._columns for part in parts), strict=True)
+        return cls(*(list(chain.from_iterable(column)) for column in columns))
+
+    def __getitem__(self, part: slice) -> "Logprobs":
+        return Logprobs(*(column[part] for column in self._columns))
+
+    @property
+    def _columns(self) -> tuple[list[Any], ...]:
+        return self.tokens, self.ranks, self.top, self.top_ids
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """New tokens of one request. Only its last Output has `finish_reason` and `stats`, and, where that is "error", the
-    sentence that says what failed."""
+    sentence that says what failed. `logprobs` belong to `tokens`, if the request wants them; `prompt_logprobs`, of the
+    prompt's tokens from the second on, come with its first Output."""
 
     request_id: str
     tokens: list[int]
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
     error: str = ""
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +249,5 @@ class EngineInfo:
     max_model_len: int
     vocab_size: int
     kv_cache_tokens: int
+    inexact: str = "not known"  # why answers may depend on the requests beside them; empty: they do not
+    fingerprint: str = ""  # of all that answers depend on; where they are inexact, of what the engine runs

@@ -35,6 +35,8 @@ from slipstream.kernels.speculation.verify import MAX_NODES
 
 QUANTUM: tl.constexpr = tl.constexpr(128)  # tokens of the shortest part, and the unit in which work is shared out
 MOST_PARTS: tl.constexpr = tl.constexpr(24)  # of the tokens before a tile's first query; longer contexts, longer parts
+FIRST_PARTS: tl.constexpr = tl.constexpr(QUANTUM.value * MOST_PARTS.value)  # places up to which parts are shortest
+LONGEST: tl.constexpr = tl.constexpr(18)  # doublings of a part: of contexts of 2**29 tokens
 SCRATCH_PARTS = MOST_PARTS.value + 2  # and one that holds new tokens, and one that a window cuts
 LONG_RANGE: tl.constexpr = tl.constexpr(12)  # quanta: longer ranges are cut for the sake of an even load
 MOST_AT_ONCE = 16  # parts that are merged at once: the loop is unrolled, and of small heads takes minutes to compile
@@ -189,6 +191,23 @@ def _fill(tiles: Tiles, segments: Segments, own: range, window: int | None) -> N
 def _first_place(base: int, window: int | None) -> int:
     """The first place that a tile may read."""
     return 0 if window is None else max(0, base + 1 - window)
+
+
+def places_of_parts(lengths: Tensor) -> Tensor:
+    """From which place on a query's context comes in longer parts than at place `lengths` (...): what lies on either
+    side does not belong in one tile, whose rows are summed alike."""
+    limit = torch.full_like(lengths, FIRST_PARTS.value)
+    for _ in range(LONGEST.value):
+        limit = torch.where(limit <= lengths, 2 * limit, limit)
+    return limit
+
+
+@triton.jit
+def places_of_parts_triton(lengths):
+    limit = tl.zeros_like(lengths) + FIRST_PARTS
+    for _ in tl.static_range(LONGEST):
+        limit = tl.where(limit <= lengths, 2 * limit, limit)
+    return limit
 
 
 def _part(base: int, window: int | None) -> int:

@@ -6,9 +6,9 @@ from torch.nn import functional as F
 
 from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.kernels.gemm.small_m import (
+    FAST_ROWS,
     MAX_GATED_ROWS,
     MAX_OUTPUTS,
-    MAX_ROWS,
     gated_linear_few_rows_triton,
     linear_few_rows_triton,
 )
@@ -48,7 +48,7 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def few_on_gpu(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     """Whether our kernel computes the product: few rows, 16-bit weights, row lengths that load 16 bytes at once."""
-    most = MAX_GATED_ROWS if gated else MAX_ROWS
+    most = MAX_GATED_ROWS if gated else FAST_ROWS
     if not use_triton(x) or not 0 < x.numel() <= most * x.shape[-1] or shared_memory(x.device) < SHARED_MEMORY:
         return False
     fits = weight.dtype == x.dtype and weight.dtype in (torch.bfloat16, torch.float16)

@@ -17,9 +17,11 @@ from torch import Tensor
 from slipstream.kernels.grid_sync import done_counters, is_last_done
 from slipstream.kernels.launch import pdl_options
 
-MAX_ROWS = 32
-MAX_GATED_ROWS = 128  # beyond MAX_ROWS the library's products are as fast, but it needs a kernel for the gate
+MAX_ROWS = 128
+FAST_ROWS = 64  # up to here faster than the library, or as fast
+MAX_GATED_ROWS = 128  # beyond FAST_ROWS the library's products are as fast, but it needs a kernel for the gate
 PROGRAMS = 132  # multiprocessors of an H100 or H200, each with as many loads in flight as its shared memory holds
+UNIT = 128  # inputs that are never shared out
 MAX_OUTPUTS = 64 * PROGRAMS  # for more, the library is as fast (docs/benchmarks.md)
 
 
@@ -47,13 +49,19 @@ def choose_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_ro
         if num_rows > 64:
             return Tiling(outputs=128, depth=64, split=1, warps=8)
         # Either way two programs fit on a multiprocessor.
-        return Tiling(outputs=64, depth=64, split=1, stages=4 if num_rows <= MAX_ROWS else 3)
+        return Tiling(outputs=64, depth=64, split=1, stages=4 if num_rows <= 32 else 3)
     if num_outputs > MAX_OUTPUTS:
         return Tiling(outputs=128, depth=64, split=1, stages=3)
     split = 1
     while triton.cdiv(num_outputs, 64) * 2 * split <= PROGRAMS and num_inputs >= 1024 * 2 * split:
         split *= 2
-    return Tiling(outputs=64, depth=128, split=split, stages=6)
+    return Tiling(outputs=64, depth=128 if num_rows <= 64 else 64, split=split, stages=6)
+
+
+def part_inputs(num_inputs: int, tiling: Tiling) -> int:
+    """Inputs of each of the parts that `tiling.split` programs sum, but for the last: the same for every depth."""
+    unit = max(tiling.depth, UNIT) if num_inputs >= UNIT * tiling.split else tiling.depth
+    return triton.cdiv(triton.cdiv(num_inputs, unit), tiling.split) * unit
 
 
 def linear_few_rows_triton(
@@ -61,7 +69,8 @@ def linear_few_rows_triton(
 ) -> Tensor:
     """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) for M up to MAX_ROWS; summed in fp32, rounded once."""
     num_outputs, num_inputs = weight.shape
-    return _launch(x, weight, bias, num_outputs, tiling or choose_tiling(num_outputs, num_inputs), gated=False)
+    tiling = tiling or choose_tiling(num_outputs, num_inputs, num_rows=len(x))
+    return _launch(x, weight, bias, num_outputs, tiling, gated=False)
 
 
 def gated_linear_few_rows_triton(x: Tensor, gate_up_weight: Tensor, tiling: Tiling | None = None) -> Tensor:
@@ -85,6 +94,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outputs: int, ti
     partial, counters = _scratch(x.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
     linear_kernel[(tiles, tiling.split)](
         x, weight, bias, out, partial, counters, x.stride(0), weight.stride(0), num_rows, num_outputs, num_inputs,
+        part_inputs(num_inputs, tiling),
         ROWS=rows, GATED=gated, EVEN=num_inputs % tiling.depth == 0, PRECISION="ieee", **_options(x, tiling),
     )  # fmt: skip
     return out
@@ -110,7 +120,7 @@ def _options(x: Tensor, tiling: Tiling) -> dict[str, Any]:
 @triton.jit(do_not_specialize=["num_rows", "num_outputs"])
 def linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
-    x_stride, weight_stride, num_rows, num_outputs, num_inputs,
+    x_stride, weight_stride, num_rows, num_outputs, num_inputs, part,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
     EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -123,9 +133,8 @@ def linear_kernel(
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     weights = weight_ptr + tl.minimum(outputs, num_outputs - 1)[:, None].to(tl.int64) * weight_stride
     up_weights = weights + num_outputs.to(tl.int64) * weight_stride
-    tiles_each = tl.cdiv(tl.cdiv(num_inputs, DEPTH), SPLIT)
-    first = tl.program_id(1) * tiles_each
-    last = tl.minimum(first + tiles_each, tl.cdiv(num_inputs, DEPTH))
+    first = tl.program_id(1) * (part // DEPTH)
+    last = tl.minimum(first + part // DEPTH, tl.cdiv(num_inputs, DEPTH))
     if PDL:
         tl.extra.cuda.gdc_wait()
 

@@ -115,19 +115,24 @@ def perturbed(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Tensor
     filters nor noise; if all are greedy, returns the logits themselves."""
     if sampling.temperature is None:
         return logits
-    if sampling.processors is not None:
-        assert ids is None
-        logits = process_logits(logits, sampling.processors, sampling.entries())
-    sampling = sampling.by_row()
-    assert sampling.temperature is not None
-    temperature = sampling.temperature[:, None]
-    logits = logits.float()
-    if sampling.filters is not None:
-        scaled = filter_logits(logits / temperature.clamp(min=1e-6), sampling.filters)
-        logits = logits.masked_fill((scaled == -torch.inf) & (temperature > 0), -torch.inf)
+    assert ids is None or sampling.processors is None
+    logits, own = filtered(logits, sampling)
+    assert own.temperature is not None
     if ids is None:
         ids = torch.arange(logits.shape[-1], device=logits.device)
-    return logits + temperature * gumbel(sampling.keys, positions, ids)
+    return logits + own.temperature[:, None] * gumbel(own.keys, positions, ids)
+
+
+def filtered(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Sampling]:
+    """filter(process(logits)) (R, V), fp32, and the parameters by row."""
+    if sampling.processors is not None:
+        logits = process_logits(logits, sampling.processors, sampling.entries())
+    own, logits = sampling.by_row(), logits.float()
+    if own.temperature is not None and own.filters is not None:
+        temperature = own.temperature[:, None]
+        scaled = filter_logits(logits / temperature.clamp(min=1e-6), own.filters)
+        logits = logits.masked_fill((scaled == -torch.inf) & (temperature > 0), -torch.inf)
+    return logits, own
 
 
 @sample.kernel()
@@ -136,7 +141,10 @@ def sample_triton(logits: Tensor, positions: Tensor, sampling: Sampling, ids: Te
     R, V = logits.shape
     assert R <= MAX_ROWS
     assert logits.stride(1) == 1
-    thresholds, held = _thresholds(logits, sampling, ids), sampling.processors and sampling.processors.for_kernels()
+    thresholds, held = (
+        filter_thresholds(logits, sampling, ids),
+        sampling.processors and sampling.processors.for_kernels(),
+    )
     out = torch.empty(R, dtype=torch.int64, device=logits.device)
     if R:
         tiles = triton.cdiv(V, TILE)
@@ -173,7 +181,7 @@ def perturbed_topk_triton(
     assert R <= MAX_ROWS
     assert logits.stride(1) == 1
     assert 1 <= k <= min(MAX_K, V)
-    thresholds, tiles, device = _thresholds(logits, sampling, ids), triton.cdiv(V, TILE), logits.device
+    thresholds, tiles, device = filter_thresholds(logits, sampling, ids), triton.cdiv(V, TILE), logits.device
     held = sampling.processors and sampling.processors.for_kernels()
     candidates, sums, values, columns = empty_topk(R, tiles, k, device)
     if R:
@@ -200,7 +208,8 @@ def merge_blocks(tiles: int, k: int) -> dict[str, int]:
     return {"TILES": triton.next_power_of_2(tiles), "CANDIDATES": triton.next_power_of_2(tiles * k)}
 
 
-def _thresholds(logits: Tensor, sampling: Sampling, ids: Tensor | None) -> Tensor | None:
+def filter_thresholds(logits: Tensor, sampling: Sampling, ids: Tensor | None) -> Tensor | None:
+    """(R,) fp32: processed logits below it are cut; -inf of greedy rows. None: no row has filters."""
     processors = sampling.processors
     if processors is not None:
         assert ids is None
@@ -324,11 +333,11 @@ def _sample(
     if is_last_done(counters_ptr + row, tiles):
         rank = tl.atomic_xchg(best_ptr + row, NO_SCORE, sem="relaxed")
         # Neither NaN nor -inf is above -inf.
-        tl.store(out_ptr + row, tl.where(_rank_score(rank) > float("-inf"), rank_column(rank), -1))
+        tl.store(out_ptr + row, tl.where(rank_score(rank) > float("-inf"), rank_column(rank), -1))
 
 
 @triton.jit
-def _rank_score(rank):
+def rank_score(rank):
     order = (rank >> 32).to(tl.int32)
     return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
 
@@ -376,5 +385,5 @@ def merge_topk(
     for choice in range(K):
         best = tl.max(ranks, axis=0)
         ranks = tl.where(ranks == best, NO_SCORE, ranks)
-        tl.store(values_ptr + row * K + choice, (_rank_score(best) - peak) - log_total)
+        tl.store(values_ptr + row * K + choice, (rank_score(best) - peak) - log_total)
         tl.store(columns_ptr + row * K + choice, rank_column(best))

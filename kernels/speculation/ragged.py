@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from slipstream.kernels.attention.ragged import places_of_parts, places_of_parts_triton
 from slipstream.kernels.launch import Op, pdl_options, use_triton, wait_for_inputs
 from slipstream.kernels.speculation.verify import MAX_NODES, ancestor_masks, unpack, verify
 
@@ -132,14 +133,18 @@ def store_triton(
 
 
 @Op
-def admit(survivals: Tensor, requests: Tensor, budget: Tensor, most: int) -> Tensor:
+def admit(survivals: Tensor, requests: Tensor, budget: Tensor, most: int, lengths: Tensor | None = None) -> Tensor:
     """How many nodes of each request a pass verifies, (B,) int32: a prefix of what its slot stores.
 
     Every root is admitted, and of all other nodes the likeliest, up to budget (1,) int32 nodes with the roots, at most
     `most` of a request. survivals (R, W) fp32 as in Stored, compared in steps of 1/255; among equals the first requests
-    (B,) int64 win. What has survival 0 is never admitted.
+    (B,) int64 win. What has survival 0 is never admitted. With lengths (R,) int32 of committed tokens, nodes that may
+    lie where attention's parts get longer are not, either: their context would be added up unlike in a later step.
     """
     keys = (survivals[requests, :most] * 255).ceil().int()
+    if lengths is not None:
+        own = lengths[requests][:, None]
+        keys = torch.where(own + torch.arange(keys.shape[1], device=keys.device) < places_of_parts(own), keys, 0)
     is_text, drafted = keys[:, 0] > 0, keys[:, 1:]
     order = drafted.flatten().sort(descending=True, stable=True).indices
     spare = (budget - is_text.sum()).clamp(min=0)
@@ -149,7 +154,9 @@ def admit(survivals: Tensor, requests: Tensor, budget: Tensor, most: int) -> Ten
 
 
 @admit.kernel()
-def admit_triton(survivals: Tensor, requests: Tensor, budget: Tensor, most: int) -> Tensor:
+def admit_triton(
+    survivals: Tensor, requests: Tensor, budget: Tensor, most: int, lengths: Tensor | None = None
+) -> Tensor:
     """One program."""
     B, W = len(requests), survivals.shape[1]
     assert B <= MAX_DECODING
@@ -159,7 +166,7 @@ def admit_triton(survivals: Tensor, requests: Tensor, budget: Tensor, most: int)
         most = min(most, W)
         block, nodes = triton.next_power_of_2(B), triton.next_power_of_2(most)
         _admit[(1,)](
-            survivals, requests, budget, counts, B, W, most,
+            survivals, requests, budget, lengths, counts, B, W, most,
             ROOT_KEY=ROOT_KEY, REQUESTS=block, NODES=nodes, num_warps=min(max(block * nodes // 128, 1), 16),
             **pdl_options(requests.device),
         )  # fmt: skip
@@ -440,7 +447,7 @@ def _minimum(a, b):
 
 @triton.jit(do_not_specialize=["B", "W", "most"])
 def _admit(
-    survivals, requests, budget, counts, B, W, most,
+    survivals, requests, budget, lengths, counts, B, W, most,
     ROOT_KEY: tl.constexpr, REQUESTS: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Searches the lowest key of which, and of all above, the budget holds every node; then shares out the rest among
@@ -450,6 +457,9 @@ def _admit(
     is_request = request < B
     slot = tl.load(requests + request, mask=is_request, other=0)
     inside = is_request[:, None] & (node < most)[None, :]
+    if lengths is not None:
+        length = tl.load(lengths + slot, mask=is_request, other=0)
+        inside &= (length[:, None] + node[None, :]) < places_of_parts_triton(length)[:, None]
     survival = tl.load(survivals + slot[:, None] * W + node[None, :], mask=inside, other=0.0)
     key = tl.ceil(survival * 255).to(tl.int32)
     key = tl.where((node == 0)[None, :] & (key > 0), ROOT_KEY, key)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.gemm.gathered_head import DraftHead
 from slipstream.kernels.gemm.linear import gated_linear, linear
 
@@ -51,6 +52,7 @@ class Linear(nn.Linear):
     parallelism splits would keep a slice of each part, or of the inputs, in `__init__` and `load`.
     """
 
+    order: FixedOrder | None = None  # in which products are added on a GPU; None: the fastest
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of parameters that are not stored in the network's dtype
 
     def __init__(self, in_features: int, out_features: int | Mapping[str, int], bias: bool = False) -> None:
@@ -60,11 +62,19 @@ class Linear(nn.Linear):
         self.parts: dict[str | None, slice] = {part: slice(end - size, end) for (part, size), end in ends}
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+        multiply = linear if self.order is None else self.order.linear
+        return multiply(input, self.weight, self.bias)
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(first half of the outputs) * second half: (..., I) -> (..., O / 2)."""
-        return gated_linear(x, self.weight) if self.bias is None else silu_mul(self(x))
+        if self.bias is not None:
+            return silu_mul(self(x))
+        return gated_linear(x, self.weight) if self.order is None else self.order.gated_linear(x, self.weight)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether `gated` multiplies gate and up at once."""
+        return "gate_proj" in self.parts and self.bias is None
 
     def load(self, part: str | None, name: str, tensor: Tensor) -> None:
         """Stores a file's "weight" or "bias" of a part, or of all."""

@@ -52,6 +52,7 @@ class Backend(Attention):
 
     phases: ClassVar[frozenset[str]]
     needs_host_lengths: ClassVar[bool]  # sizes or plans its work on the host: a CUDA graph cannot capture its passes
+    is_exact: ClassVar[bool] = False  # a row's bits depend on nothing but its own text
     features: ClassVar[frozenset[str]] = frozenset()  # of FEATURES: those that its kernels have
 
     def __init__(self, kv: NetworkKV, rope: RotaryEmbedding) -> None:

@@ -15,6 +15,7 @@ class Backend(base.Backend):
     takes any number."""
 
     needs_host_lengths = False
+    is_exact = True
     phases = frozenset({"verify", "draft"})
 
     @classmethod

@@ -130,7 +130,7 @@ class AnswerParser:
         self._new_id = new_id or (lambda: call_id(syntax.tools.id_len if syntax.tools else None))
         self._buffer = ""
         self._parts = Parts()
-        self._num_consumed = 0  # characters before the buffer
+        self.num_consumed = 0  # characters before the buffer
         self.num_calls = 0
         self.reasoning: list[tuple[int, int]] = []  # where it begins and ends in the text, markers included
         self._reads: Callable[[bool], bool] = self._text
@@ -150,7 +150,7 @@ class AnswerParser:
         while self._reads(final):
             pass
         if final and self._reads == self._in_region and self._region == "reasoning":
-            self.reasoning.append((self._region_start, self._num_consumed))
+            self.reasoning.append((self._region_start, self.num_consumed))
         return self._parts
 
     def num_reasoning(self, starts: Sequence[int]) -> int:
@@ -160,7 +160,7 @@ class AnswerParser:
     def _take(self, count: int) -> str:
         """The first characters of the buffer, which are done with."""
         taken, self._buffer = self._buffer[:count], self._buffer[count:]
-        self._num_consumed += count
+        self.num_consumed += count
         return taken
 
     def _skip(self) -> None:
@@ -221,7 +221,7 @@ class AnswerParser:
 
     def _begin(self, found: Any) -> bool:
         """Of a region or a call, at the beginning of the buffer."""
-        start = self._num_consumed
+        start = self.num_consumed
         length, groups = found.end() - found.start(), found.groupdict()
         if groups.get("is_call") is None:
             self._take(length)
@@ -234,7 +234,7 @@ class AnswerParser:
             self._emit("content", begin)
             return True
         if self._syntax.tools.arguments == "json":  # they begin with the bracket
-            self._buffer, self._num_consumed, begin = begin[-1] + self._buffer, self._num_consumed - 1, begin[:-1]
+            self._buffer, self.num_consumed, begin = begin[-1] + self._buffer, self.num_consumed - 1, begin[:-1]
         self._name, self._call_begin = found["name"], begin
         self._reads, self._arguments = self._in_call, self._syntax.arguments(self._tools[self._name])
         if not self._arguments.is_whole:
@@ -254,7 +254,7 @@ class AnswerParser:
             return False
         self._take(found.end() - found.start())
         if self._region == "reasoning":
-            self.reasoning.append((self._region_start, self._num_consumed))
+            self.reasoning.append((self._region_start, self.num_consumed))
         self._reads, self._is_start = self._text, True
         self._skips_space = self._region == "reasoning" and self._syntax.space_after_reasoning
         return True
@@ -276,7 +276,7 @@ class AnswerParser:
             self._parts.calls.append(CallPiece(self.num_calls - 1, arguments=piece))
         if rest is None:
             return False
-        self._num_consumed -= len(rest)
+        self.num_consumed -= len(rest)
         self._buffer, self._reads = rest, self._after_arguments
         return True
 

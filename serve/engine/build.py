@@ -11,7 +11,9 @@ import torch
 import triton
 
 from slipstream import __version__, runtime
-from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve
+from slipstream.kernels.gemm.fixed_order import FixedOrder
+from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve, weights_fingerprint
+from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import load_config, load_target
@@ -39,6 +41,8 @@ from slipstream.serve.runner.request_state import RequestState
 from slipstream.serve.runner.step import Runner
 
 logger = logging.getLogger(__name__)
+
+CHAINS = "drafter.topk 1, drafter.breadth 1 or drafter.ngram_breadth 1 proposes chains"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ class Builder:
         self.backends = find_backends(config.attention, formats)
         self.backends["prefill"].prepare(formats["prefill"])
         self.captures, self.overlap = self.pick_modes(phases)
+        self.inexact = self.find_inexact()
+        self.order = self.fix_order()
 
     def build(self) -> Engine:
         config = self.config
@@ -106,7 +112,7 @@ class Builder:
         tokens = (space.num_pages[0] - 1) * config.page_size
         return Engine(
             config,
-            EngineInfo(space.max_model_len, self.model.vocab_size, kv_cache_tokens=tokens),
+            EngineInfo(space.max_model_len, self.model.vocab_size, tokens, self.inexact, self.fingerprint()),
             self.make_planner(scheduler, costs),
             ModelRunner(passes, steps, drafts),
             stages,
@@ -126,6 +132,51 @@ class Builder:
             )
         captures = on_gpu and self.config.cuda_graph
         return captures, captures and self.config.overlap  # others wait for the device in each step
+
+    @property
+    def branches(self) -> bool:
+        """Whether some proposals are trees."""
+        return self.drafter.branches or any(stage.branches for stage in self.stages)
+
+    def find_inexact(self) -> str:
+        """Why a row's bits may depend on the rows beside it; empty where they do not."""
+        verify = self.config.attention if self.config.attention != "auto" else "the attention of verify"
+        odd = {one.in_features for one in self.target.modules() if isinstance(one, Linear) and one.in_features % 64}
+        for is_at_fault, reason in (
+            (self.config.exact is False, "it runs with --fast"),
+            (fault := FixedOrder.fault(self.device, self.dtype), fault),
+            (odd, f"a layer has {min(odd, default=0)} inputs, no multiple of 64"),
+            (not self.backends["verify"].is_exact, f"attention is {verify!r}, which adds in an order of its own"),
+            (self.branches, f"the draft proposes trees, whose nodes lie in another order than text ({CHAINS})"),
+        ):
+            if is_at_fault:
+                return reason
+        return ""
+
+    def fix_order(self) -> FixedOrder | None:
+        """Of the target's products. Raises ValueError where exact arithmetic is asked for and impossible."""
+        if self.inexact:
+            if self.config.exact:
+                raise ValueError(f"exact is on, but {self.inexact}; change that, or use --fast")
+            logger.info("answers may depend on the requests beside them: %s", self.inexact)
+            return None
+        logger.info("exact: answers are the same with and without a draft, alone and beside others")
+        order = FixedOrder()
+        for module in self.target.modules():
+            if isinstance(module, Linear):
+                module.order = order
+        return order
+
+    def fingerprint(self) -> str:
+        """Of weights, arithmetic, versions and the device: where it is equal and answers are exact, so are answers."""
+        config = self.config
+        parts = [weights_fingerprint(self.path), str(self.dtype), str(config.page_size), __version__, torch.__version__]
+        parts += [triton.__version__]
+        if self.device.type == "cuda":
+            parts.append(torch.cuda.get_device_name(self.device))
+        if self.inexact:
+            parts += [self.inexact, repr(config)]
+        return "fp_" + text_hash(" ".join(parts))[:12]
 
     def size(self) -> tuple[Space, int]:
         """What the KV cache holds, and the pages of a request's table."""
@@ -163,8 +214,17 @@ class Builder:
         attention["others"] = self.backends["verify"](*pairs[0])
         draft_attention = self.backends["draft"](*pairs[1]) if self.drafter.kv else None
         self.drafter.attach(self.target, state, draft_attention)
-        branches = self.drafter.branches or any(stage.branches for stage in self.stages)
-        return Runner(self.target, attention, self.drafter, state, tuple(kv), branches, config.simulate_accept_length)
+        return Runner(
+            self.target,
+            attention,
+            self.drafter,
+            state,
+            tuple(kv),
+            self.branches,
+            self.order,
+            config.simulate_accept_length,
+            logprobs_of_samples=config.logprobs_mode == "processed",
+        )
 
     def capture(self, passes: Runner) -> tuple[StepGraphs, DraftGraphs | None]:
         return capture_all(passes, self.config, self.widths)
@@ -197,7 +257,11 @@ class Builder:
             slipstream=__version__,
             model=text_hash((find_target(config)[1] / "config.json").read_text()),
             draft=draft if own is None else text_hash(own.read_text()),
-            options={"dtype": str(self.dtype), **{name: getattr(config, name) for name in names}},
+            options={
+                "dtype": str(self.dtype),
+                "exact": self.order is not None,
+                **{name: getattr(config, name) for name in names},
+            },
         )
 
     def make_planner(self, scheduler: Scheduler, costs: Costs) -> Planner:

@@ -93,11 +93,18 @@ class PageCache:
         return nodes[: self._longest_hit(nodes)] if self.windows else nodes
 
     def admit(
-        self, table: PageTable, tokens: list[int], num_tokens: int, headroom: int, limit: int | None = None
+        self,
+        table: PageTable,
+        tokens: list[int],
+        num_tokens: int,
+        headroom: int,
+        limit: int | None = None,
+        *,
+        shares: bool = True,
     ) -> bool:
         """Fill an empty table: shared pages for the start of `tokens`, own ones up to `num_tokens` in all. Window
         groups give what a hit reads; `extend_windows` adds the rest. `limit` (default: num_tokens): the most tokens
-        that the table will ever be extended to.
+        that the table will ever be extended to. Without `shares` all are own ones, whatever is cached.
 
         False, and nothing taken, if fewer than `headroom` available pages would be left, or if a window group has no
         room for its quota.
@@ -106,7 +113,7 @@ class PageCache:
         limit = num_tokens if limit is None else limit
         if not all(window.has_room(limit) for window in self.windows):
             return False
-        for node in self.match(tokens, table.namespace, table.lookahead):
+        for node in self.match(tokens, table.namespace, table.lookahead) if shares else []:
             self._reference(table, node)
             table.pages.append(node.page)
         if self.extend(table, num_tokens, headroom):

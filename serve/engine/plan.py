@@ -3,7 +3,8 @@
 Both are plain data: ints, tuples, NumPy arrays. They can be pickled, logged, replayed in another runner or sent to
 another process. Imports no torch.
 Letters: B requests, N tree nodes per request (root included), W nodes that a request slot stores, S segments of a
-pass: its decoding requests, then its chunks; M masks, C calibration cells, V target vocabulary.
+pass: its decoding requests, then its chunks; M masks, C calibration cells, V target vocabulary; K likeliest tokens of
+which a pass gives the log-probabilities.
 """
 
 from collections.abc import Collection
@@ -13,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.serve.request import Request
+from slipstream.serve.request import Logprobs, Request
 
 SamplingMode = Literal["greedy", "plain", "all"]  # all requests greedy | temperature only | all features
 
@@ -36,10 +37,16 @@ class PromptChunk:
     tokens: list[int]
     next_token: int | None  # the one after them; None where the chunk ends its prompt
     is_last: bool  # a token is sampled after it
+    logprobs: int | None = None  # how many likeliest tokens are wanted beside each that follows one of `tokens`
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    @property
+    def num_scored(self) -> int:
+        """Rows whose next token gets its log-probability: all that have one in the prompt."""
+        return 0 if self.logprobs is None else len(self.tokens) - self.is_last
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,7 +136,13 @@ class StepPlan:
     width: int = 1  # nodes that the draft then proposes for each request, root included
     survivals: NDArray[np.float32] | None = None  # (C,) by calibration cell, where they have changed
     returns_proposals: bool = False  # a host stage wants to see what the step proposes
+    logprobs: int | None = None  # the most likeliest tokens that any request wants beside each of its own; None: nobody
     edits: Edits = field(default_factory=Edits)
+
+    @property
+    def variant(self) -> Literal["plain", "all"]:
+        """Which captured pass it needs."""
+        return "plain" if self.mode != "all" and self.logprobs is None else "all"
 
 
 def slots_of(plan: StepPlan) -> tuple[int, ...]:
@@ -152,7 +165,16 @@ class StepOutput(NamedTuple):
     accepted: NDArray[np.int32] | None  # (S, W) accepted nodes, -1 padded; None: chains, whose first nodes are
     proposed: NDArray[np.int32] | None  # (2, S, W) tokens and parents of the next step, where the plan wants them
     errors: dict[int, str]  # by slot: the request fails, the others go on
+    logprobs: NDArray[np.int32] | None = None  # (2 + 2 * K, S, W) as in kernels/sampling/logprobs.py, where wanted
+    prompt_logprobs: NDArray[np.int32] | None = None  # (2 + 2 * K, N) of the chunks' rows, likewise
 
     def emitted(self, index: int) -> list[int]:
         """The tokens of segment `index`."""
         return self.tokens[index, : self.num_emitted[index]].tolist()
+
+
+def read_logprobs(packed: NDArray[np.int32], k: int) -> Logprobs:
+    """Of packed (2 + 2 * K, N), K >= k: bits of log-probabilities, ranks, then bits and ids of the K likeliest."""
+    values, ranks = packed.view(np.float32), packed[1]
+    top, ids = values[2 : 2 + 2 * k : 2], packed[3 : 3 + 2 * k : 2]
+    return Logprobs(values[0].tolist(), ranks.tolist(), top.T.tolist(), ids.T.tolist())

@@ -21,10 +21,11 @@ from slipstream.serve.engine.plan import (
     StepOutput,
     StepPlan,
     drafting_slots,
+    read_logprobs,
     slots_of,
 )
 from slipstream.serve.engine.scheduler import Chunk, Scheduler, Sequence
-from slipstream.serve.request import Output
+from slipstream.serve.request import Logprobs, Output
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class Planner:
             slots=tuple(sequence.slot for sequence in sequences),
             bounds=tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences),
             mode=sampling_mode(launched.everyone),
+            logprobs=most_logprobs(launched),
         )
         self._admissions.clear()
         return plan
@@ -101,11 +103,12 @@ class Planner:
         """The plan with the number of nodes that it verifies and then proposes."""
         offers = [self._offers[slot] for slot in plan.slots] if self.host_drafts else None
         num_rows = sum(len(chunk.tokens) for chunk in plan.chunks)
-        choice = self.policy.choose(len(plan.slots), num_rows, filtered=mode == "all", offers=offers)
+        plan = replace(plan, mode=mode)
+        choice = self.policy.choose(len(plan.slots), num_rows, filtered=plan.variant == "all", offers=offers)
         survivals = None
         if self._sent_version != self.policy.version:
             self._sent_version, survivals = self.policy.version, self.policy.table.copy()
-        return replace(plan, mode=mode, nodes=choice.nodes, width=choice.width, survivals=survivals)
+        return replace(plan, nodes=choice.nodes, width=choice.width, survivals=survivals)
 
     @property
     def waiting_pays(self) -> bool:
@@ -159,7 +162,8 @@ class Planner:
         outputs += self.scheduler.commit_decodes(launched.sequences, tokens, drafted)
         firsts = [int(output.tokens[count + index, 0]) for index in range(len(launched.chunks))]
         each_first = [token if chunk.is_last else None for token, chunk in zip(firsts, launched.chunks, strict=True)]
-        return outputs + self.scheduler.commit_chunks(launched.chunks, each_first)
+        outputs += self.scheduler.commit_chunks(launched.chunks, each_first)
+        return add_logprobs(outputs, plan, output, launched)
 
     def _learn(self, plan: StepPlan, output: StepOutput, ms: float) -> None:
         """Counts what was accepted, and the step's time. Requests that change their logits do not count beside others,
@@ -170,9 +174,11 @@ class Planner:
             counted = own if 0 < len(own) < count else slice(count)
             accepted = accepted_nodes(output, count)
             self.policy.record(output.cells[counted], output.num_verified[counted], accepted[counted])
+        if output.prompt_logprobs is not None:  # which take time of their own
+            return
         rows = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
         requests = len(drafting_slots(plan))
-        self.policy.observe(rows=rows, requests=requests, width=plan.width, ms=ms, filtered=plan.mode == "all")
+        self.policy.observe(rows=rows, requests=requests, width=plan.width, ms=ms, filtered=plan.variant == "all")
 
     def _calibrate(self, proposal: HostProposal) -> None:
         """Fills in its cells, and how likely they are accepted; never likelier than the nodes before."""
@@ -218,6 +224,29 @@ class Planner:
         return tuple(changes)
 
 
+def add_logprobs(outputs: list[Output], plan: StepPlan, output: StepOutput, launched: Launched) -> list[Output]:
+    """The Outputs of a step with what their requests want of it. Those of prompts are kept until the last chunk."""
+    own = {sequence.request.id: index for index, sequence in enumerate(launched.everyone)}
+    prompts, start = dict[int, Logprobs](), 0
+    for index, (chunk, planned) in enumerate(zip(launched.chunks, plan.chunks, strict=True), len(plan.slots)):
+        if planned.num_scored and output.prompt_logprobs is not None:
+            rows = output.prompt_logprobs[:, start : start + planned.num_scored]
+            chunk.sequence.prompt_logprobs.append(read_logprobs(rows, planned.logprobs or 0))
+            start += planned.num_scored
+        if planned.logprobs is not None and chunk.is_last:
+            prompts[index] = Logprobs.join(chunk.sequence.prompt_logprobs)
+    if output.logprobs is None and not prompts:
+        return outputs
+    found = []
+    for one in outputs:
+        index, logprobs = own[one.request_id], None
+        k = launched.everyone[index].request.params.logprobs
+        if k is not None and output.logprobs is not None:
+            logprobs = read_logprobs(output.logprobs[:, index, : len(one.tokens)], k)
+        found.append(replace(one, logprobs=logprobs, prompt_logprobs=prompts.get(index)))
+    return found
+
+
 def results_of(output: StepOutput, places: list[int]) -> NDArray[np.int32]:
     """(B, 1 + N): the number of tokens and the tokens at those places of a pass."""
     results = np.concatenate((output.num_emitted[:, None], output.tokens), axis=1)
@@ -236,7 +265,15 @@ def accepted_nodes(output: StepOutput, count: int) -> NDArray[np.bool_]:
 def prompt_chunk(chunk: Chunk) -> PromptChunk:
     tokens, start, end = chunk.sequence.tokens, chunk.start, chunk.end
     following = tokens[end] if end < len(tokens) else None
-    return PromptChunk(chunk.sequence.slot, start, tokens[start:end], following, chunk.is_last)
+    logprobs = chunk.sequence.request.params.prompt_logprobs if chunk.sequence.scores_prompt else None
+    return PromptChunk(chunk.sequence.slot, start, tokens[start:end], following, chunk.is_last, logprobs)
+
+
+def most_logprobs(launched: Launched) -> int | None:
+    """The most likeliest tokens that a request wants beside each token that the pass gives it; None: nobody does."""
+    emitting = launched.sequences + [chunk.sequence for chunk in launched.chunks if chunk.is_last]
+    wanted = [sequence.request.params.logprobs for sequence in emitting]
+    return max((k for k in wanted if k is not None), default=None)
 
 
 def sampling_mode(sequences: list[Sequence]) -> SamplingMode:

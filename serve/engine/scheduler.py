@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from slipstream.serve.engine.kv_cache import PageCache, PageTable
-from slipstream.serve.request import FinishReason, Output, Request, RequestStats
+from slipstream.serve.request import FinishReason, Logprobs, Output, Request, RequestStats
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -34,6 +34,7 @@ class Sequence:
     decoding: bool = False  # its prefill is launched
     in_flight: deque[int] = field(default_factory=deque)  # by unread pass: KV tokens that it may commit
     num_preemptions: int = 0
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of the chunks so far
 
     @classmethod
     def of(cls, request: Request, stop_ids: frozenset[int], lookahead: int) -> "Sequence":
@@ -53,6 +54,11 @@ class Sequence:
         return self.num_computed + sum(self.in_flight)
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of its prompt are still to be computed."""
+        return self.request.params.prompt_logprobs is not None and self.stats.prefills == 0
+
+    @property
     def is_ending(self) -> bool:
         """Whether the launched passes, which emit at least one token each, reach max_tokens."""
         return self.stats.completion_tokens + len(self.in_flight) >= self.request.params.max_tokens
@@ -68,6 +74,7 @@ class Sequence:
             decoding=False,
             in_flight=deque(),
             num_preemptions=self.num_preemptions + 1,
+            prompt_logprobs=[],
         )
 
     def cut(self, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
@@ -307,7 +314,8 @@ class Scheduler:
         num_tokens = len(sequence.tokens) + self.max_reserve
         headroom = len(self._running)  # a page for each, or the next step would preempt the new one
         limit = self._limit(sequence.request)
-        if not self.cache.admit(sequence.table, sequence.tokens, num_tokens, headroom, limit):
+        shares = not sequence.scores_prompt  # cached pages hold no log-probabilities
+        if not self.cache.admit(sequence.table, sequence.tokens, num_tokens, headroom, limit, shares=shares):
             assert self._running, "an empty cache is too small for a request that add() accepted"
             self._refused = sequence
             return False

@@ -42,6 +42,7 @@ from slipstream.serve.http.schemas import (
 from slipstream.serve.options import ServeConfig
 
 CLIENT_LEFT = 499  # nginx's status for "client closed request"
+LONG_SCORED = 256  # tokens whose log-probabilities a thread writes, while the event loop serves others
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Kind = type[ChatBody] | type[CompletionBody]
@@ -74,11 +75,11 @@ class Api:
             return Response(status_code=CLIENT_LEFT)
         self._check_room(len(call.requests))
         completion = Completion(self.engine, self.metrics, watched=call.stream, seconds=self._request_timeout)
-        completion.submit(call.requests, call.stop, call.answers)
+        completion.submit(call.requests, call.stop, call.answers, call.echoes)
         left.add_done_callback(lambda _: completion.abort())
         if call.stream:
             return StreamingResponse(self._events(call, completion), media_type="text/event-stream")
-        return JSONResponse(await self._whole(call, completion))
+        return await self._whole(call, completion)
 
     async def tokenize(self, request: Request) -> Response:
         return await self._convert(partial(self._read, TokenizeBody, self.frontend.tokenize), request)
@@ -157,22 +158,33 @@ class Api:
     def _read_call(self, kind: Kind, raw: bytes) -> Call:
         return self._read(kind, partial(Call.of, frontend=self.frontend), raw)
 
-    async def _whole(self, call: Call, completion: Completion) -> dict[str, Any]:
-        answers = [Delta(index, "", None) for index in range(len(completion.choices))]
+    async def _whole(self, call: Call, completion: Completion) -> Response:
+        pieces: list[list[Delta]] = [[] for _ in completion.choices]
         try:
             async for delta in completion.deltas():
-                answers[delta.index] = answers[delta.index].joined(delta)
+                pieces[delta.index].append(delta)
         finally:
             completion.abort()
-        return call.whole(answers, completion.usage(call.num_choices))
+        answers = [Delta.join(own) for own in pieces]
+
+        def respond() -> Response:
+            return JSONResponse(call.whole(answers, completion))
+
+        if sum(len(answer.scored) for answer in answers) > LONG_SCORED or call.prompt_logprobs is not None:
+            return await asyncio.to_thread(respond)
+        return respond()
 
     async def _events(self, call: Call, completion: Completion) -> AsyncIterator[str]:
         try:
             for opening in call.opening():
                 yield sse(opening)
             async for delta in completion.deltas():
-                for event in call.pieces(delta):
-                    yield sse(event)
+                if len(delta.scored) > LONG_SCORED:
+                    written = await asyncio.to_thread(lambda own: [*map(sse, call.pieces(own))], delta)
+                else:
+                    written = [*map(sse, call.pieces(delta))]
+                for event in written:
+                    yield event
             if call.include_usage:
                 yield sse(call.closing(completion.usage(call.num_choices)))
             yield DONE
@@ -213,6 +225,9 @@ class Api:
             "created": 0,
             "owned_by": "slipstream",
             "max_model_len": self.frontend.max_model_len,
+            "exact": not self.frontend.inexact,
+            "inexact_reason": self.frontend.inexact or None,
+            "system_fingerprint": self.frontend.fingerprint,
         }
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 import uuid
+from bisect import bisect_left
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +12,21 @@ from typing import Any, Literal, NamedTuple
 
 from slipstream.serve.chat.answers import AnswerFormat
 from slipstream.serve.chat.parser import AnswerParser, CallPiece, Parts, joined_calls
-from slipstream.serve.detokenize import TextStream
+from slipstream.serve.detokenize import TextStream, TokenTexts
 from slipstream.serve.http.engine_client import EngineClient, EngineError
 from slipstream.serve.http.frontend import Frontend
+from slipstream.serve.http.logprobs import (
+    Echo,
+    Scored,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    scored_prompt,
+    scored_tokens,
+)
 from slipstream.serve.http.metrics import Metrics
 from slipstream.serve.http.schemas import ChatBody, CompletionBody
-from slipstream.serve.request import FinishReason, Output, Request, RequestStats
+from slipstream.serve.request import FinishReason, Logprobs, Output, Request, RequestStats
 
 DONE = "data: [DONE]\n\n"
 
@@ -30,10 +40,15 @@ class Delta:
     finish_reason: FinishReason | Literal["tool_calls"] | None
     reasoning: str = ""
     calls: Sequence[CallPiece] = ()
+    scored: Sequence[Scored] = ()  # the tokens of all that, where asked for
 
-    def joined(self, more: "Delta") -> "Delta":
-        parts = self.text + more.text, more.finish_reason, self.reasoning + more.reasoning
-        return Delta(self.index, *parts, joined_calls([*self.calls, *more.calls]))
+    @classmethod
+    def join(cls, deltas: "Sequence[Delta]") -> "Delta":
+        """One for several of a choice, in order."""
+        text, reasoning = "".join(one.text for one in deltas), "".join(one.reasoning for one in deltas)
+        calls = joined_calls([call for one in deltas for call in one.calls])
+        scored = [token for one in deltas for token in one.scored]
+        return cls(deltas[0].index, text, deltas[-1].finish_reason, reasoning, calls, scored)
 
 
 class RequestFailed(Exception):
@@ -48,20 +63,38 @@ class Choice:
     """Receives one request's outputs and passes its text on."""
 
     def __init__(
-        self, index: int, request: Request, text: TextStream, parser: AnswerParser | None, completion: "Completion"
+        self,
+        index: int,
+        request: Request,
+        text: TextStream,
+        parser: AnswerParser | None,
+        completion: "Completion",
+        echo: Echo | None = None,
     ) -> None:
         self.request, self.parser = request, parser
+        self.prompt_logprobs: Logprobs | None = None
         self.stats: RequestStats | None = None  # set by the last output
         self._index, self._text, self._completion = index, text, completion
         self._arrival = time.perf_counter()
         self._has_tokens = False
+        self._echo = echo  # until it is sent
+        self._counts_ends = echo is not None  # whether the id that ends an answer has an entry
+        self._num_chars = 0 if echo is None else len(echo.text)
+        self._waiting: list[Scored] = []  # tokens whose text is held back
+        self._num_scored = 0  # tokens that do not wait any more
 
     def receive(self, output: Output) -> None:
         self._measure(len(output.tokens))
         was_stopped = self._text.stopped
         text = self._text.push(output.tokens, output.finish_reason)
-        reason = output.finish_reason
+        reason, scored = output.finish_reason, list[Scored]()
         parts = Parts(content=text) if self.parser is None else self.parser.feed(text, reason is not None)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if self._echo is not None:
+            parts.content, scored = self._echo.text + parts.content, self._echoed(self._echo)
+            self._echo = None
+        self._keep(output)
         if self._text.stopped and not was_stopped and reason is None:
             self._completion.engine.abort(self.request.id)  # the reply has the counts and ends the choice
         if reason is not None:
@@ -70,13 +103,46 @@ class Choice:
             self.stats = self._text.cut(output.stats)
             self._completion.metrics.count_finished(reason, self.stats)
         has_calls = reason == "stop" and self.parser is not None and self.parser.num_calls > 0
-        if parts != Parts() or reason is not None:
+        if parts != Parts() or scored or reason is not None:
             told = "tool_calls" if has_calls else reason
-            self._completion.put(Delta(self._index, parts.content, told, parts.reasoning, parts.calls))
+            scored += self._settled(output)
+            self._completion.put(Delta(self._index, parts.content, told, parts.reasoning, parts.calls, scored))
 
     @property
     def reasoning_tokens(self) -> int:
         return 0 if self.parser is None else self.parser.num_reasoning(self._text.starts)
+
+    def _keep(self, output: Output) -> None:
+        """The log-probabilities of its tokens, until their text is sent."""
+        if output.logprobs is None:
+            return
+        starts = self._text.starts[self._num_scored + len(self._waiting) :][: len(output.tokens)]
+        count = len(starts)  # a stop id, and what follows a stop string, has no text
+        places = [self._num_chars + start for start in starts]
+        self._waiting += scored_tokens(output.tokens[:count], places, output.logprobs[:count])
+
+    def _settled(self, output: Output) -> list[Scored]:
+        """The tokens whose text is sent now, if their log-probabilities are wanted: of reasoning and calls, too, and
+        of the markers beside them."""
+        if self.request.params.logprobs is None:
+            return []
+        num_settled = self._text.num_settled
+        if self.parser is not None and output.finish_reason is None:
+            num_consumed = self.parser.num_consumed  # fewer than before, where it has taken something back
+            num_settled = max(bisect_left(self._text.starts, num_consumed), self._num_scored)
+        num_new = num_settled - self._num_scored
+        settled, self._waiting = self._waiting[:num_new], self._waiting[num_new:]
+        self._num_scored = num_settled
+        is_ended = output.finish_reason == "stop" and not self._text.stopped
+        if self._counts_ends and is_ended and output.logprobs is not None:
+            place = self._num_chars + self._text.num_returned
+            settled += scored_tokens(output.tokens[-1:], [place], output.logprobs[-1:])
+        return settled
+
+    def _echoed(self, echo: Echo) -> list[Scored]:
+        if self.request.params.logprobs is None or self.prompt_logprobs is None:
+            return []
+        return scored_prompt(echo.tokens, echo.starts, self.prompt_logprobs)
 
     def fail(self, error: Exception) -> None:
         if isinstance(error, EngineError):  # refused requests do not count: they never ran
@@ -110,13 +176,17 @@ class Completion:
         self._news: deque[Delta | Exception] = deque()
         self._has_news = asyncio.Event()
 
-    def submit(self, requests: Sequence[Request], stop: Sequence[str], answers: AnswerFormat) -> None:
-        """Raises EngineError if there is no engine."""
-        stop, watched = answers.stops(stop), self._watched or answers.has_reasoning  # whose tokens are counted
+    def submit(
+        self, requests: Sequence[Request], stop: Sequence[str], answers: AnswerFormat, echoes: Sequence[Echo] = ()
+    ) -> None:
+        """`echoes`: what each choice repeats, if they do. Raises EngineError if there is no engine."""
+        stop, is_counted = answers.stops(stop), self._watched or answers.has_reasoning
         for index, request in enumerate(requests):
-            text = TextStream(answers.decoder, stop, watched=watched, min_tokens=request.params.min_tokens)
+            params = request.params
+            watched = is_counted or params.logprobs is not None  # tokens have their places in the text
+            text = TextStream(answers.decoder, stop, watched=watched, min_tokens=params.min_tokens)
             parser = None if answers.parser is None else answers.parser()
-            self.choices.append(Choice(index, request, text, parser, self))
+            self.choices.append(Choice(index, request, text, parser, self, echoes[index] if echoes else None))
             self.engine.submit(request, self.choices[-1])
 
     def put(self, news: Delta | Exception) -> None:
@@ -139,11 +209,13 @@ class Completion:
             if isinstance(news, Exception):
                 self.abort()
                 raise RequestFailed(news)
+            waited = [news]
             while self._news and isinstance(more := self._news[0], Delta) and more.index == news.index:
-                news = news.joined(more)
+                waited.append(more)
                 self._news.popleft()
-            num_open -= news.finish_reason is not None
-            yield news
+            delta = waited[0] if len(waited) == 1 else Delta.join(waited)
+            num_open -= delta.finish_reason is not None
+            yield delta
 
     async def _wait(self) -> None:
         if self._deadline is None:
@@ -198,6 +270,7 @@ class Call(NamedTuple):
     id: str
     created: int  # seconds since 1970
     model: str
+    fingerprint: str
     is_chat: bool
     stream: bool
     include_usage: bool  # in the last event of a stream; it is null in the others
@@ -206,6 +279,10 @@ class Call(NamedTuple):
     requests: Sequence[Request]  # the first one's seed is that of the call, asked for or drawn
     answers: AnswerFormat
     shows_reasoning: bool
+    echoes: Sequence[Echo]  # what each repeats, if they do
+    logprobs: int | None  # likeliest tokens wanted beside each of the answer; None: no log-probabilities
+    prompt_logprobs: int | None  # the same, of the prompt
+    texts: TokenTexts
 
     @classmethod
     def of(cls, body: ChatBody | CompletionBody, frontend: Frontend) -> "Call":
@@ -213,13 +290,29 @@ class Call(NamedTuple):
         call_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         requests, answers = frontend.read(body, call_id)
         shows_reasoning = isinstance(body, ChatBody) and body.include_reasoning
-        head = call_id, int(time.time()), frontend.model_name, is_chat
-        return cls(*head, body.stream, body.include_usage, body.stop, body.n, requests, answers, shows_reasoning)
+        head = call_id, int(time.time()), frontend.model_name, frontend.fingerprint, is_chat
+        tail = frontend.echoes(body, requests), body.answer_logprobs, body.prompt_logprobs, frontend.texts
+        asked = body.stream, body.include_usage, body.stop, body.n
+        return cls(*head, *asked, requests, answers, shows_reasoning, *tail)
 
-    def whole(self, answers: Sequence[Delta], usage: Mapping[str, Any]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Delta], completion: Completion) -> dict[str, Any]:
+        """`answers`: all of each choice."""
         choices = [self._choice(answer) for answer in answers]
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return {**self._head(kind), "choices": choices, "usage": usage}
+        body = {**self._head(kind), "choices": choices, "usage": completion.usage(self.num_choices)}
+        if self.prompt_logprobs is not None:
+            scored = [self._scored_prompt(choice) for choice in completion.choices]
+            for owner, own in zip([body] if self.is_chat else choices, scored, strict=False):  # a chat has one prompt
+                owner["prompt_logprobs"] = own
+        return body
+
+    def _scored_prompt(self, choice: Choice) -> list[dict[str, Any] | None] | None:
+        if choice.prompt_logprobs is None or self.prompt_logprobs is None:
+            return None
+        tokens = choice.request.prompt
+        return prompt_logprobs(
+            scored_prompt(tokens, [0] * len(tokens), choice.prompt_logprobs), self.prompt_logprobs, self.texts
+        )
 
     def opening(self) -> list[dict[str, Any]]:
         """Events before any text: chat answers begin with the role."""
@@ -230,7 +323,7 @@ class Call(NamedTuple):
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
         """Events, in the order of a message: reasoning, content, calls. The last one has the finish reason, which has
-        an event of its own after calls."""
+        an event of its own after calls; the last one with text has the log-probabilities."""
         if not self.is_chat:
             return [self._event([self._choice(delta)])]
         parts = list[dict[str, Any]]()
@@ -239,17 +332,22 @@ class Call(NamedTuple):
         parts += [{"content": delta.text}] if delta.text else []
         for call in delta.calls:
             parts += [{"tool_calls": [one]} for one in call_events(call)]
-        if delta.finish_reason is not None and (delta.calls or not parts):
+        place = max(len(parts) - 1, 0)  # of the log-probabilities
+        if (delta.finish_reason is not None and delta.calls) or (not parts and (delta.finish_reason or delta.scored)):
             parts.append({})
-        reasons = [None] * (len(parts) - 1) + [delta.finish_reason]
-        return [self._event([self._part(delta.index, *one)]) for one in zip(parts, reasons, strict=False)]
+        choices = [self._part(delta.index, part, None) for part in parts]
+        if choices:
+            choices[place]["logprobs"] = self._logprobs(delta.scored)
+            choices[-1]["finish_reason"] = delta.finish_reason
+        return [self._event([choice]) for choice in choices]
 
     def closing(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         return {**self._event([]), "usage": usage}
 
     def _head(self, kind: str) -> dict[str, Any]:
         seed = self.requests[0].seed
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "seed": seed}
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**head, "system_fingerprint": self.fingerprint, "seed": seed}
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
@@ -272,7 +370,13 @@ class Call(NamedTuple):
             if answer.calls:
                 message["tool_calls"] = [whole_call(call) for call in answer.calls]
             content = {"message": message}
-        return {"index": answer.index, **content, "logprobs": None, "finish_reason": answer.finish_reason}
+        logprobs = self._logprobs(answer.scored)
+        return {"index": answer.index, **content, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+
+    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
+        if self.logprobs is None:
+            return None
+        return (chat_logprobs if self.is_chat else completion_logprobs)(scored, self.logprobs, self.texts)
 
 
 def whole_call(call: CallPiece) -> dict[str, Any]:

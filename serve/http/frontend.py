@@ -1,6 +1,7 @@
 """Turns request bodies into Requests, with the target's tokenizer, chat template and default sampling."""
 
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -11,10 +12,11 @@ from slipstream.models.files.checkpoint import read_json
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
 from slipstream.serve.chat.tools import ToolChoice, read_choice, read_tools
-from slipstream.serve.detokenize import Decoder, spellings
+from slipstream.serve.detokenize import Decoder, TokenTexts, spellings
 from slipstream.serve.grammar.grammars import check as check_grammar
 from slipstream.serve.http.control_tokens import PlainTextTokenizer
-from slipstream.serve.http.limits import ApiError, Limits
+from slipstream.serve.http.limits import MAX_PROMPT_LOGPROBS, ApiError, Limits
+from slipstream.serve.http.logprobs import Echo
 from slipstream.serve.http.schemas import (
     DEFAULT_COMPLETION_TOKENS,
     Body,
@@ -55,10 +57,11 @@ class Frontend:
         has_template = bool(self.tokenizer.chat_template)
         self.template = PromptTemplate(self.tokenizer, date=config.date, variables={}) if has_template else None
         self.plain_text = PlainTextTokenizer(self.tokenizer) if config.control_tokens_as_text else None
-        self.decoder = Decoder(self.tokenizer)
+        self.decoder, self.texts = Decoder(self.tokenizer), TokenTexts(self.tokenizer)
         self.chat = ChatFormat(self.tokenizer, config.tool_parser, config.reasoning_parser)
         self._ignore_unknown = config.ignore_unknown_fields
         self.max_model_len, self.vocab_size = info.max_model_len, info.vocab_size
+        self.inexact, self.fingerprint = info.inexact, info.fingerprint
         self.limits = Limits.of(config, info.max_model_len, self.tokenizer)
 
     def check_model(self, name: str | None) -> None:
@@ -167,6 +170,7 @@ class Frontend:
         else:
             field, prompts = "prompt", self.completion_prompts(body)
             answers = AnswerFormat(self.decoder, grammar)
+            check_prompt_logprobs(body, sum(map(len, prompts)))
         seed = draw_seed() if body.seed is None else body.seed
         namespace = digest(body.cache_salt)
         requests: list[Request] = []
@@ -179,6 +183,18 @@ class Frontend:
                 )
         return requests, answers
 
+    def echoes(self, body: ChatBody | CompletionBody, requests: Sequence[Request]) -> list[Echo]:
+        """What the choices repeat, in order; empty where they repeat nothing."""
+        if isinstance(body, ChatBody) or not body.echo:
+            return []
+        found: list[Echo] = []
+        for given, request in zip(body.prompt, requests[:: body.n], strict=True):
+            tokens = request.prompt
+            text = self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+            text = given if isinstance(given, str) else text
+            found += [Echo(text, tokens, self.texts.starts(tokens, text))] * body.n
+        return found
+
     def sampling_params(
         self, body: Body, prompt_len: int, seed: int, field: str, answers: AnswerFormat
     ) -> SamplingParams:
@@ -188,7 +204,7 @@ class Frontend:
         asked = f"the prompt has {prompt_len} tokens"
         if body.max_tokens is not None:
             asked += f" and max_tokens is {body.max_tokens}, together {prompt_len + body.max_tokens}"
-        if room < max(body.max_tokens or 1, 1):
+        if room < (1 if body.max_tokens is None else body.max_tokens):
             message = f"{asked}; this model's context holds {self.max_model_len} tokens, prompt and answer"
             raise ApiError(400, message, field, "context_length_exceeded")
         self.check_tokens(list(body.logit_bias), "logit_bias")
@@ -199,12 +215,26 @@ class Frontend:
                 max_tokens=unset_max_tokens if body.max_tokens is None else body.max_tokens,
                 seed=seed,
                 grammar=answers.grammar,
+                logprobs=body.answer_logprobs,
+                prompt_logprobs=body.all_prompt_logprobs,
                 bad_words=spellings(self.tokenizer, body.bad_words),
                 stop_token_ids=(*body.stop_token_ids, *answers.stop_ids),
                 **{**self.sampling_defaults, **given},
             )
         except ValueError as error:
             raise ApiError(400, str(error), str(error).split()[0]) from error
+
+
+def check_prompt_logprobs(body: Body, num_tokens: int) -> None:
+    k = body.all_prompt_logprobs
+    count = 0 if k is None else num_tokens * body.n * (k + 1)
+    if count > MAX_PROMPT_LOGPROBS:
+        field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        message = (
+            f"{field} asks for {count} log-probabilities of prompts (tokens times n times one more than the likeliest "
+            f"tokens); the limit is {MAX_PROMPT_LOGPROBS}: ask for fewer, or send fewer or shorter prompts"
+        )
+        raise ApiError(400, message, field)
 
 
 def checked_grammar(body: Body) -> Grammar | None:

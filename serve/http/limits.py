@@ -45,6 +45,9 @@ MAX_STOP_IDS = 64
 MAX_BAD_WORDS = 128  # the engine compares each path of each proposal with every one
 MAX_BIASES = 1024
 MAX_GRAMMAR_CHOICES = 1024
+# Log-probabilities of prompts that a call may get, each some 100 bytes of JSON: tokens times n times one more than the
+# likeliest tokens asked for.
+MAX_PROMPT_LOGPROBS = 2**18
 
 RETRY_AFTER_S = 1  # sent with 429 and 503: a place may be free after any step
 MAX_ERROR_CHARS = 1000  # error messages may quote what the client sent

@@ -25,7 +25,7 @@ from slipstream.models.chat.messages import TEXT_PARTS, Message, MessageError
 from slipstream.serve.chat.tools import ToolError, read_calls
 from slipstream.serve.http import limits
 from slipstream.serve.http.limits import ApiError
-from slipstream.serve.request import Grammar
+from slipstream.serve.request import MOST_LOGPROBS, Grammar
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI for /v1/completions; a chat answer may fill the context
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -48,17 +48,14 @@ NEUTRAL: Neutral = {
     "audio": (),
     "best_of": (1,),
     "include_reasoning": (True,),
-    "echo": (False,),
     "function_call": ("none", "auto"),  # OpenAI's older names of tool_choice and tools
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
     # vLLM's and SGLang's
@@ -75,7 +72,6 @@ NEUTRAL: Neutral = {
     "logits_processors": ([],),
     "no_stop_trim": (False,),
     "priority": (0,),
-    "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "separate_reasoning": (True,),
@@ -232,6 +228,21 @@ def read_bias(value: Any) -> dict[int, float]:
     return {int(token): bias for token, bias in value.items()}
 
 
+def check_logprobs(value: int, info: ValidationInfo) -> int:
+    if not 0 <= value <= MOST_LOGPROBS:
+        message = f"{info.field_name} is {value}; it must be between 0 and {MOST_LOGPROBS}"
+        raise ApiError(400, message, info.field_name)
+    return value
+
+
+def no_logprobs(value: Any) -> Any:
+    """Clients of the chat endpoint say false."""
+    return None if value is False else value
+
+
+NumLogprobs = Annotated[int, AfterValidator(check_logprobs)]
+
+
 def check_length(items: Sized, most: int, field: str) -> None:
     if len(items) > most:
         raise ApiError(400, f"{field} has {len(items)} entries; the limit is {most}", field)
@@ -280,6 +291,8 @@ class Body(Fields):
     stop: Annotated[list[str], PlainValidator(read_stop)] = []
     stop_token_ids: Annotated[list[int], Field(max_length=limits.MAX_STOP_IDS)] = []
     ignore_eos: bool = False
+    # vLLM's: how many likeliest tokens at the place of each token of the prompt.
+    prompt_logprobs: NumLogprobs | None = None
     # Requests share cached prompt prefixes only with requests of the same salt.
     cache_salt: str = ""
 
@@ -287,7 +300,20 @@ class Body(Fields):
     def check_stream_options(self) -> "Body":
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true; add that or leave it out", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs does not go with stream: true; leave one of them out"
+            raise ApiError(400, message, "prompt_logprobs")
         return self
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        """How many likeliest tokens are wanted beside each token of the answer; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def all_prompt_logprobs(self) -> int | None:
+        """The same of the prompt, whatever wants them."""
+        return self.prompt_logprobs
 
     @property
     def include_usage(self) -> bool:
@@ -311,6 +337,8 @@ class StreamOptions(BaseModel):
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
+    neutral = NEUTRAL | {"echo": (False,)}
+
     messages: Annotated[list[Message], BeforeValidator(read_messages)]
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
@@ -320,6 +348,18 @@ class ChatBody(Body):
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     include_reasoning: bool = True
+    logprobs: bool = False
+    top_logprobs: NumLogprobs | None = None
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def check_top_logprobs(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true; add that or leave it out", "top_logprobs")
+        return self
 
     @model_validator(mode="after")
     def merge_alias(self) -> "ChatBody":
@@ -333,7 +373,22 @@ class ChatBody(Body):
 class CompletionBody(Body):
     """POST /v1/completions."""
 
+    neutral = NEUTRAL | {"top_logprobs": (0,)}
+
     prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts)]
+    logprobs: Annotated[NumLogprobs | None, BeforeValidator(no_logprobs)] = None
+    echo: bool = False  # the prompt before its answer, and its log-probabilities with `logprobs`
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def all_prompt_logprobs(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        if self.echo and self.max_tokens == 0:  # the prompt alone has to be computed
+            echoed = self.logprobs or 0
+        return max((k for k in (self.prompt_logprobs, echoed) if k is not None), default=None)
 
 
 def grammar_of(body: Body) -> tuple[Grammar, str] | None:

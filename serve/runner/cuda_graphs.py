@@ -15,18 +15,20 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from slipstream import runtime
 from slipstream.kernels.compile_ahead import compile_ahead, short_run
+from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.speculation.ragged import Chunks
-from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepPlan
+from slipstream.models.layers.linear import Linear
+from slipstream.models.targets.decoder import Target
+from slipstream.serve.engine.plan import PromptChunk, SamplingMode, StepPlan, drafting_slots
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.chunks import pack_chunks, padding_prompts, split_chunks
-from slipstream.serve.runner.step import Runner, StepInputs
+from slipstream.serve.runner.step import Results, Runner, StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -186,17 +188,13 @@ class StepGraphs(Graphs[StepKey]):
         self, runner: Runner, max_running: int, most_rows: int, most_prompt_rows: int, capturer: Capturer
     ) -> None:
         state = runner.state
-        # The budget, then the requests, aligned to 16 bytes: Triton compiles a kernel anew for others.
-        self.numbers = torch.full((2 + max_running,), state.padding, dtype=torch.int64, device=state.device)
-        super().__init__(runner, self.numbers[2:], capturer)
-        self.budget = self.numbers[:1].zero_()
-        self._held: tuple[tuple[int, ...], int] | None = None
+        super().__init__(runner, state.listed[:max_running], capturer)
         self.sizes = buckets(most_rows)
         self.prompt_sizes = prompt_sizes(most_prompt_rows)
         self.num_chunks = min(MOST_CHUNKS, max_running) if self.prompt_sizes else 0
         self.max_running, self.most_prompt_rows = max_running, most_prompt_rows
         self.packed = self._pack((), most_prompt_rows).to(state.device)
-        self.results = runner.empty_results(max_running + self.num_chunks)
+        self.results = runner.empty_results(max_running + self.num_chunks, has_logprobs=True)
 
     def run_all(self) -> None:
         """Runs every size on padding, uncaptured, and the largest ones in every mode."""
@@ -219,39 +217,36 @@ class StepGraphs(Graphs[StepKey]):
             for rows, heads, has_prompts, mode in self.keys():
                 if not has_prompts or (rows > self.sizes[-1] and heads == self._heads(rows)[-1]):
                     nodes = min(rows, self.sizes[-1])
-                    self._hold(tuple(range(min(rows, self.max_running))), nodes)
+                    self.runner.state.send(tuple(range(min(rows, self.max_running))), nodes)
                     self._hold_chunks(self._random_chunks(rows - nodes))
                     tables[mode][rows] = self._time((rows, heads, has_prompts, mode))
         return tables
 
-    def run(self, plan: StepPlan) -> tuple[Tensor, int] | None:
+    def run(self, plan: StepPlan) -> tuple[Results, int] | None:
         """The results of the plan's target pass, and the index of the first chunk's. None where no graph takes it: a
-        prompt alone whose context is so long that kernels made for prompts are faster (and compiled by now), or memory
-        held no graph."""
+        prompt alone whose context is so long that kernels made for prompts are faster (and compiled by now), one whose
+        own log-probabilities are asked for, or memory held no graph."""
         key = self.find(plan)
         if key is None:
             return None
-        self._hold(plan.slots, plan.nodes)
+        self.runner.state.send(plan.slots, plan.nodes, drafting_slots(plan))
         if plan.chunks:
             self._hold_chunks(plan.chunks)
         self._graphs[key].replay()
-        self.runner.state.is_changing = False
         first = min(key[0], self.max_running)
-        return self.results[: first + len(plan.chunks) if plan.chunks else len(plan.slots)], first
-
-    def expect(self, plan: StepPlan) -> None:
-        """The plan is the next to run: what the device must know of its requests is on its way before that."""
-        self._hold(plan.slots, plan.nodes)
+        count = first + len(plan.chunks) if plan.chunks else len(plan.slots)
+        return Results(self.results.tokens[:count], self.results.logprobs if plan.logprobs is not None else None), first
 
     def find(self, plan: StepPlan) -> StepKey | None:
-        mode: SamplingMode = "all" if plan.mode == "all" else "plain"
+        mode: SamplingMode = plan.variant
         if not plan.chunks:
             start = bisect_left(self.sizes, plan.nodes)
             found = ((rows, rows, False, mode) for rows in self.sizes[start:])
             return next((key for key in found if key in self._graphs), None)
         pairs = sum(len(chunk.tokens) * (chunk.start + chunk.end) // 2 for chunk in plan.chunks)
-        is_long = pairs > MOST_PAIRS and self.runner.attention["prefill"].is_ready
-        if len(plan.chunks) > self.num_chunks or (is_long and not plan.slots):
+        is_long = pairs > MOST_PAIRS and self.runner.order is None and self.runner.attention["prefill"].is_ready
+        is_scored = any(chunk.num_scored for chunk in plan.chunks)
+        if len(plan.chunks) > self.num_chunks or (is_long and not plan.slots) or is_scored:
             return None
         needed = plan.nodes + sum(len(chunk.tokens) for chunk in plan.chunks)
         heads = plan.nodes + len(plan.chunks)
@@ -269,11 +264,12 @@ class StepGraphs(Graphs[StepKey]):
         chunks = split_chunks(self.packed, self.num_chunks, self.most_prompt_rows)
         if not has_prompts:
             chunks = Chunks(*(field[:0] for field in chunks))
-        inputs = StepInputs(self.budget, self.requests[: min(rows, self.max_running)], chunks)
-        self.runner.step(inputs, rows, heads, mode, out=self.results)
+        inputs = StepInputs(self.runner.state.budget[:1], self.requests[: min(rows, self.max_running)], chunks)
+        out = self.results if mode == "all" else self.results._replace(logprobs=None)
+        self.runner.step(inputs, rows, heads, mode, out=out)
 
     def hold_padding(self) -> None:
-        self._hold((), 0)
+        self.runner.state.send((), 0)
         self._hold_chunks(())
 
     def describe(self, key: StepKey) -> str:
@@ -288,12 +284,6 @@ class StepGraphs(Graphs[StepKey]):
     def _pack(self, chunks: Sequence[Any], num_tokens: int) -> Tensor:
         state = self.runner.state
         return pack_chunks(chunks, self.num_chunks, num_tokens, state.padding, state.device.type == "cuda")
-
-    def _hold(self, slots: tuple[int, ...], budget: int) -> None:
-        if self._held != (slots, budget):
-            padding = [self.runner.state.padding] * (self.max_running - len(slots))
-            self.runner.state.copy(np.array([budget, 0, *slots, *padding], np.int64), self.numbers)
-            self._held = slots, budget
 
     def _random_chunks(self, num_tokens: int) -> list[PromptChunk]:
         vocab_size, generator = self.runner.target.config.vocab_size, torch.Generator().manual_seed(0)
@@ -311,10 +301,7 @@ class DraftGraphs(Graphs[DraftKey]):
     """Runs `runner.draft` by replay."""
 
     def __init__(self, runner: Runner, max_running: int, widths: Sequence[int], capturer: Capturer) -> None:
-        state = runner.state
-        requests = torch.full((max_running,), state.padding, dtype=torch.int64, device=state.device)
-        super().__init__(runner, requests, capturer)
-        self._held: tuple[int, ...] | None = None  # slots in `requests`
+        super().__init__(runner, runner.state.drafting[:max_running], capturer)
         self.widths = sorted(width for width in widths if width > 1)
         self.sizes = draft_sizes(max_running)
 
@@ -332,7 +319,7 @@ class DraftGraphs(Graphs[DraftKey]):
         tables: dict[str, dict[Any, float]] = {mode: {} for mode in MODES}
         with self.runner.state.random_requests(self.runner.target.config.vocab_size):
             for size, width, mode in self.keys():
-                self._hold_requests(tuple(range(size)))
+                self.runner.state.send_drafting(tuple(range(size)))
                 tables[mode][size, width] = self._time((size, width, mode))
         return tables
 
@@ -343,7 +330,7 @@ class DraftGraphs(Graphs[DraftKey]):
         size = next((size for size in self.sizes[start:] if (size, width, mode) in self._graphs), None)
         if size is None:
             return False
-        self._hold_requests(slots)
+        self.runner.state.send_drafting(slots)
         self._graphs[size, width, mode].replay()
         return True
 
@@ -356,17 +343,11 @@ class DraftGraphs(Graphs[DraftKey]):
         self.runner.draft(self.requests[:size], mode, width, 0)
 
     def hold_padding(self) -> None:
-        self._hold_requests(())
+        self.runner.state.send_drafting(())
 
     def describe(self, key: DraftKey) -> str:
         size, width, mode = key
         return f"a draft pass of {size} requests at width {width} ({mode} sampling)"
-
-    def _hold_requests(self, slots: tuple[int, ...]) -> None:
-        if self._held != slots:
-            padding = [self.runner.state.padding] * (len(self.requests) - len(slots))
-            self.runner.state.copy(np.array([*slots, *padding], np.int64), self.requests)
-            self._held = slots
 
 
 def make_graphs(
@@ -386,6 +367,8 @@ def make_graphs(
 def capture_all(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> tuple[StepGraphs, DraftGraphs | None]:
     """Their kernels are compiled first, in parallel."""
     steps, drafts = make_graphs(runner, config, widths, Capturer())
+    if runner.order is not None:
+        check_order(runner.order, runner.target, steps.keys())
     try:
         with runtime.stage("compiling kernels"), compile_ahead("compiling kernels"):
             steps.run_all()
@@ -397,3 +380,14 @@ def capture_all(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> 
     if drafts is not None:
         drafts.capture_all()
     return steps, drafts
+
+
+@torch.inference_mode()
+def check_order(order: FixedOrder, target: Target, keys: Sequence[StepKey]) -> None:
+    """Lets the library multiply where it adds like our kernels, for the numbers of rows that captured passes have."""
+    rows, heads = {key[0] for key in keys}, {key[1] for key in keys}
+    products = {
+        (*one.weight.shape, one.bias is None, one.is_gated): one for one in target.modules() if isinstance(one, Linear)
+    }
+    for one in tqdm(products.values(), desc="checking products", unit="shape", leave=False):
+        order.check(one.weight, one.bias, heads if one is target.lm_head else rows, gated=one.is_gated)

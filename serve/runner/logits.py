@@ -1,19 +1,25 @@
-"""The logits stage: the target's tokens from its logits, as the requests of a pass ask.
+"""The logits stage: the target's tokens and their log-probabilities from its logits, as the requests of a pass ask.
 
 In mode "all" bias, penalties and masks (kernels/sampling/processors.py) act before temperature, filters and noise.
 Drafts ignore them: that costs accepted tokens where they matter, and changes none.
 Letters: H rows of logits, T rows of the pass, S segments, W nodes that a request slot stores, V target vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from slipstream.kernels.sampling.logprobs import token_logprobs
 from slipstream.kernels.sampling.processors import count_tokens
-from slipstream.kernels.sampling.sample import sample
-from slipstream.serve.engine.plan import SamplingMode
+from slipstream.kernels.sampling.sample import Sampling
+from slipstream.models.targets.decoder import Target
+from slipstream.serve.engine.plan import PromptChunk, SamplingMode
 from slipstream.serve.runner.request_state import RequestState
+
+LOGITS_BYTES = 256 * 2**20  # fp32 logits of prompts that are held at a time
 
 
 class NodeTokens(NamedTuple):
@@ -24,13 +30,11 @@ class NodeTokens(NamedTuple):
     ancestors: Tensor | None  # (T,) int64 bit masks; None: chains
 
 
-def sample_target(
-    state: RequestState, requests: Tensor, mode: SamplingMode, logits: Tensor, positions: Tensor, path: NodeTokens
-) -> Tensor:
-    """Samples the target's token after each row of logits (H, V), at positions (H,).
+def target_sampling(state: RequestState, requests: Tensor, mode: SamplingMode, path: NodeTokens) -> Sampling:
+    """How the target's token after each row of logits (H, V) is sampled.
 
     requests (H,) int64: the slot of each row. A node counts the tokens of its path. Mode "all" also heeds the masks
-    that `state` holds. Returns (H,) int64, -1 where nothing can be sampled: NaN, or no token allowed.
+    that `state` holds.
     """
     sampling = state.sampling(requests, mode)
     if mode == "all":
@@ -42,10 +46,27 @@ def sample_target(
             mask_rows=state.mask_rows[requests, path.nodes],
         )
         sampling = replace(sampling, processors=processors)
-    return sample(logits, positions, sampling)
+    return sampling
 
 
 def count_emitted(state: RequestState, requests: Tensor, mode: SamplingMode, tokens: Tensor) -> None:
     """Counts emitted tokens (S, W), -1 where there is none, for the penalties of `requests` (S,)."""
     if mode == "all":
         count_tokens(state.processors.counts, state.processors.flags, requests, tokens)
+
+
+def prompt_logprobs(target: Target, hidden: Tensor, following: Tensor, chunks: Sequence[PromptChunk]) -> Tensor | None:
+    """What `token_logprobs` gives for the tokens after rows of chunks that ask for it, (2 + 2 * K, N) int32, or None.
+
+    hidden (C, H): the rows of all chunks; following (C,): the token after each.
+    """
+    starts = [sum(len(chunk.tokens) for chunk in chunks[:index]) for index in range(len(chunks))]
+    rows = [start + index for start, chunk in zip(starts, chunks, strict=True) for index in range(chunk.num_scored)]
+    if not rows:
+        return None
+    vocab_size = target.config.vocab_size
+    k = min(max(chunk.logprobs or 0 for chunk in chunks), vocab_size)
+    at_a_time = max(LOGITS_BYTES // (4 * vocab_size), 1)
+    chosen = torch.tensor(rows, device=hidden.device)  # sync
+    parts = [token_logprobs(target.logits(hidden[part]), following[part], k) for part in chosen.split(at_a_time)]
+    return torch.cat(parts, dim=1)

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.serve.engine.plan import HostProposal, StepOutput, StepPlan, drafting_slots, slots_of
 from slipstream.serve.runner.chunks import pack_chunks, split_chunks
 from slipstream.serve.runner.cpu_clock import CpuClock
 from slipstream.serve.runner.cuda_graphs import DraftGraphs, StepGraphs
-from slipstream.serve.runner.step import HostShape, Runner, StepInputs
+from slipstream.serve.runner.step import HostShape, Results, Runner, StepInputs
 
 MOST_BEHIND = 16  # passes that the drafter may be behind
 NOT_FINITE = "the target's logits are not finite at some token of this request; its weights or its dtype are at fault"
@@ -22,7 +23,7 @@ class InFlight:
     """A launched step."""
 
     plan: StepPlan
-    results: Tensor  # (S or more, ...) int32 on the host, written once `landed` has passed: see `verify_rows`
+    results: Results  # of S segments or more, on the host, written once `landed` has passed
     first_chunk: int  # index of the first chunk's results; those of the plan's slots are the first
     width: int  # nodes that a request slot stores
     proposed: Tensor | None = None  # (2, S, W) int32, likewise
@@ -34,10 +35,9 @@ class InFlight:
         """Waits for the results."""
         if self.landed is not None:
             self.landed.synchronize()  # sync
-        plan, width, results = self.plan, self.width, self.results.numpy()
-        if self.first_chunk != len(plan.slots) or len(results) != len(plan.slots) + len(plan.chunks):
-            chunks = results[self.first_chunk : self.first_chunk + len(plan.chunks)]
-            results = np.concatenate((results[: len(plan.slots)], chunks))
+        plan, width = self.plan, self.width
+        results = self._of_plan(self.results.tokens.numpy(), axis=0)
+        logprobs, of_prompts = self.results.logprobs, self.results.prompt_logprobs
         counts, tokens, accepted = results[:, 0], results[:, 2 : 2 + width], results[:, 2 + 2 * width :]
         slots = slots_of(plan)
         errors = dict.fromkeys(slots, self.failure) if self.failure else self._not_finite(slots, counts, tokens)
@@ -49,7 +49,16 @@ class InFlight:
             accepted=accepted if accepted.shape[1] else None,
             proposed=None if self.proposed is None else self.proposed.numpy(),
             errors=errors,
+            logprobs=None if logprobs is None else self._of_plan(logprobs.numpy(), axis=1),
+            prompt_logprobs=None if of_prompts is None else of_prompts.numpy(),
         )
+
+    def _of_plan(self, results: NDArray[np.int32], axis: int) -> NDArray[np.int32]:
+        """Those of the plan's S segments, which lie along an axis of the results."""
+        num_slots, num_chunks, first = len(self.plan.slots), len(self.plan.chunks), self.first_chunk
+        if first == num_slots and results.shape[axis] == num_slots + num_chunks:
+            return results
+        return results.take([*range(num_slots), *range(first, first + num_chunks)], axis=axis)
 
     def _not_finite(self, slots: Sequence[int], counts: np.ndarray, tokens: np.ndarray) -> dict[int, str]:
         """Where a logit was NaN, the last token that was emitted is -1."""
@@ -79,15 +88,13 @@ class ModelRunner:
         self._slots: dict[str, tuple[tuple[int, ...], Tensor]] = {}  # uploaded last, by what they are for
 
     def prepare(self, plan: StepPlan) -> None:
-        """Uploads what a plan says of slots and pages, while the step before it runs. `execute` does so otherwise."""
+        """Packs what a plan says of slots and pages, while the step before it runs. `execute` does so otherwise."""
         if plan.number <= self._prepared:
             return
         self._prepared = plan.number
         if self.state.device.type == "cuda":
             self._started = torch.cuda.Event(enable_timing=True)
         self.state.change(plan.admissions, plan.pages)
-        if plan.slots and self.steps is not None:
-            self.steps.expect(plan)
 
     def execute(self, plan: StepPlan) -> InFlight:
         """Launches the plan's passes. Plans come in the order of their numbers.
@@ -108,6 +115,8 @@ class ModelRunner:
             else:
                 started.record()
             results, first_chunk = self._step(plan)
+            if plan.logprobs is not None and results.logprobs is not None:
+                results = results._replace(logprobs=results.logprobs[: 2 + 2 * plan.logprobs])
             self._draft(plan)
         except torch.OutOfMemoryError as error:
             return self._failed(plan, error)
@@ -117,16 +126,17 @@ class ModelRunner:
         width = self.state.proposals.shape[2]
         if started is None:
             return InFlight(plan, results, first_chunk, width, proposed, self._clock.stop())
-        copies = [None if each is None else to_host(each) for each in (results, proposed)]
+        tokens, *others = (None if each is None else to_host(each) for each in (*results, proposed))
         landed = torch.cuda.Event(enable_timing=True)
         landed.record()
-        assert copies[0] is not None
-        return InFlight(plan, copies[0], first_chunk, width, copies[1], started, landed)
+        assert tokens is not None
+        logprobs, of_prompts, proposed = others
+        return InFlight(plan, Results(tokens, logprobs, of_prompts), first_chunk, width, proposed, started, landed)
 
     def _failed(self, plan: StepPlan, error: Exception) -> InFlight:
         count, width = len(slots_of(plan)), self.state.proposals.shape[2]
         message = f"the device has no memory for this step ({error}); lower max_running, prefill_budget or mem_fraction"
-        results = torch.zeros(count, 2 + 2 * width, dtype=torch.int32)
+        results = Results(torch.zeros(count, 2 + 2 * width, dtype=torch.int32), None)
         return InFlight(plan, results, len(plan.slots), width, failure=message)
 
     def _upload(self, purpose: str, slots: tuple[int, ...]) -> Tensor:
@@ -143,7 +153,7 @@ class ModelRunner:
         """(2, S, W): the stored proposals."""
         return self.state.proposals[:2, self.state.upload(slots_of(plan))]
 
-    def _step(self, plan: StepPlan) -> tuple[Tensor, int]:
+    def _step(self, plan: StepPlan) -> tuple[Results, int]:
         """The results, and the index of the first chunk's."""
         if self.steps is not None:
             captured = self.steps.run(plan)
@@ -156,7 +166,7 @@ class ModelRunner:
         later = self._extends_later(plan)
         if later:
             self._behind = plan.slots
-        shape = HostShape(plan.bounds, plan.chunks, later)
+        shape = HostShape(plan.bounds, plan.chunks, later, plan.logprobs is not None)
         return self.passes.step(inputs, 0, 0, plan.mode, shape), len(plan.slots)
 
     def _extends_later(self, plan: StepPlan) -> bool:
@@ -165,7 +175,7 @@ class ModelRunner:
         another request."""
         is_alone = plan.width == 1 and not plan.chunks and plan.nodes == len(plan.slots)
         keeps_all = len(self.passes.kv) > 1 and set(self.passes.kv[1].groups) == {0}
-        return self.steps is None and is_alone and keeps_all
+        return self.steps is None and self.passes.order is None and is_alone and keeps_all
 
     def _catch_up(self, plan: StepPlan) -> None:
         """Before anyone reads what the drafter would have written: it drafts, or other requests run, whose pages or

@@ -22,7 +22,6 @@ from slipstream.serve.engine.plan import Admission, HostProposal, NodeMasks, Sam
 from slipstream.serve.request import Request
 from slipstream.serve.runner.kv import KVSlots
 
-
 MOST_ENTRIES = 1024  # of page tables that are uploaded at a time
 
 
@@ -63,6 +62,8 @@ class RequestState:
         self.top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.top_p = torch.ones(num_slots, device=device)
         self.min_p = torch.zeros(num_slots, device=device)
+        # (R,) how many likeliest tokens a request wants beside each of its own; -1: no log-probabilities
+        self.logprobs = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
         self.processors = Processors(
             flags=torch.zeros(num_slots, dtype=torch.int32, device=device),
             repetition=torch.ones(num_slots, device=device),
@@ -72,9 +73,16 @@ class RequestState:
             bias=_zeros((num_slots, vocab_size), torch.float32, device),
         )
 
-        # Uploaded, but not written: captured passes read it in place.
-        self.changes = torch.zeros(most_changes(num_slots, MOST_ENTRIES), dtype=torch.int64, device=device)
-        self.is_changing = False
+        # What captured passes read: how many nodes to verify, then, from index 2 on, slots of decoding requests, slots
+        # to draft for, and changes. Each part begins at 16 bytes: Triton compiles a kernel anew for others.
+        room = self.padding + self.padding % 2
+        parts = (2, room, room, most_changes(num_slots, MOST_ENTRIES))
+        self.inputs = torch.full((sum(parts),), self.padding, dtype=torch.int64, device=device)
+        self.budget, self.listed, self.drafting, self.changes = self.inputs.split(parts)
+        self.changes.zero_()
+        self.budget.zero_()
+        self._waiting: list[NDArray[np.int64]] = []  # changes that the device has not got
+        self._sent: tuple[tuple[int, ...], int, tuple[int, ...]] | None = None
 
         # Masks of one pass; captured passes read them in place.
         self.mask_bits = _zeros((self.padding * width, -(-vocab_size // 32)), torch.int32, device)
@@ -88,33 +96,63 @@ class RequestState:
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     def change(self, admissions: Sequence[Admission], pages: Sequence[tuple[int, int, int, int]] = ()) -> None:
-        """Gives slots to requests, and writes each (group, slot, index, page) into the page tables, once the next
-        target pass begins with `write_changes`."""
+        """Gives slots to requests, and writes each (group, slot, index, page) into the page tables, before the next
+        target pass reads them: see `write_changes` and `send`."""
         num_groups, num_slots, num_pages = self.pages.shape
         entries = [((group * num_slots + slot) * num_pages + index, page) for group, slot, index, page in pages]
         admitted = [self._admitted(one.slot, one.request) for one in admissions]
         while admitted or entries:
-            if self.is_changing:
-                self.write_changes()
-            packed = pack_changes(admitted, entries[:MOST_ENTRIES])
-            self.copy(packed, self.changes[: len(packed)])
-            self.is_changing, admitted, entries = True, [], entries[MOST_ENTRIES:]
+            self._waiting.append(pack_changes(admitted, entries[:MOST_ENTRIES]))
+            admitted, entries = [], entries[MOST_ENTRIES:]
         for one in admissions:
             self._admit_processors(one)
 
     def write_changes(self) -> None:
-        """What `change` has uploaded last."""
-        columns = SlotColumns(
-            self.lengths, self.keys, self.top_k, self.processors.flags, self.temperature, self.top_p, self.min_p
-        )
+        """What `change` was given."""
+        self._write_all_but(0)
+
+    def send(self, slots: tuple[int, ...], budget: int, drafting: tuple[int, ...] = ()) -> None:
+        """What the next captured passes read, in one copy, since between two graphs each takes 8 us on an H200: the
+        requests to verify and how many nodes, the requests to draft for, and what `change` was given."""
+        self._write_all_but(1)
+        if self._waiting or self._sent != (slots, budget, drafting):
+            values = np.concatenate((self._padded([budget, 0, *slots], drafting), *self._waiting))
+            self.copy(values, self.inputs[: len(values)])
+            self._waiting.clear()
+            self._sent = slots, budget, drafting
+
+    def send_drafting(self, drafting: tuple[int, ...]) -> None:
+        """Where `send` was not given them."""
+        if self._sent is None or self._sent[2] != drafting:
+            self.copy(self._padded([], drafting), self.drafting)
+            self._sent = None
+
+    def _padded(self, head: list[int], drafting: Sequence[int]) -> NDArray[np.int64]:
+        """The beginning of `inputs`, or its part `drafting`."""
+        values = np.full(len(self.inputs) - len(self.changes) if head else len(self.drafting), self.padding, np.int64)
+        values[: len(head)] = head
+        start = len(values) - len(self.drafting)
+        values[start : start + len(drafting)] = drafting
+        return values
+
+    def write_sent(self) -> None:
+        """The beginning of a captured pass."""
+        integers = self.lengths, self.keys, self.top_k, self.processors.flags, self.logprobs
+        columns = SlotColumns(*integers, self.temperature, self.top_p, self.min_p)
         write_changes(columns, self.pages, self.changes)
-        self.is_changing = False
+
+    def _write_all_but(self, count: int) -> None:
+        while len(self._waiting) > count:
+            packed = self._waiting.pop(0)
+            self.copy(packed, self.changes[: len(packed)])
+            self.write_sent()
 
     def _admitted(self, slot: int, request: Request) -> Admitted:
         params = request.params
         flags = PENALTIES.value * params.has_penalties + BIAS.value * bool(params.biases)
         key = noise_key(request.seed, request.choice)
-        return Admitted(slot, key, params.top_k, flags, params.temperature, params.top_p, params.min_p)
+        logprobs = -1 if params.logprobs is None else params.logprobs
+        return Admitted(slot, key, params.top_k, flags, logprobs, params.temperature, params.top_p, params.min_p)
 
     def _admit_processors(self, admission: Admission) -> None:
         """What a request has no processor for keeps the last one's numbers: its flags say that nothing reads them."""

@@ -8,13 +8,17 @@ Letters: B decoding requests, M chunks, S = B + M segments, T rows of the pass, 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.attention.ragged import Segments
+from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.kv.cache import move_rows
+from slipstream.kernels.sampling.logprobs import COLUMNS, Emitted, emitted_logprobs
+from slipstream.kernels.sampling.sample import Sampling, sample
 from slipstream.kernels.speculation.ragged import (
     Chunks,
     Layout,
@@ -33,7 +37,7 @@ from slipstream.serve.drafters.base import Drafter
 from slipstream.serve.engine.plan import PromptChunk, SamplingMode
 from slipstream.serve.runner.batch import AttentionMetadata, DraftBatch, PassRows
 from slipstream.serve.runner.kv import KVSlots, NetworkKV
-from slipstream.serve.runner.logits import NodeTokens, count_emitted, sample_target
+from slipstream.serve.runner.logits import NodeTokens, count_emitted, prompt_logprobs, target_sampling
 from slipstream.serve.runner.request_state import RequestState
 
 GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: its multiples modulo 2^32 spread evenly
@@ -53,6 +57,15 @@ class HostShape(NamedTuple):
     bounds: tuple[int, ...]  # for each decoding request: most tokens that it can have committed before
     chunks: tuple[PromptChunk, ...]
     extends_later: bool = False  # the drafter, in `Runner.catch_up`
+    has_logprobs: bool = False  # some request wants those of its tokens
+
+
+class Results(NamedTuple):
+    """What a target pass brings the host, for S segments of W tokens."""
+
+    tokens: Tensor  # (S, 2 + 2 * W) int32, for trees (S, 2 + 3 * W): see `verify_rows`
+    logprobs: Tensor | None  # (COLUMNS, S, W) int32: see `emitted_logprobs`
+    prompt_logprobs: Tensor | None = None  # (2 + 2 * K, N) int32: see `token_logprobs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +78,9 @@ class Runner:
     state: RequestState
     kv: tuple[NetworkKV, ...]  # the target's and, if it has some, the draft's
     branches: bool = False  # some proposals are trees, by the drafter or by the host
+    order: FixedOrder | None = None  # of the target's products; attention's is then fixed, too
     accept_length: float | None = None  # simulated: see `simulate`
+    logprobs_of_samples: bool = False  # log-probabilities of what is sampled from, not of the target's own logits
     behind: list[tuple[PassRows, Tensor]] = field(default_factory=list)  # what the drafter has not been extended by
 
     @torch.inference_mode()
@@ -76,18 +91,22 @@ class Runner:
         heads: int,
         mode: SamplingMode,
         host: HostShape | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+        out: Results | None = None,
+    ) -> Results:
         """The target's pass over T = `rows` rows, with logits for `heads` of them: all nodes and the last row of each
         chunk.
 
         With `host` the pass is not captured, and `rows` and `heads` do not matter.
-        Returns (S, 2 + 2 * W) int32, for trees (S, 2 + 3 * W): the results of `verify_rows`, in `out` if given.
+        Returns the results, in the buffers of `out` if given; log-probabilities where it has a buffer for them, or as
+        `host` says.
         """
         state, B, M = self.state, len(inputs.requests), len(inputs.chunks.slots)
-        if host is None or state.is_changing:
+        if host is None:
+            state.write_sent()
+        else:
             state.write_changes()
-        counts = admit(state.stored.survivals, inputs.requests, inputs.budget, state.proposals.shape[2])
+        stored = state.stored
+        counts = admit(stored.survivals, inputs.requests, inputs.budget, state.proposals.shape[2], stored.lengths)
         numbers: list[int] = []
         if host is not None:
             numbers = counts.tolist() if B else []  # sync
@@ -97,9 +116,19 @@ class Runner:
         layout = lay_out(state.stored, counts, inputs.requests, inputs.chunks, *where)
         attention, mask = self._attention(layout, B, numbers, host)
         hidden, aux_states = self.target(layout.tokens, attention, self.drafter.aux_layers, mask)
-        sampled = self._sample(layout, inputs.chunks, hidden, B, heads if M else rows, mode)
-        results = self.empty_results(B + M) if out is None else out[: B + M]
-        verified = verify_rows(layout, sampled, state.stored, inputs.chunks, B, results, state.padding)
+        logits, sampling, sampled = self._sample(layout, inputs.chunks, hidden, B, heads if M else rows, mode)
+        if out is None:
+            out = self.empty_results(B + M, has_logprobs=host is not None and host.has_logprobs)
+        results = Results(out.tokens[: B + M], None if out.logprobs is None else out.logprobs[:, : B + M])
+        verified = verify_rows(layout, sampled, state.stored, inputs.chunks, B, results.tokens, state.padding)
+        if results.logprobs is not None:
+            emitted = Emitted(layout.starts, verified.nodes, verified.tokens, verified.lengths, layout.segment_slots)
+            basis = sampling if self.logprobs_of_samples else None
+            emitted_logprobs(logits, emitted, state.logprobs, basis, results.logprobs)
+        if host is not None:
+            first = sum(numbers)
+            own = prompt_logprobs(self.target, hidden[first:], verified.next_tokens[first:], host.chunks)
+            results = results._replace(prompt_logprobs=own)
         count_emitted(state, layout.segment_slots, mode, verified.tokens)
         self._move_accepted(layout, verified, B)
         if aux_states is not None:
@@ -113,9 +142,10 @@ class Runner:
         self.behind.clear()
         self.drafter.extend(PassRows.join(rows), torch.cat(aux_states))
 
-    def empty_results(self, num_segments: int) -> Tensor:
-        columns = 2 + (3 if self.branches else 2) * self.state.proposals.shape[2]
-        return torch.zeros(num_segments, columns, dtype=torch.int32, device=self.state.device)
+    def empty_results(self, num_segments: int, *, has_logprobs: bool) -> Results:
+        zeros, width = partial(torch.zeros, dtype=torch.int32, device=self.state.device), self.state.proposals.shape[2]
+        tokens = zeros(num_segments, 2 + (3 if self.branches else 2) * width)
+        return Results(tokens, zeros(COLUMNS, num_segments, width) if has_logprobs else None)
 
     @torch.inference_mode()
     def draft(self, requests: Tensor, mode: SamplingMode, width: int, kv_bound: int) -> None:
@@ -132,17 +162,19 @@ class Runner:
 
     def _sample(
         self, layout: Layout, chunks: Chunks, hidden: Tensor, num_requests: int, heads: int, mode: SamplingMode
-    ) -> Tensor:
-        """The target's token after each row that has logits."""
+    ) -> tuple[Tensor, Sampling, Tensor]:
+        """Logits (H, V), how they are sampled, and the target's token after each row that has them (H,), -1 where
+        nothing can be sampled: NaN, or no token allowed."""
         requests, positions, nodes = layout.requests, layout.positions + 1, layout.nodes
         if len(chunks.slots):
             chosen = select_heads(layout, num_requests, heads, self.state.padding)
             hidden, requests, positions, nodes = hidden[chosen.rows], chosen.requests, chosen.positions, chosen.nodes
-        logits, tokens = self.target.logits(hidden), NodeTokens(nodes, layout.tokens, layout.ancestors)
-        sampled = sample_target(self.state, requests, mode, logits, positions, tokens)
+        path = NodeTokens(nodes, layout.tokens, layout.ancestors)
+        logits, sampling = self.target.logits(hidden), target_sampling(self.state, requests, mode, path)
+        sampled = sample(logits, positions, sampling)
         if self.accept_length is not None:
             sampled = simulate(sampled, layout, num_requests, self.state, self.accept_length)
-        return sampled
+        return logits, sampling, sampled
 
     def _attention(
         self, layout: Layout, num_requests: int, counts: list[int], host: HostShape | None
@@ -150,7 +182,7 @@ class Runner:
         """The target's attention, planned, and the mask of nodes."""
         verify, prefill = self.attention["verify"], self.attention["prefill"]
         mask = "tree" if self.branches and num_requests else "causal"
-        if host is None:
+        if host is None or self.order is not None:  # the other kernels add in orders of their own
             verify.plan(self._ragged(layout, num_requests))
             return verify, mask
         parts = split_nodes(counts, self.state.device)

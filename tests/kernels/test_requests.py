@@ -10,7 +10,7 @@ from slipstream.kernels.requests import Admitted, SlotColumns, pack_changes, wri
 from slipstream.tests.kernels.triton_runs import DEVICES
 
 SLOTS, PAGES = 150, 9
-DTYPES = (torch.int32, torch.int64, torch.int64, torch.int32, torch.float32, torch.float32, torch.float32)
+DTYPES = (torch.int32, torch.int64, torch.int64, *[torch.int32] * 2, *[torch.float32] * 3)
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 1), (3, 70), (130, 5)])
@@ -22,7 +22,16 @@ def test_slots_and_pages_hold_what_is_written(counts: tuple[int, int], device: s
     pages = torch.full((2, SLOTS, PAGES), 5, device=device)
     expected, expected_pages = [column.tolist() for column in columns], pages.flatten().tolist()
     admitted = [
-        Admitted(slot, rng.getrandbits(63), rng.choice((0, 40)), rng.randrange(4), rng.random(), 0.95, 1e-3)
+        Admitted(
+            slot,
+            rng.getrandbits(63),
+            rng.choice((0, 40)),
+            rng.randrange(4),
+            rng.randrange(-1, 9),
+            rng.random(),
+            0.95,
+            1e-3,
+        )
         for slot in rng.sample(range(SLOTS), counts[0])
     ]
     entries = [(index, rng.randrange(2**40)) for index in rng.sample(range(pages.numel()), counts[1])]

@@ -15,7 +15,7 @@ from slipstream.serve.engine import build
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import FinishReason, Output, Request, RequestStats, SamplingParams
+from slipstream.serve.request import FinishReason, Logprobs, Output, Request, RequestStats, SamplingParams
 from slipstream.serve.runner.batch import DraftBatch, Proposal
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 
@@ -75,6 +75,8 @@ class Answer:
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
     error: str = ""
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
     @property
     def counts(self) -> RequestStats:
@@ -89,6 +91,11 @@ def collect(outputs: list[Output], answers: dict[str, Answer]) -> None:
         answer.starts.append(len(answer.tokens))
         answer.tokens += output.tokens
         answer.finish_reason, answer.stats, answer.error = output.finish_reason, output.stats, output.error
+        if output.logprobs is not None:
+            answer.logprobs = Logprobs.join([answer.logprobs or Logprobs(), output.logprobs])
+        if output.prompt_logprobs is not None:
+            assert answer.prompt_logprobs is None, "they come once"
+            answer.prompt_logprobs = output.prompt_logprobs
 
 
 def run(

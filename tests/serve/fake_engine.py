@@ -8,7 +8,7 @@ import time
 from hashlib import blake2b
 
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import EngineInfo, Output, Request, RequestStats
+from slipstream.serve.request import EngineInfo, Logprobs, Output, Request, RequestStats
 
 ROUND = 3
 CONTEXT = 256
@@ -19,6 +19,16 @@ SALTED = {blake2b(name.encode(), digest_size=16).hexdigest(): name for name in M
 
 def info(max_model_len: int = CONTEXT, vocab_size: int = VOCABULARY) -> EngineInfo:
     return EngineInfo(max_model_len, vocab_size, kv_cache_tokens=max_model_len)
+
+
+def logprobs_of(tokens: list[int], k: int) -> Logprobs:
+    """Its own in quarters below 0; beside it the ids that follow, one less likely than the other."""
+    return Logprobs(
+        [-1 - token % 7 / 4 for token in tokens],
+        [k + 1 + token % 3 for token in tokens],
+        [[-0.5 - index / 2 for index in range(k)] for _ in tokens],
+        [[(token + 1 + index) % VOCABULARY for index in range(k)] for token in tokens],
+    )
 
 
 def manner(request: Request) -> str:
@@ -78,7 +88,15 @@ class FakeEngine:
         if reason is not None:
             del self.running[request.id]
         final = self.stats.pop(request.id) if reason else None
-        return Output(request_id=request.id, tokens=tokens, finish_reason=reason, stats=final)
+        of_prompt = logprobs_of(request.prompt[1:], params.prompt_logprobs or 0)
+        return Output(
+            request_id=request.id,
+            tokens=tokens,
+            finish_reason=reason,
+            stats=final,
+            logprobs=None if params.logprobs is None else logprobs_of(tokens, params.logprobs),
+            prompt_logprobs=None if params.prompt_logprobs is None or num_done else of_prompt,
+        )
 
     def count(self, stats: RequestStats, num_tokens: int) -> None:
         if stats.completion_tokens:

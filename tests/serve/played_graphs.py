@@ -15,7 +15,7 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.step_costs import Costs, CostTables, StepCosts
 from slipstream.serve.options import EngineConfig
 from slipstream.serve.runner.cuda_graphs import MODES, Capturer, DraftGraphs, StepGraphs, StepKey, make_graphs
-from slipstream.serve.runner.step import Runner
+from slipstream.serve.runner.step import Results, Runner
 
 ATTENTION = "prefill=sdpa,verify=triton,draft=triton"
 
@@ -60,7 +60,10 @@ def play_all(passes: Runner, config: EngineConfig, widths: Sequence[int]) -> tup
 
     def run_and_copy(plan: Any) -> Any:
         found = run(plan)
-        return found and (found[0].clone(), found[1])  # a GPU copies them away before the next replay
+        if found is None:
+            return None
+        copies = [None if one is None else one.clone() for one in found[0]]  # as a GPU's before the next replay
+        return Results(*copies), found[1]
 
     steps.run = run_and_copy  # type: ignore[method-assign]
     return steps, drafts

@@ -36,6 +36,7 @@ from slipstream.tests.serve.test_step_graphs import check_replay, record
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
+EVEN = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 1024}  # as exact products need
 OURS = "prefill=sdpa,verify=triton,draft=triton"
 
 
@@ -117,6 +118,55 @@ def test_processors_and_constraints_under_graphs(name: str, target: Path, draft:
     engine = on_gpu(target, {"draft": draft}.get(name, name), kv_cache_tokens=260, page_size=1)
     for _ in range(2):  # n-grams know what they have seen
         assert tokens_of(run(engine, requests)) == expected
+    assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graph": False}, {"prefill_graph_tokens": 0}], ids=str)
+@pytest.mark.parametrize("name", ["draft", "ngram"])
+def test_exact_answers_are_equal_in_bf16(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Without a draft and alone; and with one, among others, in chunks, preempted, from cached prefixes."""
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    save_random_target(Qwen3Config(**SHAPE | EVEN, head_dim=64), target)
+    save_random_draft(target, draft, draft_vocab_size=80)
+    alike = {"device": "cuda", "dtype": "bfloat16", "attention": OURS, "exact": True}
+    requests = [
+        make_request(f"{index} at {t}", random_prompt(1 + 37 * index, index // 2), max_tokens=60, temperature=t)
+        for index in range(9)
+        for t in (0.0, 0.8)
+    ]
+    alone = build_engine(target, max_running=1, kv_cache_tokens=4096, **alike)
+    expected = tokens_of(run(alone, requests))
+    chains: dict[str, Any] = {"drafter": {"breadth": 1}} if name == "ngram" else {}
+    sizes = {"max_running": 7, "kv_cache_tokens": 1100, "page_size": 1, "prefill_budget": 50}
+    engine = build_engine(target, {"draft": draft}.get(name, name), **alike | chains | sizes | options)
+    assert not engine.info.inexact
+    for _ in range(2):
+        assert tokens_of(run(engine, requests)) == expected
+    assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+@pytest.mark.parametrize("name", ["none", "draft", "ngram"])
+def test_logprobs_under_graphs(name: str, mode: str, target: Path, draft: Path) -> None:
+    """Of answers and prompts, beside requests that want none."""
+    wanted: list[dict[str, Any]] = [{"logprobs": 5}, {"logprobs": 0, "prompt_logprobs": 20}, {}]
+    requests = [
+        make_request(f"{index} {kind}", random_prompt(9 + 5 * index, index), seed=index, **own, **SAMPLINGS[kind])
+        for index, own in enumerate(wanted)
+        for kind in SAMPLINGS
+    ]
+    expected = run(build_engine(target, device="cpu", kv_cache_tokens=8192, logprobs_mode=mode), requests)
+    engine = on_gpu(target, {"draft": draft}.get(name, name), kv_cache_tokens=260, page_size=1, logprobs_mode=mode)
+    for _ in range(2):  # n-grams know what they have seen
+        answers = run(engine, requests)
+        assert tokens_of(answers) == tokens_of(expected)
+        for request, answer in answers.items():
+            for field in ("logprobs", "prompt_logprobs"):
+                found, own = getattr(answer, field), getattr(expected[request], field)
+                assert (found is None) == (own is None)
+                if own is not None:
+                    assert found.tokens == pytest.approx(own.tokens, abs=1e-3)
+                    assert sum(found.top, []) == pytest.approx(sum(own.top, []), abs=1e-3)
     assert engine.scheduler.num_preemptions > 0
 
 

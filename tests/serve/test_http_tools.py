@@ -17,7 +17,7 @@ from slipstream.serve.http.limits import ApiError
 from slipstream.serve.http.schemas import ChatBody, read_body
 from slipstream.serve.options import ServeConfig
 from slipstream.serve.request import Grammar
-from slipstream.tests.serve.fake_engine import info
+from slipstream.tests.serve.fake_engine import info, logprobs_of
 from slipstream.tests.serve.fake_server import CHAT, MODEL, events, serving, write_target
 from slipstream.tests.serve.test_tools import NAMED, SCHEMAS, TOOLS, tool
 
@@ -139,6 +139,54 @@ def test_stop_strings_and_lengths_end_a_call(url: str) -> None:
         assert choice["finish_reason"] == reason, fields
         [call] = choice["message"]["tool_calls"]
         assert '{"days": 3}'.startswith(call["function"]["arguments"])
+
+
+def scored(url: str, stream: bool, **body: Any) -> dict[int, tuple[str, list[float]]]:
+    """By choice: the spelling of the tokens that have log-probabilities, and these."""
+    answer = httpx.post(url + CHAT, json={**body, "logprobs": True, "top_logprobs": 1, "stream": stream})
+    assert answer.status_code == 200, answer.text
+    found: dict[int, tuple[str, list[float]]] = {}
+    for event in events(answer) if stream else [answer.json()]:
+        for choice in event["choices"]:
+            entries = (choice["logprobs"] or {"content": []})["content"]
+            is_shown = "message" in choice or choice["delta"] or choice["finish_reason"]
+            assert is_shown or not entries or not body.get("include_reasoning", True)
+            text, values = found.get(choice["index"], ("", []))
+            text += bytes(byte for one in entries for byte in one["bytes"]).decode()
+            found[choice["index"]] = text, values + [one["logprob"] for one in entries]
+            assert all(len(one["top_logprobs"]) == 1 for one in entries)
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_reasoning_and_calls(url: str, stream: bool) -> None:
+    """Each token of each choice has an entry: markers, too, and reasoning that is left out."""
+    whole = REASONED + CALLS
+    tokens = httpx.post(f"{url}/tokenize", json={"prompt": whole}).json()["tokens"]
+    for fields in ({"n": 2}, {"include_reasoning": False}):
+        found = scored(url, stream, **question(whole, tools=TOOLS, **fields))
+        assert set(found) == set(range(fields.get("n", 1)))
+        for text, values in found.values():
+            assert text == whole
+            assert values == logprobs_of(tokens, 1).tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_call_that_is_cut(url: str, stream: bool) -> None:
+    tokens = httpx.post(f"{url}/tokenize", json={"prompt": CALLS}).json()["tokens"]
+    for fields, shown in (
+        ({"stop": "days"}, CALLS[: CALLS.index("days")]),
+        ({"stop": "</tool_call>"}, CALLS[: CALLS.index("</tool_call>")]),
+        ({"max_tokens": 55}, None),
+        ({"tool_choice": "none"}, CALLS),
+    ):
+        [(text, values)] = scored(url, stream, **question(CALLS, tools=TOOLS, **fields)).values()
+        if shown is None:
+            assert CALLS.startswith(text)
+            assert len(values) == 55
+        else:
+            assert text == shown
+        assert values == logprobs_of(tokens[: len(values)], 1).tokens
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,9 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from slipstream import runtime
 from slipstream.serve.drafters.ngram.ngram_core import NgramCore
@@ -100,6 +101,28 @@ def test_stop_strings_cut_text_tokens_and_counts(stride: int, plain: LLM, drafte
     for llm in (plain, drafted):
         (answer,) = llm.generate([PROMPTS[1]], params, stop=(words(whole[10:13]) + " ",))
         assert (answer.text, answer.tokens) == (words(whole[:10]) + " ", whole[:14]), "the next token brings the space"
+
+
+def test_logprobs_and_stop_strings(plain: LLM, drafted: LLM, folders: tuple[Path, Path]) -> None:
+    """As transformers has them, for each token of the answer and of the prompt but its first."""
+    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=3, logprobs=2, prompt_logprobs=0)
+    prompt, whole = PROMPTS[1], plain.generate([PROMPTS[1]], params)[0].tokens
+    with torch.inference_mode():
+        rows = model(torch.tensor([prompt + whole])).logits[0, :-1].log_softmax(dim=-1)
+    expected = rows.gather(1, torch.tensor(prompt + whole)[1:, None])[:, 0].tolist()
+    stop = next(f"w{token}" for token in whole[12:] if token > 2)
+    for llm in (plain, drafted):
+        for answer in (llm.generate([prompt], params)[0], llm.generate([prompt], params, stop=stop)[0]):
+            assert answer.logprobs is not None
+            assert answer.prompt_logprobs is not None
+            assert answer.prompt_logprobs.tokens == pytest.approx(expected[: len(prompt) - 1], abs=1e-4)
+            own = expected[len(prompt) - 1 :][: len(answer.tokens)]
+            assert answer.logprobs.tokens == pytest.approx(own, abs=1e-4)
+            assert [len(top) for top in answer.logprobs.top] == [2] * len(answer.tokens)
+        (alone,) = llm.generate([prompt], replace(params, max_tokens=0, logprobs=None))
+        assert (alone.text, alone.tokens, alone.finish_reason, alone.logprobs) == ("", [], "length", None)
+        assert alone.prompt_logprobs == answer.prompt_logprobs
 
 
 def test_without_a_seed_every_prompt_draws_its_own(plain: LLM) -> None:

@@ -283,6 +283,6 @@ def test_the_state_knows_its_size() -> None:
     small, large = (RequestState(3, 4, 16, 4, torch.device("cpu"), vocab_size).nbytes for vocab_size in (0, 1000))
     words = 32  # of a mask, for each of 3 * 4 rows
     assert large - small == 4 * 1000 * 8 + 4 * 12 * words
-    a_slot = 4 + 4 * 8 + 4 * 4 * 4 + 8 + 8 + 4 + 8 + 4 + 4 + 4 * 4 + 4 * 4
-    changes = 2 + 4 * 7 + 2 * MOST_ENTRIES  # a header, requests, entries of page tables
-    assert small == 4 * a_slot + 4 * CELLS + 8 * changes
+    a_slot = 4 + 4 * 8 + 4 * 4 * 4 + 8 + 8 + 4 + 8 + 4 + 4 + 4 * 4 + 4 * 4 + 4
+    inputs = 2 + 2 * 4 + 2 + 4 * 8 + 2 * MOST_ENTRIES  # a budget, slots twice; a header, requests, entries of pages
+    assert small == 4 * a_slot + 4 * CELLS + 8 * inputs

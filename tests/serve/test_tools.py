@@ -226,12 +226,14 @@ def test_chat_offline(hermes: Path) -> None:
     with LLM(str(hermes), kv_cache_tokens=2048, max_running=4) as llm:
         question = [{"role": "user", "content": "What is the weather?"}]
         params = SamplingParams(
-            max_tokens=80, temperature=1.0, seed=0, logit_bias={llm.tokenizer.convert_tokens_to_ids('"'): 4}
+            max_tokens=80, temperature=1.0, seed=0, logprobs=1, logit_bias={llm.tokenizer.convert_tokens_to_ids('"'): 4}
         )
         options = {"chat_template_kwargs": {"enable_thinking": False}}
         [answer] = llm.chat(question, params, tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False, **options)
         assert answer.finish_reason in ("tool_calls", "length")
         assert answer.tool_calls[0].name == "weather"
+        assert answer.logprobs is not None
+        assert len(answer.logprobs) == len(answer.tokens)
         first, second = llm.chat([question, question], params, **options)
         assert first.tokens != second.tokens
         assert not first.tool_calls

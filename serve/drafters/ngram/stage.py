@@ -81,6 +81,8 @@ class NgramFirstOptions:
     """Verify n-gram lookahead where at least so many last tokens have occurred before; 0: never."""
     ngram_nodes: int = 16
     """Most nodes of an n-gram proposal, root included."""
+    ngram_breadth: int = 4
+    """Most children of a node of an n-gram proposal; 1 drafts chains."""
     ngram_capacity: int = 1_000_000
     """Nodes kept of all texts."""
 
@@ -94,7 +96,7 @@ class NgramFirstOptions:
     def ngram_options(self) -> NgramOptions:
         """Raises ValueError for a value out of range, with the name that it has here."""
         try:
-            return NgramOptions(nodes=self.ngram_nodes, capacity=self.ngram_capacity)
+            return NgramOptions(nodes=self.ngram_nodes, breadth=self.ngram_breadth, capacity=self.ngram_capacity)
         except ValueError as error:
             raise ValueError(str(error).replace("drafter.", "drafter.ngram_", 1)) from error
 
@@ -117,10 +119,10 @@ class NgramStage(HostStage):
 
     reads = "emitted"
     is_optional = True
-    branches = True
 
     def __init__(self, options: NgramOptions, vocab_size: int, first: int = 0) -> None:
         self.options, self.vocab_size, self.first = options, vocab_size, first
+        self.branches = options.breadth > 1
         self.widths = (*(2**power for power in range(6) if 2**power < options.nodes), options.nodes)
 
     def attach(self, num_slots: int, *, pinned: bool) -> None:

@@ -1,0 +1,145 @@
+"""Linear layers on a GPU whose rows have the same bits whatever rows are computed beside them.
+
+The order in which a row's products are added decides its bits, not the tile that computes it: on Hopper Triton's and
+cuBLAS's kernels agree wherever both add in the order of the inputs. Each product here is cut into as many parts as
+kernels/gemm/small_m.py cuts it into for few rows. Those programs sum parts side by side; for many rows one program sums
+them one after another. The library computes the numbers of rows for which it was seen to give the same bits.
+Letters: M rows, I inputs, O outputs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.small_m import (
+    FAST_ROWS,
+    MAX_GATED_ROWS,
+    MAX_OUTPUTS,
+    MAX_ROWS,
+    choose_tiling,
+    gated_linear_few_rows_triton,
+    linear_few_rows_triton,
+    part_inputs,
+)
+
+DEPTH = 64  # inputs of a tile
+Shape = tuple[int, int, bool, bool]  # O, I, whether there is a bias, whether it is gated
+
+
+class FixedOrder:
+    """Multiplies a target's 16-bit weights. What `check` was not asked about is computed by our kernels."""
+
+    def __init__(self) -> None:
+        self.by_library: dict[Shape, set[int]] = {}  # numbers of rows
+
+    @staticmethod
+    def fault(device: torch.device, dtype: torch.dtype) -> str:
+        """Why there is no fixed order; empty if there is."""
+        if device.type != "cuda":
+            return "only a GPU's products are summed in a fixed order"
+        if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
+            return f"its kernels need compute capability 9.0, which {torch.cuda.get_device_name(device)} has not"
+        return "" if dtype in (torch.bfloat16, torch.float16) else f"weights are {dtype}, not of 16 bits"
+
+    def check(self, weight: Tensor, bias: Tensor | None, rows: Iterable[int], *, gated: bool = False) -> None:
+        """Finds out for which numbers of rows the library adds like us, by comparing the bits of random rows."""
+        fewest = MAX_GATED_ROWS if gated else FAST_ROWS if len(weight) <= MAX_OUTPUTS else 0
+        wanted = sorted(count for count in set(rows) if count > fewest)
+        agreeing = self.by_library.setdefault((*weight.shape, bias is not None, gated), set())
+        if not wanted:
+            return
+        generator = torch.Generator(weight.device).manual_seed(0)
+        size = wanted[-1], weight.shape[1]
+        x = torch.randn(size, generator=generator, device=weight.device).to(weight.dtype)
+        ours = linear_many_rows_triton(x, weight, bias, split=1 if gated else None)
+        agreeing.update(count for count in wanted if torch.equal(F.linear(x[:count], weight, bias), ours[:count]))
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (..., I) @ weight (O, I).T + bias (O,) -> (..., O)."""
+        rows = x.numel() // x.shape[-1]
+        if rows in self.by_library.get((*weight.shape, bias is not None, False), ()):
+            return F.linear(x, weight, bias)
+        run = linear_few_rows_triton if rows <= MAX_ROWS else linear_many_rows_triton
+        return run(x.reshape(rows, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """silu_mul(x (..., I) @ weight (2 * O, I).T) -> (..., O), gate before up."""
+        rows = x.numel() // x.shape[-1]
+        flat = x.reshape(rows, x.shape[-1])
+        if rows <= MAX_GATED_ROWS:
+            out = gated_linear_few_rows_triton(flat, weight)
+        elif rows in self.by_library.get((*weight.shape, False, True), ()):
+            out = silu_mul(F.linear(flat, weight))
+        else:
+            out = silu_mul(linear_many_rows_triton(flat, weight, split=1))
+        return out.view(*x.shape[:-1], len(weight) // 2)
+
+
+def linear_many_rows_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    tile: tuple[int, int] | None = None,
+    split: int | None = None,
+) -> Tensor:
+    """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O), with the bits of `linear_few_rows_triton`.
+
+    tile: rows and outputs of a program; split: parts, 1 for a product whose few rows are gated in their kernel.
+    """
+    (num_rows, num_inputs), num_outputs = x.shape, len(weight)
+    x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
+    assert weight.stride(1) == 1
+    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    few = choose_tiling(num_outputs, num_inputs)
+    few = few if split is None else replace(few, split=split)
+    rows, outputs = tile or _choose_tile(num_rows)
+    given: Any = TensorDescriptor.from_tensor
+    linear_many_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, outputs),)](
+        given(x, [rows, DEPTH]), given(weight, [outputs, DEPTH]), bias, out, num_rows, num_outputs, num_inputs,
+        part_inputs(num_inputs, few),
+        ROWS=rows, OUTPUTS=outputs, DEPTH=DEPTH, SPLIT=few.split, GROUP=8, PRECISION="ieee",
+        num_stages=4 if rows * outputs > 8192 else 5, num_warps=8 if rows * outputs > 8192 else 4,
+    )  # fmt: skip
+    return out
+
+
+def _choose_tile(num_rows: int) -> tuple[int, int]:
+    """The fastest of some for the two products of an 8B Llama that the library adds otherwise (H200)."""
+    return (64, 128) if num_rows <= 192 else (128, 64) if num_rows <= 320 else (128, 128)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def linear_many_kernel(
+    x_desc, weight_desc, bias_ptr, out_ptr, num_rows, num_outputs, num_inputs, part,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile. Programs that run at a time share GROUP tiles of weights, which stay in the L2 cache."""
+    row_tiles, output_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(num_outputs, OUTPUTS)
+    program = tl.program_id(0)
+    group, within = program // (GROUP * row_tiles), program % (GROUP * row_tiles)
+    width = tl.minimum(output_tiles - group * GROUP, GROUP)
+    row, output = within // width * ROWS, (group * GROUP + within % width) * OUTPUTS
+    result = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for index in tl.static_range(SPLIT):
+        acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        for k in range(index * part, tl.minimum((index + 1) * part, num_inputs), DEPTH):
+            x, weight = x_desc.load([row, k]), weight_desc.load([output, k])  # zeros beyond the last
+            acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
+        result = acc if SPLIT == 1 else result + acc
+    rows, outputs = row + tl.arange(0, ROWS), output + tl.arange(0, OUTPUTS)
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
+    inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    cells = out_ptr + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
+    tl.store(cells, result.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,195 @@
+"""Log-probabilities of emitted tokens, and of the likeliest tokens at their places.
+
+They are those of the target's own logits or, where a Sampling is given, of the distribution that it samples from: after
+processors, temperature and filters (a greedy row has neither of these two). Only rows of requests that want them are
+read. As in sample.py a row is cut into tiles of constant size: a program takes one tile of each row of a segment, and
+the last one to finish a row merges its tiles.
+Letters: B decoding requests, S segments, W nodes that a request slot stores, H rows of logits, V their vocabulary, E
+entries of parameters, N tokens, K likeliest tokens of each, at most MOST_LOGPROBS.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.grid_sync import MAX_ROWS, done_counters, is_last_done
+from slipstream.kernels.launch import Op, pdl_options, use_triton, wait_for_inputs
+from slipstream.kernels.sampling.processors import load_logits, parameter_entry, register_limit, row_flags
+from slipstream.kernels.sampling.sample import (
+    NO_SCORE,
+    TILE,
+    Sampling,
+    filter_thresholds,
+    filtered,
+    merge_blocks,
+    rank_column,
+    rank_score,
+    score_order,
+    score_rank,
+)
+
+MOST_LOGPROBS = 20  # as OpenAI
+COLUMNS = 2 + 2 * MOST_LOGPROBS
+
+
+class Emitted(NamedTuple):
+    """The tokens that a pass emits, and the rows of logits that they were sampled from: those of a request follow its
+    first row's, and each later segment, a chunk of a prompt, has one."""
+
+    starts: Tensor  # (S + 1,) int32 first row of each request; of chunks the rows follow starts[B]
+    nodes: Tensor  # (B, W) int32 row of each token, counted from its request's first
+    tokens: Tensor  # (S, W) int32
+    lengths: Tensor  # (S,) int32 tokens of each
+    slots: Tensor  # (S,) int64
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
+    """Of logits (N, V) and tokens (N,) -> (2 + 2 * k, N) int32: the bits of each token's fp32 log-probability, its rank
+    (1: no token is likelier), then the bits of the log-probability and the id of each of the k likeliest."""
+    logits = logits.float()
+    own, total = logits.gather(1, tokens.long()[:, None]), logits.logsumexp(dim=1, keepdim=True)
+    ranks = 1 + (logits > own).sum(dim=1)
+    top = logits.topk(k)
+    pairs = torch.stack(((top.values - total).view(torch.int32), top.indices.int()), dim=2)
+    return torch.cat(((own - total).view(torch.int32), ranks[:, None].int(), pairs.flatten(1)), dim=1).T
+
+
+@Op
+def emitted_logprobs(logits: Tensor, emitted: Emitted, wanted: Tensor, sampling: Sampling | None, out: Tensor) -> None:
+    """Writes the numbers of `token_logprobs` for token i of segment s to out (COLUMNS, S, W) int32, at [:, s, i].
+
+    logits (H, V); wanted (E,) int32, by slot: how many of the likeliest tokens, -1: nothing. What nobody wants is not
+    written. `sampling`: None for the logits' own distribution; it has an entry for each row. Equally likely tokens come
+    in any order.
+    """
+    num_decoding, W = emitted.nodes.shape
+    starts, chunk = emitted.starts.long(), torch.arange(len(emitted.slots) - num_decoding, device=logits.device)
+    rows = starts[:num_decoding, None] + emitted.nodes
+    rows = torch.cat((rows, (starts[num_decoding] + chunk)[:, None].expand(-1, W)))
+    numbers = wanted[emitted.slots][:, None]
+    node = torch.arange(W, device=logits.device)
+    segments, places = ((numbers >= 0) & (node < emitted.lengths[:, None])).nonzero(as_tuple=True)
+    if len(segments):
+        distribution = logits if sampling is None else filtered_over_temperature(logits, sampling)
+        k = min(int(numbers.max()), logits.shape[1])
+        tokens = emitted.tokens[segments, places].clamp(min=0)
+        out[: 2 + 2 * k, segments, places] = token_logprobs(distribution[rows[segments, places]], tokens, k)
+
+
+def filtered_over_temperature(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits (R, V) fp32 of the distribution that rows are sampled from; of greedy rows without temperature."""
+    logits, own = filtered(logits, sampling)
+    if own.temperature is None:
+        return logits
+    return logits / torch.where(own.temperature > 0, own.temperature, 1.0)[:, None]
+
+
+@emitted_logprobs.kernel(when=lambda logits, *_: use_triton(logits))
+def emitted_logprobs_triton(
+    logits: Tensor, emitted: Emitted, wanted: Tensor, sampling: Sampling | None, out: Tensor
+) -> None:
+    """One launch, and four more with filters."""
+    (H, V), (B, W), S, device = logits.shape, emitted.nodes.shape, len(emitted.slots), logits.device
+    tiles = triton.cdiv(V, TILE)
+    assert H <= MAX_ROWS
+    assert V >= MOST_LOGPROBS
+    assert logits.stride(1) == 1
+    assert out.shape == (COLUMNS, S, W)
+    assert out.stride()[1:] == (W, 1)
+    assert all(x.is_contiguous() for x in emitted)
+    processors = held = thresholds = temperature = rows = None
+    if sampling is not None:
+        assert sampling.repeats == 1
+        temperature, rows, processors = sampling.temperature, sampling.rows, sampling.processors
+        held = processors and processors.for_kernels()
+        thresholds = filter_thresholds(logits, sampling, None)
+    candidates = torch.empty(H, tiles * MOST_LOGPROBS, dtype=torch.int64, device=device)
+    sums = torch.empty(H, tiles, 3, dtype=torch.float32, device=device)
+    if S:
+        _emitted_logprobs[(S, tiles)](
+            logits, emitted, wanted, temperature, rows, held, thresholds, candidates, sums,
+            done_counters(device), out, logits.stride(0), out.stride(0), B, W, V, tiles,
+            K=MOST_LOGPROBS, TILE=TILE, **merge_blocks(tiles, MOST_LOGPROBS), num_warps=8, **pdl_options(device),
+            **register_limit(logits, processors, 56),
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["B", "W"])
+def _emitted_logprobs(
+    logits, emitted, wanted, temperatures, rows, processors, thresholds, candidates, sums, counters, out,
+    stride, out_stride, B, W, V, tiles,
+    K: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    segment, tile = tl.program_id(0), tl.program_id(1)
+    k = tl.load(wanted + tl.load(emitted.slots + segment))
+    if k >= 0:
+        for index in range(tl.load(emitted.lengths + segment)):
+            place = segment * W + index
+            row = tl.load(emitted.starts + tl.minimum(segment, B)) + tl.maximum(segment - B, 0)
+            row += tl.load(emitted.nodes + place, mask=segment < B, other=0)
+            token = tl.maximum(tl.load(emitted.tokens + place), 0)
+            own = _distribution(
+                logits, temperatures, rows, processors, thresholds, row, token + tl.zeros((1,), tl.int32), stride, V
+            )  # fmt: skip
+            columns = tile * TILE + tl.arange(0, TILE)
+            x = _distribution(logits, temperatures, rows, processors, thresholds, row, columns, stride, V)
+            own = tl.max(own, axis=0)
+            first = row.to(tl.int64) * tiles
+            _reduce_tile(x, columns, own, candidates + first * K + tile * k, sums + (first + tile) * 3, k)
+            if is_last_done(counters + row, tiles):
+                _merge_tiles(
+                    candidates + first * K, sums + first * 3, own, out + place, out_stride, tiles, k, TILES, CANDIDATES
+                )  # fmt: skip
+
+
+@triton.jit
+def _distribution(logits, temperatures, rows, processors, thresholds, row, columns, stride, V):
+    """Logits of some columns of a row, as `emitted_logprobs` says; -inf beyond the last column."""
+    flags = row_flags(row, rows, 1, processors)
+    row_ptr = logits + row.to(tl.int64) * stride
+    x = load_logits(row_ptr, columns, V, row, flags, rows, 1, processors)
+    if thresholds is not None:
+        x = tl.where(x < tl.load(thresholds + row), float("-inf"), x)  # -inf where the row is greedy
+    if temperatures is not None:
+        temperature = tl.load(temperatures + parameter_entry(row, rows, 1))
+        x = x / tl.where(temperature > 0.0, temperature, 1.0)
+    return x
+
+
+@triton.jit
+def _reduce_tile(x, columns, own, candidates, sums, k):
+    """Stores a tile's k best ranks, its peak, the sum of exponentials below it, and how many logits exceed `own`."""
+    peak = tl.max(x, axis=0)
+    tl.store(sums, peak)
+    tl.store(sums + 1, tl.sum(tl.exp(x - tl.maximum(peak, -1e30)), axis=0))
+    tl.store(sums + 2, tl.sum((x > own).to(tl.float32), axis=0))
+    ranks = score_rank(score_order(x), columns)  # columns beyond the last one rank lowest
+    for choice in range(k):
+        best = tl.max(ranks, axis=0)
+        ranks = tl.where(ranks == best, NO_SCORE, ranks)
+        tl.store(candidates + choice, best)
+
+
+@triton.jit
+def _merge_tiles(
+    candidates, sums, own, out, out_stride, tiles, k, TILES: tl.constexpr, CANDIDATES: tl.constexpr
+):  # fmt: skip
+    tile, candidate = tl.arange(0, TILES), tl.arange(0, CANDIDATES)
+    peaks = tl.load(sums + tile * 3, mask=tile < tiles, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(sums + tile * 3 + 1, mask=tile < tiles, other=0.0, cache_modifier=".cg")
+    larger = tl.load(sums + tile * 3 + 2, mask=tile < tiles, other=0.0, cache_modifier=".cg")
+    ranks = tl.load(candidates + candidate, mask=candidate < tiles * k, other=NO_SCORE, cache_modifier=".cg")
+    peak = tl.maximum(tl.max(peaks, axis=0), -1e30)
+    log_total = tl.log(tl.sum(totals * tl.exp(peaks - peak), axis=0))
+    tl.store(out, ((own - peak) - log_total).to(tl.int32, bitcast=True))
+    tl.store(out + out_stride, 1 + tl.sum(larger, axis=0).to(tl.int32))
+    for choice in range(k):
+        best = tl.max(ranks, axis=0)
+        ranks = tl.where(ranks == best, NO_SCORE, ranks)
+        value = (rank_score(best) - peak) - log_total
+        tl.store(out + (2 + 2 * choice) * out_stride, value.to(tl.int32, bitcast=True))
+        tl.store(out + (3 + 2 * choice) * out_stride, rank_column(best).to(tl.int32))

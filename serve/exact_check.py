@@ -1,0 +1,145 @@
+"""Checks that answers do not depend on what runs beside them: `slipstream exact-check --draft CKPT`.
+
+The same prompts are answered without a draft one at a time, and then among others, with the draft, in chunks, from
+cached prefixes, preempted, and without CUDA graphs. Each answer must be equal token by token. Prompts are random token
+ids: a target is not sure of what follows them, so the smallest difference shows.
+"""
+
+import gc
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from slipstream.config import run
+from slipstream.data_tools.options import check_at_least
+from slipstream.serve.engine.build import build_engine
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.options import EngineConfig, find_target
+from slipstream.serve.request import Request, SamplingParams
+
+Answers = dict[str, list[int]]
+LONGEST_PROMPT = 600  # tokens; a quarter of the prompts begin with those of another one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactCheckConfig:
+    """Compares answers alone, among others and with a draft, token by token."""
+
+    draft: str = "none"
+    """Draft checkpoint, or the name of a drafter that needs none."""
+    target: str = ""
+    """Target checkpoint. Default: the target of the draft."""
+    requests: int = 64
+    """Prompts. Half of the answers are greedy, the others sampled at temperature 0.8."""
+    output_len: int = 64
+    """Tokens of an answer."""
+    seed: int = 0
+    """Seed of the prompts."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Options of every engine by name."""
+    drafter: dict[str, Any] = field(default_factory=dict)
+    """Options of the drafter by name."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "requests", "output_len")
+
+    def options(self, draft: str, **own: Any) -> EngineConfig:
+        target = find_target(EngineConfig(target=self.target, draft=self.draft))[0]
+        drafter = self.drafter if draft != "none" else {}
+        defaults = {"max_running": 64, "max_model_len": LONGEST_PROMPT + self.output_len, "exact": True}
+        return EngineConfig(target=target, draft=draft, drafter=drafter, **defaults | own | self.engine)
+
+
+def check(config: ExactCheckConfig) -> int:
+    """Prints a table; the number of answers that differ."""
+    # Room for six of the longest requests: others are preempted.
+    small = {"max_running": 16, "kv_cache_tokens": 6 * (LONGEST_PROMPT + config.output_len), "prefill_budget": 200}
+    settings: list[tuple[str, str, dict[str, Any], Sequence[int]]] = [("no draft", "none", {}, (1, 64))]
+    if config.draft != "none":
+        settings.append(("the draft", config.draft, {}, (1, 8, 64)))
+    settings.append(("short chunks, few pages", config.draft, small, (16,)))
+    settings.append(("and no CUDA graphs", config.draft, small | {"cuda_graph": False}, (16,)))
+    expected: Answers = {}
+    differing = 0
+    print("| setting | requests at once | equal answers | first difference |\n|---|---|---|---|")
+    for name, draft, options, levels in settings:
+        with running(config.options(draft, **options)) as engine:
+            requests = make_requests(config, engine.info.vocab_size)
+            for level in levels:
+                found = answer(engine, requests, level, f"{name}, {level} at once")
+                expected = expected or found
+                wrong = [key for key in expected if found[key] != expected[key]]
+                first = min((first_difference(expected[key], found[key]) for key in wrong), default=None)
+                where = "" if first is None else f"token {first}"
+                print(f"| {name} | {level} | {len(found) - len(wrong)} of {len(found)} | {where} |", flush=True)
+                differing += len(wrong)
+    return differing
+
+
+@contextmanager
+def running(config: EngineConfig) -> Iterator[Engine]:
+    engine = build_engine(config)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def make_requests(config: ExactCheckConfig, vocab_size: int) -> list[Request]:
+    rng = random.Random(config.seed)
+    requests: list[Request] = []
+    for index in range(config.requests):
+        prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(1, LONGEST_PROMPT))]
+        if requests and rng.random() < 0.25:
+            prompt = [*requests[-1].prompt[: LONGEST_PROMPT // 2], *prompt[: LONGEST_PROMPT // 2]]
+        params = SamplingParams(
+            max_tokens=config.output_len, temperature=0.8 * (index % 2), seed=index, ignore_eos=True
+        )
+        requests.append(Request(id=str(index), prompt=prompt, params=params))
+    return requests
+
+
+def answer(engine: Engine, requests: Sequence[Request], level: int, name: str) -> Answers:
+    """Keeps `level` requests running. A request that fails raises ValueError with its error."""
+    answers: Answers = {request.id: [] for request in requests}
+    waiting, num_open = list(reversed(requests)), 0
+    with tqdm(total=len(requests), desc=name, unit="answer", leave=False) as bar:
+        while waiting or num_open:
+            while waiting and num_open < level:
+                engine.add(waiting.pop())
+                num_open += 1
+            for output in engine.step():
+                if output.error:
+                    raise ValueError(f"request {output.request_id} failed: {output.error}")
+                answers[output.request_id] += output.tokens
+                if output.finish_reason is not None:
+                    num_open -= 1
+                    bar.update()
+    return answers
+
+
+def first_difference(expected: Sequence[int], found: Sequence[int]) -> int:
+    pairs = zip(expected, found, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
+
+
+def check_and_report(config: ExactCheckConfig) -> None:
+    differing = check(config)
+    if differing:
+        raise ValueError(f"{differing} answers differ; please report this with the table and {asdict(config)}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run(check_and_report, ExactCheckConfig, argv, "slipstream exact-check")
+
+
+if __name__ == "__main__":
+    main()

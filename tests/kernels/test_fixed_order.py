@@ -1,0 +1,58 @@
+"""Products of many rows: their formula in fp64, and the bits of the same rows among any others."""
+
+import pytest
+import torch
+
+from slipstream.kernels.gemm.fixed_order import FixedOrder, linear_many_rows_triton
+from slipstream.kernels.gemm.small_m import Tiling, linear_few_rows_triton, part_inputs
+from slipstream.tests.kernels.test_small_m_gemm import check, random
+from slipstream.tests.kernels.triton_runs import DEVICES, poisoned
+
+TILES = [(16, 32), (32, 16), (32, 32)]
+# O, I: q, k and v, the attention's output, gate and up, down and head of Llama-3.1-8B; o and down are cut in two
+LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
+ROWS = [1, 2, 7, 16, 31, 33, 64, 65, 100, 128, 129, 200, 256, 300, 513, 1024, 1500, 2048]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(1, 24, 64), (33, 40, 128), (70, 65, 192), (40, 16, 2048)])
+def test_products_are_those_of_their_formula(shape: tuple[int, int, int], device: str) -> None:
+    dtype = torch.float16
+    x, weight, bias = random(*shape, dtype, device)
+    for own_bias in (None, bias):
+        for tile in TILES if device == "cpu" else [(64, 128), (128, 64), None]:
+            with poisoned():
+                out = linear_many_rows_triton(x, weight, own_bias, tile)
+            added = 0 if own_bias is None else own_bias.double()
+            check(out, x.double() @ weight.double().t() + added, dtype)
+
+
+@pytest.mark.parametrize("num_inputs", [128, 2048, 4096, 4224, 14336])
+@pytest.mark.parametrize("split", [1, 2, 4])
+def test_parts_are_the_same_for_every_depth(num_inputs: int, split: int) -> None:
+    parts = {part_inputs(num_inputs, Tiling(64, depth, split)) for depth in (32, 64, 128)}
+    assert len(parts) == 1 or num_inputs < 128 * split
+    assert all((split - 1) * part < num_inputs <= split * part for part in parts) or num_inputs < 128 * split
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [*LLAMA, (1000, 2560), (2560, 9728), (896, 4864), (1152, 896)])
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, weight, bias = random(ROWS[-1], *shape, dtype, "cuda")
+    for own_bias in (None, bias) if shape[0] < 128256 else (None,):
+        order = FixedOrder()
+        order.check(weight, own_bias, ROWS[::2])
+        expected = linear_many_rows_triton(x, weight, own_bias)
+        for rows in ROWS:
+            for start in {0, (ROWS[-1] - rows) // 3, ROWS[-1] - rows}:
+                found = order.linear(x[start : start + rows], weight, own_bias)
+                assert torch.equal(found, expected[start : start + rows]), (rows, start)
+        few = linear_few_rows_triton(x[5:25], weight, own_bias)
+        assert torch.equal(few, expected[5:25])
+    order.check(weight, None, (256, 300), gated=True)
+    gated = order.gated_linear(x[:300], weight)
+    for rows in (1, 20, 33, 65, 128, 129, 200, 256):
+        assert torch.equal(order.gated_linear(x[:rows], weight), gated[:rows]), rows

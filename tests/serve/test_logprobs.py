@@ -1,0 +1,234 @@
+"""Log-probabilities of answers and prompts: with every drafter those of transformers, step by step."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from slipstream.kernels.sampling import logprobs as kernels
+from slipstream.serve.engine import build as engine_build
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.request import MOST_LOGPROBS, Logprobs, Request, SamplingParams
+from slipstream.serve.runner import logits as runner_logits
+from slipstream.tests.serve.engine_runs import (
+    DRAFTERS,
+    SAMPLINGS,
+    VOCAB,
+    Answer,
+    Build,
+    acceptance,
+    build_engine,
+    drafted_engines,
+    make_request,
+    random_prompt,
+    run,
+    texts_of,
+    tokens_of,
+)
+from slipstream.tests.serve.played_graphs import PlayingBuilder, replays_of
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def model(target: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    """Of every sampling, some of which want log-probabilities of the answer, the prompt, or both."""
+    wanted: list[dict[str, int]] = [{"logprobs": 5}, {}, {"logprobs": 0, "prompt_logprobs": 2}, {"logprobs": 20}]
+    wanted.append({"prompt_logprobs": 0})
+    return [
+        make_request(f"{name} {index}", random_prompt(5 + 9 * index, index), max_tokens=20, seed=index, **own, **params)
+        for index, own in enumerate(wanted)
+        for name, params in SAMPLINGS.items()
+        if (index + len(name)) % 2
+    ]
+
+
+@pytest.fixture(scope="module")
+def build(target: Path, requests: list[Request], tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """(drafter, engine options) -> engine. Drafts know the answers."""
+    return drafted_engines(target, tmp_path_factory.mktemp("drafts"), texts_of(target, requests))
+
+
+@torch.inference_mode()
+def expected_rows(model: Any, request: Request, tokens: list[int]) -> Tensor:
+    """(tokens of prompt and answer - 1, V): log-probabilities of what may follow each."""
+    logits = model(torch.tensor([request.prompt + tokens])).logits[0, :-1]
+    return logits.float().log_softmax(dim=-1)
+
+
+def check(found: Logprobs | None, k: int | None, rows: Tensor, tokens: list[int]) -> None:
+    """`rows` (N, V): what the tokens' places allow."""
+    if k is None:
+        assert found is None
+        return
+    assert found is not None
+    assert len(found) == len(found.ranks) == len(found.top) == len(found.top_ids) == len(tokens) == len(rows)
+    own = rows[torch.arange(len(tokens)), tokens]
+    torch.testing.assert_close(torch.tensor(found.tokens, dtype=own.dtype), own, atol=TOLERANCE, rtol=0)
+    for row, token, rank, top, ids in zip(rows, tokens, found.ranks, found.top, found.top_ids, strict=True):
+        assert len(top) == len(ids) == len(set(ids)) == k
+        best = row.sort(descending=True).values[:k]
+        torch.testing.assert_close(torch.tensor(top), best, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(torch.tensor(top), row[ids], atol=TOLERANCE, rtol=0)
+        near = row[token] + torch.tensor([TOLERANCE, -TOLERANCE])
+        assert 1 + int((row > near[0]).sum()) <= rank <= 1 + int((row > near[1]).sum())
+
+
+def check_answers(model: Any, requests: list[Request], answers: dict[str, Answer]) -> None:
+    for request in requests:
+        answer, size = answers[request.id], len(request.prompt)
+        rows, params = expected_rows(model, request, answer.tokens), request.params
+        check(answer.logprobs, params.logprobs, rows[size - 1 :], answer.tokens)
+        check(answer.prompt_logprobs, params.prompt_logprobs, rows[: size - 1], request.prompt[1:])
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_they_are_those_of_transformers(drafter: str, build: Build, requests: list[Request], model: Any) -> None:
+    engine = build(drafter)
+    answers = run(engine, requests)
+    if drafter == "ngram":  # it knows what it has seen
+        answers = run(engine, requests)
+    check_answers(model, requests, answers)
+    if drafter != "none":
+        assert acceptance(answers) > 0
+    bare = [replace(one, params=replace(one.params, logprobs=None, prompt_logprobs=None)) for one in requests]
+    assert tokens_of(answers) == tokens_of(run(build("none"), bare)), "asking changes no token"
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle3 tree", "ngram"])
+def test_when_preempted(drafter: str, build: Build, requests: list[Request], model: Any) -> None:
+    """And with prompts cut into chunks, whose log-probabilities are begun anew."""
+    engine = build(drafter, kv_cache_tokens=130, page_size=1, prefill_budget=16)
+    answers = run(engine, requests)
+    assert engine.scheduler.num_preemptions > 0
+    check_answers(model, requests, answers)
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle3", "eagle3 tree", "dflash"])
+def test_captured_passes(
+    drafter: str, build: Build, requests: list[Request], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding and steps in flight; passes that score prompts are launched as they are."""
+    monkeypatch.setattr(engine_build, "Builder", PlayingBuilder)
+    engine = build(drafter, max_running=4, prefill_graph_tokens=64)
+    assert engine.overlap
+    check_answers(model, requests, run(engine, requests))
+    plain = [make_request("plain", random_prompt(9, 1), temperature=0.0)]
+    before = replays_of(engine)
+    run(engine, plain)
+    after = replays_of(engine)
+    assert {key[-1] for key in after if after[key] != before.get(key)} == {"plain"}, "others pay nothing"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-windows"])
+def test_prefix_hits(family: str, make_target: Callable[[str], Path]) -> None:
+    """Log-probabilities of an answer use them; those of a prompt cannot."""
+    prompt, path = random_prompt(40, 1), make_target(family)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    engine = build_engine(path, page_size=1)
+    for name, params, cached in (
+        ("first", {}, 0),
+        ("answer", {"logprobs": 2}, 39),
+        ("prompt", {"prompt_logprobs": 2}, 0),
+        ("again", {"logprobs": 1}, 39),
+    ):
+        requests = [make_request(name, prompt, max_tokens=8, **params)]
+        answers = run(engine, requests)
+        check_answers(model, requests, answers)
+        assert answers[name].counts.cached_tokens == cached
+
+
+def test_a_prompt_alone(build: Build, model: Any) -> None:
+    """No token is generated; beside others that get theirs."""
+    asked = [make_request(str(size), random_prompt(size, size), max_tokens=0, prompt_logprobs=3) for size in (1, 2, 30)]
+    requests = [*asked, make_request("other", random_prompt(12, 1), logprobs=1)]
+    for drafter in ("none", "eagle3"):
+        answers = run(build(drafter), requests)
+        check_answers(model, requests, answers)
+        for one in asked:
+            assert (answers[one.id].tokens, answers[one.id].finish_reason) == ([], "length")
+
+
+def test_logits_of_prompts_are_held_in_parts(build: Build, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, sizes = build("none"), list[int]()
+    logits = type(engine.runner.target).logits
+
+    def watched(target: Any, hidden: Tensor) -> Tensor:
+        sizes.append(len(hidden))
+        return logits(target, hidden)
+
+    monkeypatch.setattr(runner_logits, "LOGITS_BYTES", 7 * 4 * VOCAB)
+    monkeypatch.setattr(type(engine.runner.target), "logits", watched)
+    asked = [make_request("0", random_prompt(60, 0), max_tokens=0, prompt_logprobs=1)]
+    check_answers(model, asked, run(engine, asked))
+    assert sizes == [1, *[7] * 8, 3]
+
+
+def test_processed(target: Path) -> None:
+    """Of the distribution that tokens are sampled from: what cannot be sampled has none."""
+    bias, prompt = {7: 3.0, 9: -100.0}, random_prompt(9, 1)
+    filtered = {"temperature": 0.5, "top_k": 4}
+    kinds: dict[str, dict[str, Any]] = {"filters": filtered, "greedy": {"temperature": 0.0, "logit_bias": bias}}
+    requests = [make_request(name, prompt, logprobs=6, seed=3, max_tokens=12, **own) for name, own in kinds.items()]
+    raw, processed = (run(build_engine(target, logprobs_mode=mode), requests) for mode in ("raw", "processed"))
+    assert tokens_of(raw) == tokens_of(processed)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    check_answers(model, requests, raw)
+    for request in requests:
+        answer = processed[request.id]
+        rows = expected_rows(model, request, answer.tokens)[len(prompt) - 1 :]
+        if request.id == "filters":
+            rows = rows / 0.5
+            rows = rows.masked_fill(rows < rows.topk(4).values[:, -1:], -torch.inf).log_softmax(dim=-1)
+            assert answer.logprobs is not None
+            assert all(top[4:] == [-torch.inf] * 2 for top in answer.logprobs.top)
+            values = torch.tensor([top[:4] for top in answer.logprobs.top])
+            torch.testing.assert_close(values, rows.topk(4).values, atol=TOLERANCE, rtol=0)
+        else:
+            rows = rows.clone()
+            rows[:, list(bias)] += torch.tensor(list(bias.values()))
+            check(answer.logprobs, 6, rows.log_softmax(dim=-1), answer.tokens)
+
+
+def test_they_teach_what_drafts_are_accepted(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Engine = build("eagle3")
+    counted, record = list[int](), engine.planner.policy.record
+
+    def watch(cells: Any, *others: Any) -> None:
+        counted.append(len(cells))
+        record(cells, *others)
+
+    monkeypatch.setattr(engine.planner.policy, "record", watch)
+    params = {"max_tokens": 9, "ignore_eos": True}
+    run(engine, [make_request("a", [5, 6], logprobs=1, **params), make_request("b", [7, 8], **params)])
+    assert max(counted) == 2
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"logprobs": 21}, "logprobs is 21; it must be between 0 and 20"),
+        ({"logprobs": -1}, "logprobs is -1; it must be between 0 and 20"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be between 0 and 20"),
+        ({"logprobs": 1.5}, "logprobs is 1.5; it must be an integer"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+        ({"max_tokens": -1, "prompt_logprobs": 1}, "max_tokens is -1; it must be at least 0"),
+    ],
+)
+def test_wrong_values_are_named(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**{"max_tokens": 9} | params)
+
+
+def test_the_most_is_one_number() -> None:
+    assert kernels.MOST_LOGPROBS == MOST_LOGPROBS
