@@ -25,7 +25,7 @@ from slipstream.tests.serve.fake_server import read_banner, start, wait_until, w
 # Frozen: a new one is a decision.
 OPTIONS = (
     "api_key api_key_file attention control_tokens_as_text cors_origins cuda_graph date device draft drain_timeout "
-    "dtype health_timeout host ignore_unknown_fields kv_cache_tokens logprobs_mode max_body_mb max_chunk_ms "
+    "dtype exact health_timeout host ignore_unknown_fields kv_cache_tokens logprobs_mode max_body_mb max_chunk_ms "
     "max_model_len max_running max_waiting mem_fraction metrics_open objective overlap page_size port prefill_budget "
     "prefill_graph_tokens request_timeout revision served_model_name simulate_accept_length target trust_remote_code "
     "unsafe_simulate width"
@@ -70,6 +70,12 @@ def test_the_draft_decides_which_options_there_are(tmp_path: Path) -> None:
     config = read_config(["--draft", draft, "--drafter.depth", "5", "--max-model-len", "64", "--trust-remote-code"])
     assert (config.draft, config.drafter["depth"], config.target) == (draft, 5, "")
     assert (config.max_model_len, config.trust_remote_code) == (64, True)
+
+
+def test_exact_and_fast(tmp_path: Path) -> None:
+    draft = draft_folder(tmp_path / "draft")
+    for argv, exact in (([], None), (["--exact"], True), (["--fast"], False), (["--no-exact", "--port", "1"], False)):
+        assert read_config(["--draft", draft, *argv]).exact is exact
 
 
 def test_flags_win_over_files_and_later_files_over_earlier(tmp_path: Path) -> None:
