@@ -16,7 +16,6 @@ import torch
 from tqdm import tqdm
 
 from slipstream.config import run
-from slipstream.data_tools.options import check_at_least
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig, find_target
@@ -47,7 +46,9 @@ class ExactCheckConfig:
     """Options of the drafter by name."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "requests", "longest_prompt", "output_len")
+        for name in ("requests", "longest_prompt", "output_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     def options(self, draft: str, **own: Any) -> EngineConfig:
         target = find_target(EngineConfig(target=self.target, draft=self.draft))[0]
