@@ -39,7 +39,7 @@ class HelpFormatter(DefaultHelpFormatter):
         first = super()._format_action_invocation(action).split(", --")[0]  # a list has another one, to append to it
         flag, _, value = first.partition(" ")
         name = flag.replace("_", "-")
-        if value == "{true,false}":
+        if value in ("{true,false}", "{true,false,null}"):
             return f"{name}/--no-{name.removeprefix('--')}"
         return f"{name} {value}".strip()
 

@@ -16,14 +16,12 @@ import torch
 from tqdm import tqdm
 
 from slipstream.config import run
-from slipstream.data_tools.options import check_at_least
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.options import EngineConfig, find_target
 from slipstream.serve.request import Request, SamplingParams
 
 Answers = dict[str, list[int]]
-LONGEST_PROMPT = 600  # tokens; a quarter of the prompts begin with those of another one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +34,8 @@ class ExactCheckConfig:
     """Target checkpoint. Default: the target of the draft."""
     requests: int = 64
     """Prompts. Half of the answers are greedy, the others sampled at temperature 0.8."""
+    longest_prompt: int = 600
+    """Tokens of the longest prompt. A quarter of the prompts begin like another one."""
     output_len: int = 64
     """Tokens of an answer."""
     seed: int = 0
@@ -46,19 +46,25 @@ class ExactCheckConfig:
     """Options of the drafter by name."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "requests", "output_len")
+        for name in ("requests", "longest_prompt", "output_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     def options(self, draft: str, **own: Any) -> EngineConfig:
         target = find_target(EngineConfig(target=self.target, draft=self.draft))[0]
         drafter = self.drafter if draft != "none" else {}
-        defaults = {"max_running": 64, "max_model_len": LONGEST_PROMPT + self.output_len, "exact": True}
+        defaults = {"max_running": 64, "max_model_len": self.longest_prompt + self.output_len, "exact": True}
         return EngineConfig(target=target, draft=draft, drafter=drafter, **defaults | own | self.engine)
 
 
 def check(config: ExactCheckConfig) -> int:
     """Prints a table; the number of answers that differ."""
     # Room for six of the longest requests: others are preempted.
-    small = {"max_running": 16, "kv_cache_tokens": 6 * (LONGEST_PROMPT + config.output_len), "prefill_budget": 200}
+    small = {
+        "max_running": 16,
+        "kv_cache_tokens": 6 * (config.longest_prompt + config.output_len),
+        "prefill_budget": 200,
+    }
     settings: list[tuple[str, str, dict[str, Any], Sequence[int]]] = [("no draft", "none", {}, (1, 64))]
     if config.draft != "none":
         settings.append(("the draft", config.draft, {}, (1, 8, 64)))
@@ -94,12 +100,12 @@ def running(config: EngineConfig) -> Iterator[Engine]:
 
 
 def make_requests(config: ExactCheckConfig, vocab_size: int) -> list[Request]:
-    rng = random.Random(config.seed)
+    rng, longest = random.Random(config.seed), config.longest_prompt
     requests: list[Request] = []
     for index in range(config.requests):
-        prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(1, LONGEST_PROMPT))]
+        prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))]
         if requests and rng.random() < 0.25:
-            prompt = [*requests[-1].prompt[: LONGEST_PROMPT // 2], *prompt[: LONGEST_PROMPT // 2]]
+            prompt = [*requests[-1].prompt[: longest // 2], *prompt[: longest // 2]]
         params = SamplingParams(
             max_tokens=config.output_len, temperature=0.8 * (index % 2), seed=index, ignore_eos=True
         )

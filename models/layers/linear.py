@@ -3,7 +3,7 @@
 Letters: I and O input and output channels, H hidden, V target and Vd draft vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import ClassVar
 
@@ -75,6 +75,11 @@ class Linear(nn.Linear):
     def is_gated(self) -> bool:
         """Whether `gated` multiplies gate and up at once."""
         return "gate_proj" in self.parts and self.bias is None
+
+    def check_order(self, rows: Iterable[int]) -> None:
+        """Lets the library compute these numbers of rows where it adds in the module's `order`."""
+        assert self.order is not None
+        self.order.check(self.weight, self.bias, rows, gated=self.is_gated)
 
     def load(self, part: str | None, name: str, tensor: Tensor) -> None:
         """Stores a file's "weight" or "bias" of a part, or of all."""

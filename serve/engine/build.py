@@ -42,6 +42,7 @@ from slipstream.serve.runner.step import Runner
 
 logger = logging.getLogger(__name__)
 
+INPUTS = 64  # of a layer: products in a fixed order need a multiple of it
 CHAINS = "drafter.topk 1, drafter.breadth 1 or drafter.ngram_breadth 1 proposes chains"
 
 
@@ -141,11 +142,11 @@ class Builder:
     def find_inexact(self) -> str:
         """Why a row's bits may depend on the rows beside it; empty where they do not."""
         verify = self.config.attention if self.config.attention != "auto" else "the attention of verify"
-        odd = {one.in_features for one in self.target.modules() if isinstance(one, Linear) and one.in_features % 64}
+        odd = {one.in_features for one in self.target.modules() if isinstance(one, Linear) and one.in_features % INPUTS}
         for is_at_fault, reason in (
             (self.config.exact is False, "it runs with --fast"),
             (fault := FixedOrder.fault(self.device, self.dtype), fault),
-            (odd, f"a layer has {min(odd, default=0)} inputs, no multiple of 64"),
+            (odd, f"a layer has {min(odd, default=0)} inputs, no multiple of {INPUTS}"),
             (not self.backends["verify"].is_exact, f"attention is {verify!r}, which adds in an order of its own"),
             (self.branches, f"the draft proposes trees, whose nodes lie in another order than text ({CHAINS})"),
         ):

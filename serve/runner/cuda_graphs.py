@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from slipstream import runtime
 from slipstream.kernels.compile_ahead import compile_ahead, short_run
-from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.speculation.ragged import Chunks
 from slipstream.models.layers.linear import Linear
 from slipstream.models.targets.decoder import Target
@@ -368,7 +367,7 @@ def capture_all(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> 
     """Their kernels are compiled first, in parallel."""
     steps, drafts = make_graphs(runner, config, widths, Capturer())
     if runner.order is not None:
-        check_order(runner.order, runner.target, steps.keys())
+        check_order(runner.target, steps.keys())
     try:
         with runtime.stage("compiling kernels"), compile_ahead("compiling kernels"):
             steps.run_all()
@@ -383,11 +382,10 @@ def capture_all(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> 
 
 
 @torch.inference_mode()
-def check_order(order: FixedOrder, target: Target, keys: Sequence[StepKey]) -> None:
+def check_order(target: Target, keys: Sequence[StepKey]) -> None:
     """Lets the library multiply where it adds like our kernels, for the numbers of rows that captured passes have."""
     rows, heads = {key[0] for key in keys}, {key[1] for key in keys}
-    products = {
-        (*one.weight.shape, one.bias is None, one.is_gated): one for one in target.modules() if isinstance(one, Linear)
-    }
+    linears = [one for one in target.modules() if isinstance(one, Linear)]
+    products = {(one.out_features, one.in_features, one.bias is None, one.is_gated): one for one in linears}
     for one in tqdm(products.values(), desc="checking products", unit="shape", leave=False):
-        order.check(one.weight, one.bias, heads if one is target.lm_head else rows, gated=one.is_gated)
+        one.check_order(heads if one is target.lm_head else rows)

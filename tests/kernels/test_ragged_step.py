@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention.ragged import _part, places_of_parts
 from slipstream.kernels.speculation.ragged import (
     CELLS,
     Chunks,
@@ -316,6 +317,25 @@ def test_admission_takes_the_likeliest(requests: int, width: int, device: str) -
             assert found.dtype == expected.dtype == torch.int32
             assert torch.equal(found, expected)
             assert expected.tolist() == likeliest(known, budget, most)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nodes_beyond_a_longer_part_wait(device: str) -> None:
+    """Parts of the context get longer at 3,072 tokens, and wherever they have doubled."""
+    lengths = [0, 3060, 3070, 3071, 3072, 6140, 6144, 12_287, 100_000]
+    room = [8, 8, 2, 1, 8, 4, 8, 1, 8]
+    survivals = torch.ones(len(lengths), 8, device=device)
+    rows, budget = torch.arange(len(lengths), device=device), torch.tensor([1000], device=device)
+    given = torch.tensor(lengths, dtype=torch.int32, device=device)
+    for run in (admit.reference, admit.triton):
+        assert run(survivals, rows, budget, 8, given).tolist() == room
+    spare = sum(room) - 3
+    found = admit.triton(survivals, rows, torch.tensor([spare], device=device), 8, given)
+    assert found.sum() == spare, "others get what these may not take"
+    for length in lengths:
+        parts = {_part(place, None) for place in range(length, int(places_of_parts(torch.tensor(length))))}
+        assert len(parts) == 1
+        assert _part(int(places_of_parts(torch.tensor(length))), None) not in parts
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ SALTED = {blake2b(name.encode(), digest_size=16).hexdigest(): name for name in M
 
 
 def info(max_model_len: int = CONTEXT, vocab_size: int = VOCABULARY) -> EngineInfo:
-    return EngineInfo(max_model_len, vocab_size, kv_cache_tokens=max_model_len)
+    return EngineInfo(max_model_len, vocab_size, kv_cache_tokens=max_model_len, fingerprint="fp_fake")
 
 
 def logprobs_of(tokens: list[int], k: int) -> Logprobs:

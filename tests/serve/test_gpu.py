@@ -137,7 +137,7 @@ def test_exact_answers_are_equal_in_bf16(name: str, options: dict[str, Any], tmp
     alone = build_engine(target, max_running=1, kv_cache_tokens=4096, **alike)
     expected = tokens_of(run(alone, requests))
     chains: dict[str, Any] = {"drafter": {"breadth": 1}} if name == "ngram" else {}
-    sizes = {"max_running": 7, "kv_cache_tokens": 1100, "page_size": 1, "prefill_budget": 50}
+    sizes = {"max_running": 7, "kv_cache_tokens": 600, "page_size": 1, "prefill_budget": 50}
     engine = build_engine(target, {"draft": draft}.get(name, name), **alike | chains | sizes | options)
     assert not engine.info.inexact
     for _ in range(2):

@@ -138,6 +138,7 @@ def test_stop_ids(client: httpx.Client) -> None:
 def test_models(client: httpx.Client) -> None:
     [model] = client.get("/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == (MODEL, CONTEXT)
+    assert (model["exact"], model["inexact_reason"], model["system_fingerprint"]) == (False, "not known", "fp_fake")
     assert client.get(f"/v1/models/{MODEL}").json() == model
     assert client.get("/health").json()["status"] == "ok"
 
@@ -147,6 +148,7 @@ def test_openai_client_works_unchanged(server: Server) -> None:
     assert [model.id for model in api.models.list()] == [MODEL]
     assert api.models.retrieve(MODEL).id == MODEL
     chat = api.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=13, n=2, seed=1, user="me")
+    assert chat.system_fingerprint == "fp_fake"
     assert [choice.message.content for choice in chat.choices] == ["hellohello"] * 2
     assert chat.usage is not None
     assert chat.usage.completion_tokens_details is not None

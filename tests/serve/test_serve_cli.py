@@ -72,6 +72,12 @@ def test_the_draft_decides_which_options_there_are(tmp_path: Path) -> None:
     assert (config.max_model_len, config.trust_remote_code) == (64, True)
 
 
+def test_exact_and_fast(tmp_path: Path) -> None:
+    draft = draft_folder(tmp_path / "draft")
+    for argv, exact in (([], None), (["--exact"], True), (["--fast"], False), (["--no-exact", "--port", "1"], False)):
+        assert read_config(["--draft", draft, *argv]).exact is exact
+
+
 def test_flags_win_over_files_and_later_files_over_earlier(tmp_path: Path) -> None:
     draft, first, second = draft_folder(tmp_path / "draft"), tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text(f"draft: {draft}\ndrafter:\n  depth: 7\nport: 1234\nmax_running: 3\n")

@@ -1,0 +1,195 @@
+"""The cases of docs/correctness.md: what a request may ask for, with every drafter, against the answer without one.
+
+python -m slipstream.tests.serve.correctness      # runs them all and writes that file, in about two minutes
+"""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.request import Grammar, Logprobs, Request
+from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
+from slipstream.tests.serve.engine_runs import Answer, acceptance, build_engine, make_request, run
+from slipstream.tests.serve.test_lossless import AnyPolicy
+
+TARGET = Path(__file__).parents[2] / "assets" / "tiny-target"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer"},
+        "tags": {"enum": ["a", "b"]},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # name: checkpoint or drafter, options
+    "none": ("none", {}),
+    "eagle": ("eagle", {}),
+    "eagle3, chain": ("eagle3", {"depth": 3}),
+    "eagle3, tree": ("eagle3", {"depth": 3, "topk": 3, "nodes": 8}),
+    "dflash": ("dflash", {}),
+    "ngram": ("ngram", {"nodes": 9}),
+    "eagle3, ngram first": ("eagle3", {"depth": 3, "ngram_first": 2}),
+}
+TEMPERATURES = (0.0, 1.0)
+FEW: dict[str, Any] = {"max_running": 6, "kv_cache_tokens": 110, "page_size": 1}  # requests are preempted
+ROOM: dict[str, Any] = {"max_running": 8, "kv_cache_tokens": 4096}
+LENGTH = 24  # tokens of an answer
+
+
+@dataclass(frozen=True)
+class Case:
+    """A feature, at a temperature."""
+
+    feature: str
+    temperature: float
+
+    @property
+    def id(self) -> str:
+        return f"{self.feature} at {self.temperature}"
+
+
+@cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TARGET)
+
+
+@cache
+def features() -> dict[str, dict[str, Any]]:
+    """By name, the sampling parameters of a request that asks for it."""
+    ids = tokenizer().encode
+    words = [tuple(ids(word, add_special_tokens=False)) for word in (" the", " a", " is", ".", " of the")]
+    common = {word[0]: 2.0 for word in words}
+    quote = {tokenizer().convert_tokens_to_ids('"'): 3.0}  # so that strings end
+    found: dict[str, dict[str, Any]] = {
+        "nothing but a temperature": {},
+        "top_k, top_p and min_p": {"top_k": 40, "top_p": 0.9, "min_p": 0.01},
+        "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.4},
+        "logit_bias": {"logit_bias": {**common, words[0][0]: -100.0}},
+        "min_tokens and stop_token_ids": {"min_tokens": 9, "stop_token_ids": tuple(common)},
+        "bad_words": {"bad_words": tuple(words), "logit_bias": common},
+        "ignore_eos": {"ignore_eos": True},
+        "logprobs": {"logprobs": 5},
+        "prompt_logprobs": {"prompt_logprobs": 3, "logprobs": 0},
+        "JSON schema": {"grammar": Grammar("json_schema", json.dumps(PERSON)), "logit_bias": quote},
+        "regex": {"grammar": Grammar("regex", "[a-c]{3,8}-[0-9]{1,3}")},
+        "choice": {"grammar": Grammar("choice", json.dumps(["yes", "no", "perhaps not"]))},
+    }
+    found["all together"] = {
+        **found["top_k, top_p and min_p"],
+        **found["penalties"],
+        **found["JSON schema"],
+        "logprobs": 2,
+    }
+    return found
+
+
+def all_cases() -> list[Case]:
+    return [Case(feature, temperature) for feature in features() for temperature in TEMPERATURES]
+
+
+def requests_of(cases: Sequence[Case]) -> list[Request]:
+    names, texts = list(features()), ("Tom has 3 apples and buys 4 more. ", "Describe a person as JSON: ")
+    return [
+        make_request(
+            case.id,
+            tokenizer()(texts["JSON" in case.feature or case.feature == "all together"] * 3).input_ids,
+            seed=names.index(case.feature),
+            temperature=case.temperature,
+            max_tokens=LENGTH,
+            **features()[case.feature],
+        )
+        for case in cases
+    ]
+
+
+def save_drafts(folder: Path, expected: dict[str, Answer]) -> None:
+    """Drafts that know half of the answers."""
+    known = list(requests_of(all_cases()))[::2]
+    texts = [(len(request.prompt), [*request.prompt, *expected[request.id].tokens]) for request in known]
+    save_random_draft(TARGET, folder / "eagle3", 1500)
+    save_random_eagle(TARGET, folder / "eagle", texts)
+    save_random_dflash(TARGET, folder / "dflash", texts)
+
+
+def engine_of(drafter: str, folder: Path, **options: Any) -> Engine:
+    """Steps verify and draft any numbers of nodes, as a policy may choose."""
+    name, own = DRAFTERS[drafter]
+    draft = name if name in ("none", "ngram") else folder / name
+    engine = build_engine(TARGET, draft, drafter=own, device="cpu", **options)
+    engine.planner.policy = AnyPolicy(engine.planner, random.Random(0))
+    return engine
+
+
+def answers_alone() -> dict[str, Answer]:
+    """Without a draft, one at a time."""
+    return run(build_engine(TARGET, device="cpu", max_running=1), requests_of(all_cases()))
+
+
+def differences(found: dict[str, Answer], expected: dict[str, Answer]) -> list[str]:
+    """The ids of answers whose tokens or finish reasons differ, or whose log-probabilities do by more than 1e-4."""
+    return [name for name, answer in found.items() if not is_equal(answer, expected[name])]
+
+
+def is_equal(found: Answer, expected: Answer) -> bool:
+    same = (found.tokens, found.finish_reason) == (expected.tokens, expected.finish_reason)
+    return same and all(
+        is_near(getattr(found, field), getattr(expected, field)) for field in ("logprobs", "prompt_logprobs")
+    )
+
+
+def is_near(found: Logprobs | None, expected: Logprobs | None) -> bool:
+    if found is None or expected is None:
+        return found is expected
+    pairs = zip((*found.tokens, *chain(*found.top)), (*expected.tokens, *chain(*expected.top)), strict=True)
+    return found.top_ids == expected.top_ids and all(abs(a - b) < 1e-4 for a, b in pairs)
+
+
+HEAD = """# Features and drafters
+
+Made by `python -m slipstream.tests.serve.correctness`; the tests run the same cases (`tests/serve/test_correctness.py`,
+all of them in `make test-all`).
+
+Each answer is compared with that of the same request without a draft and alone: tokens and finish reason must be equal,
+log-probabilities within 1e-4. A cell counts the equal answers of 8: at temperature 0 and 1, with room for all requests
+and with so few pages that some are preempted, and each of these twice, the second time after cached prompts, when
+n-gram lookahead knows the answers. Each step verifies a random number of nodes. The bundled target in fp32 on a CPU;
+EAGLE and DFLASH drafts that know half of the answers. Below: the accepted share of drafted tokens, the second time and
+with room.
+
+"""
+
+
+def main() -> None:
+    expected = answers_alone()
+    equal: Counter[tuple[str, str]] = Counter()
+    shares = {}
+    with TemporaryDirectory() as folder:
+        save_drafts(Path(folder), expected)
+        for drafter, options in tqdm(list(product(DRAFTERS, (FEW, ROOM))), unit="engine"):
+            engine = engine_of(drafter, Path(folder), **options)
+            for _ in range(2):
+                answers = run(engine, requests_of(all_cases()))
+                wrong = differences(answers, expected)
+                equal.update((case.feature, drafter) for case in all_cases() if case.id not in wrong)
+            shares[drafter] = "" if drafter == "none" else f"{acceptance(answers):.2f}"
+    lines = [f"| | {' | '.join(DRAFTERS)} |", "|---" * (len(DRAFTERS) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(str(equal[name, drafter]) for drafter in DRAFTERS)} |" for name in features()]
+    lines.append(f"| accepted | {' | '.join(shares.values())} |")
+    (Path(__file__).parents[2] / "docs" / "correctness.md").write_text(HEAD + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

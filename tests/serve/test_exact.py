@@ -1,0 +1,85 @@
+"""Which engines are exact, and the program that checks it. The bits themselves are checked on a GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.serve.drafters.ngram.stage import NgramOptions, NgramStage
+from slipstream.serve.engine import build
+from slipstream.serve.engine.build import Builder
+from slipstream.serve.exact_check import ExactCheckConfig, check, first_difference, main
+from slipstream.serve.options import EngineConfig
+from slipstream.tests.random_drafts import save_random_draft
+from slipstream.tests.serve.engine_runs import build_engine
+
+
+def test_what_is_not_exact_says_so_and_is_refused_where_it_is_asked_for(target: Path) -> None:
+    assert build_engine(target).info.inexact == "only a GPU's products are summed in a fixed order"
+    assert build_engine(target, exact=False).info.inexact == "it runs with --fast"
+    with pytest.raises(ValueError, match="exact is on, but only a GPU's products .*; change that, or use --fast"):
+        build_engine(target, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"draft": "ngram"}, "drafter.breadth 1"),
+        ({"draft": "ngram", "drafter": {"breadth": 1}}, ""),
+        ({"draft": "none", "attention": "prefill=sdpa,verify=sdpa,draft=sdpa"}, "verify=sdpa"),
+        ({"draft": "DRAFT", "drafter": {"topk": 3}}, "trees"),
+        ({"draft": "DRAFT", "drafter": {"ngram_first": 2}}, "drafter.ngram_breadth 1"),
+        ({"draft": "DRAFT", "drafter": {"ngram_first": 2, "ngram_breadth": 1}}, ""),
+    ],
+)
+def test_reasons(
+    options: dict[str, Any], reason: str, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU that adds in a fixed order."""
+    monkeypatch.setattr(build.FixedOrder, "fault", lambda *_: "")
+    monkeypatch.setattr(build, "INPUTS", 1)
+    options = {"attention": "prefill=sdpa,verify=triton,draft=triton", "device": "cpu"} | options
+    options["draft"] = str(draft) if options["draft"] == "DRAFT" else options["draft"]
+    found = Builder(EngineConfig(target=str(target), **options)).inexact
+    assert (reason in found) if reason else not found, found
+
+
+def test_layers_of_odd_sizes_are_not_exact(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.FixedOrder, "fault", lambda *_: "")
+    config = EngineConfig(target=str(target), attention="prefill=sdpa,verify=triton,draft=triton", device="cpu")
+    assert "a layer has 32 inputs, no multiple of 64" in Builder(config).inexact
+
+
+def test_n_grams_of_one_child_are_chains() -> None:
+    assert NgramStage(NgramOptions(), 100).branches
+    assert not NgramStage(NgramOptions(breadth=1), 100).branches
+
+
+def test_fingerprints_tell_what_answers_depend_on(target: Path) -> None:
+    first, again = build_engine(target).info.fingerprint, build_engine(target).info.fingerprint
+    assert first == again
+    assert first.startswith("fp_")
+    assert build_engine(target, page_size=1).info.fingerprint != first
+
+
+def test_the_check_compares_every_answer(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_random_draft(target, tmp_path / "draft", 80)
+    names = {"target": str(target), "draft": str(tmp_path / "draft"), "requests": 3, "output_len": 6}
+    options: dict[str, Any] = {"exact": None, "device": "cpu"}
+    config = ExactCheckConfig(**names, longest_prompt=20, engine=options)
+    assert check(config) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + 2 + 3 + 1 + 1
+    assert all("3 of 3" in row for row in rows[1:])
+
+
+def test_the_check_fails_where_exact_arithmetic_is_impossible(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--target", str(target), "--requests", "2", "--longest-prompt", "9", "--engine.device", "cpu"])
+    assert ended.value.code == 1
+    assert "exact is on, but only a GPU's products" in capsys.readouterr().err
+
+
+def test_the_first_difference() -> None:
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2, 3], [1, 2]) == 2
