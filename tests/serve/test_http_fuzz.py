@@ -1,0 +1,136 @@
+"""Random bodies: each is answered or refused with a sentence; none is a server error, none makes the server hang."""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from slipstream.serve.options import ServeConfig
+from slipstream.tests.kernels.triton_runs import SLOW
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, MODEL, serving
+
+JSON = {"content-type": "application/json"}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA, "strict": True}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+MESSAGES: list[Any] = [
+    [{"role": "user", "content": "hello"}],
+    [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}],
+    [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    + [{"role": "tool", "tool_call_id": "c", "content": "7"}],
+]
+FIELDS: dict[str, list[Any]] = {  # values that are right in some body
+    "model": [MODEL],
+    "max_tokens": [1, 3, 0],
+    "max_completion_tokens": [2],
+    "temperature": [0, 0.7, 2],
+    "top_p": [1, 0.5],
+    "top_k": [-1, 0, 20],
+    "min_p": [0, 0.1],
+    "n": [1, 2],
+    "seed": [0, 2**63],
+    "stop": ["x", ["a", "b"], None],
+    "stop_token_ids": [[5], []],
+    "stream": [True, False],
+    "stream_options": [{"include_usage": True}, None],
+    "logit_bias": [{"5": 3}, {}],
+    "presence_penalty": [0.5],
+    "frequency_penalty": [-1],
+    "repetition_penalty": [1.2],
+    "min_tokens": [0, 2],
+    "bad_words": [["x"], []],
+    "ignore_eos": [True],
+    "logprobs": [True, 3, 0],
+    "top_logprobs": [2, 0],
+    "prompt_logprobs": [1],
+    "echo": [True],
+    "response_format": [
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
+    ],
+    "structured_outputs": [{"regex": "[ab]+"}, {"choice": ["x", "y"]}, {"json": SCHEMA}, {"grammar": 'root ::= "a"'}],
+    "regex": ["a+"],
+    "ebnf": ['root ::= "x"'],
+    "json_schema": [json.dumps(SCHEMA)],
+    "tools": [[TOOL], [TOOL, TOOL], []],
+    "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "f"}}],
+    "parallel_tool_calls": [True, False],
+    "reasoning_effort": ["low"],
+    "chat_template_kwargs": [{"enable_thinking": False}],
+    "include_reasoning": [False],
+    "cache_salt": ["a"],
+    "user": ["u"],
+    "add_generation_prompt": [True],
+    "best_of": [1],
+    "suffix": [None],
+    "priority": [0],
+}
+ODD: list[Any] = [
+    None, True, -1, 0, 1, 2**31, 2**64, -(2**70), 1.5, 1e308, "", "x", "é\ud83d", "\u0000", "7", "(" * 60, "[" * 300,
+    [], [[]], [{}], [None], ["x"] * 20, [1, "x"], [-1], [2**40],
+    {}, {"a": {}}, {"type": "x"}, {"type": None}, {"": ""}, {"5": "x"},
+]  # fmt: skip
+
+
+def body(rng: random.Random, chat: bool) -> dict[str, Any]:
+    fields = {name: rng.choice(FIELDS[name]) for name in rng.sample(list(FIELDS), rng.randrange(7))}
+    fields |= (
+        {"messages": rng.choice(MESSAGES)} if chat else {"prompt": rng.choice(["x", [5, 6], ["a", "b"], [[5], [6]]])}
+    )
+    fields.setdefault("max_tokens", 3)
+    made: dict[str, Any] = json.loads(json.dumps(fields))
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        mutate(made, rng)
+    return made
+
+
+def mutate(made: dict[str, Any], rng: random.Random) -> None:
+    """Replaces, drops or adds something at a random place."""
+    place: Any = made
+    while True:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        if not keys or rng.random() < 0.1:
+            break
+        key = rng.choice(keys)
+        if isinstance(place[key], dict | list) and rng.random() < 0.7:
+            place = place[key]
+            continue
+        if rng.random() < 0.15:
+            del place[key]
+        else:
+            place[key] = rng.choice(ODD)
+        return
+    if isinstance(place, dict):
+        place[rng.choice(["type", "name", "unknown", "function", "strict", "content", "schema"])] = rng.choice(ODD)
+    else:
+        place.append(rng.choice(ODD))
+
+
+@pytest.fixture(scope="module", params=["auto", "hermes"])
+def client(request: pytest.FixtureRequest, byte_target: str) -> Iterator[httpx.Client]:
+    """Of a server that cannot tell the form of calls, and of one that is told."""
+    parsers = {"tool_parser": request.param, "reasoning_parser": "auto"}
+    with (
+        serving(ServeConfig(target=byte_target, port=0, served_model_name=MODEL, **parsers)) as server,
+        httpx.Client(base_url=server.url) as connected,
+    ):
+        yield connected
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(20_000, marks=SLOW)])
+def test_no_body_is_a_server_error(count: int, client: httpx.Client) -> None:
+    rng, statuses = random.Random(count), Counter[int]()
+    for number in range(count):
+        chat = rng.random() < 0.6
+        sent = json.dumps(body(rng, chat))
+        answer = client.post(CHAT if chat else COMPLETIONS, content=sent, headers=JSON, timeout=20)
+        assert answer.status_code in (200, 400, 404, 413), (number, sent, answer.text)
+        if answer.status_code != 200:
+            error = answer.json()["error"]
+            assert error["message"], sent
+        statuses[answer.status_code] += 1
+    assert min(statuses[200], statuses[400]) > count / 10, statuses
