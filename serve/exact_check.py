@@ -5,6 +5,8 @@ cached prefixes, preempted, and without CUDA graphs. Each answer must be equal t
 ids: a target is not sure of what follows them, so the smallest difference shows.
 """
 
+import slipstream.runtime  # noqa: F401  before torch, for which it sets the thread policy
+
 import gc
 import random
 from collections.abc import Iterator, Sequence

@@ -4,6 +4,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import httpx
@@ -102,12 +103,14 @@ def mutate(made: dict[str, Any], rng: random.Random) -> None:
         if rng.random() < 0.15:
             del place[key]
         else:
-            place[key] = rng.choice(ODD)
+            place[key] = deepcopy(rng.choice(ODD))
         return
     if isinstance(place, dict):
-        place[rng.choice(["type", "name", "unknown", "function", "strict", "content", "schema"])] = rng.choice(ODD)
+        place[rng.choice(["type", "name", "unknown", "function", "strict", "content", "schema"])] = deepcopy(
+            rng.choice(ODD)
+        )
     else:
-        place.append(rng.choice(ODD))
+        place.append(deepcopy(rng.choice(ODD)))
 
 
 @pytest.fixture(scope="module", params=["auto", "hermes"])
