@@ -24,11 +24,13 @@ from slipstream.kernels.gemm.small_m import (
     MAX_GATED_ROWS,
     MAX_OUTPUTS,
     MAX_ROWS,
+    SHARED_MEMORY,
     choose_tiling,
     gated_linear_few_rows_triton,
     linear_few_rows_triton,
     part_inputs,
 )
+from slipstream.kernels.launch import shared_memory
 
 DEPTH = 64  # inputs of a tile
 Shape = tuple[int, int, bool, bool]  # O, I, whether there is a bias, whether it is gated
@@ -44,9 +46,12 @@ class FixedOrder:
     def fault(device: torch.device, dtype: torch.dtype) -> str:
         """Why there is no fixed order; empty if there is."""
         if device.type != "cuda":
-            return "only a GPU's products are summed in a fixed order"
+            return "libraries for a CPU add in another order for another number of rows"
         if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
-            return f"its kernels need compute capability 9.0, which {torch.cuda.get_device_name(device)} has not"
+            return f"the kernels need compute capability 9.0, which {torch.cuda.get_device_name(device)} has not"
+        if shared_memory(device) < SHARED_MEMORY:
+            size = f"{SHARED_MEMORY >> 10} KB of shared memory for a program"
+            return f"the kernels need {size}, which {torch.cuda.get_device_name(device)} has not"
         return "" if dtype in (torch.bfloat16, torch.float16) else f"weights are {dtype}, not of 16 bits"
 
     def check(self, weight: Tensor, bias: Tensor | None, rows: Iterable[int], *, gated: bool = False) -> None:

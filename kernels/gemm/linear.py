@@ -9,6 +9,7 @@ from slipstream.kernels.gemm.small_m import (
     FAST_ROWS,
     MAX_GATED_ROWS,
     MAX_OUTPUTS,
+    SHARED_MEMORY,
     gated_linear_few_rows_triton,
     linear_few_rows_triton,
 )
@@ -17,7 +18,6 @@ from slipstream.kernels.launch import shared_memory, use_triton
 FEW_ROWS = 8
 # Of a CPU: numbers of rows for which a product is computed transposed. Without AVX-512 one row is slower that way.
 TRANSPOSED = range(1 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2, FEW_ROWS + 1)
-SHARED_MEMORY = 200 << 10  # bytes that our largest tiles need: sm_90 and sm_100 have them
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

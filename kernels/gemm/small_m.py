@@ -21,6 +21,7 @@ MAX_ROWS = 128
 FAST_ROWS = 64  # up to here faster than the library, or as fast
 MAX_GATED_ROWS = 128  # beyond FAST_ROWS the library's products are as fast, but it needs a kernel for the gate
 PROGRAMS = 132  # multiprocessors of an H100 or H200, each with as many loads in flight as its shared memory holds
+SHARED_MEMORY = 200 << 10  # bytes that the largest tiles need: sm_90 and sm_100 have them
 UNIT = 128  # inputs that are never shared out
 MAX_OUTPUTS = 64 * PROGRAMS  # for more, the library is as fast (docs/benchmarks.md)
 

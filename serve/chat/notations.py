@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from slipstream.serve.chat.arguments import MOST_REFERENCES
 from slipstream.serve.chat.forms import ToolForm
 from slipstream.serve.chat.markers import Markers
 from slipstream.serve.grammar.json_schema import Unsupported, rewrite
@@ -13,7 +14,6 @@ Element = dict[str, Any]
 ANY_TEXT: Element = {"type": "any_text"}
 KEY = r'[^<>"\n]{1,64}'  # in a tag
 IDENTIFIER = r"[a-zA-Z_][a-zA-Z0-9_]{0,63}"
-MOST_REFERENCES = 16  # one after the other
 OBJECT_KEYWORDS = {"type", "properties", "required", "additionalProperties", "$defs"}
 
 

@@ -144,7 +144,7 @@ class Builder:
         verify = self.config.attention if self.config.attention != "auto" else "the attention of verify"
         odd = {one.in_features for one in self.target.modules() if isinstance(one, Linear) and one.in_features % INPUTS}
         for is_at_fault, reason in (
-            (self.config.exact is False, "it runs with --fast"),
+            (self.config.exact is False, "exact is false (--fast)"),
             (fault := FixedOrder.fault(self.device, self.dtype), fault),
             (odd, f"a layer has {min(odd, default=0)} inputs, no multiple of {INPUTS}"),
             (not self.backends["verify"].is_exact, f"attention is {verify!r}, which adds in an order of its own"),
@@ -158,7 +158,7 @@ class Builder:
         """Of the target's products. Raises ValueError where exact arithmetic is asked for and impossible."""
         if self.inexact:
             if self.config.exact:
-                raise ValueError(f"exact is on, but {self.inexact}; change that, or use --fast")
+                raise ValueError(f"exact is true, but {self.inexact}; change that, or leave exact out")
             logger.info("answers may depend on the requests beside them: %s", self.inexact)
             return None
         logger.info("exact: answers are the same with and without a draft, alone and beside others")

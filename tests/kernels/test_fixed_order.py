@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from slipstream.kernels.gemm import fixed_order
 from slipstream.kernels.gemm.fixed_order import FixedOrder, linear_many_rows_triton
 from slipstream.kernels.gemm.small_m import Tiling, linear_few_rows_triton, part_inputs
 from slipstream.tests.kernels.test_small_m_gemm import check, random
@@ -33,6 +34,25 @@ def test_parts_are_the_same_for_every_depth(num_inputs: int, split: int) -> None
     parts = {part_inputs(num_inputs, Tiling(64, depth, split)) for depth in (32, 64, 128)}
     assert len(parts) == 1 or num_inputs < 128 * split
     assert all((split - 1) * part < num_inputs <= split * part for part in parts) or num_inputs < 128 * split
+
+
+@pytest.mark.parametrize(
+    ("capability", "memory", "dtype", "reason"),
+    [
+        ((9, 0), 227, torch.bfloat16, ""),
+        ((10, 0), 227, torch.float16, ""),
+        ((9, 0), 227, torch.float32, "weights are torch.float32, not of 16 bits"),
+        ((8, 0), 163, torch.bfloat16, "the kernels need compute capability 9.0, which A GPU has not"),
+        ((12, 0), 99, torch.bfloat16, "the kernels need 200 KB of shared memory for a program, which A GPU has not"),
+    ],
+)
+def test_gpus_that_lack_something_are_told(
+    capability: tuple[int, int], memory: int, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A GPU")
+    monkeypatch.setattr(fixed_order, "shared_memory", lambda _: memory << 10)
+    assert FixedOrder.fault(torch.device("cuda"), dtype) == reason
 
 
 @pytest.mark.gpu

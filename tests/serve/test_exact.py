@@ -15,9 +15,9 @@ from slipstream.tests.serve.engine_runs import build_engine
 
 
 def test_what_is_not_exact_says_so_and_is_refused_where_it_is_asked_for(target: Path) -> None:
-    assert build_engine(target).info.inexact == "only a GPU's products are summed in a fixed order"
-    assert build_engine(target, exact=False).info.inexact == "it runs with --fast"
-    with pytest.raises(ValueError, match="exact is on, but only a GPU's products .*; change that, or use --fast"):
+    assert build_engine(target).info.inexact == "libraries for a CPU add in another order for another number of rows"
+    assert build_engine(target, exact=False).info.inexact == "exact is false (--fast)"
+    with pytest.raises(ValueError, match="exact is true, but libraries for a CPU .*; change that, or leave exact out"):
         build_engine(target, exact=True)
 
 
@@ -77,7 +77,7 @@ def test_the_check_fails_where_exact_arithmetic_is_impossible(target: Path, caps
     with pytest.raises(SystemExit) as ended:
         main(["--target", str(target), "--requests", "2", "--longest-prompt", "9", "--engine.device", "cpu"])
     assert ended.value.code == 1
-    assert "exact is on, but only a GPU's products" in capsys.readouterr().err
+    assert "exact is true, but libraries for a CPU" in capsys.readouterr().err
 
 
 def test_the_first_difference() -> None:
