@@ -2,7 +2,8 @@
 
 The rows of a pass lie in segments, one per request. Tiles of a segment's queries attend to its context part by part.
 Where a part begins depends on positions alone, a part's sum starts anew, and parts are added in their order; so a row's
-bits do not depend on the rest of the pass, on the height of its tile, or on how many programs share its context.
+bits do not depend on the rest of the pass, on the height of its tile, or on how many programs share its context. Nodes
+of a tree lie in the cache in another order than text; with `paths` they are read in the text's order all the same.
 
 A small kernel plans once per pass, on the device: it lists the tiles and cuts the list, by tokens to read, into equal
 ranges for a fixed number of programs. A tile that lies in several ranges is merged by the last of its programs.
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.attention.paths import PATH_NODES, Paths
 from slipstream.kernels.attention.tree import (
     Blocks,
     Mask,
@@ -104,7 +106,8 @@ def ragged_attention(
     scale: float,
     *,
     window: int | None = None,
-    work: Work | None = None,  # noqa: ARG001  what the kernel does, not what it gives
+    paths: Paths | None = None,  # noqa: ARG001  how the kernel adds, not what it gives
+    work: Work | None = None,  # noqa: ARG001
     is_old_plan: bool = False,  # noqa: ARG001
 ) -> Tensor:
     """Rows attend to the committed tokens of their segment's request and to rows of their segment.
@@ -116,6 +119,7 @@ def ragged_attention(
     smaller. Chunks of prompts are causal in either case.
     window: a query at position p sees, of what the mask lets it see, positions above p - window. A row's position is
     its place, a tree's node's lengths plus the number of its ancestors. Up to place lengths - window nothing is read.
+    paths: of `trace_paths` for the same segments; then the bits of a tree's nodes are those that they have in a chain.
     work: of `plan_work` for the same segments, sizes and window; None: it is planned here. is_old_plan: a kernel
     without `pdl_options` has run since it was planned; then it is read while the kernel before these still runs.
     Returns (T, Q, D) in q's dtype; rows not in use hold anything.
@@ -527,6 +531,7 @@ def ragged_attention_triton(
     scale: float,
     *,
     window: int | None = None,
+    paths: Paths | None = None,
     work: Work | None = None,
     is_old_plan: bool = False,
 ) -> Tensor:
@@ -539,11 +544,12 @@ def ragged_attention_triton(
     if work is None:
         work = plan_work_triton(segments, T, Q, G, D, q.dtype, window=window)
     out = torch.empty_like(q)
-    tensors = (q, keys, values, pages, ancestors if mask == "tree" else None, out)
+    cache = (q, keys, values, pages)
     if work.nodes is not None:
-        _attend(*tensors, work.nodes, segments.most_nodes, scale, window, is_old_plan)
+        tree = (ancestors, paths) if mask == "tree" else (None, None)
+        _attend(*cache, *tree, out, work.nodes, segments.most_nodes, scale, window, is_old_plan)
     if work.prompts is not None:
-        _attend(*tensors[:4], None, out, work.prompts, segments.most_nodes, scale, window, is_old_plan)
+        _attend(*cache, None, None, out, work.prompts, segments.most_nodes, scale, window, is_old_plan)
     return out
 
 
@@ -553,6 +559,7 @@ def _attend(
     values: Tensor,
     pages: Tensor,
     ancestors: Tensor | None,
+    paths: Paths | None,
     out: Tensor,
     tiles: Tiles,
     most_nodes: int,
@@ -567,7 +574,8 @@ def _attend(
     )
     share = blocks.rows // 4
     attend_kernel[(G, programs)](
-        q, keys, values, pages, ancestors, out, tiles.records, tiles.ranges,
+        q, keys, values, pages, ancestors if paths is None else None, *(paths or (None,) * 3),
+        out, tiles.records, tiles.ranges,
         partial, partial.new_empty(len(partial), 2, blocks.rows), done_counters(q.device),
         scale / math.log(2), pages.shape[1],
         G=G, D=D, BLOCK_D=block_dim, GROUP=group, PAGE=page_size, ROWS=blocks.rows, TOKENS=blocks.tokens,
@@ -583,8 +591,8 @@ def _attend(
 
 @triton.jit(do_not_specialize=["table_width"])
 def attend_kernel(
-    q_ptr, keys_ptr, values_ptr, pages_ptr, ancestors_ptr, out_ptr, records_ptr, ranges_ptr,
-    partial_ptr, sums_ptr, counters_ptr, scale, table_width,
+    q_ptr, keys_ptr, values_ptr, pages_ptr, ancestors_ptr, positions_ptr, paths_ptr, nodes_ptr,
+    out_ptr, records_ptr, ranges_ptr, partial_ptr, sums_ptr, counters_ptr, scale, table_width,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr,
     AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr, OFFSET: tl.constexpr,
@@ -616,9 +624,9 @@ def attend_kernel(
         start = tl.load(record + START)
         if begin < finish:
             _attend_tile(
-                q_ptr, keys_ptr, values_ptr, table, ancestors_ptr, out_ptr, partial_ptr, sums_ptr,
-                counters_ptr + place, scale, head, first_row, count, position, base, part,
-                begin, finish, first_part, own_finish, parts_end, lowest, place * SLOTS,
+                q_ptr, keys_ptr, values_ptr, table, ancestors_ptr, positions_ptr, paths_ptr, nodes_ptr,
+                out_ptr, partial_ptr, sums_ptr, counters_ptr + place, scale, head, first_row, count, position, base,
+                part, begin, finish, first_part, own_finish, parts_end, lowest, place * SLOTS,
                 G, D, BLOCK_D, GROUP, PAGE, ROWS, TOKENS, SHARE, AT_ONCE, WINDOW, PRECISION, WORD, OFFSET, NESTED,
             )  # fmt: skip
         first_row, count, position, base, slot, part, shared, quanta = _load_record(record)
@@ -647,7 +655,8 @@ def _part_at(quantum, per, lowest, first_part, parts_end, part, quanta, shared):
 
 @triton.jit
 def _attend_tile(
-    q_ptr, keys_ptr, values_ptr, table, ancestors_ptr, out_ptr, partial_ptr, sums_ptr, counter_ptr, scale,
+    q_ptr, keys_ptr, values_ptr, table, ancestors_ptr, positions_ptr, paths_ptr, nodes_ptr,
+    out_ptr, partial_ptr, sums_ptr, counter_ptr, scale,
     head, first_row, count, position, base, part, begin, finish, first_part, own_finish, parts_end, lowest, slot,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -663,8 +672,13 @@ def _attend_tile(
     clipped = tl.minimum(row, num_rows - 1)  # rows past the last repeat it and are not stored
     cells = _cell_of(first_row, clipped, head, G, GROUP).to(tl.int64)[:, None] * D + dims[None, :]
     q = tl.load(q_ptr + cells, mask=(dims < D)[None, :], other=0.0)
-    place = position + clipped // GROUP
-    seen, before, certain = None, place, position + 1
+    place, end = position + clipped // GROUP, position + count
+    seen, path, before, certain = None, None, place, position + 1
+    if paths_ptr is not None:
+        place = tl.load(positions_ptr + first_row + clipped // GROUP).to(tl.int32)
+        path = tl.load(paths_ptr + first_row + clipped // GROUP)
+        nodes_ptr += (first_row - (position - base)).to(tl.int64) * PATH_NODES
+        before, certain, end = place, base, tl.max(place) + 1
     if ancestors_ptr is not None:
         seen = tl.load(ancestors_ptr + first_row + clipped // GROUP).to(WORD)
         certain = base
@@ -677,9 +691,9 @@ def _attend_tile(
     for piece in range(begin, begin + pieces):
         stop = tl.where(begin == first_part, finish, piece + 1)
         merged, top, total = _attend_parts(
-            q, seen, place, before, keys_ptr, values_ptr, table, head,
-            tl.maximum(piece << part, lowest // TOKENS * TOKENS), tl.minimum(stop << part, position + count), part,
-            lowest, certain, base, position + count, scale,
+            q, seen, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head,
+            tl.maximum(piece << part, lowest // TOKENS * TOKENS), tl.minimum(stop << part, end), part,
+            lowest, certain, base, end, scale,
             G, D, BLOCK_D, PAGE, ROWS, TOKENS, WINDOW, PRECISION, OFFSET, NESTED,
         )  # fmt: skip
         if own_finish < parts_end:
@@ -698,7 +712,8 @@ def _attend_tile(
 
 @triton.jit
 def _attend_parts(
-    q, seen, place, before, keys_ptr, values_ptr, table, head, start, stop, part, lowest, certain, base, end, scale,
+    q, seen, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head,
+    start, stop, part, lowest, certain, base, end, scale,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr, NESTED: tl.constexpr,
 ):  # fmt: skip
@@ -706,7 +721,8 @@ def _attend_parts(
 
     Returns values weighted relative to the largest score (ROWS, BLOCK_D), these scores, and the weights' sums (ROWS,).
     seen (ROWS,): the bits of a tree's nodes; None: rows see up to their own place. before (ROWS,): the last position
-    before a row's window. All rows see what lies in `lowest` (and their window)..certain - 1.
+    before a row's window. All rows see what lies in `lowest` (and their window)..certain - 1. With path (ROWS,) the
+    tiles of TOKENS that hold new tokens are read once for each path, by the rows that lie on it.
     Weights are summed by a product with ones: the order of a reduction would depend on the tile's layout. NESTED: a
     loop for each part; a branch in the loop would keep tiles of 64 rows from overlapping their products.
     """
@@ -716,13 +732,16 @@ def _attend_parts(
     top, total, acc = _nothing(ROWS), tl.zeros((ROWS, 16), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
     all_top, all_total, merged = _nothing(ROWS), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
     if WINDOW is not None:  # noqa: SIM102
-        if seen is None:
+        if seen is None and path is None:
             lowest = tl.maximum(lowest, certain - WINDOW)
+    new = stop  # from here on tiles hold new tokens and are read by path
+    if path is not None:
+        new = base // TOKENS * TOKENS
     page = _load_pages(table, start, end, PAGE, TOKENS)
     for index in range(start >> part, (((stop - 1) >> part) if NESTED else (start >> part)) + 1):
         first = tl.maximum(start, index << part) if NESTED else start
         last = tl.minimum(stop, (index + 1) << part) if NESTED else stop
-        for tile_start in range(first, last, TOKENS):
+        for tile_start in range(first, tl.minimum(last, new), TOKENS):
             first_cell = page.to(OFFSET) * (PAGE * G * D)
             if PAGE > TOKENS:
                 first_cell += tile_start % PAGE * (G * D)
@@ -751,11 +770,62 @@ def _attend_parts(
                     sums = tl.max(total, axis=1)  # of equal columns
                     merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, top, sums)
                     top, total, acc = _nothing(ROWS), tl.zeros_like(total), tl.zeros_like(acc)
+        if path is not None:
+            for tile_start in range(tl.maximum(first, new), last, TOKENS):
+                top, total, acc = _attend_paths(
+                    q, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start, lowest, base,
+                    scale, top, total, acc, G, D, BLOCK_D, PAGE, TOKENS, WINDOW, PRECISION, OFFSET,
+                )  # fmt: skip
+                if not NESTED:  # noqa: SIM102
+                    if ((tile_start + TOKENS) & ((1 << part) - 1) == 0) | (tile_start + TOKENS >= stop):
+                        sums = tl.max(total, axis=1)
+                        merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, top, sums)
+                        top, total, acc = _nothing(ROWS), tl.zeros_like(total), tl.zeros_like(acc)
         if NESTED:
             sums = tl.max(total, axis=1)
             merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, top, sums)
             top, total, acc = _nothing(ROWS), tl.zeros_like(total), tl.zeros_like(acc)
     return merged, all_top, all_total
+
+
+@triton.jit
+def _attend_paths(
+    q, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start, lowest, base,
+    scale, top, total, acc,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Adds to a part's sums the tokens that follow tile_start in the text, of each row's own path.
+
+    A row takes part in one path alone: the products of the others add zeros to it, which leave its bits as they are.
+    """
+    dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
+    ones = tl.full((TOKENS, 16), 1.0, keys_ptr.dtype.element_ty)
+    position = tile_start + token
+    for index in range(tl.min(path), tl.max(path) + 1):
+        is_on = path == index
+        inside = position < tl.max(tl.where(is_on, place, -1)) + 1
+        if WINDOW is not None:
+            inside &= position >= lowest
+        node = tl.load(nodes_ptr + index * PATH_NODES + position - base, mask=inside & (position >= base), other=0)
+        kept = tl.where(position < base, position, base + node)
+        page = tl.load(table + kept // PAGE, mask=inside, other=0)
+        kv_cells = (((page * PAGE + kept % PAGE) * G + head).to(OFFSET) * D)[:, None] + dims
+        loaded = inside[:, None] & (dims < D)
+        k = tl.load(keys_ptr + kv_cells, mask=loaded, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        visible = is_on[:, None] & (position[None, :] <= place[:, None])
+        if WINDOW is not None:
+            visible &= position[None, :] > before[:, None]
+        scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
+        weights = tl.exp2(scores * scale - new_top[:, None]).to(keys_ptr.dtype.element_ty)
+        rescale = tl.exp2(top - new_top)[:, None]
+        total = tl.dot(weights, ones, total * rescale, input_precision=PRECISION)
+        v = tl.load(values_ptr + kv_cells, mask=loaded, other=0.0)
+        acc = tl.dot(weights, v, acc * rescale, input_precision=PRECISION)
+        top = new_top
+    return top, total, acc
 
 
 @triton.jit

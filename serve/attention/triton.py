@@ -72,6 +72,7 @@ class Backend(base.Backend):
             mask,
             spec.score_scale,
             window=spec.window,
+            paths=metadata.paths,
             work=work,
             is_old_plan=True,  # the tokens' embedding came after it
         )

@@ -43,7 +43,6 @@ from slipstream.serve.runner.step import Runner
 logger = logging.getLogger(__name__)
 
 INPUTS = 64  # of a layer: products in a fixed order need a multiple of it
-CHAINS = "drafter.topk 1, drafter.breadth 1 or drafter.ngram_breadth 1 proposes chains"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,6 @@ class Builder:
             (fault := FixedOrder.fault(self.device, self.dtype), fault),
             (odd, f"a layer has {min(odd, default=0)} inputs, no multiple of {INPUTS}"),
             (not self.backends["verify"].is_exact, f"attention is {verify!r}, which adds in an order of its own"),
-            (self.branches, f"the draft proposes trees, whose nodes lie in another order than text ({CHAINS})"),
         ):
             if is_at_fault:
                 return reason

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention.paths import Paths
 from slipstream.kernels.attention.ragged import Segments
 from slipstream.kernels.sampling.sample import Sampling
 from slipstream.serve.runner.kv import KVSlots
@@ -48,6 +49,7 @@ class AttentionMetadata:
     ancestors: Tensor | None = None  # (B, N) int64 bit masks of a tree (kernels/speculation/verify.py); None: chains
     first_node: int = 0  # nodes of each request before its queries
     segments: Segments | None = None  # of a ragged pass
+    paths: Paths | None = None  # of its trees, where a node's bits must be those of a chain
     works: dict[Any, Any] = field(default_factory=dict)  # of a ragged pass: what backends have planned for it
 
     @classmethod

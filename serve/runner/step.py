@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention.paths import trace_paths
 from slipstream.kernels.attention.ragged import Segments
 from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.kv.cache import move_rows
@@ -198,8 +199,10 @@ class Runner:
         state, slots = self.state, self._kv_slots(layout)
         most = min(state.proposals.shape[2], MAX_NODES)
         segments = Segments(layout.starts, layout.segment_slots, layout.segment_lengths, num_requests, most)
-        where = layout.segment_slots, layout.segment_lengths, layout.positions, slots
-        return AttentionMetadata("verify", state, *where, (), (), layout.ancestors, segments=segments)
+        where, paths = (layout.segment_slots, layout.segment_lengths, layout.positions, slots), None
+        if self.order is not None and layout.ancestors is not None:
+            paths = trace_paths(layout.starts, num_requests, layout.ancestors, layout.positions)
+        return AttentionMetadata("verify", state, *where, (), (), layout.ancestors, segments=segments, paths=paths)
 
     def _kv_slots(self, layout: Layout) -> KVSlots:
         return KVSlots(lambda group: self.state.slots(layout.requests, layout.places, group), {0: layout.kv_slots})

@@ -9,7 +9,9 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from slipstream.kernels.attention.paths import Paths, trace_paths, trace_paths_triton
 from slipstream.kernels.attention.ragged import (
     NO_TILE,
     SHARED,
@@ -189,10 +191,22 @@ class Scene:
         sizes = (len(self.q), case.Q, case.G, case.D, self.q.dtype)
         return plan_work_triton(self.segments, *sizes, window=window, **options)  # type: ignore[arg-type]
 
-    def run(self, kernel: object = ragged_attention_triton, work: Work | None = None) -> Tensor:
+    def paths(self, trace: object = trace_paths_triton) -> Paths:
+        starts, decoding = self.segments.starts, self.segments.num_decoding
+        positions = torch.zeros_like(self.ancestors)
+        for s, (length, rows) in enumerate(self.case.segments):
+            for row in range(rows):
+                depth = len(self.path(s, row)) - 1 if s < decoding else row
+                positions[int(starts[s]) + row] = length + depth
+        return trace(starts, decoding, self.ancestors, positions)  # type: ignore[operator]
+
+    def run(
+        self, kernel: object = ragged_attention_triton, work: Work | None = None, paths: Paths | None = None
+    ) -> Tensor:
         """The rows in use."""
         tensors = (self.q, self.keys, self.values, self.pages, self.segments, self.ancestors)
-        out = kernel(*tensors, self.case.mask, SCALE, window=self.case.window, work=work)  # type: ignore[operator]
+        options = {"window": self.case.window, "paths": paths, "work": work}
+        out = kernel(*tensors, self.case.mask, SCALE, **options)  # type: ignore[operator]
         assert out.dtype == self.q.dtype
         assert out.shape == self.q.shape
         return out[: self.used]
@@ -320,6 +334,81 @@ def test_bits_of_a_row_do_not_depend_on_its_company(device: str) -> None:
     out, starts = scene.run(), scene.segments.starts.tolist()
     for s in range(len(case.segments)):
         assert torch.equal(alone(case, s, torch.float32, device), out[starts[s] : starts[s + 1]])
+
+
+def add_in_fours(
+    _: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_options: object
+) -> TensorHandle:
+    """A product of the interpreter that adds four numbers at a time, as tensor cores add 16: unlike NumPy's, a row's
+    bits depend on which numbers are added together, and not on where in the tile the row lies."""
+    total = d.data.copy()
+    for k in range(0, a.data.shape[1], 4):
+        first, second, third, fourth = (a.data[:, i : i + 1] * b.data[i : i + 1] for i in range(k, k + 4))
+        total += (first + second) + (third + fourth)
+    return TensorHandle(total, d.dtype.scalar)
+
+
+def check_paths(scene: Scene, work: Work | None = None) -> None:
+    """Nodes have the bits that they have where their path lies in the cache as a chain."""
+    out, device = scene.run(work=work, paths=scene.paths()), scene.q.device
+    scene.check(out)
+    starts = scene.segments.starts.tolist()
+    for s, (length, rows) in enumerate(scene.case.nodes):
+        slot = scene.segments.slots[s : s + 1]
+        own = scene.pages[slot[0]]
+        places = torch.arange(length, length + rows, device=device)
+        at = own[places // scene.case.page_size] * scene.case.page_size + places % scene.case.page_size
+        for leaf in set(range(rows)) - set(scene.parents[s]):
+            path = torch.tensor(scene.path(s, leaf), device=device)
+            keys, values = scene.keys.clone(), scene.values.clone()
+            for cache in (keys, values):
+                cache.flatten(0, 1)[at[: len(path)]] = cache.flatten(0, 1)[at[path]]
+            q, count = scene.q[starts[s] + path], torch.tensor([0, len(path)], dtype=torch.int32, device=device)
+            chain = Segments(count, slot, scene.segments.lengths[s : s + 1], 1, scene.segments.most_nodes)
+            right = ragged_attention_triton(
+                q, keys, values, scene.pages, chain, None, "causal", SCALE, window=scene.case.window
+            )
+            assert torch.equal(out[starts[s] + path], right)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@torch.inference_mode()
+def test_paths_of_the_kernel_are_those_of_the_reference(device: str) -> None:
+    case = Case(nodes=((5, 64), (0, 1), (130, 17)), chunks=((3, 9),), mask="tree")
+    scene = Scene(case, torch.float32, device)
+    right, actual = scene.paths(trace_paths), scene.paths()
+    starts = scene.segments.starts.tolist()
+    for s, (_, rows) in enumerate(scene.case.nodes):
+        own = slice(starts[s], starts[s + 1])
+        assert actual.of_row[own].tolist() == right.of_row[own].tolist()
+        for path, leaf in enumerate(sorted(set(range(rows)) - set(scene.parents[s]))):
+            nodes = scene.path(s, leaf)
+            for found in (right, actual):
+                assert found.nodes[starts[s] + path, : len(nodes)].tolist() == nodes
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(nodes=((125, 9), (0, 1), (318, 5)), chunks=((33, 5),), mask="tree", G=1, Q=4),
+        Case(nodes=((126, 14),), mask="tree", G=1, Q=4, page_size=1, window=19),
+    ],
+    ids=["parts", "window"],
+)
+@torch.inference_mode()
+def test_nodes_of_a_tree_have_the_bits_of_a_chain(case: Case, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", add_in_fours)
+    scene = Scene(case, torch.float32, device)
+    check_paths(scene, scene.plan(programs=3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["busy", "window", "D 256", "D 64", "64 nodes", "pages of one token"])
+@torch.inference_mode()
+def test_nodes_of_real_trees_have_the_bits_of_a_chain(name: str, dtype: torch.dtype) -> None:
+    check_paths(Scene(replace(GPU_CASES[name], mask="tree"), dtype, "cuda"))
 
 
 @pytest.mark.gpu

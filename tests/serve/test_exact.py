@@ -24,12 +24,9 @@ def test_what_is_not_exact_says_so_and_is_refused_where_it_is_asked_for(target: 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"draft": "ngram"}, "drafter.breadth 1"),
-        ({"draft": "ngram", "drafter": {"breadth": 1}}, ""),
+        ({"draft": "ngram"}, ""),
         ({"draft": "none", "attention": "prefill=sdpa,verify=sdpa,draft=sdpa"}, "verify=sdpa"),
-        ({"draft": "DRAFT", "drafter": {"topk": 3}}, "trees"),
-        ({"draft": "DRAFT", "drafter": {"ngram_first": 2}}, "drafter.ngram_breadth 1"),
-        ({"draft": "DRAFT", "drafter": {"ngram_first": 2, "ngram_breadth": 1}}, ""),
+        ({"draft": "DRAFT", "drafter": {"topk": 3}}, ""),
     ],
 )
 def test_reasons(
