@@ -22,7 +22,7 @@ class Paths(NamedTuple):
 
     positions: Tensor  # (T,) int64 committed tokens + depth
     of_row: Tensor  # (T,) int32 the first path that a node lies on
-    nodes: Tensor  # (T, PATH_NODES) int32: row `start + path` of a segment has the path's nodes by depth, root first
+    nodes: Tensor  # (T, PATH_NODES) int32: row `start + path` of a segment has the path's nodes by depth; then its leaf
 
 
 @Op
@@ -38,7 +38,7 @@ def trace_paths(starts: Tensor, num_decoding: int, ancestors: Tensor, positions:
         for path, leaf in reversed(list(enumerate(leaves))):
             nodes = [node for node in range(leaf + 1) if own[leaf] >> node & 1]
             paths.of_row[[start + node for node in nodes]] = path
-            paths.nodes[start + path, : len(nodes)] = torch.tensor(nodes, dtype=torch.int32)
+            paths.nodes[start + path] = torch.tensor((nodes + [leaf] * PATH_NODES.value)[: PATH_NODES.value])
     return paths
 
 
@@ -77,5 +77,7 @@ def _trace_paths(starts, ancestors, positions, path_of_row, nodes_of_path, PDL: 
     is_on = holds & is_leaf[:, None]
     first = tl.min(tl.where(is_on, path[:, None], PATH_NODES), axis=0)
     tl.store(path_of_row + start + node, first, mask=node < count)
-    places = (start + path[:, None]).to(tl.int64) * PATH_NODES + depth[None, :]
-    tl.store(nodes_of_path + places, node[None, :] + tl.zeros_like(path)[:, None], mask=is_on)
+    kept = nodes_of_path + (start + path[:, None]).to(tl.int64) * PATH_NODES
+    tl.store(kept + depth[None, :], node[None, :] + tl.zeros_like(path)[:, None], mask=is_on)
+    is_after = is_leaf[:, None] & (node[None, :] > depth[:, None])
+    tl.store(kept + node[None, :], node[:, None] + tl.zeros_like(path)[None, :], mask=is_after)

@@ -773,7 +773,7 @@ def _attend_parts(
         if path is not None:
             for tile_start in range(tl.maximum(first, new), last, TOKENS):
                 top, total, acc = _attend_paths(
-                    q, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start, lowest, base,
+                    q, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start, lowest, base, end,
                     scale, top, total, acc, G, D, BLOCK_D, PAGE, TOKENS, WINDOW, PRECISION, OFFSET,
                 )  # fmt: skip
                 if not NESTED:  # noqa: SIM102
@@ -790,7 +790,7 @@ def _attend_parts(
 
 @triton.jit
 def _attend_paths(
-    q, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start, lowest, base,
+    q, path, place, before, keys_ptr, values_ptr, table, nodes_ptr, head, tile_start, lowest, base, end,
     scale, top, total, acc,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     WINDOW: tl.constexpr, PRECISION: tl.constexpr, OFFSET: tl.constexpr,
@@ -802,19 +802,18 @@ def _attend_paths(
     dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
     ones = tl.full((TOKENS, 16), 1.0, keys_ptr.dtype.element_ty)
     position = tile_start + token
-    for index in range(tl.min(path), tl.max(path) + 1):
-        is_on = path == index
-        inside = position < tl.max(tl.where(is_on, place, -1)) + 1
-        if WINDOW is not None:
-            inside &= position >= lowest
-        node = tl.load(nodes_ptr + index * PATH_NODES + position - base, mask=inside & (position >= base), other=0)
-        kept = tl.where(position < base, position, base + node)
-        page = tl.load(table + kept // PAGE, mask=inside, other=0)
-        kv_cells = (((page * PAGE + kept % PAGE) * G + head).to(OFFSET) * D)[:, None] + dims
-        loaded = inside[:, None] & (dims < D)
+    inside = position < end
+    if WINDOW is not None:
+        inside &= position >= lowest
+    loaded = inside[:, None] & (dims < D)
+    last_path = tl.max(path)
+    cell = _path_cells(nodes_ptr, table, tl.min(path), position, inside, base, PAGE)
+    for index in range(tl.min(path), last_path + 1):
+        kv_cells = ((cell * G + head).to(OFFSET) * D)[:, None] + dims
         k = tl.load(keys_ptr + kv_cells, mask=loaded, other=0.0)
+        cell = _path_cells(nodes_ptr, table, tl.minimum(index + 1, last_path), position, inside, base, PAGE)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        visible = is_on[:, None] & (position[None, :] <= place[:, None])
+        visible = (path == index)[:, None] & (position[None, :] <= place[:, None])
         if WINDOW is not None:
             visible &= position[None, :] > before[:, None]
         scores = tl.where(visible, scores, float("-inf"))
@@ -826,6 +825,14 @@ def _attend_paths(
         acc = tl.dot(weights, v, acc * rescale, input_precision=PRECISION)
         top = new_top
     return top, total, acc
+
+
+@triton.jit
+def _path_cells(nodes_ptr, table, path, position, inside, base, PAGE: tl.constexpr):
+    """Where the cache has the tokens that lie at `position` in the text of a path."""
+    node = tl.load(nodes_ptr + path * PATH_NODES + position - base, mask=inside & (position >= base), other=0)
+    kept = tl.where(position < base, position, base + node)
+    return tl.load(table + kept // PAGE, mask=inside, other=0) * PAGE + kept % PAGE
 
 
 @triton.jit
