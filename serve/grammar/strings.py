@@ -38,7 +38,10 @@ FORMATS = {
 }
 HEX = "[0-9A-Fa-f]"
 # One character. An escape of half a surrogate pair would be half of one.
-CHARACTER = rf"""[^\0-\x1f\"\\] | "\\" [\"\\/bfnrt] | "\\u" ([0-9A-Ca-cE-Fe-f] {HEX} | [Dd] [0-7]) {HEX} {HEX}"""
+CHARACTER = rf"""([^\x00-\x1f"\\]|\\["\\/bfnrt]|\\u([0-9A-Ca-cE-Fe-f]{HEX}|[Dd][0-7]){HEX}{HEX})"""
+# The most characters that the library counts in an automaton, where a mask takes microseconds. Longer counts go by
+# groups of so many; a mask near a group's end takes far longer, since each token is tried that would go beyond it.
+GROUP_SIZE = 128
 
 
 class Strings:
@@ -71,8 +74,8 @@ class Strings:
         """A converted schema, as EBNF, with the rules for its marks."""
         for name in self._rules.values():
             grammar = grammar.replace(f'"\\"{name}\\""', name)
-        rules = [f'{name} ::= "\\"" {rule} "\\""' for rule, name in self._rules.items()]
-        return "\n".join((grammar, *rules, f"{self._mark}_character ::= {CHARACTER}"))
+        rules = [f'{name} ::= "\\"" ({rule}) "\\""' for rule, name in self._rules.items()]
+        return "\n".join((grammar, *rules, f"{self._mark}_group ::= {_characters(GROUP_SIZE, GROUP_SIZE)}"))
 
     def _rule(self, schema: dict[str, Any]) -> str:
         if "pattern" in schema:
@@ -80,4 +83,28 @@ class Strings:
             return f"Regex({json.dumps(schema['pattern'])}, json_string=true)"
         if "format" in schema:
             return f"Regex({json.dumps(FORMATS[schema['format']])}, json_string=true)"
-        return f"{self._mark}_character{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+        return self._count(schema.get("minLength", 0), schema.get("maxLength"))
+
+    def _count(self, least: int, most: int | None) -> str:
+        """Any characters, so many; most None: without end."""
+        groups, rest = divmod(least, GROUP_SIZE)
+        if most is None:
+            return f"{self._groups(groups)} {_characters(rest, None)}"
+        if most <= GROUP_SIZE:
+            return _characters(least, most)
+        if least:
+            return f"{self._groups(groups)} {_characters(rest, rest)} ({self._count(0, most - least)})"
+        groups, rest = divmod(most + 1, GROUP_SIZE)  # of n + 1 characters the last is not written
+        fewer = f"{self._groups(0, groups - 1)} {_characters(0, GROUP_SIZE - 1)}"
+        return f"{fewer} | {self._groups(groups)} {_characters(0, rest - 1)}" if rest else fewer
+
+    def _groups(self, least: int, most: int | None = None) -> str:
+        most = least if most is None else most
+        return f"{self._mark}_group{{{least},{most}}}" if most else ""
+
+
+def _characters(least: int, most: int | None) -> str:
+    """EBNF. Both up to GROUP_SIZE."""
+    if most == 0:
+        return '""'
+    return f"Regex({json.dumps(f'{CHARACTER}{{{least},' + ('}' if most is None else f'{most}}}'))})"

@@ -300,6 +300,18 @@ def test_strings_may_hold_any_character(text: str) -> None:
     assert not compiler.takes(short, json.dumps(text, ensure_ascii=False))
 
 
+@pytest.mark.parametrize("bounds", [(0, 0), (1, None), (2, 2), (0, 129), (130, None)])
+def test_lengths_of_strings_count_characters(bounds: tuple[int, int | None]) -> None:
+    least, most = bounds
+    schema = {"type": "string", "minLength": least} | ({} if most is None else {"maxLength": most})
+    compiler = Bytes()
+    compiled = compiler.compile(schema)
+    near = {max(0, edge + step) for edge in (least, most or 500, 127, 256) for step in (-1, 0, 1)}
+    for character in ("a", '\\"', "\\u00e9", "é"):
+        taken = {length for length in near if compiler.takes(compiled, f'"{character * length}"')}
+        assert taken == {length for length in near if length >= least and (most is None or length <= most)}
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
