@@ -15,6 +15,7 @@ from slipstream.serve.engine.budget import (
     PRIOR,
     PROBE_SHARE,
     REFRESH,
+    Batch,
     BudgetPolicy,
     Calibration,
     Choice,
@@ -294,7 +295,7 @@ def test_nodes_beside_prompts_pay_as_much_as_elsewhere() -> None:
     policy = learnt()
     for prompt_rows in (0, 7, 100, 300):
         chosen = settled(policy, 64, prompt_rows)
-        plan = policy._plan(64, prompt_rows, False)
+        plan = policy._plan(Batch(64, 64), prompt_rows, False)
         width = policy._stored
         curve = policy._curves[width]
 
