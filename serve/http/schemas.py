@@ -337,7 +337,7 @@ class Options(BaseModel):
     @classmethod
     def check_fields(cls, options: Any, info: ValidationInfo) -> Any:
         if not isinstance(options, dict):
-            return options  # pydantic refuses it
+            raise ApiError(400, f"{cls.place} must be an object", cls.place)
         known = set(cls.model_fields), cls.neutral, f"{cls.place}."
         return understood_fields(options, *known, ignore_unknown=ignores_unknown(info))
 

@@ -123,7 +123,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, list[str]]] = [
     ({"prompt": "x", "speculation": {"enable": True}}, "speculation.enable", ["unknown"]),
     ({"prompt": "x", "speculation": {"enabled": 0}}, "speculation.enabled", ["boolean"]),
     ({"prompt": "x", "speculation": {"trace": "yes"}}, "speculation.trace", ["boolean"]),
-    ({"prompt": "x", "speculation": False}, "speculation", ["dictionary"]),
+    ({"prompt": "x", "speculation": False}, "speculation", ["must be an object"]),
     ({"prompt": "x", "cache_salt": 5}, "cache_salt", ["string"]),
     ({"prompt": "x", "cache_salt": "\ud800"}, None, ["not valid JSON"]),
     ({"prompt": "x", "cache_salt": "refuse"}, None, ["refused"]),
