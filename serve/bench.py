@@ -1,4 +1,4 @@
-"""Measures an OpenAI-compatible server: speed, latency and, if it is ours, acceptance.
+"""Measures an OpenAI-compatible server: speed, latency and, if its answers tell, acceptance.
 
     python -m slipstream.serve.bench --prompts questions.jsonl --base-url http://127.0.0.1:8000 --concurrency 1,8
 

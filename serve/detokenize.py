@@ -236,7 +236,8 @@ class TextStream:
             for position in range(max(num_accepted, 0)):
                 accepted[position] += 1
             start += size
-        rounds = max(min(stats.rounds - num_late, num_kept - 1), 0)  # the last round may not have been pushed yet
+        rounds = min(stats.rounds - num_late, num_kept - 1)  # the last round may not have been pushed yet
+        rounds = max(rounds, *accepted[:1], 0)
         return replace(
             stats,
             completion_tokens=self.num_tokens,

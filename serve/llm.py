@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Literal, Self
 
@@ -20,7 +20,16 @@ from slipstream.serve.detokenize import Decoder, TextStream, spellings
 from slipstream.serve.engine.build import build_engine
 from slipstream.serve.grammar.grammars import check as check_grammar
 from slipstream.serve.options import EngineConfig, find_target
-from slipstream.serve.request import FinishReason, Logprobs, Output, Request, RequestStats, SamplingParams, prompt_seed
+from slipstream.serve.request import (
+    FinishReason,
+    Logprobs,
+    Output,
+    Request,
+    RequestStats,
+    SamplingParams,
+    TokenTrace,
+    prompt_seed,
+)
 
 SHOWN_LEN = 40  # characters of a wrong value in an error
 
@@ -32,7 +41,7 @@ class Generation:
     """One answer. `tokens` includes the end-of-text token, if there is one; `text` does not. Its prompt alone gets the
     same answer with `seed`. `error` says what failed where `finish_reason` is "error"; other answers are whole.
     `logprobs` are those of `tokens`, `prompt_logprobs` those of the prompt's tokens from the second on, where the
-    params ask for them."""
+    params ask for them; so does `trace` belong to `tokens`. `metrics` has `speculative_decoding`, as over HTTP."""
 
     tokens: list[int]
     text: str
@@ -44,13 +53,17 @@ class Generation:
     prompt_logprobs: Logprobs | None = None
     reasoning: str = ""  # of `chat`, whose `text` is the content alone
     tool_calls: tuple[CallPiece, ...] = ()  # of `chat`: id, name and arguments, JSON text
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    trace: list[TokenTrace] | None = None
 
 
 class Answer:
-    """What a request has yielded so far. `form`: how it is read."""
+    """What a request has yielded so far. `form`: how it is read; `num_spec_tokens`: most tokens that a round drafts."""
 
-    def __init__(self, request: Request, form: AnswerFormat, stop: Sequence[str]) -> None:
+    def __init__(self, request: Request, form: AnswerFormat, stop: Sequence[str], num_spec_tokens: int) -> None:
         self.request, self._form = request, form
+        self._num_spec_tokens = num_spec_tokens if request.params.wants_drafts else 0
+        self._trace: list[TokenTrace] = []
         min_tokens = request.params.min_tokens
         self.text = TextStream(form.decoder, form.stops(stop), watched=False, min_tokens=min_tokens)
         self._tokens: list[int] = []
@@ -61,6 +74,7 @@ class Answer:
     def add(self, output: Output) -> None:
         self._tokens += output.tokens
         self._pieces.append(self.text.push(output.tokens, output.finish_reason))
+        self._trace += output.trace or ()
         if output.logprobs is not None:
             self._logprobs.append(output.logprobs)
         if output.prompt_logprobs is not None:
@@ -78,7 +92,9 @@ class Answer:
         told = "tool_calls" if calls and reason == "stop" else reason
         answer = self._tokens[:count], parts.content, told, stats, self.request.seed, ended.error
         logprobs = None if self.request.params.logprobs is None else Logprobs.join(self._logprobs)[:count]
-        return Generation(*answer, logprobs, self._prompt_logprobs, parts.reasoning, calls)
+        metrics = {"speculative_decoding": stats.speculative_decoding(self._num_spec_tokens)}
+        trace = self._trace[:count] if self.request.params.wants_trace else None
+        return Generation(*answer, logprobs, self._prompt_logprobs, parts.reasoning, calls, metrics, trace)
 
 
 class LLM:
@@ -187,7 +203,8 @@ class LLM:
             if request.params.grammar is not None:
                 check_grammar(request.params.grammar)
             self.engine.check(request)
-        answers = [Answer(request, form, stop) for request, form in zip(requests, formats, strict=True)]
+        most = self.engine.info.num_spec_tokens
+        answers = [Answer(request, form, stop, most) for request, form in zip(requests, formats, strict=True)]
         done: dict[int, Generation] = {}
         bar = tqdm(total=len(requests), unit="answer", disable=not progress)
         with bar, closing(self.stream(requests)) as outputs:

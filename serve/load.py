@@ -29,7 +29,7 @@ class Answer:
     completion_tokens: int = 0
     latency_s: float = 0.0
     arrivals_s: list[float] = field(default_factory=list)  # of each streamed piece, after the request
-    rounds: int = 0  # these three are from usage.speculation, which our server sends
+    rounds: int = 0  # these three are from metrics.speculative_decoding, which our server sends and vLLM can
     decoded_tokens: int = 0  # emitted by rounds
     accepted_by_position: list[int] = field(default_factory=list)
     error: str | None = None
@@ -49,11 +49,13 @@ class Answer:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
         usage = event.get("usage") or {}
         self.completion_tokens = usage.get("completion_tokens", self.completion_tokens)
-        speculation = usage.get("speculation") or {}
-        if speculation.get("rounds"):
-            self.rounds = speculation["rounds"]
-            self.decoded_tokens = round(speculation["accept_length"] * self.rounds)
-            self.accepted_by_position = speculation["accepted_by_position"]
+        speculation = (event.get("metrics") or {}).get("speculative_decoding") or {}
+        if speculation.get("num_spec_steps"):
+            self.rounds = speculation["num_spec_steps"]
+            self.decoded_tokens = self.rounds + speculation["num_accepted_draft_tokens"]
+            histogram = speculation["acceptance_histogram"]
+            at_least = [sum(histogram[count:]) for count in range(1, len(histogram))]
+            self.accepted_by_position = [count for count in at_least if count]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

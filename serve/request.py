@@ -4,8 +4,8 @@ import hashlib
 import math
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import chain, zip_longest
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain, pairwise, zip_longest
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +15,22 @@ OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 MOST_LOGPROBS = 20  # as OpenAI
 SEED_BITS = 53  # of drawn seeds: JSON readers that parse numbers as doubles keep them exactly
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What a request wants of speculative decoding, which changes none of its tokens."""
+
+    enabled: bool = True
+    """False: nothing is drafted for it."""
+    trace: bool = False
+    """Each of its tokens comes with a TokenTrace."""
+
+    def __post_init__(self) -> None:
+        for name in ("enabled", "trace"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"speculation.{name} is {value!r}; it must be true or false")
 
 
 class Grammar(NamedTuple):
@@ -43,7 +59,7 @@ class SamplingParams:
     With `logprobs` each token of the answer comes with its log-probability and those of so many likeliest tokens at its
     place, 0 to 20; with `prompt_logprobs` each token of the prompt but the first. They are the target's own, before
     bias, penalties, temperature and filters, unless the engine's `logprobs_mode` is "processed". `max_tokens` may be 0
-    with `prompt_logprobs`.
+    with `prompt_logprobs`. `speculation` may be a mapping of its fields.
     """
 
     max_tokens: int
@@ -63,6 +79,7 @@ class SamplingParams:
     grammar: Grammar | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    speculation: Speculation | Mapping[str, bool] = Speculation()  # kept as Speculation
 
     def __post_init__(self) -> None:
         for names, kind, called in ((INTEGERS, Integral, "an integer"), (NUMBERS, Real, "a number")):
@@ -93,6 +110,17 @@ class SamplingParams:
                 )
         object.__setattr__(self, "logit_bias", bias_pairs(self.logit_bias))
         object.__setattr__(self, "bad_words", token_sequences(self.bad_words))
+        object.__setattr__(self, "speculation", read_speculation(self.speculation))
+
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether tokens are drafted for the request."""
+        return self.speculation.enabled  # type: ignore[union-attr]
+
+    @property
+    def wants_trace(self) -> bool:
+        """Whether its tokens come with a trace."""
+        return self.speculation.trace  # type: ignore[union-attr]
 
     @property
     def has_filters(self) -> bool:
@@ -139,6 +167,19 @@ def token_sequences(words: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ..
     return found
 
 
+def read_speculation(value: Any) -> Speculation:
+    """Raises ValueError naming a wrong field."""
+    if isinstance(value, Speculation):
+        return value
+    names = [field.name for field in fields(Speculation)]
+    if not isinstance(value, Mapping):
+        raise ValueError(f"speculation is {value!r}; it must be Speculation or a mapping of {' and '.join(names)}")
+    unknown = next((name for name in value if name not in names), None)
+    if unknown is not None:
+        raise ValueError(f"speculation.{unknown} does not exist; valid: {', '.join(names)}")
+    return Speculation(**value)
+
+
 def draw_seed() -> int:
     return secrets.randbits(SEED_BITS)
 
@@ -180,6 +221,7 @@ class RequestStats:
     token. A preempted request prefills again, all its tokens, when it resumes, and samples its next token there: in
     general (completion_tokens - prefills) / rounds. `cached_tokens` counts prompt tokens found in the prefix cache when
     the request first ran. `accepted_by_position[j]` counts the rounds in which draft token j was accepted and emitted.
+    A request without speculation has no rounds.
     """
 
     prompt_tokens: int = 0
@@ -194,12 +236,41 @@ class RequestStats:
     def accepted_tokens(self) -> int:
         return sum(self.accepted_by_position)
 
+    def speculative_decoding(self, num_spec_tokens: int) -> dict[str, Any] | None:
+        """vLLM's `metrics.speculative_decoding`; None where `num_spec_tokens`, most tokens that a round drafts, is 0.
+
+        Every round is a step here, also one that verified no drafted token.
+        """
+        if num_spec_tokens == 0:
+            return None
+        at_least = [self.rounds, *self.accepted_by_position]  # rounds by how many tokens they accepted
+        at_least += [0] * (num_spec_tokens + 2 - len(at_least))
+        rounds, accepted, drafted = self.rounds, self.accepted_tokens, self.drafted_tokens
+        return {
+            "mean_acceptance_length": 1 + accepted / rounds if rounds else 1.0,
+            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+            "acceptance_histogram": [count - more for count, more in pairwise(at_least)],
+            "num_spec_steps": rounds,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": num_spec_tokens,
+        }
+
     def add(self, other: "RequestStats") -> None:
         """Adds every count of `other`."""
         pairs = zip_longest(self.accepted_by_position, other.accepted_by_position, fillvalue=0)
         self.accepted_by_position = [sum(pair) for pair in pairs]
         for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "prefills", "rounds", "drafted_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class TokenTrace(NamedTuple):
+    """Where a token of an answer comes from."""
+
+    source: str  # the drafter or host stage that proposed it; "target": nobody did
+    position: int  # in its draft, from 1: how many tokens of it were emitted up to this one; 0: the target's own
+    round: int  # of the request, from 1; 0: sampled after a prompt, or after its text when it resumed
+    refused: tuple[int, ...] = ()  # tokens that were drafted after the same text, verified, and not sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +302,7 @@ class Logprobs:
 class Output:
     """New tokens of one request. Only its last Output has `finish_reason` and `stats`, and, where that is "error", the
     sentence that says what failed. `logprobs` belong to `tokens`, if the request wants them; `prompt_logprobs`, of the
-    prompt's tokens from the second on, come with its first Output."""
+    prompt's tokens from the second on, come with its first Output. `trace` belongs to `tokens`, too."""
 
     request_id: str
     tokens: list[int]
@@ -240,6 +311,7 @@ class Output:
     error: str = ""
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    trace: list[TokenTrace] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,3 +323,4 @@ class EngineInfo:
     kv_cache_tokens: int
     inexact: str = "not known"  # why answers may depend on the requests beside them; empty: they do not
     fingerprint: str = ""  # of all that answers depend on; where they are inexact, of what the engine runs
+    num_spec_tokens: int = 0  # most tokens that a round drafts

@@ -42,6 +42,7 @@ HOST_SIDE = (
     "planner",
     "scheduler",
     "step_costs",
+    "traces",
 )
 # Modules (in one process) -> packages that none of them may load, not even through another module.
 NOT_LOADED = {

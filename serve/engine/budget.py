@@ -56,6 +56,15 @@ class Choice(NamedTuple):
     tokens: float = 0.0  # expected of the decoding requests
 
 
+class Batch(NamedTuple):
+    decoding: int  # requests
+    drafted: int  # of how many of them tokens are drafted
+
+    def nodes(self, width: int) -> int:
+        """If each has as many nodes as may be, up to `width`."""
+        return self.decoding + self.drafted * (width - 1)
+
+
 class Curve(NamedTuple):
     """What the likeliest of a request's nodes after the root yield: (n,) both, from 0, concave between."""
 
@@ -219,7 +228,7 @@ class BudgetPolicy:
         self._records: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]] = []  # not counted yet
         self._curves: list[Curve] = []  # by width
         self._drafted: dict[Offer, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}  # see `_nodes_of`
-        self._plans: dict[tuple[int, int, bool], _Plan] = {}
+        self._plans: dict[tuple[Batch, int, bool], _Plan] = {}
         self._chunks: dict[tuple[int, int | None, bool], int] = {}
         self._age = self._num_chosen = 0
         self._probe_ms = 0.0  # that probes may cost
@@ -253,30 +262,38 @@ class BudgetPolicy:
         return self._steps_without_host < PATIENCE
 
     def choose(
-        self, num_decoding: int, prompt_rows: int = 0, *, filtered: bool = False, offers: Sequence[Offer] | None = None
+        self,
+        num_decoding: int,
+        prompt_rows: int = 0,
+        *,
+        num_drafted: int | None = None,
+        filtered: bool = False,
+        offers: Sequence[Offer] | None = None,
     ) -> Choice:
-        """The numbers of nodes of the next step, whose pass has `prompt_rows` rows of prompts, too. `offers`: what each
-        decoding request has, if the host proposed anything; otherwise what the last step drafted."""
+        """The numbers of nodes of the next step, whose pass has `prompt_rows` rows of prompts, too. `num_drafted`: of
+        how many requests tokens are drafted; None: of all. `offers`: what each decoding request has, if the host
+        proposed anything; otherwise what the last step drafted."""
+        batch = Batch(num_decoding, num_decoding if num_drafted is None else num_drafted)
         if self.fixed is not None:
-            return self._choose_fixed(self.fixed, num_decoding, prompt_rows, filtered, offers)
+            return self._choose_fixed(self.fixed, batch, prompt_rows, filtered, offers)
         if self._had_prompts:
             self._again += (1 - AGAIN_DECAY) * ((prompt_rows > 0) - self._again)
         self._had_prompts = prompt_rows > 0
-        if num_decoding == 0:
-            ms = self.costs.time(prompt_rows, 0, self.width, filtered=filtered)
+        if batch.drafted == 0:
+            ms = self.costs.time(num_decoding + prompt_rows, 0, self.width, filtered=filtered)
             self._stored = self._width
-            return Choice(0, self.width, ms)
+            return Choice(num_decoding, self.width, ms, float(num_decoding))
         self._count_step()
-        plan = self._plan(num_decoding, prompt_rows, filtered)
-        self._follow(plan, self._plan(num_decoding, 0, filtered))
+        plan = self._plan(batch, prompt_rows, filtered)
+        self._follow(plan, self._plan(batch, 0, filtered))
         if offers is not None and any(kind for _, kind in offers):
             most = sum(count for count, _ in offers)
             k, tokens = self._of_host(plan, offers, prompt_rows)
         else:
-            most = num_decoding * self.widths[self._stored]
+            most = batch.nodes(self.widths[self._stored])
             k, tokens = plan.best[self._stored], plan.tokens[self._stored]
             self._steps_without_host += offers is not None
-        k, j = self._explore(plan, k, most, num_decoding, prompt_rows)
+        k, j = self._explore(plan, k, most, batch.drafted, prompt_rows)
         self._stored = j
         nodes = max(min(plan.rows[k] - prompt_rows, most), num_decoding)
         self._chosen = LIFT_DECAY * self._chosen + (nodes, 1.0)
@@ -311,7 +328,7 @@ class BudgetPolicy:
     def look_back(self, offers: Sequence[Offer], *, filtered: bool = False) -> None:
         """A step was launched without waiting for these proposals."""
         if self.fixed is None and offers and any(kind for _, kind in offers):
-            plan = self._plan(len(offers), 0, filtered)
+            plan = self._plan(Batch(len(offers), len(offers)), 0, filtered)
             _, tokens = self._expect(plan, offers, 0)
             if self._pays(plan, tokens):
                 self._steps_without_host = 0
@@ -327,18 +344,18 @@ class BudgetPolicy:
 
     def free_rows(self, num_decoding: int, *, filtered: bool = False) -> int:
         """Rows up to which a pass takes no longer than over the roots alone."""
-        return self._free_rows(self._plan(num_decoding, 0, filtered))
+        return self._free_rows(self._plan(Batch(num_decoding, num_decoding), 0, filtered))
 
     def _choose_fixed(
-        self, fixed: int, num_decoding: int, prompt_rows: int, filtered: bool, offers: Sequence[Offer] | None
+        self, fixed: int, batch: Batch, prompt_rows: int, filtered: bool, offers: Sequence[Offer] | None
     ) -> Choice:
         width = min(fixed, self.widths[-1])  # more come from the host
-        nodes = num_decoding * width if offers is None else sum(min(count, fixed) for count, _ in offers)
-        nodes = min(nodes, max(min(self.costs.most_rows - prompt_rows, self.node_rows), num_decoding))
-        if num_decoding:
+        nodes = batch.nodes(width) if offers is None else sum(min(count, fixed) for count, _ in offers)
+        nodes = min(nodes, max(min(self.costs.most_rows - prompt_rows, self.node_rows), batch.decoding))
+        if batch.decoding:
             self._count_step()
             self._chosen = LIFT_DECAY * self._chosen + (nodes, 1.0)
-        return Choice(nodes, width, self.costs.time(nodes + prompt_rows, num_decoding, width, filtered=filtered))
+        return Choice(nodes, width, self.costs.time(nodes + prompt_rows, batch.drafted, width, filtered=filtered))
 
     def _patience(self) -> int:
         """Steps for which plans are used again and records wait; few at the beginning."""
@@ -364,22 +381,22 @@ class BudgetPolicy:
         self.offers.record(cells)
         self._records.clear()
 
-    def _plan(self, num_decoding: int, prompt_rows: int, filtered: bool) -> _Plan:
-        key = (num_decoding, prompt_rows, filtered)
+    def _plan(self, batch: Batch, prompt_rows: int, filtered: bool) -> _Plan:
+        key = (batch, prompt_rows, filtered)
         if key not in self._plans:
-            rate = self._plan(num_decoding, 0, filtered).rate if prompt_rows else None
-            self._plans[key] = self._solve(num_decoding, prompt_rows, filtered, rate)
+            rate = self._plan(batch, 0, filtered).rate if prompt_rows else None
+            self._plans[key] = self._solve(batch, prompt_rows, filtered, rate)
         return self._plans[key]
 
-    def _solve(self, num_decoding: int, prompt_rows: int, filtered: bool, rate: float | None) -> _Plan:
+    def _solve(self, batch: Batch, prompt_rows: int, filtered: bool, rate: float | None) -> _Plan:
         if not self._curves:
             self._curves = self.offers.curves(self.widths, self.calibration.survivals)
-        most = max(min(num_decoding * self.most_nodes, self.node_rows), num_decoding)
-        rows = self._passes(num_decoding + prompt_rows, most + prompt_rows)
+        most = max(min(batch.nodes(self.most_nodes), self.node_rows), batch.decoding)
+        rows = self._passes(batch.decoding + prompt_rows, most + prompt_rows)
         target = self.costs.targets(rows, filtered=filtered)
-        draft = [self.costs.draft(num_decoding, width, filtered=filtered) for width in self.widths]
-        drafted = np.maximum(rows - prompt_rows, num_decoding) / num_decoding - 1
-        tokens = num_decoding * np.array([1 + np.interp(drafted, *curve) for curve in self._curves])
+        draft = [self.costs.draft(batch.drafted, width, filtered=filtered) for width in self.widths]
+        drafted = np.maximum(rows - prompt_rows - batch.decoding, 0) / batch.drafted
+        tokens = batch.decoding + batch.drafted * np.array([np.interp(drafted, *curve) for curve in self._curves])
         ms = target + np.array(draft)[:, None]
         allowed = self._allowed(ms)
         if rate is None:
@@ -417,7 +434,7 @@ class BudgetPolicy:
         if values[j] - values[now] > HYSTERESIS * plan.rate * alone.ms(alone.best[now], now):
             self._width = j
 
-    def _explore(self, plan: _Plan, k: int, most: int, num_decoding: int, prompt_rows: int) -> tuple[int, int]:
+    def _explore(self, plan: _Plan, k: int, most: int, num_drafted: int, prompt_rows: int) -> tuple[int, int]:
         """Indices of the pass and of the width that is drafted: `k` and the best width, or now and then others. `most`
         nodes are stored."""
         last = min(bisect_left(plan.rows, most + prompt_rows), len(plan.rows) - 1)
@@ -426,14 +443,14 @@ class BudgetPolicy:
         k = min(k, last)
         steps, j = self._probe
         if steps == 0:
-            self._start_probe(plan, k, num_decoding)
+            self._start_probe(plan, k, num_drafted)
             return k, self._width
         self._probe = steps - 1, j
         if j < self._width:
             return k, j
-        return min(_one_more(plan.rows, k, num_decoding), last), j
+        return min(_one_more(plan.rows, k, num_drafted), last), j
 
-    def _start_probe(self, plan: _Plan, k: int, num_decoding: int) -> None:
+    def _start_probe(self, plan: _Plan, k: int, num_drafted: int) -> None:
         """Makes the next steps a probe if their time may be spent: the next wider proposals, and one more node per
         request. Where costs are fitted, every other probe is narrower, since the times of such steps may be wrong."""
         now = self._width
@@ -444,7 +461,7 @@ class BudgetPolicy:
             j, extra = now - 1, (plan.values[now] - plan.values[now - 1]) / plan.rate
         else:
             j = min(now + 1, len(self.widths) - 1)
-            more = _one_more(plan.rows, k, num_decoding)
+            more = _one_more(plan.rows, k, num_drafted)
             if (more, j) == (k, now):  # there is nothing more
                 self._probe_narrow = self.costs.is_fitted
                 return
@@ -526,7 +543,7 @@ class BudgetPolicy:
             ms = self.costs.time(nodes, num_decoding, self.fixed, filtered=filtered)
             draft = self.costs.draft(num_decoding, self.fixed, filtered=filtered)
         else:
-            plan = self._plan(num_decoding, 0, filtered)
+            plan = self._plan(Batch(num_decoding, num_decoding), 0, filtered)
             k = plan.best[self._width]
             nodes = nodes or min(plan.rows[k], num_decoding * self.width, most_nodes)
             ms, draft = plan.ms(k, self._width), plan.draft_ms[self._width]
@@ -573,6 +590,6 @@ def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.concatenate(((0.0,), np.cumsum(values)))
 
 
-def _one_more(rows: Sequence[int], k: int, num_decoding: int) -> int:
+def _one_more(rows: Sequence[int], k: int, num_drafted: int) -> int:
     """The index of the pass with one more node per request than pass `k`."""
-    return min(bisect_left(rows, rows[k] + num_decoding), len(rows) - 1)
+    return min(bisect_left(rows, rows[k] + num_drafted), len(rows) - 1)

@@ -19,7 +19,7 @@ from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.models.targets.pretrained import load_tokenizer
 from slipstream.serve.attention.base import KVFormat, find_backends
-from slipstream.serve.drafters.registry import load_drafter
+from slipstream.serve.drafters.registry import drafter_name, load_drafter
 from slipstream.serve.engine import cost_files
 from slipstream.serve.engine.budget import BudgetPolicy
 from slipstream.serve.engine.constraints import Constraints
@@ -112,7 +112,14 @@ class Builder:
         tokens = (space.num_pages[0] - 1) * config.page_size
         return Engine(
             config,
-            EngineInfo(space.max_model_len, self.model.vocab_size, tokens, self.inexact, self.fingerprint()),
+            EngineInfo(
+                max_model_len=space.max_model_len,
+                vocab_size=self.model.vocab_size,
+                kv_cache_tokens=tokens,
+                inexact=self.inexact,
+                fingerprint=self.fingerprint(),
+                num_spec_tokens=self.most_nodes - 1,
+            ),
             self.make_planner(scheduler, costs),
             ModelRunner(passes, steps, drafts),
             stages,
@@ -277,7 +284,7 @@ class Builder:
         prompts = config.captured_tokens if self.captures and config.captured_tokens else config.prefill_budget
         limits = Limits(self.most_nodes, self.of_network, self.reserve, prompts)
         host_drafts = any(max(stage.widths) > 1 for stage in self.stages)
-        return Planner(scheduler, policy, limits, host_drafts=host_drafts)
+        return Planner(scheduler, policy, limits, drafter_name(config.draft), host_drafts=host_drafts)
 
 
 def build_engine(config: EngineConfig) -> Engine:

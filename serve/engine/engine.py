@@ -197,7 +197,7 @@ class Engine:
         edits, self._edits = self._edits.of(slots_of(plan))
         shown = any(stage.reads == "proposal" and stage.wants(list(slots_of(plan))) for stage in self.stages)
         plan = self.planner.choose(plan, "all" if edits.masks else plan.mode)
-        plan = replace(plan, edits=edits, returns_proposals=shown)
+        plan = replace(plan, edits=edits, returns_proposals=shown or plan.returns_proposals)
         self._tell("ready", plan)
         flight = self.runner.execute(plan)
         self._tell("launched", plan)
@@ -223,7 +223,7 @@ class Engine:
             given: Emitted | Proposed
             if stage.reads == "emitted":
                 given = self.planner.emitted(plan, output)
-            elif output.proposed is not None:
+            elif output.proposed is not None and stage.wants(list(slots_of(plan))):
                 given = self.planner.proposed(plan, output).after(self._edits.proposals)
             else:
                 continue

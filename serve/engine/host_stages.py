@@ -6,7 +6,7 @@ for the one before it; otherwise steps are launched ahead. Imports no torch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -23,6 +23,10 @@ class Emitted:
 
     slots: list[int]  # (B,)
     results: NDArray[np.int32]  # (B, 1 + N): how many, then the tokens
+
+    def without(self, slots: Collection[int]) -> "Emitted":
+        kept = [index for index, slot in enumerate(self.slots) if slot not in slots]
+        return self if len(kept) == len(self.slots) else Emitted([self.slots[i] for i in kept], self.results[kept])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +61,8 @@ class HostStage(ABC):
         lie in pinned memory."""
 
     def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
-        """A request starts, or resumes, in `slot` with these tokens: its prompt and what it has emitted."""
+        """A request starts, or resumes, in `slot` with these tokens: its prompt and what it has emitted. A stage that
+        drafts proposes nothing for one that does not want drafts."""
 
     def wants(self, slots: list[int]) -> bool:
         """Whether it has work for a step of these requests."""

@@ -59,6 +59,7 @@ class HostProposal:
     nodes: NDArray[np.int32]
     counts: list[int]  # nodes in use, root included; 0: the request keeps its stored proposal
     kinds: list[int]  # from 1 up, higher where surer; serve/engine/budget.py counts acceptance by kind
+    source: str  # the stage's name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +136,8 @@ class StepPlan:
     nodes: int = 0  # that the pass verifies, roots included: the likeliest of all requests
     width: int = 1  # nodes that the draft then proposes for each request, root included
     survivals: NDArray[np.float32] | None = None  # (C,) by calibration cell, where they have changed
-    returns_proposals: bool = False  # a host stage wants to see what the step proposes
+    undrafted: frozenset[int] = frozenset()  # slots of this step whose requests want no drafts
+    returns_proposals: bool = False  # a host stage or a traced request needs what the step proposes
     logprobs: int | None = None  # the most likeliest tokens that any request wants beside each of its own; None: nobody
     edits: Edits = field(default_factory=Edits)
 
@@ -152,7 +154,8 @@ def slots_of(plan: StepPlan) -> tuple[int, ...]:
 
 def drafting_slots(plan: StepPlan) -> tuple[int, ...]:
     """Of the requests that the draft proposes for."""
-    return plan.slots + tuple(chunk.slot for chunk in plan.chunks if chunk.is_last)
+    slots = plan.slots + tuple(chunk.slot for chunk in plan.chunks if chunk.is_last)
+    return tuple(slot for slot in slots if slot not in plan.undrafted) if plan.undrafted else slots
 
 
 class StepOutput(NamedTuple):

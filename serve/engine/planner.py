@@ -25,6 +25,7 @@ from slipstream.serve.engine.plan import (
     slots_of,
 )
 from slipstream.serve.engine.scheduler import Chunk, Scheduler, Sequence
+from slipstream.serve.engine.traces import Tracer
 from slipstream.serve.request import Logprobs, Output
 
 
@@ -44,6 +45,7 @@ class Launched:
 
     sequences: list[Sequence]  # that decode
     chunks: list[Chunk]
+    traced: dict[str, int]  # places among `everyone` of those that gain tokens and want a trace, by request id
 
     @property
     def everyone(self) -> list[Sequence]:
@@ -51,12 +53,14 @@ class Launched:
 
 
 class Planner:
-    """`host_drafts`: some proposals come from the host, which knows their sizes."""
+    """`drafter`: the name of what drafts on the device; `host_drafts`: some proposals come from the host, which knows
+    their sizes."""
 
     def __init__(
-        self, scheduler: Scheduler, policy: BudgetPolicy, limits: Limits, *, host_drafts: bool = False
+        self, scheduler: Scheduler, policy: BudgetPolicy, limits: Limits, drafter: str, *, host_drafts: bool = False
     ) -> None:
         self.scheduler, self.policy, self.limits, self.host_drafts = scheduler, policy, limits, host_drafts
+        self._tracer = Tracer(drafter)
         self._number = 0
         self._sent_version = -1  # of the calibration that the runner has
         self._launched: dict[int, Launched] = {}  # by number of the plan
@@ -78,7 +82,7 @@ class Planner:
         chunks = self.scheduler.next_chunks(num_rows)
         if not sequences and not chunks:
             return None
-        launched = Launched(sequences, chunks)
+        launched = Launched(sequences, chunks, traced_of(sequences, chunks))
         plan = StepPlan(
             number=self._next(launched),
             admissions=tuple(self._admissions),
@@ -87,6 +91,8 @@ class Planner:
             slots=tuple(sequence.slot for sequence in sequences),
             bounds=tuple(sequence.kv_bound - sequence.in_flight[-1] for sequence in sequences),
             mode=sampling_mode(launched.everyone),
+            undrafted=frozenset(one.slot for one in launched.everyone if not one.request.params.wants_drafts),
+            returns_proposals=bool(launched.traced),
             logprobs=most_logprobs(launched),
         )
         self._admissions.clear()
@@ -101,10 +107,16 @@ class Planner:
 
     def choose(self, plan: StepPlan, mode: SamplingMode) -> StepPlan:
         """The plan with the number of nodes that it verifies and then proposes."""
-        offers = [self._offers[slot] for slot in plan.slots] if self.host_drafts else None
+        offers = None
+        if self.host_drafts:
+            offers = [(1, 0) if slot in plan.undrafted else self._offers[slot] for slot in plan.slots]
         num_rows = sum(len(chunk.tokens) for chunk in plan.chunks)
+        num_drafted = sum(slot not in plan.undrafted for slot in plan.slots)
         plan = replace(plan, mode=mode)
-        choice = self.policy.choose(len(plan.slots), num_rows, filtered=plan.variant == "all", offers=offers)
+        filtered = plan.variant == "all"
+        choice = self.policy.choose(
+            len(plan.slots), num_rows, num_drafted=num_drafted, filtered=filtered, offers=offers
+        )
         survivals = None
         if self._sent_version != self.policy.version:
             self._sent_version, survivals = self.policy.version, self.policy.table.copy()
@@ -132,7 +144,10 @@ class Planner:
 
     def launched(self, plan: StepPlan) -> None:
         """Its passes are on their way, and will store proposals."""
-        self.scheduler.launched(self._launched[plan.number].chunks)
+        launched = self._launched[plan.number]
+        self.scheduler.launched(launched.chunks)
+        if launched.traced:
+            self._tracer.launched(plan, launched.traced)
         own: Offer = min(plan.width, self.limits.of_network), 0
         self._offers.update(dict.fromkeys(drafting_slots(plan), own))
 
@@ -163,15 +178,20 @@ class Planner:
         firsts = [int(output.tokens[count + index, 0]) for index in range(len(launched.chunks))]
         each_first = [token if chunk.is_last else None for token, chunk in zip(firsts, launched.chunks, strict=True)]
         outputs += self.scheduler.commit_chunks(launched.chunks, each_first)
-        return add_logprobs(outputs, plan, output, launched)
+        outputs = add_logprobs(outputs, plan, output, launched)
+        if launched.traced:
+            rounds = {name: launched.everyone[place].num_rounds for name, place in launched.traced.items()}
+            outputs = self._tracer.add_traces(outputs, plan, output, launched.traced, rounds)
+        return outputs
 
     def _learn(self, plan: StepPlan, output: StepOutput, ms: float) -> None:
-        """Counts what was accepted, and the step's time. Requests that change their logits do not count beside others,
-        whose drafts may be accepted more often."""
+        """Counts what was accepted, and the step's time. Requests without drafts do not count; nor do those that change
+        their logits beside others, whose drafts may be accepted more often."""
         count, sequences = len(plan.slots), self._launched[plan.number].sequences
-        if count and self.limits.most_nodes > 1:
-            own = [i for i, sequence in enumerate(sequences) if not sequence.request.params.changes_logits]
-            counted = own if 0 < len(own) < count else slice(count)
+        drafted = [i for i, sequence in enumerate(sequences) if sequence.request.params.wants_drafts]
+        if drafted and self.limits.most_nodes > 1:
+            own = [i for i in drafted if not sequences[i].request.params.changes_logits] or drafted
+            counted = own if len(own) < count else slice(count)
             accepted = accepted_nodes(output, count)
             self.policy.record(output.cells[counted], output.num_verified[counted], accepted[counted])
         if output.prompt_logprobs is not None:  # which take time of their own
@@ -274,6 +294,13 @@ def most_logprobs(launched: Launched) -> int | None:
     emitting = launched.sequences + [chunk.sequence for chunk in launched.chunks if chunk.is_last]
     wanted = [sequence.request.params.logprobs for sequence in emitting]
     return max((k for k in wanted if k is not None), default=None)
+
+
+def traced_of(sequences: list[Sequence], chunks: list[Chunk]) -> dict[str, int]:
+    """Places in a step of the requests that gain tokens and want a trace, by id."""
+    gaining = [*sequences, *(chunk.sequence if chunk.is_last else None for chunk in chunks)]
+    each = enumerate(one.request if one is not None else None for one in gaining)
+    return {request.id: place for place, request in each if request is not None and request.params.wants_trace}
 
 
 def sampling_mode(sequences: list[Sequence]) -> SamplingMode:

@@ -35,6 +35,7 @@ class Sequence:
     in_flight: deque[int] = field(default_factory=deque)  # by unread pass: KV tokens that it may commit
     num_preemptions: int = 0
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of the chunks so far
+    num_rounds: int = 0
 
     @classmethod
     def of(cls, request: Request, stop_ids: frozenset[int], lookahead: int) -> "Sequence":
@@ -88,6 +89,9 @@ class Sequence:
 
     def count_round(self, drafted: int, num_accepted: int) -> None:
         """Counts one step that verified `drafted` tokens, `num_accepted` of which are part of the answer."""
+        self.num_rounds += 1
+        if not self.request.params.wants_drafts:
+            return
         self.stats.rounds += 1
         self.stats.drafted_tokens += drafted
         accepted = self.stats.accepted_by_position

@@ -42,7 +42,7 @@ from slipstream.serve.http.schemas import (
 from slipstream.serve.options import ServeConfig
 
 CLIENT_LEFT = 499  # nginx's status for "client closed request"
-LONG_SCORED = 256  # tokens whose log-probabilities a thread writes, while the event loop serves others
+LONG_SCORED = 256  # tokens whose log-probabilities or traces a thread writes, while the event loop serves others
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Kind = type[ChatBody] | type[CompletionBody]
@@ -170,7 +170,7 @@ class Api:
         def respond() -> Response:
             return JSONResponse(call.whole(answers, completion))
 
-        if sum(len(answer.scored) for answer in answers) > LONG_SCORED or call.prompt_logprobs is not None:
+        if sum(map(num_described, answers)) > LONG_SCORED or call.prompt_logprobs is not None:
             return await asyncio.to_thread(respond)
         return respond()
 
@@ -179,14 +179,14 @@ class Api:
             for opening in call.opening():
                 yield sse(opening)
             async for delta in completion.deltas():
-                if len(delta.scored) > LONG_SCORED:
+                if num_described(delta) > LONG_SCORED:
                     written = await asyncio.to_thread(lambda own: [*map(sse, call.pieces(own))], delta)
                 else:
                     written = [*map(sse, call.pieces(delta))]
                 for event in written:
                     yield event
             if call.include_usage:
-                yield sse(call.closing(completion.usage(call.num_choices)))
+                yield sse(call.closing(completion))
             yield DONE
         except Exception as error:  # the status line is sent; report the error as an event
             failed = api_error(error)
@@ -229,6 +229,10 @@ class Api:
             "inexact_reason": self.frontend.inexact or None,
             "system_fingerprint": self.frontend.fingerprint,
         }
+
+
+def num_described(delta: Delta) -> int:
+    return len(delta.scored) + len(delta.traced)
 
 
 def api_error(error: Exception) -> ApiError:

@@ -26,9 +26,14 @@ from slipstream.serve.http.logprobs import (
 )
 from slipstream.serve.http.metrics import Metrics
 from slipstream.serve.http.schemas import ChatBody, CompletionBody
-from slipstream.serve.request import FinishReason, Logprobs, Output, Request, RequestStats
+from slipstream.serve.request import FinishReason, Logprobs, Output, Request, RequestStats, TokenTrace
 
 DONE = "data: [DONE]\n\n"
+
+
+class TracedToken(NamedTuple):
+    token: int
+    trace: TokenTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,7 @@ class Delta:
     reasoning: str = ""
     calls: Sequence[CallPiece] = ()
     scored: Sequence[Scored] = ()  # the tokens of all that, where asked for
+    traced: Sequence[TracedToken] = ()  # likewise, and those without text
 
     @classmethod
     def join(cls, deltas: "Sequence[Delta]") -> "Delta":
@@ -48,7 +54,8 @@ class Delta:
         text, reasoning = "".join(one.text for one in deltas), "".join(one.reasoning for one in deltas)
         calls = joined_calls([call for one in deltas for call in one.calls])
         scored = [token for one in deltas for token in one.scored]
-        return cls(deltas[0].index, text, deltas[-1].finish_reason, reasoning, calls, scored)
+        traced = [token for one in deltas for token in one.traced]
+        return cls(deltas[0].index, text, deltas[-1].finish_reason, reasoning, calls, scored, traced)
 
 
 class RequestFailed(Exception):
@@ -82,6 +89,8 @@ class Choice:
         self._num_chars = 0 if echo is None else len(echo.text)
         self._waiting: list[Scored] = []  # tokens whose text is held back
         self._num_scored = 0  # tokens that do not wait any more
+        self._untold: list[TracedToken] = []  # tokens whose trace is not sent yet
+        self._num_traced = 0  # tokens whose trace is sent
 
     def receive(self, output: Output) -> None:
         self._measure(len(output.tokens))
@@ -106,14 +115,17 @@ class Choice:
         if parts != Parts() or scored or reason is not None:
             told = "tool_calls" if has_calls else reason
             scored += self._settled(output)
-            self._completion.put(Delta(self._index, parts.content, told, parts.reasoning, parts.calls, scored))
+            traced = self._traced(is_last=reason is not None)
+            self._completion.put(Delta(self._index, parts.content, told, parts.reasoning, parts.calls, scored, traced))
 
     @property
     def reasoning_tokens(self) -> int:
         return 0 if self.parser is None else self.parser.num_reasoning(self._text.starts)
 
     def _keep(self, output: Output) -> None:
-        """The log-probabilities of its tokens, until their text is sent."""
+        """The log-probabilities and traces of its tokens, until their text is sent."""
+        if output.trace is not None:
+            self._untold += map(TracedToken, output.tokens, output.trace)
         if output.logprobs is None:
             return
         starts = self._text.starts[self._num_scored + len(self._waiting) :][: len(output.tokens)]
@@ -121,15 +133,29 @@ class Choice:
         places = [self._num_chars + start for start in starts]
         self._waiting += scored_tokens(output.tokens[:count], places, output.logprobs[:count])
 
+    def _num_settled(self, *, is_last: bool) -> int:
+        """Tokens whose text is sent by now: of reasoning and calls, too, and of the markers beside them. Fewer than
+        before, where the parser has taken something back."""
+        if self.parser is not None and not is_last:
+            return bisect_left(self._text.starts, self.parser.num_consumed)
+        return self._text.num_settled
+
+    def _traced(self, *, is_last: bool) -> list[TracedToken]:
+        """The tokens whose text is sent now, if their traces are wanted; in the end also those that have no text, up to
+        the one that completes a stop string."""
+        if not self.request.params.wants_trace:
+            return []
+        num_told = self._text.num_tokens if is_last else self._num_settled(is_last=False)
+        count = max(num_told - self._num_traced, 0)
+        told, self._untold = self._untold[:count], self._untold[count:]
+        self._num_traced += count
+        return told
+
     def _settled(self, output: Output) -> list[Scored]:
-        """The tokens whose text is sent now, if their log-probabilities are wanted: of reasoning and calls, too, and
-        of the markers beside them."""
+        """The tokens whose text is sent now, if their log-probabilities are wanted."""
         if self.request.params.logprobs is None:
             return []
-        num_settled = self._text.num_settled
-        if self.parser is not None and output.finish_reason is None:
-            num_consumed = self.parser.num_consumed  # fewer than before, where it has taken something back
-            num_settled = max(bisect_left(self._text.starts, num_consumed), self._num_scored)
+        num_settled = max(self._num_settled(is_last=output.finish_reason is not None), self._num_scored)
         num_new = num_settled - self._num_scored
         settled, self._waiting = self._waiting[:num_new], self._waiting[num_new:]
         self._num_scored = num_settled
@@ -234,18 +260,17 @@ class Completion:
             if choice.stats is None:
                 self.engine.abort(choice.request.id)
 
-    def usage(self, num_choices: int) -> dict[str, Any]:
-        """OpenAI's usage, and `speculation`: rounds, tokens per round, and how often each draft position was accepted.
-
-        Each prompt has `num_choices` choices and is counted once.
-        """
-        total, prompts = RequestStats(), RequestStats()
-        for index, choice in enumerate(self.choices):
+    def stats(self, every: int = 1) -> RequestStats:
+        """Sums over the choices, or over the first of each `every`."""
+        total = RequestStats()
+        for choice in self.choices[::every]:
             assert choice.stats is not None
             total.add(choice.stats)
-            if index % num_choices == 0:
-                prompts.add(choice.stats)
-        decoded = total.completion_tokens - total.prefills
+        return total
+
+    def usage(self, num_choices: int) -> dict[str, Any]:
+        """OpenAI's. Each prompt has `num_choices` choices and is counted once."""
+        total, prompts = self.stats(), self.stats(every=num_choices)
         return {
             "prompt_tokens": prompts.prompt_tokens,
             "completion_tokens": total.completion_tokens,
@@ -253,13 +278,6 @@ class Completion:
             "prompt_tokens_details": {"cached_tokens": prompts.cached_tokens},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices),
-                "accepted_prediction_tokens": total.accepted_tokens,
-                "rejected_prediction_tokens": total.drafted_tokens - total.accepted_tokens,
-            },
-            "speculation": {
-                "rounds": total.rounds,
-                "accept_length": decoded / total.rounds if total.rounds else None,
-                "accepted_by_position": total.accepted_by_position,
             },
         }
 
@@ -282,6 +300,8 @@ class Call(NamedTuple):
     echoes: Sequence[Echo]  # what each repeats, if they do
     logprobs: int | None  # likeliest tokens wanted beside each of the answer; None: no log-probabilities
     prompt_logprobs: int | None  # the same, of the prompt
+    wants_trace: bool
+    num_spec_tokens: int  # most tokens that a round drafts for a choice
     texts: TokenTexts
 
     @classmethod
@@ -291,15 +311,18 @@ class Call(NamedTuple):
         requests, answers = frontend.read(body, call_id)
         shows_reasoning = isinstance(body, ChatBody) and body.include_reasoning
         head = call_id, int(time.time()), frontend.model_name, frontend.fingerprint, is_chat
-        tail = frontend.echoes(body, requests), body.answer_logprobs, body.prompt_logprobs, frontend.texts
+        speculation = body.asked_speculation
+        num_spec_tokens = frontend.num_spec_tokens if speculation.enabled else 0
+        scored = frontend.echoes(body, requests), body.answer_logprobs, body.prompt_logprobs
         asked = body.stream, body.include_usage, body.stop, body.n
-        return cls(*head, *asked, requests, answers, shows_reasoning, *tail)
+        tail = speculation.trace, num_spec_tokens, frontend.texts
+        return cls(*head, *asked, requests, answers, shows_reasoning, *scored, *tail)
 
     def whole(self, answers: Sequence[Delta], completion: Completion) -> dict[str, Any]:
         """`answers`: all of each choice."""
         choices = [self._choice(answer) for answer in answers]
         kind = "chat.completion" if self.is_chat else "text_completion"
-        body = {**self._head(kind), "choices": choices, "usage": completion.usage(self.num_choices)}
+        body = {**self._head(kind), "choices": choices, **self.counts(completion)}
         if self.prompt_logprobs is not None:
             scored = [self._scored_prompt(choice) for choice in completion.choices]
             for owner, own in zip([body] if self.is_chat else choices, scored, strict=False):  # a chat has one prompt
@@ -323,7 +346,7 @@ class Call(NamedTuple):
 
     def pieces(self, delta: Delta) -> list[dict[str, Any]]:
         """Events, in the order of a message: reasoning, content, calls. The last one has the finish reason, which has
-        an event of its own after calls; the last one with text has the log-probabilities."""
+        an event of its own after calls; the last one with text has the log-probabilities and traces."""
         if not self.is_chat:
             return [self._event([self._choice(delta)])]
         parts = list[dict[str, Any]]()
@@ -333,16 +356,22 @@ class Call(NamedTuple):
         for call in delta.calls:
             parts += [{"tool_calls": [one]} for one in call_events(call)]
         place = max(len(parts) - 1, 0)  # of the log-probabilities
-        if (delta.finish_reason is not None and delta.calls) or (not parts and (delta.finish_reason or delta.scored)):
+        has_more = delta.finish_reason or delta.scored or delta.traced
+        if (delta.finish_reason is not None and delta.calls) or (not parts and has_more):
             parts.append({})
         choices = [self._part(delta.index, part, None) for part in parts]
         if choices:
-            choices[place]["logprobs"] = self._logprobs(delta.scored)
+            choices[place] |= {"logprobs": self._logprobs(delta.scored), **self._trace(delta.traced)}
             choices[-1]["finish_reason"] = delta.finish_reason
         return [self._event([choice]) for choice in choices]
 
-    def closing(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self._event([]), "usage": usage}
+    def closing(self, completion: Completion) -> dict[str, Any]:
+        return {**self._event([]), **self.counts(completion)}
+
+    def counts(self, completion: Completion) -> dict[str, Any]:
+        """OpenAI's usage, and vLLM's metrics, which it sends for single choices; here they are sums over all."""
+        metrics = {"speculative_decoding": completion.stats().speculative_decoding(self.num_spec_tokens)}
+        return {"usage": completion.usage(self.num_choices), "metrics": metrics}
 
     def _head(self, kind: str) -> dict[str, Any]:
         seed = self.requests[0].seed
@@ -370,13 +399,32 @@ class Call(NamedTuple):
             if answer.calls:
                 message["tool_calls"] = [whole_call(call) for call in answer.calls]
             content = {"message": message}
-        logprobs = self._logprobs(answer.scored)
-        return {"index": answer.index, **content, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+        details = {"logprobs": self._logprobs(answer.scored), **self._trace(answer.traced)}
+        return {"index": answer.index, **content, **details, "finish_reason": answer.finish_reason}
 
     def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
         if self.logprobs is None:
             return None
         return (chat_logprobs if self.is_chat else completion_logprobs)(scored, self.logprobs, self.texts)
+
+    def _trace(self, traced: Sequence[TracedToken]) -> dict[str, Any]:
+        return {"speculation": {"trace": trace_entries(traced, self.texts)}} if self.wants_trace else {}
+
+
+def trace_entries(traced: Sequence[TracedToken], texts: TokenTexts) -> list[dict[str, Any]]:
+    def described(token: int) -> dict[str, Any]:
+        return {"id": token, "token": texts(token)}
+
+    return [
+        {
+            **described(token),
+            "source": trace.source,
+            "position": trace.position,
+            "round": trace.round,
+            "refused": [described(other) for other in trace.refused],
+        }
+        for token, trace in traced
+    ]
 
 
 def whole_call(call: CallPiece) -> dict[str, Any]:

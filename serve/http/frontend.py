@@ -62,6 +62,7 @@ class Frontend:
         self._ignore_unknown = config.ignore_unknown_fields
         self.max_model_len, self.vocab_size = info.max_model_len, info.vocab_size
         self.inexact, self.fingerprint = info.inexact, info.fingerprint
+        self.num_spec_tokens = info.num_spec_tokens
         self.limits = Limits.of(config, info.max_model_len, self.tokenizer)
 
     def check_model(self, name: str | None) -> None:
@@ -219,6 +220,7 @@ class Frontend:
                 prompt_logprobs=body.all_prompt_logprobs,
                 bad_words=spellings(self.tokenizer, body.bad_words),
                 stop_token_ids=(*body.stop_token_ids, *answers.stop_ids),
+                speculation=body.asked_speculation,
                 **{**self.sampling_defaults, **given},
             )
         except ValueError as error:

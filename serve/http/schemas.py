@@ -25,7 +25,7 @@ from slipstream.models.chat.messages import TEXT_PARTS, Message, MessageError
 from slipstream.serve.chat.tools import ToolError, read_calls
 from slipstream.serve.http import limits
 from slipstream.serve.http.limits import ApiError
-from slipstream.serve.request import MOST_LOGPROBS, Grammar
+from slipstream.serve.request import MOST_LOGPROBS, Grammar, Speculation
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI for /v1/completions; a chat answer may fill the context
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -295,6 +295,7 @@ class Body(Fields):
     prompt_logprobs: NumLogprobs | None = None
     # Requests share cached prompt prefixes only with requests of the same salt.
     cache_salt: str = ""
+    speculation: "SpeculationFields | None" = None
 
     @model_validator(mode="after")
     def check_stream_options(self) -> "Body":
@@ -316,22 +317,45 @@ class Body(Fields):
         return self.prompt_logprobs
 
     @property
+    def asked_speculation(self) -> Speculation:
+        given = self.speculation
+        return Speculation() if given is None else Speculation(given.enabled, given.trace)
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
+class Options(BaseModel):
+    """The fields of an object within a body."""
 
-    include_usage: bool = False
+    model_config = ConfigDict(strict=True)
+    place: ClassVar[str]
+    neutral: ClassVar[Neutral] = {}
 
     @model_validator(mode="before")
     @classmethod
     def check_fields(cls, options: Any, info: ValidationInfo) -> Any:
         if not isinstance(options, dict):
-            return options  # pydantic refuses it
-        known = set(cls.model_fields), NEUTRAL_IN_STREAM_OPTIONS, "stream_options."
+            raise ApiError(400, f"{cls.place} must be an object", cls.place)
+        known = set(cls.model_fields), cls.neutral, f"{cls.place}."
         return understood_fields(options, *known, ignore_unknown=ignores_unknown(info))
+
+
+class StreamOptions(Options):
+    place = "stream_options"
+    neutral = NEUTRAL_IN_STREAM_OPTIONS
+
+    include_usage: bool = False
+
+
+class SpeculationFields(Options):
+    """See Speculation in serve/request.py."""
+
+    place = "speculation"
+
+    enabled: bool = True
+    trace: bool = False
 
 
 class ChatBody(Body):

@@ -173,7 +173,8 @@ class ModelRunner:
         """Where no pass is captured, those over roots alone, after which nothing is drafted, leave the drafter behind:
         it takes the rows of many in hardly more time than those of one. Not where KV behind a window may be given to
         another request."""
-        is_alone = plan.width == 1 and not plan.chunks and plan.nodes == len(plan.slots)
+        drafts_nothing = plan.width == 1 or not drafting_slots(plan)
+        is_alone = drafts_nothing and not plan.chunks and plan.nodes == len(plan.slots)
         keeps_all = len(self.passes.kv) > 1 and set(self.passes.kv[1].groups) == {0}
         return self.steps is None and self.passes.order is None and is_alone and keeps_all
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from slipstream.serve.engine.engine import Engine
-from slipstream.serve.request import Grammar, Logprobs, Request
+from slipstream.serve.request import Grammar, Logprobs, Request, read_speculation
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft, save_random_eagle
 from slipstream.tests.serve.engine_runs import Answer, acceptance, build_engine, make_request, run
 from slipstream.tests.serve.test_lossless import AnyPolicy
@@ -86,12 +86,15 @@ def features() -> dict[str, dict[str, Any]]:
         "JSON schema": {"grammar": Grammar("json_schema", json.dumps(PERSON)), "logit_bias": quote},
         "regex": {"grammar": Grammar("regex", "[a-c]{3,8}-[0-9]{1,3}")},
         "choice": {"grammar": Grammar("choice", json.dumps(["yes", "no", "perhaps not"]))},
+        "speculation: enabled false": {"speculation": {"enabled": False}},
+        "speculation: trace true": {"speculation": {"trace": True}},
     }
     found["all together"] = {
         **found["top_k, top_p and min_p"],
         **found["penalties"],
         **found["JSON schema"],
         "logprobs": 2,
+        "speculation": {"trace": True},
     }
     return found
 
@@ -139,15 +142,29 @@ def answers_alone() -> dict[str, Answer]:
 
 
 def differences(found: dict[str, Answer], expected: dict[str, Answer]) -> list[str]:
-    """The ids of answers whose tokens or finish reasons differ, or whose log-probabilities do by more than 1e-4."""
-    return [name for name, answer in found.items() if not is_equal(answer, expected[name])]
+    """The ids of answers whose tokens or finish reasons differ, or whose log-probabilities do by more than 1e-4; and of
+    those that were drafted for or traced otherwise than they ask."""
+    return [name for name, answer in found.items() if not is_equal(answer, expected[name], name)]
 
 
-def is_equal(found: Answer, expected: Answer) -> bool:
+def is_equal(found: Answer, expected: Answer, name: str) -> bool:
     same = (found.tokens, found.finish_reason) == (expected.tokens, expected.finish_reason)
-    return same and all(
-        is_near(getattr(found, field), getattr(expected, field)) for field in ("logprobs", "prompt_logprobs")
+    return (
+        same
+        and is_as_asked(found, name)
+        and all(is_near(getattr(found, field), getattr(expected, field)) for field in ("logprobs", "prompt_logprobs"))
     )
+
+
+def is_as_asked(found: Answer, name: str) -> bool:
+    """Nothing was drafted where that is not wanted; a trace has every token, and counts as many accepted tokens at each
+    position as the request's own counts."""
+    asked, counts = read_speculation(features()[name.split(" at ")[0]].get("speculation", {})), found.counts
+    if not asked.enabled and counts.drafted_tokens:
+        return False
+    positions = Counter(one.position for one in found.trace)
+    accepted = [positions[place + 1] for place in range(len(counts.accepted_by_position))]
+    return not asked.trace or (len(found.trace), accepted) == (len(found.tokens), counts.accepted_by_position)
 
 
 def is_near(found: Logprobs | None, expected: Logprobs | None) -> bool:
@@ -163,11 +180,12 @@ Made by `python -m slipstream.tests.serve.correctness`; the tests run the same c
 all of them in `make test-all`).
 
 Each answer is compared with that of the same request without a draft and alone: tokens and finish reason must be equal,
-log-probabilities within 1e-4. A cell counts the equal answers of 8: at temperature 0 and 1, with room for all requests
-and with so few pages that some are preempted, and each of these twice, the second time after cached prompts, when
-n-gram lookahead knows the answers. Each step verifies a random number of nodes. The bundled target in fp32 on a CPU;
-EAGLE and DFLASH drafts that know half of the answers. Below: the accepted share of drafted tokens, the second time and
-with room.
+log-probabilities within 1e-4, and a trace must count what the request's own figures do. A cell counts the equal answers
+of 8: at temperature 0 and 1, with room for all requests and with so few pages that some are preempted, and each of
+these twice, the second time after cached prompts, when n-gram lookahead knows the answers. All rows run side by side,
+so requests without drafts are beside others. Each step verifies a random number of nodes. The bundled target in fp32 on
+a CPU; EAGLE and DFLASH drafts that know half of the answers. Below: the accepted share of drafted tokens, the second
+time and with room.
 
 """
 

@@ -15,7 +15,15 @@ from slipstream.serve.engine import build
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.scheduler import Sequence
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import FinishReason, Logprobs, Output, Request, RequestStats, SamplingParams
+from slipstream.serve.request import (
+    FinishReason,
+    Logprobs,
+    Output,
+    Request,
+    RequestStats,
+    SamplingParams,
+    TokenTrace,
+)
 from slipstream.serve.runner.batch import DraftBatch, Proposal
 from slipstream.tests.random_drafts import save_random_dflash, save_random_draft
 
@@ -77,6 +85,7 @@ class Answer:
     error: str = ""
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    trace: list[TokenTrace] = field(default_factory=list)
 
     @property
     def counts(self) -> RequestStats:
@@ -93,6 +102,8 @@ def collect(outputs: list[Output], answers: dict[str, Answer]) -> None:
         answer.finish_reason, answer.stats, answer.error = output.finish_reason, output.stats, output.error
         if output.logprobs is not None:
             answer.logprobs = Logprobs.join([answer.logprobs or Logprobs(), output.logprobs])
+        assert output.trace is None or len(output.trace) == len(output.tokens)
+        answer.trace += output.trace or []
         if output.prompt_logprobs is not None:
             assert answer.prompt_logprobs is None, "they come once"
             answer.prompt_logprobs = output.prompt_logprobs

@@ -8,7 +8,7 @@ import time
 from hashlib import blake2b
 
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.request import EngineInfo, Logprobs, Output, Request, RequestStats
+from slipstream.serve.request import EngineInfo, Logprobs, Output, Request, RequestStats, TokenTrace
 
 ROUND = 3
 CONTEXT = 256
@@ -18,7 +18,9 @@ SALTED = {blake2b(name.encode(), digest_size=16).hexdigest(): name for name in M
 
 
 def info(max_model_len: int = CONTEXT, vocab_size: int = VOCABULARY) -> EngineInfo:
-    return EngineInfo(max_model_len, vocab_size, kv_cache_tokens=max_model_len, fingerprint="fp_fake")
+    return EngineInfo(
+        max_model_len, vocab_size, kv_cache_tokens=max_model_len, fingerprint="fp_fake", num_spec_tokens=2
+    )
 
 
 def logprobs_of(tokens: list[int], k: int) -> Logprobs:
@@ -29,6 +31,17 @@ def logprobs_of(tokens: list[int], k: int) -> Logprobs:
         [[-0.5 - index / 2 for index in range(k)] for _ in tokens],
         [[(token + 1 + index) % VOCABULARY for index in range(k)] for token in tokens],
     )
+
+
+def trace_of(tokens: list[int], number: int) -> list[TokenTrace]:
+    """Of a round: two drafted tokens and the target's own, before which another was refused."""
+    if number == 0:
+        return [TokenTrace("target", 0, 0) for _ in tokens]
+    places = enumerate(tokens, 1)
+    return [
+        TokenTrace("fake", place, number) if place < ROUND else TokenTrace("target", 0, number, ((token + 1) % 256,))
+        for place, token in places
+    ]
 
 
 def manner(request: Request) -> str:
@@ -78,12 +91,12 @@ class FakeEngine:
             final = self.stats.pop(request.id)
             return Output(request_id=request.id, tokens=[], finish_reason="error", stats=final, error="no memory")
         num_done = stats.completion_tokens
-        num_new = min(ROUND if num_done else 1, params.max_tokens - num_done)
+        num_new = min(ROUND if num_done and params.wants_drafts else 1, params.max_tokens - num_done)
         tokens = [request.prompt[(num_done + i) % len(request.prompt)] for i in range(num_new)]
         stops = {*params.stop_token_ids, *([] if params.ignore_eos else [0])}
         ends = [index for index, token in enumerate(tokens) if token in stops]
         tokens = tokens[: ends[0] + 1] if ends else tokens
-        self.count(stats, len(tokens))
+        self.count(stats, len(tokens), drafted=params.wants_drafts)
         reason = "stop" if ends else "length" if stats.completion_tokens == params.max_tokens else None
         if reason is not None:
             del self.running[request.id]
@@ -96,10 +109,11 @@ class FakeEngine:
             stats=final,
             logprobs=None if params.logprobs is None else logprobs_of(tokens, params.logprobs),
             prompt_logprobs=None if params.prompt_logprobs is None or num_done else of_prompt,
+            trace=trace_of(tokens, -(-num_done // ROUND)) if params.wants_trace else None,
         )
 
-    def count(self, stats: RequestStats, num_tokens: int) -> None:
-        if stats.completion_tokens:
+    def count(self, stats: RequestStats, num_tokens: int, *, drafted: bool) -> None:
+        if stats.completion_tokens and drafted:
             stats.rounds += 1
             stats.drafted_tokens += ROUND - 1
             stats.accepted_by_position += [0] * (ROUND - 1 - len(stats.accepted_by_position))

@@ -15,6 +15,7 @@ from slipstream.serve.engine.budget import (
     PRIOR,
     PROBE_SHARE,
     REFRESH,
+    Batch,
     BudgetPolicy,
     Calibration,
     Choice,
@@ -294,7 +295,7 @@ def test_nodes_beside_prompts_pay_as_much_as_elsewhere() -> None:
     policy = learnt()
     for prompt_rows in (0, 7, 100, 300):
         chosen = settled(policy, 64, prompt_rows)
-        plan = policy._plan(64, prompt_rows, False)
+        plan = policy._plan(Batch(64, 64), prompt_rows, False)
         width = policy._stored
         curve = policy._curves[width]
 
@@ -304,6 +305,22 @@ def test_nodes_beside_prompts_pay_as_much_as_elsewhere() -> None:
 
         best = max(value(nodes) for nodes in range(64, 64 * WIDTHS[width] + 1))
         assert value(chosen.nodes) == pytest.approx(best)
+
+
+def test_requests_without_drafts_take_a_row_each_and_no_more() -> None:
+    """By hand: a step has as many nodes as pay for those that draft; without any, one for each request."""
+    policy = learnt()
+    for num_drafted in (1, 16, 64):
+        for _ in range(40):
+            chosen = policy.choose(64, num_drafted=num_drafted)
+            assert 64 <= chosen.nodes <= 64 + num_drafted * (WIDTHS[-1] - 1)
+    plan, (nodes, tokens) = policy._plan(Batch(64, 16), 0, False), policy._curves[-1]
+    for rows, found in zip(plan.rows, plan.tokens[-1], strict=True):
+        assert found == pytest.approx(64 + 16 * float(np.interp((rows - 64) / 16, nodes, tokens)))
+    assert policy.choose(64, num_drafted=0).nodes == 64
+    assert policy.choose(64, 100, num_drafted=0).nodes == 64
+    host = policy.choose(3, num_drafted=1, offers=[(1, 0), (16, 12), (1, 0)])
+    assert 3 <= host.nodes <= 18
 
 
 def test_filtered_steps_have_times_of_their_own() -> None:
@@ -327,6 +344,8 @@ def test_fixed_widths() -> None:
     policy = BudgetPolicy(costs(), WIDTHS, fixed=4)
     assert policy.choose(10)[:2] == (40, 4)
     assert policy.choose(100, 700)[:2] == (324, 4), "the largest pass"
+    assert policy.choose(10, num_drafted=3)[:2] == (19, 4)
+    assert policy.choose(10, num_drafted=0).nodes == 10
     assert policy.choose(10, offers=[(16, 2)] * 5 + [(2, 0)] * 5)[:2] == (30, 4)
     host_only = BudgetPolicy(costs(), (1,), fixed=8)
     assert host_only.choose(2, offers=[(16, 3), (1, 0)])[:2] == (9, 1)

@@ -14,7 +14,7 @@ from slipstream.serve.http.completions import Completion, Delta, RequestFailed
 from slipstream.serve.http.engine_client import EngineError
 from slipstream.serve.http.metrics import Metrics
 from slipstream.serve.request import Output, Request, RequestStats, SamplingParams
-from slipstream.tests.serve.fake_engine import logprobs_of
+from slipstream.tests.serve.fake_engine import logprobs_of, trace_of
 from slipstream.tests.serve.test_answer_parser import EXAMPLES, TOOLS, Expected, syntax_of
 from slipstream.tests.serve.test_detokenize import byte_level
 
@@ -96,17 +96,19 @@ def test_what_came_before_a_failure_is_not_lost() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("tools", "reasoning", "text", "expected"), EXAMPLES)
-def test_log_probabilities_come_once_with_their_text(
+def test_log_probabilities_and_traces_come_once_with_their_text(
     tools: str, reasoning: str, text: str, expected: Expected, seed: int
 ) -> None:
-    """However the tokens are split over outputs, with a stop string and without; those of markers with what follows."""
+    """However the tokens are split over outputs, with a stop string and without; those of markers with what follows.
+    A trace has the tokens of a stop string, too."""
     rng, tokenizer, syntax = random.Random(seed), byte_level(), syntax_of(tools, reasoning)
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     stop = [text[(at := rng.randrange(len(text))) : at + 3]] if seed % 2 else []
     completion, deltas = Completion(Mock(), Metrics(), watched=True), list[Delta]()
     completion.put = deltas.append  # type: ignore[method-assign, assignment]
     answers = AnswerFormat(Decoder(tokenizer), parser=lambda: AnswerParser(syntax, TOOLS))
-    completion.submit([Request(id="0", prompt=[1], params=SamplingParams(max_tokens=999, logprobs=1))], stop, answers)
+    params = SamplingParams(max_tokens=999, logprobs=1, speculation={"trace": True})
+    completion.submit([Request(id="0", prompt=[1], params=params)], stop, answers)
     [choice] = completion.choices
     left = list(tokens)
     while left:
@@ -114,14 +116,18 @@ def test_log_probabilities_come_once_with_their_text(
         given, left = left[:count], left[count:]
         stats = None if left else RequestStats(completion_tokens=len(tokens), accepted_by_position=[0] * 4)
         reason = None if left else "length"
-        logprobs = logprobs_of(given, 1)
-        choice.receive(Output(request_id="0", tokens=given, finish_reason=reason, stats=stats, logprobs=logprobs))
+        own = {"logprobs": logprobs_of(given, 1), "trace": trace_of(given, len(left))}
+        choice.receive(Output(request_id="0", tokens=given, finish_reason=reason, stats=stats, **own))
     shown = text[: text.index(stop[0])] if stop else text
     found = [token for delta in deltas for token in delta.scored]
     ends = [len(tokenizer.decode(tokens[:count])) for count in range(len(tokens))]
     assert [one.token for one in found] == [token for token, end in zip(tokens, ends, strict=True) if end < len(shown)]
     assert [one.logprob for one in found] == logprobs_of([one.token for one in found], 1).tokens
     assert all(delta.text or delta.reasoning or delta.calls for delta in deltas[:-1])
+    traced = [one.token for delta in deltas for one in delta.traced]
+    assert traced == tokens[: choice.stats.completion_tokens]
+    for delta in deltas[:-1]:
+        assert [one.token for one in delta.traced] == [one.token for one in delta.scored]
     if not stop:
         joined = Delta.join(deltas)
         calls = [(call.name, call.arguments) for call in joined.calls]

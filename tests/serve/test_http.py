@@ -25,18 +25,23 @@ def test_completion(client: httpx.Client) -> None:
     [choice] = body["choices"]
     assert (choice["index"], choice["finish_reason"]) == (0, "length")
     assert choice["text"] == repeated("Zoë 👍!", 23)
-    prompt_len, rounds = len("Zoë 👍!".encode()), -(-22 // ROUND)
+    prompt_len = len("Zoë 👍!".encode())
     assert body["usage"] == {
         "prompt_tokens": prompt_len,
         "completion_tokens": 23,
         "total_tokens": prompt_len + 23,
         "prompt_tokens_details": {"cached_tokens": 1},
-        "completion_tokens_details": {
-            "reasoning_tokens": 0,
-            "accepted_prediction_tokens": 15,
-            "rejected_prediction_tokens": 1,
-        },
-        "speculation": {"rounds": rounds, "accept_length": 22 / rounds, "accepted_by_position": [8, 7]},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+    rounds = -(-22 // ROUND)
+    assert body["metrics"]["speculative_decoding"] == {
+        "mean_acceptance_length": 1 + 15 / rounds,
+        "draft_acceptance_rate": 15 / 16,
+        "acceptance_histogram": [0, 1, 7],
+        "num_spec_steps": rounds,
+        "num_accepted_draft_tokens": 15,
+        "num_draft_tokens": 16,
+        "num_spec_tokens": ROUND - 1,
     }
 
 
@@ -73,7 +78,7 @@ def test_prompt_forms_and_n(client: httpx.Client, prompt: Any) -> None:
 
 
 def streamed(client: httpx.Client, path: str, request: dict[str, Any]) -> tuple[list[str], list[str], dict[str, Any]]:
-    """Texts and finish reasons by choice, and the usage, of a stream of many pieces."""
+    """Texts and finish reasons by choice, and usage and metrics, of a stream of many pieces."""
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *pieces, last = events(client.post(path, json={**request, **options}))
     assert last["choices"] == []
@@ -87,19 +92,19 @@ def streamed(client: httpx.Client, path: str, request: dict[str, Any]) -> tuple[
         texts[choice["index"]] += choice["delta"].get("content", "") if path == CHAT else choice["text"]
         reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
     assert len(pieces) > 1, "text comes round by round, but for what had to wait"
-    return texts, reasons, last["usage"]
+    return texts, reasons, {name: last[name] for name in ("usage", "metrics")}
 
 
 @pytest.mark.parametrize(("path", "extra"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "héllo 👍"})])
 def test_streams_equal_whole_answers(client: httpx.Client, path: str, extra: dict[str, Any]) -> None:
     request = {**extra, "max_tokens": 26, "n": 2, "cache_salt": "slow"}
     whole = client.post(path, json=request).json()
-    texts, reasons, usage = streamed(client, path, request)
+    texts, reasons, counts = streamed(client, path, request)
     assert texts == [choice["message"]["content"] if path == CHAT else choice["text"] for choice in whole["choices"]]
     assert reasons == [choice["finish_reason"] for choice in whole["choices"]]
-    assert usage == whole["usage"]
+    assert counts == {"usage": whole["usage"], "metrics": whole["metrics"]}
     for event in events(client.post(path, json={**request, "stream": True})):
-        assert "usage" not in event, "only when it is asked for"
+        assert not {"usage", "metrics"} & event.keys(), "only when it is asked for"
 
 
 @pytest.mark.parametrize("stop", ["lo w", ["zzz", "o wo", "lo w"], ["d", "ld"]])
@@ -112,8 +117,9 @@ def test_stop_strings(client: httpx.Client, stop: str | list[str]) -> None:
     [choice], usage = whole["choices"], whole["usage"]
     assert (choice["text"], choice["finish_reason"]) == (full[:start], "stop")
     assert usage["completion_tokens"] == end, "tokens up to the one that completes the stop string; one byte each"
-    assert usage["speculation"]["rounds"] == -(-(end - 1) // ROUND)
-    assert streamed(client, COMPLETIONS, request) == ([full[:start]], ["stop"], usage)
+    assert whole["metrics"]["speculative_decoding"]["num_spec_steps"] == -(-(end - 1) // ROUND)
+    counts = {"usage": usage, "metrics": whole["metrics"]}
+    assert streamed(client, COMPLETIONS, request) == ([full[:start]], ["stop"], counts)
     wait_until(lambda: gauge(client, "engine_running") == 0, "the engine is free")
 
 
@@ -151,8 +157,7 @@ def test_openai_client_works_unchanged(server: Server) -> None:
     assert chat.system_fingerprint == "fp_fake"
     assert [choice.message.content for choice in chat.choices] == ["hellohello"] * 2
     assert chat.usage is not None
-    assert chat.usage.completion_tokens_details is not None
-    assert chat.usage.completion_tokens_details.accepted_prediction_tokens == 2 * 8
+    assert chat.metrics["speculative_decoding"]["num_accepted_draft_tokens"] == 2 * 8
     options = {"include_usage": True}
     chunks = list(
         api.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=13, stream=True, stream_options=options)

@@ -64,6 +64,7 @@ FIELDS: dict[str, list[Any]] = {  # values that are right in some body
     "chat_template_kwargs": [{"enable_thinking": False}],
     "include_reasoning": [False],
     "cache_salt": ["a"],
+    "speculation": [{"enabled": False}, {"trace": True}, {}, None],
     "user": ["u"],
     "add_generation_prompt": [True],
     "best_of": [1],

@@ -125,6 +125,29 @@ def test_logprobs_and_stop_strings(plain: LLM, drafted: LLM, folders: tuple[Path
         assert alone.prompt_logprobs == answer.prompt_logprobs
 
 
+def test_traces_and_figures_end_with_the_tokens(plain: LLM, drafted: LLM) -> None:
+    """At a stop string, too."""
+    whole = plain.generate([PROMPTS[1]], PARAMS[4])[0]
+    for stop in ("", f"w{whole.tokens[9]} w{whole.tokens[10]}"):
+        for llm in (plain, drafted):
+            params = replace(PARAMS[4], speculation={"trace": True})
+            answer = llm.generate([PROMPTS[1]], params, stop=[stop] if stop else ())[0]
+            assert answer.tokens == whole.tokens[: len(answer.tokens)]
+            assert answer.trace is not None
+            assert len(answer.trace) == len(answer.tokens)
+            figures = answer.metrics["speculative_decoding"]
+            if llm is plain:
+                assert figures is None
+                assert {one.source for one in answer.trace} == {"target"}
+                continue
+            assert {one.source for one in answer.trace} == {"target", "eagle3"} or stop
+            assert figures["num_accepted_draft_tokens"] == sum(one.position > 0 for one in answer.trace)
+            assert figures["num_spec_steps"] == sum(figures["acceptance_histogram"]) == answer.trace[-1].round
+            assert len(figures["acceptance_histogram"]) == figures["num_spec_tokens"] + 1 == 4
+    off = drafted.generate([PROMPTS[1]], replace(PARAMS[4], speculation={"enabled": False}))[0]
+    assert (off.tokens, off.trace, off.metrics) == (whole.tokens, None, {"speculative_decoding": None})
+
+
 def test_without_a_seed_every_prompt_draws_its_own(plain: LLM) -> None:
     params = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
     answers = plain.generate([PROMPTS[1]] * 8, params)

@@ -165,7 +165,7 @@ def test_a_replaced_proposal_is_what_the_next_stage_sees() -> None:
     given = Proposed([4, 7], trees, results=np.array([[1, 5], [1, 9]], np.int32))
     nodes = np.zeros((4, 2, 2), np.int32)
     nodes[0], nodes[1] = [[9, 3], [5, 2]], [-1, 0]
-    edit = HostProposal([7, 4], nodes, counts=[2, 0], kinds=[1, 1])
+    edit = HostProposal([7, 4], nodes, counts=[2, 0], kinds=[1, 1], source="ngram")
     after = given.after([edit])
     assert after.nodes.tolist() == [[[5, 6, 8], [9, 3, -1]], [[-1, 0, 1], [-1, 0, -1]]]
     assert given.nodes[0, 1].tolist() == [9, 10, 11], "the first one is kept"
@@ -196,7 +196,7 @@ def test_proposals_of_the_host_are_calibrated(target: Path, draft: Path) -> None
     engine.planner.policy.calibration.table = np.random.default_rng(1).random(CELLS, np.float32)
     for slot, (count, kind) in enumerate([(7, 1), (1, 3), (0, 2), (16, 20)]):
         nodes = np.full((4, 1, 16), 5, np.int32)
-        engine.planner.offer(Edits((HostProposal([slot], nodes, [count], [kind]),)))
+        engine.planner.offer(Edits((HostProposal([slot], nodes, [count], [kind], "ngram"),)))
         cells, survivals = nodes[2, 0], nodes[3, 0].view(np.float32)
         assert (cells[max(count, 1) :] == -1).all()
         assert (survivals[count:] == 0).all()

@@ -122,6 +122,7 @@ class NgramStage(HostStage):
 
     def __init__(self, options: NgramOptions, vocab_size: int, first: int = 0) -> None:
         self.options, self.vocab_size, self.first = options, vocab_size, first
+        self._left_out = set[int]()  # slots whose requests want no drafts: neither looked up nor learnt from
         self.branches = options.breadth > 1
         self.widths = (*(2**power for power in range(6) if 2**power < options.nodes), options.nodes)
 
@@ -138,20 +139,34 @@ class NgramStage(HostStage):
             self.core.insert(tokens)
 
     def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
-        self.core.admit(slot, np.asarray(tokens, dtype=np.int32), request.namespace)
+        if request.params.wants_drafts:
+            self.core.admit(slot, np.asarray(tokens, dtype=np.int32), request.namespace)
+        else:
+            self._left_out.add(slot)
+
+    def wants(self, slots: list[int]) -> bool:
+        return not self._left_out or not self._left_out.issuperset(slots)
 
     def run(self, given: Emitted | Proposed, width: int) -> Edits:
         assert isinstance(given, Emitted)
+        if self._left_out:
+            given = given.without(self._left_out)
+            if not given.slots:
+                return Edits()
         nodes, tokens, parents, scores, matches = next(self.arrays)(len(given.slots), min(width, self.options.nodes))
         counts = self.core.advance(given.slots, given.results, tokens, parents, scores, matches)
         lengths = matches.tolist()
         if self.first:
             pairs = zip(counts, lengths, strict=True)
             counts = [count if count > 1 and length >= self.first else 0 for count, length in pairs]
-        return Edits((HostProposal(given.slots, nodes, counts, list(map(int.bit_length, lengths))),))
+        kinds = list(map(int.bit_length, lengths))
+        return Edits((HostProposal(given.slots, nodes, counts, kinds, source="ngram"),))
 
     def release(self, slot: int, tokens: list[int]) -> None:
-        self.core.release(slot, len(tokens))
+        if slot in self._left_out:
+            self._left_out.remove(slot)
+        else:
+            self.core.release(slot, len(tokens))
 
     def metrics(self) -> dict[str, int]:
         stats = self.core.stats()

@@ -1,0 +1,89 @@
+"""Where the tokens of traced requests come from: what their passes verified, and what became of it.
+
+A step verifies a beginning of the proposal that the step before it stored, or of the one that a host stage has put in
+its place. The tracer keeps both until the step's tokens are there, for requests that ask, and for no others. Imports no
+torch.
+Letters: N nodes of a proposal, root included.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.serve.engine.plan import StepOutput, StepPlan, slots_of
+from slipstream.serve.request import Output, TokenTrace
+
+TARGET = "target"  # the source of tokens that nobody drafted
+
+
+class Drafted(NamedTuple):
+    """A stored proposal."""
+
+    source: str
+    nodes: NDArray[np.int32]  # (2, N): tokens, unused ones -1, and parents
+
+
+class Tracer:
+    """`drafter`: the name of what proposes on the device. Both methods are called with the steps that have traced
+    requests, each in the order of their numbers; `traced` are the places of these requests in the step, by id."""
+
+    def __init__(self, drafter: str) -> None:
+        self._drafter = drafter
+        self._stored: dict[int, Drafted] = {}  # by slot: what the last step that was read has proposed
+        self._replaced: dict[int, dict[int, Drafted]] = {}  # by number of the plan and slot: what its edits bring
+
+    def launched(self, plan: StepPlan, traced: Mapping[str, int]) -> None:
+        """Keeps what host stages propose, whose arrays are used again."""
+        slots = {plan.slots[place] for place in traced.values() if place < len(plan.slots)}
+        found = self._replaced[plan.number] = {}
+        for proposal in plan.edits.proposals:
+            for index, (slot, count) in enumerate(zip(proposal.slots, proposal.counts, strict=True)):
+                if count and slot in slots:
+                    found[slot] = Drafted(proposal.source, proposal.nodes[:2, index, :count].copy())
+
+    def add_traces(
+        self,
+        outputs: list[Output],
+        plan: StepPlan,
+        output: StepOutput,
+        traced: Mapping[str, int],
+        rounds: Mapping[str, int],
+    ) -> list[Output]:
+        """The Outputs of a step, with the traces of those that want one. `rounds`: how many each has had, by id."""
+        slots, replaced = slots_of(plan), self._replaced.pop(plan.number, {})
+        found = list[Output]()
+        for one in outputs:
+            place = traced.get(one.request_id)
+            if place is None or not one.tokens:  # it has failed
+                found.append(one)
+                continue
+            entries = [TokenTrace(TARGET, position=0, round=0)]
+            if place < len(plan.slots):
+                drafted = replaced.get(slots[place]) or self._stored[slots[place]]
+                entries = trace_round(drafted, output, place, rounds[one.request_id])
+            found.append(replace(one, trace=entries[: len(one.tokens)]))
+        if output.proposed is not None:
+            self._stored |= {slots[one]: Drafted(self._drafter, output.proposed[:, one]) for one in traced.values()}
+        return found
+
+
+def trace_round(drafted: Drafted, output: StepOutput, place: int, number: int) -> list[TokenTrace]:
+    """Of the tokens that segment `place` of a step has emitted, which verified the first nodes of `drafted`.
+
+    Refused at a token's place are the children of the node before it that were verified, but the accepted one.
+    """
+    emitted, num_verified = output.emitted(place), int(output.num_verified[place])
+    path: Sequence[int] = range(len(emitted)) if output.accepted is None else output.accepted[place].tolist()
+    children: dict[int, list[int]] = {}
+    for token, parent in drafted.nodes[:, 1:num_verified].T.tolist():
+        children.setdefault(parent, []).append(token)
+    found = []
+    for position, token in enumerate(emitted, 1):
+        refused = tuple(other for other in children.get(path[position - 1], ()) if other != token)
+        is_drafted = position < len(emitted)
+        origin = (drafted.source, position) if is_drafted else (TARGET, 0)
+        found.append(TokenTrace(*origin, number, refused))
+    return found

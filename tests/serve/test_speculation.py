@@ -1,0 +1,275 @@
+"""What requests may ask of speculation: no drafts for one of them, and where its tokens come from."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.plan import StepPlan
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import Request, SamplingParams, Speculation, TokenTrace
+from slipstream.tests.pairwise import rotating
+from slipstream.tests.serve.engine_runs import (
+    DRAFTERS,
+    Answer,
+    Build,
+    build_engine,
+    drafted_engines,
+    make_request,
+    random_prompt,
+    run,
+    texts_of,
+    tokens_of,
+)
+from slipstream.tests.serve.played_graphs import drafts_of, play
+from slipstream.tests.serve.test_lossless import AnyPolicy
+from slipstream.tests.serve.test_overlap import build_overlapping
+
+DRAFTED = {name: options for name, options in DRAFTERS.items() if name != "none"} | {
+    "ngram first": {"depth": 3, "ngram_first": 1, "ngram_nodes": 7}
+}
+OFF, TRACE = Speculation(enabled=False), Speculation(trace=True)
+
+
+def requests_of(count: int = 6, **params: Any) -> list[Request]:
+    return [
+        make_request(str(seed), random_prompt(4 + 5 * seed, seed), max_tokens=20 + seed, seed=seed, **params)
+        for seed in range(count)
+    ]
+
+
+def with_speculation(requests: list[Request], speculation: Speculation, every: int = 1) -> list[Request]:
+    """The first of each `every` requests, with that; the others as they are."""
+    return [
+        make_request(one.id, one.prompt, max_tokens=one.params.max_tokens, seed=one.seed, speculation=speculation)
+        if index % every == 0
+        else one
+        for index, one in enumerate(requests)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(target: Path) -> dict[str, list[int]]:
+    return tokens_of(run(build_engine(target, max_running=1), requests_of()))
+
+
+@pytest.fixture(scope="module")
+def build(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """(drafter, engine options, with `make` for another builder) -> engine. The drafts know some of the answers."""
+    folder = tmp_path_factory.mktemp("drafts")
+    drafted_engines(target, folder, texts_of(target, [one for one in requests_of() if one.id not in "14"]))
+
+    def make(drafter: str, make: Callable[..., Engine] = build_engine, **options: Any) -> Engine:
+        name = "eagle3" if drafter == "ngram first" else drafter.split()[0]
+        return make(target, name if name == "ngram" else folder / name, drafter=DRAFTED[drafter], **options)
+
+    return make
+
+
+def build_played(target: Path, draft: Path | str, **options: Any) -> Engine:
+    config: dict[str, Any] = {"max_running": 8, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
+    return play(EngineConfig(target=str(target), draft=str(draft), **config | options))
+
+
+class Watcher:
+    """What every pass verifies of every request, by the stored tokens on the device."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.verified: dict[str, list[tuple[list[list[int]], int]]] = {}  # by request: nodes, how many were verified
+        self._owners: dict[int, str] = {}
+        self._before: dict[int, list[tuple[str, list[list[int]]]]] = {}  # by plan
+        self._read, self._execute = engine._read, engine.runner.execute
+        engine._read, engine.runner.execute = self.read, self.execute  # type: ignore[method-assign]
+
+    def execute(self, plan: StepPlan) -> Any:
+        engine = self.engine
+        engine.runner.prepare(plan)
+        self._owners.update((one.slot, one.request.id) for one in plan.admissions)
+        if plan.survivals is not None:
+            engine.runner.state.set_survivals(plan.survivals)
+        for proposal in plan.edits.proposals:
+            engine.runner._store(proposal)
+        stored = engine.runner.state.proposals[:2]
+        self._before[plan.number] = [(self._owners[slot], stored[:, slot].tolist()) for slot in plan.slots]
+        return self._execute(plan)
+
+    def read(self, flight: Any) -> Any:
+        arrived = self._read(flight)
+        before = self._before.get(flight.plan.number, [])  # of an earlier watcher: nobody waits for it
+        for (name, nodes), count in zip(before, arrived.output.num_verified.tolist(), strict=False):
+            self.verified.setdefault(name, []).append((nodes, count))
+        return arrived
+
+
+@pytest.mark.parametrize(("drafter", "make"), rotating(DRAFTED, [build_engine, build_overlapping, build_played]))
+def test_a_request_without_drafts_has_one_node_in_every_step(
+    drafter: str, make: Callable[..., Engine], build: Build, expected: dict[str, list[int]]
+) -> None:
+    """Beside others, which go on drafting; also in the slot of one of these."""
+    engine, requests = build(drafter, make, max_running=4), with_speculation(requests_of(), OFF, every=2)
+    watcher, off = Watcher(engine), [request.id for request in requests[::2]]
+    for _ in range(2):  # n-grams know the others' answers then
+        answers = run(engine, requests)
+        assert tokens_of(answers) == expected
+        for name in off:
+            counts = answers[name].counts
+            assert (counts.rounds, counts.drafted_tokens, counts.accepted_by_position) == (0, 0, [])
+    nodes = {name: {count for _, count in rounds} for name, rounds in watcher.verified.items()}
+    assert all(nodes[name] == {1} for name in off)
+    assert all(stored[0][1:] == [-1] * (len(stored[0]) - 1) for name in off for stored, _ in watcher.verified[name])
+    assert all(max(nodes[request.id]) > 1 for request in requests[1::2])
+    assert sum(answer.counts.accepted_tokens for answer in answers.values()) > 0
+
+
+@pytest.mark.parametrize("make", [build_engine, build_played])
+@pytest.mark.parametrize("drafter", ["eagle3", "ngram"])
+def test_requests_without_drafts_teach_nothing(
+    drafter: str, make: Callable[..., Engine], build: Build, expected: dict[str, list[int]]
+) -> None:
+    """Where none wants drafts no draft runs, nothing is looked up and nothing is counted."""
+    engine = build(drafter, make)
+    before = engine.metrics()
+    assert tokens_of(run(engine, with_speculation(requests_of(), OFF))) == expected
+    calibration, after = engine.planner.policy.calibration, engine.metrics()
+    assert calibration._tried.sum() == 0
+    assert calibration._steps == 0
+    same = [name for name in after if name.startswith("ngram") or name == "draft_width"]
+    assert [after[name] for name in same] == [before[name] for name in same]
+    assert after["nodes_per_step"] == 0 or drafter == "ngram"
+    if make is build_played and drafter == "eagle3":
+        assert drafts_of(engine) == {}
+
+
+def test_a_step_is_sized_by_those_that_draft(build: Build) -> None:
+    """A fixed width holds for them alone."""
+    engine = build("eagle3", width=4)
+    plans = list[StepPlan]()
+    engine.trace = lambda event, plan: plans.append(plan) if event == "launched" else None
+    run(engine, with_speculation(requests_of(), OFF, every=3))
+    assert any(len(plan.undrafted) > 1 and plan.slots for plan in plans)
+    for plan in plans:
+        num_drafted = len(set(plan.slots) - plan.undrafted)
+        assert plan.nodes == len(plan.slots) + 3 * num_drafted
+
+
+def alternatives(nodes: list[list[int]], count: int, path: list[int]) -> list[int]:
+    """Tokens of the first `count` nodes that follow the drafted tokens of `path`, by the texts of the nodes."""
+    tokens, parents = nodes
+    texts = [list[int]()]
+    for node in range(1, count):
+        texts.append([*texts[parents[node]], tokens[node]])
+    return [text[-1] for text in texts[1:] if text[:-1] == path]
+
+
+def explain(answer: Answer, rounds: list[tuple[list[list[int]], int]]) -> list[tuple[bool, int, int, list[int]]]:
+    """Of each token of an answer that was never preempted: whether it was drafted, its position, its round, and what
+    was refused."""
+    found = [(False, 0, 0, list[int]())]
+    ends = [*answer.starts[2:], len(answer.tokens)]
+    pairs = zip(answer.starts[1:], ends, rounds, strict=False)
+    for number, (start, end, (nodes, count)) in enumerate(pairs, 1):
+        for place in range(start, end):
+            path, token = answer.tokens[start:place], answer.tokens[place]
+            offered = alternatives(nodes, count, path)
+            position = len(path) + 1 if token in offered else 0
+            found.append((token in offered, position, number, [one for one in offered if one != token]))
+    return found
+
+
+@pytest.mark.parametrize(("drafter", "make"), rotating(DRAFTED, [build_engine, build_overlapping, build_played]))
+def test_a_trace_says_where_each_token_comes_from(
+    drafter: str, make: Callable[..., Engine], build: Build, expected: dict[str, list[int]]
+) -> None:
+    """Against the proposals on the device, with the passes' numbers of verified nodes: what was held back was not
+    refused."""
+    engine = build(drafter, make)
+    requests, sources, refused, held_back = with_speculation(requests_of(), TRACE, every=2), set[str](), 0, 0
+    for _ in range(2):
+        watcher = Watcher(engine)
+        engine.planner.policy = AnyPolicy(engine.planner, random.Random(1))
+        answers = run(engine, requests)
+        assert tokens_of(answers) == expected
+        for request in requests:
+            answer, rounds = answers[request.id], watcher.verified[request.id]
+            if not request.params.wants_trace:
+                assert answer.trace == []
+                continue
+            explained = [(one.source != "target", one.position, one.round, list(one.refused)) for one in answer.trace]
+            assert explained == explain(answer, rounds)
+            check_counts(answer)
+            sources.update(one.source for one in answer.trace)
+            refused += sum(len(one.refused) for one in answer.trace)
+            held_back += sum(len([one for one in nodes[0] if one >= 0]) > count for nodes, count in rounds)
+    name = drafter.split()[0]
+    assert sources == {"target", "eagle3", "ngram"} if drafter == "ngram first" else {"target", name}
+    assert refused > 5
+    assert held_back > 5
+
+
+def check_counts(answer: Answer) -> None:
+    positions = [one.position for one in answer.trace if one.position]
+    assert len(answer.trace) == len(answer.tokens)
+    assert [
+        positions.count(place + 1) for place in range(max(positions, default=0))
+    ] == answer.counts.accepted_by_position
+    assert max(one.round for one in answer.trace) == answer.counts.rounds
+
+
+@pytest.mark.parametrize("make", [build_engine, build_overlapping])
+@pytest.mark.parametrize("drafter", ["eagle3 tree", "ngram first"])
+def test_a_trace_survives_preemption_prefix_hits_and_ends(
+    drafter: str, make: Callable[..., Engine], build: Build, expected: dict[str, list[int]]
+) -> None:
+    """Rounds go on counting; a token that a prompt's pass gives when a request resumes is the target's."""
+    engine, rng = build(drafter, make, page_size=1), random.Random(3)
+    requests = with_speculation(requests_of(), TRACE)
+
+    def preempt(*_: object) -> None:
+        if engine.scheduler.num_running > 1 and rng.random() < 0.3:
+            engine.scheduler._preempt_newest()
+
+    for _ in range(2):
+        answers = run(engine, requests, preempt)
+        assert tokens_of(answers) == expected
+        for answer in answers.values():
+            check_counts(answer)
+            assert [one.round for one in answer.trace].count(0) == answer.counts.prefills
+            rounds = [one.round for one in answer.trace if one.round]
+            assert rounds == sorted(rounds)
+    assert engine.scheduler.num_preemptions > 3
+    assert max(answer.counts.cached_tokens for answer in answers.values()) > 8
+
+
+def test_a_trace_of_a_request_without_drafts(build: Build, expected: dict[str, list[int]]) -> None:
+    requests = with_speculation(requests_of(), Speculation(enabled=False, trace=True))
+    for name, answer in run(build("eagle3"), requests).items():
+        assert answer.trace == [TokenTrace("target", 0, number) for number in range(len(expected[name]))]
+
+
+@pytest.mark.parametrize("make", [build_engine, build_overlapping])
+def test_proposals_are_copied_only_where_somebody_traces(make: Callable[..., Engine], build: Build) -> None:
+    engine, plans = build("eagle3", make, max_running=2), list[StepPlan]()
+    engine.trace = lambda event, plan: plans.append(plan) if event == "launched" else None
+    run(engine, requests_of())
+    assert not any(plan.returns_proposals for plan in plans)
+    plans.clear()
+    requests = requests_of()
+    run(engine, [*with_speculation(requests[:1], TRACE), *requests[1:]])
+    assert plans[0].returns_proposals
+    assert not plans[-1].returns_proposals
+
+
+def test_what_cannot_be_asked() -> None:
+    for value, message in (
+        ({"enable": True}, "speculation.enable does not exist; valid: enabled, trace"),
+        ({"enabled": 1}, "speculation.enabled is 1; it must be true or false"),
+        (False, "speculation is False; it must be Speculation or a mapping of enabled and trace"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SamplingParams(max_tokens=1, speculation=value)
+    params = SamplingParams(max_tokens=1, speculation={"trace": True})
+    assert params.speculation == TRACE
