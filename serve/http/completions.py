@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from slipstream.serve.chat.answers import AnswerFormat
-from slipstream.serve.chat.parser import AnswerParser, CallPiece, Parts, joined_calls
+from slipstream.serve.chat.parser import AnswerParser, CallPiece, Parts, Piece, TextPiece
 from slipstream.serve.detokenize import TextStream, TokenTexts
 from slipstream.serve.http.engine_client import EngineClient, EngineError
 from slipstream.serve.http.frontend import Frontend
@@ -36,19 +36,28 @@ class Delta:
     """New text of one choice; the last one has a finish reason."""
 
     index: int
-    text: str
+    pieces: Sequence[Piece]
     finish_reason: FinishReason | Literal["tool_calls"] | None
-    reasoning: str = ""
-    calls: Sequence[CallPiece] = ()
     scored: Sequence[Scored] = ()  # the tokens of all that, where asked for
+
+    @property
+    def text(self) -> str:
+        return Parts([*self.pieces]).content
+
+    @property
+    def reasoning(self) -> str:
+        return Parts([*self.pieces]).reasoning
+
+    @property
+    def calls(self) -> list[CallPiece]:
+        return Parts([*self.pieces]).calls
 
     @classmethod
     def join(cls, deltas: "Sequence[Delta]") -> "Delta":
         """One for several of a choice, in order."""
-        text, reasoning = "".join(one.text for one in deltas), "".join(one.reasoning for one in deltas)
-        calls = joined_calls([call for one in deltas for call in one.calls])
+        pieces = [piece for one in deltas for piece in one.pieces]
         scored = [token for one in deltas for token in one.scored]
-        return cls(deltas[0].index, text, deltas[-1].finish_reason, reasoning, calls, scored)
+        return cls(deltas[0].index, pieces, deltas[-1].finish_reason, scored)
 
 
 class RequestFailed(Exception):
@@ -88,11 +97,11 @@ class Choice:
         was_stopped = self._text.stopped
         text = self._text.push(output.tokens, output.finish_reason)
         reason, scored = output.finish_reason, list[Scored]()
-        parts = Parts(content=text) if self.parser is None else self.parser.feed(text, reason is not None)
+        pieces = self._pieces(text, is_last=reason is not None)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if self._echo is not None:
-            parts.content, scored = self._echo.text + parts.content, self._echoed(self._echo)
+            pieces, scored = [TextPiece("content", self._echo.text, 0, 0), *pieces], self._echoed(self._echo)
             self._echo = None
         self._keep(output)
         if self._text.stopped and not was_stopped and reason is None:
@@ -103,10 +112,16 @@ class Choice:
             self.stats = self._text.cut(output.stats)
             self._completion.metrics.count_finished(reason, self.stats)
         has_calls = reason == "stop" and self.parser is not None and self.parser.num_calls > 0
-        if parts != Parts() or scored or reason is not None:
+        if pieces or scored or reason is not None:
             told = "tool_calls" if has_calls else reason
             scored += self._settled(output)
-            self._completion.put(Delta(self._index, parts.content, told, parts.reasoning, parts.calls, scored))
+            self._completion.put(Delta(self._index, pieces, told, scored))
+
+    def _pieces(self, text: str, *, is_last: bool) -> list[Piece]:
+        if self.parser is not None:
+            return self.parser.feed(text, is_last).pieces
+        end = self._text.num_returned
+        return [TextPiece("content", text, end - len(text), end)] if text else []
 
     @property
     def reasoning_tokens(self) -> int:

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
-from slipstream.serve.chat.parser import Parts, joined_calls
+from slipstream.serve.chat.parser import Parts
 from slipstream.serve.chat.tools import ToolChoice, ToolError, read_choice
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.grammar.grammars import Grammars
@@ -76,9 +76,7 @@ class Sampler:
             tokens.append(token)
         if not matcher.is_over:
             return None
-        parts = answers.parser().feed(answers.decoder(tokens[:-1]), final=True)
-        parts.calls = joined_calls(parts.calls)
-        return parts
+        return answers.parser().feed(answers.decoder(tokens[:-1]), final=True)
 
 
 def check_calls(parts: Parts, schemas: dict[str, Any] = SCHEMAS) -> None:
@@ -213,7 +211,6 @@ def test_answers_are_the_same_with_every_drafter(
         if not is_whole:
             continue
         ends += 1
-        parts.calls = joined_calls(parts.calls)
         check_calls(parts)
         if name.startswith(("required", "named")):
             assert parts.calls
