@@ -87,7 +87,6 @@ class Choice:
         self._arrival = time.perf_counter()
         self._has_tokens = False
         self._echo = echo  # until it is sent
-        self._counts_ends = echo is not None  # whether the id that ends an answer has an entry
         self._num_chars = 0 if echo is None else len(echo.text)
         self._waiting: list[Scored] = []  # tokens whose text is held back
         self._num_scored = 0  # tokens that do not wait any more
@@ -149,7 +148,7 @@ class Choice:
         settled, self._waiting = self._waiting[:num_new], self._waiting[num_new:]
         self._num_scored = num_settled
         is_ended = output.finish_reason == "stop" and not self._text.stopped
-        if self._counts_ends and is_ended and output.logprobs is not None:
+        if is_ended and output.logprobs is not None:
             place = self._num_chars + self._text.num_returned
             settled += scored_tokens(output.tokens[-1:], [place], output.logprobs[-1:])
         return settled

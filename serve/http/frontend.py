@@ -80,7 +80,7 @@ class Frontend:
 
     def tool_choice(self, body: ChatBody | TokenizeBody) -> ToolChoice:
         if isinstance(body, TokenizeBody):
-            tools = tuple(read_tools(body.tools, self._ignore_unknown))
+            tools = tuple(read_tools(body.tools, ignore_unknown=self._ignore_unknown))
             return ToolChoice(tools, "auto" if tools else "none")
         given = body.tools, body.tool_choice, body.parallel_tool_calls
         return read_choice(*given, ignore_unknown=self._ignore_unknown)
@@ -162,7 +162,7 @@ class Frontend:
     def read(self, body: ChatBody | CompletionBody, response_id: str) -> tuple[list[Request], AnswerFormat]:
         """The Requests, and how their answers are read."""
         self.check_choices(body)
-        grammar = checked_grammar(body)
+        grammar = checked_grammar(body, self._ignore_unknown)
         if isinstance(body, ChatBody):
             tools = self.tool_choice(body)
             field, prompts = "messages", [self.chat_prompt(body, tools)]
@@ -237,9 +237,9 @@ def check_prompt_logprobs(body: Body, num_tokens: int) -> None:
         raise ApiError(400, message, field)
 
 
-def checked_grammar(body: Body) -> Grammar | None:
+def checked_grammar(body: Body, ignore_unknown: bool) -> Grammar | None:
     """What the answer must be. Raises ApiError for a grammar that cannot be served."""
-    found = grammar_of(body)
+    found = grammar_of(body, ignore_unknown=ignore_unknown)
     if found is None:
         return None
     grammar, field = found

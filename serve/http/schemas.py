@@ -5,7 +5,8 @@ ignored.
 """
 
 import json
-from collections.abc import Sized
+from collections.abc import Callable, Sized
+from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -35,6 +36,7 @@ FIELDS_OF_ROLE = {"assistant": {"tool_calls", "reasoning_content", "reasoning"},
 # Fields of OpenAI and other servers that are not implemented, with the values that have no effect: clients send them by
 # default. null is always accepted; None here means that any value is. Other values are refused by name.
 Neutral = dict[str, tuple[Any, ...] | None]
+UnderstoodFields = Callable[[dict[str, Any], set[str], Neutral, str], dict[str, Any]]
 
 NEUTRAL: Neutral = {
     "metadata": None,
@@ -391,11 +393,12 @@ class CompletionBody(Body):
         return max((k for k in (self.prompt_logprobs, echoed) if k is not None), default=None)
 
 
-def grammar_of(body: Body) -> tuple[Grammar, str] | None:
+def grammar_of(body: Body, *, ignore_unknown: bool = False) -> tuple[Grammar, str] | None:
     """The grammar that a body asks for, and the field that holds it. Raises ApiError."""
+    known = partial(understood_fields, ignore_unknown=ignore_unknown)
     found = [
-        *_grammars_of_format(body.response_format or {"type": "text"}),
-        *_structured_outputs(body.structured_outputs or {}),
+        *_grammars_of_format(body.response_format or {"type": "text"}, known),
+        *_structured_outputs(body.structured_outputs or {}, known),
         *((Grammar(kind, text), kind) for kind in ("regex", "ebnf") if (text := getattr(body, kind)) is not None),
         *([(Grammar("json_schema", body.json_schema), "json_schema")] if body.json_schema is not None else []),
     ]
@@ -404,44 +407,46 @@ def grammar_of(body: Body) -> tuple[Grammar, str] | None:
     return found[0] if found else None
 
 
-def _grammars_of_format(value: dict[str, Any]) -> list[tuple[Grammar, str]]:
+def _grammars_of_format(value: dict[str, Any], known: UnderstoodFields) -> list[tuple[Grammar, str]]:
     kind, where = value.get("type"), "response_format"
     if kind in ("text", "json_object"):
-        understood_fields(value, {"type"}, {}, f"{where}.")
+        known(value, {"type"}, {}, f"{where}.")
         return [(Grammar("json_object"), where)] if kind == "json_object" else []
     if kind == "structural_tag":
-        return [(structural_tag(value, where), where)]
+        return [(structural_tag(value, where, known), where)]
     if kind != "json_schema":
         message = f"{where}.type is {kind!r}; it must be text, json_object, json_schema or structural_tag"
         raise ApiError(400, message, f"{where}.type")
-    understood_fields(value, {"type", "json_schema"}, {}, f"{where}.")
+    known(value, {"type", "json_schema"}, {}, f"{where}.")
     named = value.get("json_schema")
     if not isinstance(named, dict) or not isinstance(named.get("schema"), dict | bool):
         raise ApiError(400, f"{where}.json_schema must hold name and schema, an object", f"{where}.json_schema")
     # A schema is always kept to the letter, so `strict` changes nothing.
-    understood_fields(named, {"name", "schema"}, {"strict": None, "description": None}, f"{where}.json_schema.")
+    known(named, {"name", "schema"}, {"strict": None, "description": None}, f"{where}.json_schema.")
     return [(Grammar("json_schema", json.dumps(named["schema"])), f"{where}.json_schema.schema")]
 
 
-def structural_tag(value: Any, where: str) -> Grammar:
+def structural_tag(value: Any, where: str, known: UnderstoodFields) -> Grammar:
     """xgrammar's, as an object or its JSON text; in its older form with `structures` and `triggers`, too."""
     try:
         tag = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ApiError(400, f"{where} is not valid JSON: {error}", where) from error
     if isinstance(tag, dict) and "structures" in tag:
-        understood_fields(tag, {"type", "structures", "triggers"}, {}, f"{where}.")
-        tag = {"format": triggered_tags(tag["structures"], tag.get("triggers"), f"{where}.structures")}
+        known(tag, {"type", "structures", "triggers"}, {}, f"{where}.")
+        tag = {"format": triggered_tags(tag["structures"], tag.get("triggers"), f"{where}.structures", known)}
     if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
         raise ApiError(400, f"{where} must hold format, an object", f"{where}.format")
-    understood_fields(tag, {"type", "format"}, {}, f"{where}.")
+    known(tag, {"type", "format"}, {}, f"{where}.")
     return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": tag["format"]}))
 
 
-def triggered_tags(structures: Any, triggers: Any, where: str) -> dict[str, Any]:
+def triggered_tags(structures: Any, triggers: Any, where: str, known: UnderstoodFields) -> dict[str, Any]:
     is_list = isinstance(structures, list) and structures
     if not is_list or not all(isinstance(one, dict) and {"begin", "schema", "end"} <= one.keys() for one in structures):
         raise ApiError(400, f"{where} must be a list of objects with begin, schema and end", where)
+    for index, one in enumerate(structures):
+        known(one, {"begin", "schema", "end"}, {}, f"{where}.{index}.")
     tags = [
         {
             "type": "tag",
@@ -454,14 +459,13 @@ def triggered_tags(structures: Any, triggers: Any, where: str) -> dict[str, Any]
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-def _structured_outputs(value: dict[str, Any]) -> list[tuple[Grammar, str]]:
+def _structured_outputs(value: dict[str, Any], known: UnderstoodFields) -> list[tuple[Grammar, str]]:
     """vLLM's."""
     where, found = "structured_outputs", list[tuple[Grammar, str]]()
     neutral: Neutral = {"whitespace_pattern": (), "disable_any_whitespace": (False,)}
     neutral |= {"disable_fallback": None, "disable_additional_properties": (False,)}
     understood = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}
-    known = understood_fields(value, understood, neutral, f"{where}.")
-    for name, given in known.items():
+    for name, given in known(value, understood, neutral, f"{where}.").items():
         place = f"{where}.{name}"
         if name == "json" and isinstance(given, dict | bool | str):
             found.append((Grammar("json_schema", given if isinstance(given, str) else json.dumps(given)), place))
@@ -471,7 +475,7 @@ def _structured_outputs(value: dict[str, Any]) -> list[tuple[Grammar, str]]:
             check_length(given, limits.MAX_GRAMMAR_CHOICES, place)
             found.append((Grammar("choice", json.dumps(given)), place))
         elif name == "structural_tag":
-            found.append((structural_tag(given, place), place))
+            found.append((structural_tag(given, place, known), place))
         elif name in ("regex", "grammar") and isinstance(given, str):
             found.append((Grammar("regex" if name == "regex" else "ebnf", given), place))
         else:

@@ -196,7 +196,9 @@ def test_examples_wherever_they_are_cut(tools: str, reasoning: str, text: str, e
 def test_arguments_that_are_json_come_as_they_are_written() -> None:
     text = f'<tool_call>\n{{"name": "weather", "arguments": {CITY}}}\n</tool_call>'
     _, each, _ = read(syntax_of("hermes", "none"), list(text))
-    pieces = [call.arguments for parts in each for call in parts.pieces if isinstance(call, CallPiece) and not call.name]
+    pieces = [
+        call.arguments for parts in each for call in parts.pieces if isinstance(call, CallPiece) and not call.name
+    ]
     assert pieces == list(CITY)
 
 

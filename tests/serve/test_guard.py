@@ -163,6 +163,14 @@ def test_unknown_fields_can_be_ignored(byte_target: str) -> None:
         assert client.post(CHAT, json=body).status_code == 200
         options = {"include_usage": True, "abc": 1}
         assert client.post(CHAT, json={**body, "stream": True, "stream_options": options}).status_code == 200
+        nested: list[dict[str, Any]] = [
+            {"response_format": {"type": "text", "a": 1}},
+            {"response_format": {"type": "json_schema", "b": 1, "json_schema": {"name": "n", "schema": {}, "a": 1}}},
+            {"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "a"}, "a": 1}},
+            {"structured_outputs": {"regex": "a", "a": 1}},
+        ]
+        for fields in nested:
+            assert client.post(CHAT, json={**body, **fields}).status_code == 200, fields
         refused = client.post(CHAT, json={**body, "best_of": 2})
         assert refused.status_code == 400, "a known one is not"
         assert "best_of" in refused.json()["error"]["message"]
