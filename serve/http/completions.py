@@ -15,6 +15,7 @@ from slipstream.serve.chat.parser import AnswerParser, CallPiece, Parts, Piece, 
 from slipstream.serve.detokenize import TextStream, TokenTexts
 from slipstream.serve.http.engine_client import EngineClient, EngineError
 from slipstream.serve.http.frontend import Frontend
+from slipstream.serve.http.limits import ApiError
 from slipstream.serve.http.logprobs import (
     Echo,
     Scored,
@@ -355,8 +356,12 @@ class Call(NamedTuple):
             choices[-1]["finish_reason"] = delta.finish_reason
         return [self._event([choice]) for choice in choices]
 
-    def closing(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self._event([]), "usage": usage}
+    def closing(self, completion: Completion) -> list[dict[str, Any]]:
+        """Events after all text."""
+        return [{**self._event([]), "usage": completion.usage(self.num_choices)}] if self.include_usage else []
+
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        return [error.body]
 
     def _head(self, kind: str) -> dict[str, Any]:
         seed = self.requests[0].seed
@@ -405,5 +410,7 @@ def call_events(call: CallPiece) -> list[dict[str, Any]]:
 
 
 def sse(event: Mapping[str, Any]) -> str:
-    """One server-sent event. ASCII, since many readers take U+2028, U+2029 and U+0085 for line ends."""
-    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"
+    """One server-sent event, named if it has a type. ASCII, since many readers take U+2028, U+2029 and U+0085 for line
+    ends."""
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {json.dumps(event, separators=(',', ':'))}\n\n"

@@ -38,7 +38,7 @@ FIELDS_OF_ROLE = {"assistant": {"tool_calls", "reasoning_content", "reasoning"},
 Neutral = dict[str, tuple[Any, ...] | None]
 UnderstoodFields = Callable[[dict[str, Any], set[str], Neutral, str], dict[str, Any]]
 
-NEUTRAL: Neutral = {
+NEUTRAL_OF_OPENAI: Neutral = {
     "metadata": None,
     "parallel_tool_calls": None,
     "prompt_cache_key": None,
@@ -60,7 +60,8 @@ NEUTRAL: Neutral = {
     "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
-    # vLLM's and SGLang's
+}
+NEUTRAL_OF_OTHERS: Neutral = {  # vLLM's and SGLang's
     "allowed_token_ids": (),
     "chat_template": (),
     "continue_final_message": (False,),
@@ -84,6 +85,7 @@ NEUTRAL: Neutral = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
+NEUTRAL = NEUTRAL_OF_OPENAI | NEUTRAL_OF_OTHERS
 NEUTRAL_IN_STREAM_OPTIONS: Neutral = {
     "continuous_usage_stats": (False,),
     "include_obfuscation": (False,),
@@ -264,14 +266,35 @@ class Fields(BaseModel):
         return understood_fields(body, set(cls.model_fields), cls.neutral, ignore_unknown=ignores_unknown(info))
 
 
-class Body(Fields):
-    """Fields of both endpoints. SamplingParams checks the ranges of sampling values."""
+class Options(BaseModel):
+    """The fields of an object in a request, which is at `where`."""
 
-    neutral = NEUTRAL
+    model_config = ConfigDict(strict=True)
+    neutral: ClassVar[Neutral] = {}
+    where: ClassVar[str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_fields(cls, options: Any, info: ValidationInfo) -> Any:
+        if not isinstance(options, dict):
+            return options  # pydantic refuses it
+        known = set(cls.model_fields), cls.neutral, f"{cls.where}."
+        return understood_fields(options, *known, ignore_unknown=ignores_unknown(info))
+
+
+class StreamOptions(Options):
+    neutral = NEUTRAL_IN_STREAM_OPTIONS
+    where = "stream_options"
+
+    include_usage: bool = False
+
+
+class SamplingBody(Fields):
+    """Fields of all endpoints that answer. SamplingParams checks the ranges of sampling values."""
+
+    prompt_field: ClassVar[str]
 
     stream: bool = False
-    stream_options: "StreamOptions | None" = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(lt=2**31), AfterValidator(read_top_k)] | None = None
@@ -282,21 +305,40 @@ class Body(Fields):
     logit_bias: Annotated[dict[int, float], PlainValidator(read_bias)] = {}
     min_tokens: int = 0
     bad_words: Annotated[list[str], PlainValidator(read_bad_words)] = []
-    # Grammars of the answer, as OpenAI, vLLM and SGLang name them; see `grammar_of`.
-    response_format: dict[str, Any] | None = None
+    # Grammars of the answer, as vLLM and SGLang name them; see `grammar_of`.
     structured_outputs: dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES_PER_PROMPT)] = 1
     stop: Annotated[list[str], PlainValidator(read_stop)] = []
     stop_token_ids: Annotated[list[int], Field(max_length=limits.MAX_STOP_IDS)] = []
     ignore_eos: bool = False
-    # vLLM's: how many likeliest tokens at the place of each token of the prompt.
-    prompt_logprobs: NumLogprobs | None = None
     # Requests share cached prompt prefixes only with requests of the same salt.
     cache_salt: str = ""
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        """How many likeliest tokens are wanted beside each token of the answer; None: no log-probabilities."""
+        raise NotImplementedError
+
+    def grammars_of_format(self, known: UnderstoodFields) -> list[tuple[Grammar, str]]:
+        """What OpenAI's own field says that the answer is, and the field that holds it."""
+        raise NotImplementedError
+
+
+class Body(SamplingBody):
+    """Fields of the older two endpoints."""
+
+    neutral = NEUTRAL
+    length_field: ClassVar[str] = "max_tokens"
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
+    n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES_PER_PROMPT)] = 1
+    # vLLM's: how many likeliest tokens at the place of each token of the prompt.
+    prompt_logprobs: NumLogprobs | None = None
 
     @model_validator(mode="after")
     def check_stream_options(self) -> "Body":
@@ -308,38 +350,24 @@ class Body(Fields):
         return self
 
     @property
-    def answer_logprobs(self) -> int | None:
-        """How many likeliest tokens are wanted beside each token of the answer; None: no log-probabilities."""
-        raise NotImplementedError
-
-    @property
     def all_prompt_logprobs(self) -> int | None:
-        """The same of the prompt, whatever wants them."""
+        """As `answer_logprobs`, of the prompt, whatever wants them."""
         return self.prompt_logprobs
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    include_usage: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def check_fields(cls, options: Any, info: ValidationInfo) -> Any:
-        if not isinstance(options, dict):
-            return options  # pydantic refuses it
-        known = set(cls.model_fields), NEUTRAL_IN_STREAM_OPTIONS, "stream_options."
-        return understood_fields(options, *known, ignore_unknown=ignores_unknown(info))
+    def grammars_of_format(self, known: UnderstoodFields) -> list[tuple[Grammar, str]]:
+        return _grammars_of_format(self.response_format or {"type": "text"}, known)
 
 
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
     neutral = NEUTRAL | {"echo": (False,)}
+    prompt_field = "messages"
+    effort_field: ClassVar[str] = "reasoning_effort"
 
     messages: Annotated[list[Message], BeforeValidator(read_messages)]
     max_completion_tokens: int | None = None
@@ -376,6 +404,7 @@ class CompletionBody(Body):
     """POST /v1/completions."""
 
     neutral = NEUTRAL | {"top_logprobs": (0,)}
+    prompt_field = "prompt"
 
     prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts)]
     logprobs: Annotated[NumLogprobs | None, BeforeValidator(no_logprobs)] = None
@@ -393,11 +422,11 @@ class CompletionBody(Body):
         return max((k for k in (self.prompt_logprobs, echoed) if k is not None), default=None)
 
 
-def grammar_of(body: Body, *, ignore_unknown: bool = False) -> tuple[Grammar, str] | None:
+def grammar_of(body: SamplingBody, *, ignore_unknown: bool = False) -> tuple[Grammar, str] | None:
     """The grammar that a body asks for, and the field that holds it. Raises ApiError."""
     known = partial(understood_fields, ignore_unknown=ignore_unknown)
     found = [
-        *_grammars_of_format(body.response_format or {"type": "text"}, known),
+        *body.grammars_of_format(known),
         *_structured_outputs(body.structured_outputs or {}, known),
         *((Grammar(kind, text), kind) for kind in ("regex", "ebnf") if (text := getattr(body, kind)) is not None),
         *([(Grammar("json_schema", body.json_schema), "json_schema")] if body.json_schema is not None else []),
@@ -485,6 +514,8 @@ def _structured_outputs(value: dict[str, Any], known: UnderstoodFields) -> list[
 
 class TokenizeBody(Fields):
     """POST /tokenize, as vLLM has it: a text, or messages through the chat template."""
+
+    prompt_field: ClassVar[str] = "messages"
 
     prompt: str | None = None
     messages: Annotated[list[Message], BeforeValidator(read_messages)] | None = None
