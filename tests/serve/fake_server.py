@@ -23,7 +23,7 @@ from slipstream.serve.http.listener import bind
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MODEL = "byte-model"
 HELLO = [{"role": "user", "content": "hello"}]
 SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]

@@ -13,7 +13,7 @@ import pytest
 from slipstream.serve.http.guard import VARIABLE, Guard, is_loopback, read_keys, warning
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, serving, wait_until
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, RESPONSES, serving, wait_until
 
 KEYS = ["sk-first", "sk-second"]
 
@@ -37,7 +37,9 @@ def client(guarded: Server) -> Iterator[httpx.Client]:
 HEADERS = [None, "Bearer", "Bearer sk-first!", "Basic sk-first", "sk-first", "Bearer sk-first sk-second"]
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/metrics", "/v1/models", "/v1/nothing", "/"])
+@pytest.mark.parametrize(
+    "path", [CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/metrics", "/v1/models", "/v1/nothing", "/"]
+)
 @pytest.mark.parametrize("header", HEADERS)
 def test_without_a_key_nothing_is_told(client: httpx.Client, path: str, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header}
