@@ -192,19 +192,21 @@ def named(value: Any, field: str, names: frozenset[str], *, is_flat: bool, ignor
     return name
 
 
-def read_calls(value: Any, field: str) -> list[dict[str, Any]]:
+def read_calls(value: Any, field: str, *, ignore_unknown: bool = False) -> list[dict[str, Any]]:
     """The calls of an assistant's earlier turn, for a chat template. Raises ToolError."""
     if not isinstance(value, list) or len(value) > MOST_TOOLS:
         raise ToolError(field, f"must be a list of at most {MOST_TOOLS} calls")
-    return [read_call(call, f"{field}.{index}") for index, call in enumerate(value)]
+    return [read_call(call, f"{field}.{index}", ignore_unknown) for index, call in enumerate(value)]
 
 
-def read_call(value: Any, field: str) -> dict[str, Any]:
+def read_call(value: Any, field: str, ignore_unknown: bool) -> dict[str, Any]:
     function = value.get("function") if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or value.get("type", "function") != "function":
         raise ToolError(field, 'must be an object: {"id": ..., "type": "function", "function": {...}}')
     if not isinstance(value.get("id", ""), str):
         raise ToolError(f"{field}.id", "must be a string")
+    check_keys(value, {"id", "type", "function", "index"}, field, ignore_unknown)  # the last comes of joined streams
+    check_keys(function, {"name", "arguments"}, f"{field}.function", ignore_unknown)
     call = {"type": "function", "function": read_called(function, f"{field}.function")}
     return {"id": value["id"], **call} if "id" in value else call
 

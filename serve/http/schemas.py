@@ -161,10 +161,10 @@ def known_message(message: Any, where: str, ignore_unknown: bool) -> Any:
         if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
             place = f"{where}.content.{index}."
             understood_fields(part, {"type", part["type"]}, {}, place, ignore_unknown=ignore_unknown)
-    return with_calls({name: entry for name, entry in message.items() if name in understood}, where)
+    return with_calls({name: entry for name, entry in message.items() if name in understood}, where, ignore_unknown)
 
 
-def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
+def with_calls(message: dict[str, Any], where: str, ignore_unknown: bool) -> dict[str, Any]:
     """An assistant's or a tool's message, its calls and its reasoning under one name."""
     for name in ("tool_call_id", "reasoning_content", "reasoning"):
         if not isinstance(message.get(name), str | None):
@@ -178,7 +178,8 @@ def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
         raise ApiError(400, f"{place} and reasoning_content differ; send one of them", place)
     if message.get("tool_calls"):
         try:
-            message["tool_calls"] = read_calls(message["tool_calls"], f"{where}.tool_calls")
+            calls, place = message["tool_calls"], f"{where}.tool_calls"
+            message["tool_calls"] = read_calls(calls, place, ignore_unknown=ignore_unknown)
         except ToolError as error:
             raise ApiError(400, str(error), error.field) from error
     return message

@@ -170,6 +170,12 @@ def test_unknown_fields_can_be_ignored(byte_target: str) -> None:
             {"response_format": {"type": "json_schema", "b": 1, "json_schema": {"name": "n", "schema": {}, "a": 1}}},
             {"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "a"}, "a": 1}},
             {"structured_outputs": {"regex": "a", "a": 1}},
+            {
+                "messages": [
+                    *messages,
+                    {"role": "assistant", "tool_calls": [{"a": 1, "function": {"name": "f", "b": 1}}]},
+                ]
+            },
         ]
         for fields in nested:
             assert client.post(CHAT, json={**body, **fields}).status_code == 200, fields

@@ -263,6 +263,10 @@ def test_what_is_refused_is_named(frontend: Frontend, fields: dict[str, Any], fi
             {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]},
             "messages.0.tool_calls.0.function.name",
         ),
+        (
+            {"role": "assistant", "tool_calls": [{"index": 0, "mood": 1, "function": {"name": "f"}}]},
+            "messages.0.tool_calls.0.mood",
+        ),
     ],
 )
 def test_a_wrong_turn_is_named(frontend: Frontend, message: dict[str, Any], field: str) -> None:
