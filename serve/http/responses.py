@@ -4,12 +4,12 @@ The items come in the order in which the model wrote them: a run of reasoning, a
 open at a time. Invariant: the items of a stream are those of the whole answer, however it is cut into pieces.
 """
 
-import math
 import time
 import uuid
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 from slipstream.serve.chat.answers import AnswerFormat
@@ -165,6 +165,8 @@ class ItemWriter:
         self._logprobs, self._texts = logprobs, texts
         self._num_events = 0
         self._open: OpenItem | None = None
+        self._scored: list[Scored] = []  # all tokens so far
+        self._num_told = 0  # tokens that are, or lie before, those of a text
 
     def event(self, name: str, **fields: Any) -> Event:
         self._num_events += 1
@@ -173,6 +175,7 @@ class ItemWriter:
     def take(self, delta: Delta) -> list[Event]:
         """The next pieces of the answer."""
         events = list[Event]()
+        self._scored += delta.scored
         for piece in joined(delta.pieces):
             kind: Kind = "call" if isinstance(piece, CallPiece) else piece.kind
             is_new_call = isinstance(piece, CallPiece) and bool(piece.id)
@@ -228,20 +231,20 @@ class ItemWriter:
         return place if self._open.kind == "call" else {**place, "content_index": 0}
 
     def _entries(self, delta: Delta, run: TextPiece) -> list[dict[str, Any]]:
+        """Log-probabilities of the tokens of a run of text. Some may have come before it: they began a call that was
+        none."""
         if self._logprobs is None:
             return []
-        pieces = [piece for piece in delta.pieces if isinstance(piece, TextPiece) and piece.kind == run.kind]
-        scored = tokens_of(delta.scored, [piece for piece in pieces if run.start <= piece.start < run.end])
-        return chat_logprobs(scored, self._logprobs, self._texts)["content"]
+        own = list[Scored]()
+        for piece in delta.pieces:
+            if isinstance(piece, TextPiece) and piece.kind == run.kind and run.start <= piece.start < run.end:
+                own += self._tokens(piece.start, piece.end)
+        return chat_logprobs(own, self._logprobs, self._texts)["content"]
 
-
-def tokens_of(scored: Sequence[Scored], pieces: Sequence[TextPiece]) -> list[Scored]:
-    """The tokens that have a character in one of the pieces, both in the order of the text."""
-    found, waiting = list[Scored](), deque(pieces)
-    for index, one in enumerate(scored):
-        end = scored[index + 1].start if index + 1 < len(scored) else math.inf
-        while waiting and waiting[0].end <= one.start:
-            waiting.popleft()
-        if waiting and (waiting[0].start <= one.start or waiting[0].start < end):
-            found.append(one)
-    return found
+    def _tokens(self, start: int, end: int) -> list[Scored]:
+        """Those that have a character of the answer in this range, each once."""
+        first, after = (bisect_left(self._scored, place, key=attrgetter("start")) for place in (start, end))
+        is_begun = first == len(self._scored) or self._scored[first].start > start  # by the token before
+        first = max(first - is_begun, self._num_told)
+        self._num_told = max(after, self._num_told)
+        return self._scored[first:after]
