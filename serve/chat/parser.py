@@ -9,7 +9,7 @@ import string
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import regex
 
@@ -24,6 +24,8 @@ ARGUMENTS = "$arguments"
 @dataclass(frozen=True, slots=True)
 class CallPiece:
     """The beginning of a call, which has its id and name, or more of its arguments, as JSON text."""
+
+    kind: ClassVar[Literal["call"]] = "call"
 
     index: int
     id: str = ""
@@ -49,21 +51,27 @@ class Parts:
 
     pieces: list[Piece] = field(default_factory=list)
 
-    def text(self, kind: Literal["reasoning", "content"]) -> str:
-        return "".join(piece.text for piece in self.pieces if isinstance(piece, TextPiece) and piece.kind == kind)
-
     @property
     def reasoning(self) -> str:
-        return self.text("reasoning")
+        return text_of(self.pieces, "reasoning")
 
     @property
     def content(self) -> str:
-        return self.text("content")
+        return text_of(self.pieces, "content")
 
     @property
     def calls(self) -> list[CallPiece]:
-        """One for each call."""
-        return [piece for piece in joined(self.pieces) if isinstance(piece, CallPiece)]
+        return calls_of(self.pieces)
+
+
+def text_of(pieces: Iterable[Piece], kind: Literal["reasoning", "content"]) -> str:
+    return "".join([piece.text for piece in pieces if piece.kind == kind])
+
+
+def calls_of(pieces: Iterable[Piece]) -> list[CallPiece]:
+    """One for each call."""
+    calls = [piece for piece in pieces if piece.kind == "call"]
+    return [piece for piece in joined(calls) if isinstance(piece, CallPiece)] if calls else []
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:

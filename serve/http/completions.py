@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from slipstream.serve.chat.answers import AnswerFormat
-from slipstream.serve.chat.parser import AnswerParser, CallPiece, Parts, Piece, TextPiece
+from slipstream.serve.chat.parser import AnswerParser, CallPiece, Piece, TextPiece, calls_of, text_of
 from slipstream.serve.detokenize import TextStream, TokenTexts
 from slipstream.serve.http.engine_client import EngineClient, EngineError
 from slipstream.serve.http.frontend import Frontend
@@ -43,15 +43,15 @@ class Delta:
 
     @property
     def text(self) -> str:
-        return Parts([*self.pieces]).content
+        return text_of(self.pieces, "content")
 
     @property
     def reasoning(self) -> str:
-        return Parts([*self.pieces]).reasoning
+        return text_of(self.pieces, "reasoning")
 
     @property
     def calls(self) -> list[CallPiece]:
-        return Parts([*self.pieces]).calls
+        return calls_of(self.pieces)
 
     @classmethod
     def join(cls, deltas: "Sequence[Delta]") -> "Delta":
@@ -341,14 +341,14 @@ class Call(NamedTuple):
         an event of its own after calls; the last one with text has the log-probabilities."""
         if not self.is_chat:
             return [self._event([self._choice(delta)])]
-        parts = list[dict[str, Any]]()
-        if delta.reasoning and self.shows_reasoning:
+        parts, text, calls = list[dict[str, Any]](), delta.text, delta.calls
+        if self.shows_reasoning and delta.reasoning:
             parts.append(self._reasoning(delta))
-        parts += [{"content": delta.text}] if delta.text else []
-        for call in delta.calls:
+        parts += [{"content": text}] if text else []
+        for call in calls:
             parts += [{"tool_calls": [one]} for one in call_events(call)]
         place = max(len(parts) - 1, 0)  # of the log-probabilities
-        if (delta.finish_reason is not None and delta.calls) or (not parts and (delta.finish_reason or delta.scored)):
+        if (delta.finish_reason is not None and calls) or (not parts and (delta.finish_reason or delta.scored)):
             parts.append({})
         choices = [self._part(delta.index, part, None) for part in parts]
         if choices:

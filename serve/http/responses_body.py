@@ -73,21 +73,21 @@ NAMES_IN_CHAT = {
 
 class ReasoningOptions(Options):
     neutral = {"summary": ("auto",), "generate_summary": ("auto",), "context": ("auto",), "mode": ("standard",)}
-    where = "reasoning"
+    place = "reasoning"
 
     effort: str | None = None
 
 
 class TextOptions(Options):
     neutral = {"verbosity": ("medium",)}
-    where = "text"
+    place = "text"
 
     format: dict[str, Any] | None = None
 
 
 class ResponseStreamOptions(Options):
     neutral = {"include_obfuscation": (False,)}
-    where = "stream_options"
+    place = "stream_options"
 
 
 def read_input(value: Any, info: ValidationInfo) -> list[Message]:

@@ -268,24 +268,24 @@ class Fields(BaseModel):
 
 
 class Options(BaseModel):
-    """The fields of an object in a request, which is at `where`."""
+    """The fields of an object in a body, which is at `place`."""
 
     model_config = ConfigDict(strict=True)
     neutral: ClassVar[Neutral] = {}
-    where: ClassVar[str]
+    place: ClassVar[str]
 
     @model_validator(mode="before")
     @classmethod
     def check_fields(cls, options: Any, info: ValidationInfo) -> Any:
         if not isinstance(options, dict):
-            return options  # pydantic refuses it
-        known = set(cls.model_fields), cls.neutral, f"{cls.where}."
+            raise ApiError(400, f"{cls.place} must be an object", cls.place)
+        known = set(cls.model_fields), cls.neutral, f"{cls.place}."
         return understood_fields(options, *known, ignore_unknown=ignores_unknown(info))
 
 
 class StreamOptions(Options):
     neutral = NEUTRAL_IN_STREAM_OPTIONS
-    where = "stream_options"
+    place = "stream_options"
 
     include_usage: bool = False
 

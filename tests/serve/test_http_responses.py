@@ -301,6 +301,7 @@ REFUSED: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort", ["one of none"]),
     ({"reasoning": {"effort": "low"}}, "reasoning.effort", ["no effect"]),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", ["not supported"]),
+    ({"reasoning": "low"}, "reasoning", ["must be an object"]),
     ({"reasoning": {"a": 1}}, "reasoning.a", ["unknown"]),
     ({"text": {"verbosity": "low"}}, "text.verbosity", ["not supported"]),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", ["xml", "json_schema"]),
