@@ -14,7 +14,7 @@ from slipstream.models.chat.messages import DEFAULT_DATE, Message, check_text, r
 from slipstream.models.chat.template import PromptTemplate
 from slipstream.models.targets.pretrained import load_tokenizer, warn_if_changed
 from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
-from slipstream.serve.chat.parser import CallPiece, Parts, joined_calls
+from slipstream.serve.chat.parser import CallPiece, Parts, TextPiece
 from slipstream.serve.chat.tools import ToolChoice, read_choice
 from slipstream.serve.detokenize import Decoder, TextStream, spellings
 from slipstream.serve.engine.build import build_engine
@@ -87,8 +87,9 @@ class Answer:
         reason: FinishReason = "stop" if self.text.stopped else ended.finish_reason
         stats, count = self.text.cut(replace(ended.stats)), self.text.num_tokens
         whole, form = "".join(self._pieces), self._form
-        parts = Parts(content=whole) if form.parser is None else form.parser().feed(whole, final=True)
-        calls = tuple(joined_calls(parts.calls))
+        content = [TextPiece("content", whole, 0, len(whole))]
+        parts = Parts([*content]) if form.parser is None else form.parser().feed(whole, final=True)
+        calls = tuple(parts.calls)
         told = "tool_calls" if calls and reason == "stop" else reason
         answer = self._tokens[:count], parts.content, told, stats, self.request.seed, ended.error
         logprobs = None if self.request.params.logprobs is None else Logprobs.join(self._logprobs)[:count]

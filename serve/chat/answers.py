@@ -105,16 +105,17 @@ class ChatFormat:
         if "tools" not in self._source:
             raise ToolError("tools", "cannot be served: the target's chat template takes no tools; leave them out")
 
-    def variables(self, effort: str | None) -> dict[str, Any]:
-        """What a chat template gets for a `reasoning_effort`. Raises ToolError where it takes nothing of the kind."""
+    def variables(self, effort: str | None, field: str = "reasoning_effort") -> dict[str, Any]:
+        """What a chat template gets for a `reasoning_effort`, which is in `field`. Raises ToolError where it takes
+        nothing of the kind."""
         if effort is None:
             return {}
         if effort not in EFFORTS:
-            raise ToolError("reasoning_effort", f"is {effort!r}; it must be one of {', '.join(EFFORTS)}")
+            raise ToolError(field, f"is {effort!r}; it must be one of {', '.join(EFFORTS)}")
         found: dict[str, Any] = {name: effort != "none" for name in SWITCHES if name in self._source}
         found |= {"reasoning_effort": effort} if "reasoning_effort" in self._source else {}
         if not found:
-            raise ToolError("reasoning_effort", "has no effect with this target's chat template; leave it out")
+            raise ToolError(field, "has no effect with this target's chat template; leave it out")
         return found
 
     def named_reasoning(self, messages: Sequence[Message]) -> list[Message]:

@@ -7,9 +7,9 @@ beside them: what is no call of a tool that the request has stays content.
 import secrets
 import string
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import regex
 
@@ -25,34 +25,69 @@ ARGUMENTS = "$arguments"
 class CallPiece:
     """The beginning of a call, which has its id and name, or more of its arguments, as JSON text."""
 
+    kind: ClassVar[Literal["call"]] = "call"
+
     index: int
     id: str = ""
     name: str = ""
     arguments: str = ""
 
 
+class TextPiece(NamedTuple):
+    """Text of the reasoning or the content, which took the characters from `start` to `end` of the decoded answer."""
+
+    kind: Literal["reasoning", "content"]
+    text: str
+    start: int
+    end: int
+
+
+Piece = TextPiece | CallPiece
+
+
 @dataclass(slots=True)
 class Parts:
-    """What a piece of an answer brings."""
+    """What a piece of an answer brings, in its order."""
 
-    reasoning: str = ""
-    content: str = ""
-    calls: list[CallPiece] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
 
-    def add(self, more: "Parts") -> None:
-        self.reasoning += more.reasoning
-        self.content += more.content
-        self.calls += more.calls
+    @property
+    def reasoning(self) -> str:
+        return text_of(self.pieces, "reasoning")
+
+    @property
+    def content(self) -> str:
+        return text_of(self.pieces, "content")
+
+    @property
+    def calls(self) -> list[CallPiece]:
+        return calls_of(self.pieces)
 
 
-def joined_calls(pieces: list[CallPiece]) -> list[CallPiece]:
+def text_of(pieces: Iterable[Piece], kind: Literal["reasoning", "content"]) -> str:
+    return "".join([piece.text for piece in pieces if piece.kind == kind])
+
+
+def calls_of(pieces: Iterable[Piece]) -> list[CallPiece]:
     """One for each call."""
-    calls: dict[int, CallPiece] = {}
+    calls = [piece for piece in pieces if piece.kind == "call"]
+    return [piece for piece in joined(calls) if isinstance(piece, CallPiece)] if calls else []
+
+
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """One for each call, and one for each run of text of a kind."""
+    found: list[Piece] = []
     for piece in pieces:
-        known = calls.setdefault(piece.index, piece)
-        if known is not piece:
-            calls[piece.index] = replace(known, arguments=known.arguments + piece.arguments)
-    return list(calls.values())
+        last = found[-1] if found else None
+        if isinstance(piece, CallPiece):
+            if isinstance(last, CallPiece) and last.index == piece.index:
+                found[-1] = replace(last, arguments=last.arguments + piece.arguments)
+                continue
+        elif isinstance(last, TextPiece) and last.kind == piece.kind:
+            found[-1] = TextPiece(piece.kind, last.text + piece.text, last.start, piece.end)
+            continue
+        found.append(piece)
+    return found
 
 
 class Syntax:
@@ -169,11 +204,10 @@ class AnswerParser:
             self._skips_space = not self._buffer
 
     def _emit(self, kind: Literal["reasoning", "content"], text: str) -> None:
-        shown = self._syntax.markers.shown(text)
-        if kind == "reasoning":
-            self._parts.reasoning += shown
-        else:
-            self._parts.content += shown
+        """`text`: what was taken last."""
+        if text:
+            start = self.num_consumed - len(text)
+            self._parts.pieces.append(TextPiece(kind, self._syntax.markers.shown(text), start, self.num_consumed))
 
     def _enter(self, region: Literal["reasoning", "content"], start: int) -> None:
         self._reads, self._region, self._region_start = self._in_region, region, start
@@ -242,7 +276,7 @@ class AnswerParser:
         return True
 
     def _announce(self) -> None:
-        self._parts.calls.append(CallPiece(self.num_calls, self._new_id(), self._name))
+        self._parts.pieces.append(CallPiece(self.num_calls, self._new_id(), self._name))
         self.num_calls += 1
 
     def _in_region(self, final: bool) -> bool:
@@ -273,7 +307,7 @@ class AnswerParser:
         if piece and self._arguments.is_whole:
             self._announce()
         if piece:
-            self._parts.calls.append(CallPiece(self.num_calls - 1, arguments=piece))
+            self._parts.pieces.append(CallPiece(self.num_calls - 1, arguments=piece))
         if rest is None:
             return False
         self.num_consumed -= len(rest)

@@ -2,14 +2,22 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 MOST_TOOLS = 128  # as OpenAI
 MOST_CHARS = 64 * 2**10  # of one tool, as JSON: as of a grammar
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 FUNCTION_FIELDS = {"name", "description", "parameters", "strict"}
+# Of the Responses API's functions, with the values that have no effect.
+NEUTRAL_FIELDS: dict[str, Any] = {
+    "allowed_callers": ["direct"],
+    "async": False,
+    "defer_loading": False,
+    "output_schema": None,
+}
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -23,23 +31,19 @@ class ToolError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function. `index`: its place in `tools`."""
+    """A function. `field`: the place of its parameters in the request."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]  # a JSON schema
     is_strict: bool
-    index: int
+    field: str
 
     @property
     def definition(self) -> dict[str, Any]:
         """For chat templates."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
-
-    @property
-    def field(self) -> str:
-        return f"tools.{self.index}.function.parameters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,64 +69,88 @@ class ToolChoice:
         return self.mode == "required" or has_strict or not self.is_parallel or len(self.allowed) < len(self.tools)
 
 
-def read_choice(tools: Any, choice: Any, is_parallel: bool | None, *, ignore_unknown: bool = False) -> ToolChoice:
-    """`tools`, `tool_choice` and `parallel_tool_calls` of a request. Raises ToolError."""
-    found = read_tools(tools, ignore_unknown)
-    mode, names = read_mode(choice, found)
+def read_choice(
+    tools: Any, choice: Any, is_parallel: bool | None, *, is_flat: bool = False, ignore_unknown: bool = False
+) -> ToolChoice:
+    """`tools`, `tool_choice` and `parallel_tool_calls` of a request. `is_flat`: in the form of the Responses API, where
+    a function's fields stand beside its type. Raises ToolError."""
+    found = read_tools(tools, is_flat=is_flat, ignore_unknown=ignore_unknown)
+    mode, names = read_mode(choice, found, is_flat=is_flat, ignore_unknown=ignore_unknown)
     if mode == "none":
         return ToolChoice()  # the model does not hear of them, so that it writes no call that would be content
     return ToolChoice(tuple(found), mode, names, is_parallel is not False)
 
 
-def read_tools(value: Any, ignore_unknown: bool) -> list[Tool]:
+def read_tools(value: Any, *, is_flat: bool = False, ignore_unknown: bool = False) -> list[Tool]:
     if value is None:
         return []
     if not isinstance(value, list):
         raise ToolError("tools", "must be a list of functions")
     if len(value) > MOST_TOOLS:
         raise ToolError("tools", f"has {len(value)} entries; the limit is {MOST_TOOLS}")
-    tools = [read_tool(tool, index, ignore_unknown) for index, tool in enumerate(value)]
-    for index, tool in enumerate(tools):
-        if tool.name in {other.name for other in tools[:index]}:
-            raise ToolError(f"tools.{index}.function.name", f"is {tool.name!r} again; give each tool a name of its own")
+    tools = list[Tool]()
+    for index, one in enumerate(value):
+        function, place = read_function(one, f"tools.{index}", is_flat=is_flat, ignore_unknown=ignore_unknown)
+        tools.append(read_tool(function, place))
+        if tools[-1].name in {tool.name for tool in tools[:-1]}:
+            raise ToolError(f"{place}.name", f"is {tools[-1].name!r} again; give each tool a name of its own")
     return tools
 
 
-def read_tool(value: Any, index: int, ignore_unknown: bool) -> Tool:
-    where = f"tools.{index}"
+def read_function(value: Any, where: str, *, is_flat: bool, ignore_unknown: bool) -> tuple[dict[str, Any], str]:
+    """The fields of a function that are not null, and its place in the request."""
+    form = '{"type": "function", "name": ...}' if is_flat else '{"type": "function", "function": {"name": ...}}'
     if not isinstance(value, Mapping):
-        raise ToolError(where, 'must be an object: {"type": "function", "function": {"name": ...}}')
+        raise ToolError(where, f"must be an object: {form}")
     if value.get("type", "function") != "function":
         raise ToolError(f"{where}.type", f"is {value['type']!r}; this server has functions alone: send function")
-    function = value.get("function")
+    function, place = value.get("function"), f"{where}.function"
+    if is_flat:
+        function, place = {name: entry for name, entry in value.items() if name != "type"}, where
+    else:
+        check_keys(value, {"type", "function"}, where, ignore_unknown)
     if not isinstance(function, Mapping):
-        raise ToolError(f"{where}.function", "must be an object with name, description and parameters")
-    unknown = sorted(function.keys() - FUNCTION_FIELDS)
+        raise ToolError(place, "must be an object with name, description and parameters")
+    neutral = NEUTRAL_FIELDS if is_flat else {}
+    check_keys(function, FUNCTION_FIELDS | neutral.keys(), place, ignore_unknown)
+    for name in function.keys() & neutral.keys():
+        if function[name] not in (None, neutral[name]):
+            raise ToolError(f"{place}.{name}", "is not supported by this server; leave it out")
+    given = {name: function[name] for name in FUNCTION_FIELDS if function.get(name) is not None}
+    return given, place
+
+
+def check_keys(value: Mapping[str, Any], known: Set[str], where: str, ignore_unknown: bool) -> None:
+    unknown = sorted(value.keys() - known)
     if unknown and not ignore_unknown:
-        raise ToolError(f"{where}.function.{unknown[0]}", "is an unknown field; leave it out")
-    given = {name: entry for name, entry in function.items() if entry is not None}
+        raise ToolError(f"{where}.{unknown[0]}", "is an unknown field; leave it out")
+
+
+def read_tool(given: Mapping[str, Any], place: str) -> Tool:
     name = given.get("name")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         fault = f"is {name!r}; it must be 1 to 64 letters, digits, _ and -"
-        raise ToolError(f"{where}.function.name", fault)
+        raise ToolError(f"{place}.name", fault)
     for field, kind, called in (
         ("description", str, "a string"),
         ("parameters", Mapping, "an object, a JSON schema"),
         ("strict", bool, "true or false"),
     ):
         if field in given and not isinstance(given[field], kind):
-            raise ToolError(f"{where}.function.{field}", f"must be {called}")
+            raise ToolError(f"{place}.{field}", f"must be {called}")
     parameters = dict(given.get("parameters") or NO_PARAMETERS)
     if parameters.setdefault("type", "object") != "object":
         fault = f"is {parameters['type']!r}; parameters are members of an object: send object"
-        raise ToolError(f"{where}.function.parameters.type", fault)
+        raise ToolError(f"{place}.parameters.type", fault)
     size = len(json.dumps(given, ensure_ascii=False))
     if size > MOST_CHARS:
-        raise ToolError(f"{where}.function", f"has {size} characters as JSON; the limit is {MOST_CHARS}")
-    return Tool(name, given.get("description", ""), parameters, given.get("strict", False), index)
+        raise ToolError(place, f"has {size} characters as JSON; the limit is {MOST_CHARS}")
+    return Tool(name, given.get("description", ""), parameters, given.get("strict", False), f"{place}.parameters")
 
 
-def read_mode(choice: Any, tools: Sequence[Tool]) -> tuple[Literal["none", "auto", "required"], frozenset[str]]:
+def read_mode(
+    choice: Any, tools: Sequence[Tool], *, is_flat: bool, ignore_unknown: bool
+) -> tuple[Literal["none", "auto", "required"], frozenset[str]]:
     """What the answer does, and the names of the tools that it may call."""
     names = frozenset(tool.name for tool in tools)
     if choice is None or choice == "none":
@@ -131,52 +159,68 @@ def read_mode(choice: Any, tools: Sequence[Tool]) -> tuple[Literal["none", "auto
         if not tools and choice == "required":
             raise ToolError("tool_choice", "is 'required', and tools are missing; send some")
         return choice if tools else "none", names
+    read_name = partial(named, names=names, is_flat=is_flat, ignore_unknown=ignore_unknown)
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if kind == "function":
-        return "required", frozenset([named(choice, "tool_choice", names)])
+        return "required", frozenset([read_name(choice, "tool_choice")])
     if kind == "allowed_tools":
-        allowed = choice.get("allowed_tools")
+        allowed, place = (choice, "tool_choice") if is_flat else (choice.get(kind), f"tool_choice.{kind}")
         mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
         entries = allowed.get("tools") if isinstance(allowed, Mapping) else None
         if mode not in ("auto", "required") or not isinstance(entries, list) or not entries:
-            raise ToolError("tool_choice.allowed_tools", "must hold mode, auto or required, and tools, a list of some")
-        places = ((entry, f"tool_choice.allowed_tools.tools.{index}") for index, entry in enumerate(entries))
-        return mode, frozenset(named(entry, place, names) for entry, place in places)
-    remedy = 'none, auto, required, {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", ...}'
+            raise ToolError(place, "must hold mode, auto or required, and tools, a list of some")
+        check_keys(choice, {"type", "mode", "tools"} if is_flat else {"type", kind}, "tool_choice", ignore_unknown)
+        check_keys(allowed, {"type", "mode", "tools"} if is_flat else {"mode", "tools"}, place, ignore_unknown)
+        return mode, frozenset(read_name(entry, f"{place}.tools.{index}") for index, entry in enumerate(entries))
+    one = '"name": ...' if is_flat else '"function": {"name": ...}'
+    remedy = f'none, auto, required, {{"type": "function", {one}}} or {{"type": "allowed_tools", ...}}'
     raise ToolError("tool_choice", f"is {choice!r}; it must be {remedy}")
 
 
-def named(value: Any, field: str, names: frozenset[str]) -> str:
-    function = value.get("function") if isinstance(value, Mapping) else None
+def named(value: Any, field: str, names: frozenset[str], *, is_flat: bool, ignore_unknown: bool) -> str:
+    function, place = (value, field) if is_flat else (None, f"{field}.function")
+    if isinstance(value, Mapping) and value.get("type", "function") != "function":
+        raise ToolError(f"{field}.type", f"is {value['type']!r}; this server has functions alone: send function")
+    if isinstance(value, Mapping) and not is_flat:
+        check_keys(value, {"type", "function"}, field, ignore_unknown)
+        function = value.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
-    if name not in names:
-        fault = f"is {name!r}; it must be the name of one of the tools"
-        raise ToolError(f"{field}.function.name", fault)
+    if not isinstance(name, str) or name not in names:
+        raise ToolError(f"{place}.name", f"is {name!r}; it must be the name of one of the tools")
+    assert isinstance(function, Mapping)
+    check_keys(function, {"type", "name"} if is_flat else {"name"}, place, ignore_unknown)
     return name
 
 
-def read_calls(value: Any, field: str) -> list[dict[str, Any]]:
+def read_calls(value: Any, field: str, *, ignore_unknown: bool = False) -> list[dict[str, Any]]:
     """The calls of an assistant's earlier turn, for a chat template. Raises ToolError."""
     if not isinstance(value, list) or len(value) > MOST_TOOLS:
         raise ToolError(field, f"must be a list of at most {MOST_TOOLS} calls")
-    return [read_call(call, f"{field}.{index}") for index, call in enumerate(value)]
+    return [read_call(call, f"{field}.{index}", ignore_unknown) for index, call in enumerate(value)]
 
 
-def read_call(value: Any, field: str) -> dict[str, Any]:
+def read_call(value: Any, field: str, ignore_unknown: bool) -> dict[str, Any]:
     function = value.get("function") if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or value.get("type", "function") != "function":
         raise ToolError(field, 'must be an object: {"id": ..., "type": "function", "function": {...}}')
     if not isinstance(value.get("id", ""), str):
         raise ToolError(f"{field}.id", "must be a string")
+    check_keys(value, {"id", "type", "function", "index"}, field, ignore_unknown)  # the last comes of joined streams
+    check_keys(function, {"name", "arguments"}, f"{field}.function", ignore_unknown)
+    call = {"type": "function", "function": read_called(function, f"{field}.function")}
+    return {"id": value["id"], **call} if "id" in value else call
+
+
+def read_called(function: Mapping[str, Any], field: str) -> dict[str, str]:
+    """The name and the arguments, JSON text, of a call. Raises ToolError."""
     name, arguments = function.get("name"), function.get("arguments")
     if not isinstance(name, str) or not name:
-        raise ToolError(f"{field}.function.name", "is missing; it must be a string")
+        raise ToolError(f"{field}.name", "is missing; it must be a string")
     try:
         parsed = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise ToolError(f"{field}.function.arguments", "must be the JSON text of an object")
+        raise ToolError(f"{field}.arguments", "must be the JSON text of an object")
     text = arguments if isinstance(arguments, str) and arguments else json.dumps(parsed, ensure_ascii=False)
-    call = {"type": "function", "function": {"name": name, "arguments": text}}
-    return {"id": value["id"], **call} if "id" in value else call
+    return {"name": name, "arguments": text}

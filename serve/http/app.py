@@ -20,7 +20,7 @@ from starlette.routing import Route
 from slipstream.serve.chat.tools import ToolError
 from slipstream.serve.http.completions import DONE, Call, Completion, Delta, RequestFailed, sse
 from slipstream.serve.http.engine_client import EngineClient, EngineError, EngineStopped
-from slipstream.serve.http.frontend import Frontend
+from slipstream.serve.http.frontend import CallBody, Frontend
 from slipstream.serve.http.guard import Guard
 from slipstream.serve.http.limits import (
     MAX_LONG_WAITING,
@@ -31,6 +31,8 @@ from slipstream.serve.http.limits import (
     parse_json,
 )
 from slipstream.serve.http.metrics import CONTENT_TYPE, Metrics
+from slipstream.serve.http.responses import ResponseCall
+from slipstream.serve.http.responses_body import ResponsesBody
 from slipstream.serve.http.schemas import (
     AnyBody,
     ChatBody,
@@ -45,7 +47,8 @@ CLIENT_LEFT = 499  # nginx's status for "client closed request"
 LONG_SCORED = 256  # tokens whose log-probabilities or traces a thread writes, while the event loop serves others
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-Kind = type[ChatBody] | type[CompletionBody]
+Kind = type[ChatBody] | type[CompletionBody] | type[ResponsesBody]
+AnyCall = Call | ResponseCall
 Taken = TypeVar("Taken")
 
 logger = logging.getLogger(__name__)
@@ -155,10 +158,15 @@ class Api:
         self.frontend.check_model(body.model)
         return use(body)
 
-    def _read_call(self, kind: Kind, raw: bytes) -> Call:
-        return self._read(kind, partial(Call.of, frontend=self.frontend), raw)
+    def _read_call(self, kind: Kind, raw: bytes) -> AnyCall:
+        def opened(body: CallBody) -> AnyCall:
+            if isinstance(body, ResponsesBody):
+                return ResponseCall.of(body, self.frontend)
+            return Call.of(body, self.frontend)
 
-    async def _whole(self, call: Call, completion: Completion) -> Response:
+        return self._read(kind, opened, raw)
+
+    async def _whole(self, call: AnyCall, completion: Completion) -> Response:
         pieces: list[list[Delta]] = [[] for _ in completion.choices]
         try:
             async for delta in completion.deltas():
@@ -174,24 +182,26 @@ class Api:
             return await asyncio.to_thread(respond)
         return respond()
 
-    async def _events(self, call: Call, completion: Completion) -> AsyncIterator[str]:
+    async def _events(self, call: AnyCall, completion: Completion) -> AsyncIterator[str]:
         try:
-            for opening in call.opening():
-                yield sse(opening)
+            for event in call.opening():
+                yield sse(event)
             async for delta in completion.deltas():
                 if num_described(delta) > LONG_SCORED:
                     written = await asyncio.to_thread(lambda own: [*map(sse, call.pieces(own))], delta)
                 else:
                     written = [*map(sse, call.pieces(delta))]
-                for event in written:
-                    yield event
-            if call.include_usage:
-                yield sse(call.closing(completion))
-            yield DONE
+                for text in written:
+                    yield text
+            for event in call.closing(completion):
+                yield sse(event)
+            if isinstance(call, Call):
+                yield DONE
         except Exception as error:  # the status line is sent; report the error as an event
             failed = api_error(error)
             self.metrics.responses[failed.status] += 1
-            yield sse(failed.body)
+            for event in call.failed(failed):
+                yield sse(event)
         finally:
             completion.abort()
 
@@ -273,6 +283,7 @@ def create_app(api: Api) -> Starlette:
     routes = [
         Route("/v1/chat/completions", guarded(partial(api.answer, ChatBody)), methods=["POST"]),
         Route("/v1/completions", guarded(partial(api.answer, CompletionBody)), methods=["POST"]),
+        Route("/v1/responses", guarded(partial(api.answer, ResponsesBody)), methods=["POST"]),
         Route("/tokenize", guarded(api.tokenize), methods=["POST"]),
         Route("/detokenize", guarded(api.detokenize), methods=["POST"]),
         Route("/v1/models", guarded(api.models)),

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from slipstream.serve.chat.answers import AnswerFormat
-from slipstream.serve.chat.parser import AnswerParser, CallPiece, Parts, joined_calls
+from slipstream.serve.chat.parser import AnswerParser, CallPiece, Piece, TextPiece, calls_of, text_of
 from slipstream.serve.detokenize import TextStream, TokenTexts
 from slipstream.serve.http.engine_client import EngineClient, EngineError
 from slipstream.serve.http.frontend import Frontend
+from slipstream.serve.http.limits import ApiError
 from slipstream.serve.http.logprobs import (
     Echo,
     Scored,
@@ -41,21 +42,30 @@ class Delta:
     """New text of one choice; the last one has a finish reason."""
 
     index: int
-    text: str
+    pieces: Sequence[Piece]
     finish_reason: FinishReason | Literal["tool_calls"] | None
-    reasoning: str = ""
-    calls: Sequence[CallPiece] = ()
     scored: Sequence[Scored] = ()  # the tokens of all that, where asked for
     traced: Sequence[TracedToken] = ()  # likewise, and those without text
+
+    @property
+    def text(self) -> str:
+        return text_of(self.pieces, "content")
+
+    @property
+    def reasoning(self) -> str:
+        return text_of(self.pieces, "reasoning")
+
+    @property
+    def calls(self) -> list[CallPiece]:
+        return calls_of(self.pieces)
 
     @classmethod
     def join(cls, deltas: "Sequence[Delta]") -> "Delta":
         """One for several of a choice, in order."""
-        text, reasoning = "".join(one.text for one in deltas), "".join(one.reasoning for one in deltas)
-        calls = joined_calls([call for one in deltas for call in one.calls])
+        pieces = [piece for one in deltas for piece in one.pieces]
         scored = [token for one in deltas for token in one.scored]
         traced = [token for one in deltas for token in one.traced]
-        return cls(deltas[0].index, text, deltas[-1].finish_reason, reasoning, calls, scored, traced)
+        return cls(deltas[0].index, pieces, deltas[-1].finish_reason, scored, traced)
 
 
 class RequestFailed(Exception):
@@ -85,7 +95,6 @@ class Choice:
         self._arrival = time.perf_counter()
         self._has_tokens = False
         self._echo = echo  # until it is sent
-        self._counts_ends = echo is not None  # whether the id that ends an answer has an entry
         self._num_chars = 0 if echo is None else len(echo.text)
         self._waiting: list[Scored] = []  # tokens whose text is held back
         self._num_scored = 0  # tokens that do not wait any more
@@ -97,11 +106,11 @@ class Choice:
         was_stopped = self._text.stopped
         text = self._text.push(output.tokens, output.finish_reason)
         reason, scored = output.finish_reason, list[Scored]()
-        parts = Parts(content=text) if self.parser is None else self.parser.feed(text, reason is not None)
+        pieces = self._pieces(text, is_last=reason is not None)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if self._echo is not None:
-            parts.content, scored = self._echo.text + parts.content, self._echoed(self._echo)
+            pieces, scored = [TextPiece("content", self._echo.text, 0, 0), *pieces], self._echoed(self._echo)
             self._echo = None
         self._keep(output)
         if self._text.stopped and not was_stopped and reason is None:
@@ -112,11 +121,17 @@ class Choice:
             self.stats = self._text.cut(output.stats)
             self._completion.metrics.count_finished(reason, self.stats)
         has_calls = reason == "stop" and self.parser is not None and self.parser.num_calls > 0
-        if parts != Parts() or scored or reason is not None:
+        if pieces or scored or reason is not None:
             told = "tool_calls" if has_calls else reason
             scored += self._settled(output)
             traced = self._traced(is_last=reason is not None)
-            self._completion.put(Delta(self._index, parts.content, told, parts.reasoning, parts.calls, scored, traced))
+            self._completion.put(Delta(self._index, pieces, told, scored, traced))
+
+    def _pieces(self, text: str, *, is_last: bool) -> list[Piece]:
+        if self.parser is not None:
+            return self.parser.feed(text, is_last).pieces
+        end = self._text.num_returned
+        return [TextPiece("content", text, end - len(text), end)] if text else []
 
     @property
     def reasoning_tokens(self) -> int:
@@ -160,7 +175,7 @@ class Choice:
         settled, self._waiting = self._waiting[:num_new], self._waiting[num_new:]
         self._num_scored = num_settled
         is_ended = output.finish_reason == "stop" and not self._text.stopped
-        if self._counts_ends and is_ended and output.logprobs is not None:
+        if is_ended and output.logprobs is not None:
             place = self._num_chars + self._text.num_returned
             settled += scored_tokens(output.tokens[-1:], [place], output.logprobs[-1:])
         return settled
@@ -281,6 +296,11 @@ class Completion:
             },
         }
 
+    def told_metrics(self, num_spec_tokens: int) -> dict[str, Any]:
+        """vLLM's, which it sends for single choices; here they are sums over all. `num_spec_tokens`: most tokens that a
+        round drafts for a choice."""
+        return {"speculative_decoding": self.stats().speculative_decoding(num_spec_tokens)}
+
 
 class Call(NamedTuple):
     """The parts of a body that are kept while it is answered; and OpenAI's objects and events for the answers."""
@@ -349,15 +369,15 @@ class Call(NamedTuple):
         an event of its own after calls; the last one with text has the log-probabilities and traces."""
         if not self.is_chat:
             return [self._event([self._choice(delta)])]
-        parts = list[dict[str, Any]]()
-        if delta.reasoning and self.shows_reasoning:
+        parts, text, calls = list[dict[str, Any]](), delta.text, delta.calls
+        if self.shows_reasoning and delta.reasoning:
             parts.append(self._reasoning(delta))
-        parts += [{"content": delta.text}] if delta.text else []
-        for call in delta.calls:
+        parts += [{"content": text}] if text else []
+        for call in calls:
             parts += [{"tool_calls": [one]} for one in call_events(call)]
         place = max(len(parts) - 1, 0)  # of the log-probabilities
         has_more = delta.finish_reason or delta.scored or delta.traced
-        if (delta.finish_reason is not None and delta.calls) or (not parts and has_more):
+        if (delta.finish_reason is not None and calls) or (not parts and has_more):
             parts.append({})
         choices = [self._part(delta.index, part, None) for part in parts]
         if choices:
@@ -365,13 +385,16 @@ class Call(NamedTuple):
             choices[-1]["finish_reason"] = delta.finish_reason
         return [self._event([choice]) for choice in choices]
 
-    def closing(self, completion: Completion) -> dict[str, Any]:
-        return {**self._event([]), **self.counts(completion)}
+    def closing(self, completion: Completion) -> list[dict[str, Any]]:
+        """Events after all text."""
+        return [{**self._event([]), **self.counts(completion)}] if self.include_usage else []
 
     def counts(self, completion: Completion) -> dict[str, Any]:
-        """OpenAI's usage, and vLLM's metrics, which it sends for single choices; here they are sums over all."""
-        metrics = {"speculative_decoding": completion.stats().speculative_decoding(self.num_spec_tokens)}
-        return {"usage": completion.usage(self.num_choices), "metrics": metrics}
+        """OpenAI's usage and vLLM's metrics."""
+        return {"usage": completion.usage(self.num_choices), "metrics": completion.told_metrics(self.num_spec_tokens)}
+
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        return [error.body]
 
     def _head(self, kind: str) -> dict[str, Any]:
         seed = self.requests[0].seed
@@ -439,5 +462,7 @@ def call_events(call: CallPiece) -> list[dict[str, Any]]:
 
 
 def sse(event: Mapping[str, Any]) -> str:
-    """One server-sent event. ASCII, since many readers take U+2028, U+2029 and U+0085 for line ends."""
-    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"
+    """One server-sent event, named if it has a type. ASCII, since many readers take U+2028, U+2029 and U+0085 for line
+    ends."""
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {json.dumps(event, separators=(',', ':'))}\n\n"

@@ -17,12 +17,13 @@ from slipstream.serve.grammar.grammars import check as check_grammar
 from slipstream.serve.http.control_tokens import PlainTextTokenizer
 from slipstream.serve.http.limits import MAX_PROMPT_LOGPROBS, ApiError, Limits
 from slipstream.serve.http.logprobs import Echo
+from slipstream.serve.http.responses_body import ResponsesBody
 from slipstream.serve.http.schemas import (
     DEFAULT_COMPLETION_TOKENS,
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    SamplingBody,
     TokenizeBody,
     grammar_of,
 )
@@ -43,6 +44,10 @@ def read_tokenizer(config: ServeConfig) -> Any:
     tokenizer("")  # its first call may change its settings, which fails while another thread uses it
     warn_if_changed(config.draft, path, tokenizer)
     return tokenizer
+
+
+Conversation = ChatBody | ResponsesBody
+CallBody = Conversation | CompletionBody
 
 
 class Frontend:
@@ -70,7 +75,7 @@ class Frontend:
             message = f"model {name!r} does not exist; this server has {self.model_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def check_choices(self, body: ChatBody | CompletionBody) -> None:
+    def check_choices(self, body: CallBody) -> None:
         num_asked = body.n * (len(body.prompt) if isinstance(body, CompletionBody) else 1)
         if num_asked > self.limits.choices:
             message = (
@@ -79,23 +84,24 @@ class Frontend:
             )
             raise ApiError(400, message, "n" if body.n > 1 else "prompt")
 
-    def tool_choice(self, body: ChatBody | TokenizeBody) -> ToolChoice:
+    def tool_choice(self, body: Conversation | TokenizeBody) -> ToolChoice:
         if isinstance(body, TokenizeBody):
-            tools = tuple(read_tools(body.tools, self._ignore_unknown))
+            tools = tuple(read_tools(body.tools, ignore_unknown=self._ignore_unknown))
             return ToolChoice(tools, "auto" if tools else "none")
         given = body.tools, body.tool_choice, body.parallel_tool_calls
-        return read_choice(*given, ignore_unknown=self._ignore_unknown)
+        is_flat = isinstance(body, ResponsesBody)
+        return read_choice(*given, is_flat=is_flat, ignore_unknown=self._ignore_unknown)
 
-    def chat_prompt(self, body: ChatBody | TokenizeBody, choice: ToolChoice) -> list[int]:
+    def chat_prompt(self, body: Conversation | TokenizeBody, choice: ToolChoice) -> list[int]:
         assert body.messages is not None
         if self.template is None:
-            raise ApiError(400, f"{self.model_name} has no chat template; use /v1/completions", "messages")
+            raise ApiError(400, f"{self.model_name} has no chat template; use /v1/completions", body.prompt_field)
         reserved = {*RESERVED_IN_TEMPLATES, *inspect.signature(self.tokenizer.apply_chat_template).parameters}
         for name in body.chat_template_kwargs:
             if name in reserved:
                 raise ApiError(400, f"chat_template_kwargs must not hold {name}", "chat_template_kwargs")
-        effort = body.reasoning_effort if isinstance(body, ChatBody) else None
-        variables = self.chat.variables(effort) | body.chat_template_kwargs
+        asked = (None, "") if isinstance(body, TokenizeBody) else (body.reasoning_effort, body.effort_field)
+        variables = self.chat.variables(*asked) | body.chat_template_kwargs
         template = partial(self.template.render, prompt=body.add_generation_prompt, variables=variables)
         tools = [tool.definition for tool in choice.tools] or None
         try:
@@ -110,11 +116,11 @@ class Frontend:
             field = "chat_template_kwargs" if body.chat_template_kwargs else "tools"
             raise ApiError(400, f"the chat template failed on a value in {field}; leave it out", field) from error
         except TemplateRefused as error:  # the template's own message to its users
-            field = "chat_template_kwargs" if body.chat_template_kwargs else "messages"
+            field = "chat_template_kwargs" if body.chat_template_kwargs else body.prompt_field
             raise ApiError(400, f"the chat template refuses this request: {error}", field) from error
         except ValueError as error:
-            raise ApiError(400, str(error), "messages") from error
-        return self.encode(text, "messages", add_special_tokens=False)
+            raise ApiError(400, str(error), body.prompt_field) from error
+        return self.encode(text, body.prompt_field, add_special_tokens=False)
 
     def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         """The answer of /tokenize."""
@@ -156,27 +162,27 @@ class Frontend:
             return self.plain_text(text, add_special_tokens=add_special_tokens)
         return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
 
-    def requests(self, body: ChatBody | CompletionBody, response_id: str) -> list[Request]:
+    def requests(self, body: CallBody, response_id: str) -> list[Request]:
         """One Request per choice, all choices of the first prompt first. The first Request has the seed of the call."""
         return self.read(body, response_id)[0]
 
-    def read(self, body: ChatBody | CompletionBody, response_id: str) -> tuple[list[Request], AnswerFormat]:
+    def read(self, body: CallBody, response_id: str) -> tuple[list[Request], AnswerFormat]:
         """The Requests, and how their answers are read."""
         self.check_choices(body)
-        grammar = checked_grammar(body)
-        if isinstance(body, ChatBody):
+        grammar = checked_grammar(body, self._ignore_unknown)
+        if not isinstance(body, CompletionBody):
             tools = self.tool_choice(body)
-            field, prompts = "messages", [self.chat_prompt(body, tools)]
+            prompts = [self.chat_prompt(body, tools)]
             answers = self.chat.answer(tools, prompts[0], grammar)
         else:
-            field, prompts = "prompt", self.completion_prompts(body)
+            prompts = self.completion_prompts(body)
             answers = AnswerFormat(self.decoder, grammar)
             check_prompt_logprobs(body, sum(map(len, prompts)))
         seed = draw_seed() if body.seed is None else body.seed
         namespace = digest(body.cache_salt)
         requests: list[Request] = []
         for index, prompt in enumerate(prompts):
-            params = self.sampling_params(body, len(prompt), prompt_seed(seed, index), field, answers)
+            params = self.sampling_params(body, len(prompt), prompt_seed(seed, index), answers)
             for choice in range(body.n):
                 request_id = f"{response_id}-{len(requests)}"
                 requests.append(
@@ -184,9 +190,9 @@ class Frontend:
                 )
         return requests, answers
 
-    def echoes(self, body: ChatBody | CompletionBody, requests: Sequence[Request]) -> list[Echo]:
+    def echoes(self, body: CallBody, requests: Sequence[Request]) -> list[Echo]:
         """What the choices repeat, in order; empty where they repeat nothing."""
-        if isinstance(body, ChatBody) or not body.echo:
+        if not isinstance(body, CompletionBody) or not body.echo:
             return []
         found: list[Echo] = []
         for given, request in zip(body.prompt, requests[:: body.n], strict=True):
@@ -196,20 +202,19 @@ class Frontend:
             found += [Echo(text, tokens, self.texts.starts(tokens, text))] * body.n
         return found
 
-    def sampling_params(
-        self, body: Body, prompt_len: int, seed: int, field: str, answers: AnswerFormat
-    ) -> SamplingParams:
+    def sampling_params(self, body: CallBody, prompt_len: int, seed: int, answers: AnswerFormat) -> SamplingParams:
+        field = body.prompt_field
         if prompt_len == 0:
             raise ApiError(400, f"{field} is empty: it must hold at least one token", field)
         room = self.max_model_len - prompt_len
         asked = f"the prompt has {prompt_len} tokens"
         if body.max_tokens is not None:
-            asked += f" and max_tokens is {body.max_tokens}, together {prompt_len + body.max_tokens}"
+            asked += f" and {body.length_field} is {body.max_tokens}, together {prompt_len + body.max_tokens}"
         if room < (1 if body.max_tokens is None else body.max_tokens):
             message = f"{asked}; this model's context holds {self.max_model_len} tokens, prompt and answer"
             raise ApiError(400, message, field, "context_length_exceeded")
         self.check_tokens(list(body.logit_bias), "logit_bias")
-        unset_max_tokens = room if isinstance(body, ChatBody) else min(room, DEFAULT_COMPLETION_TOKENS)
+        unset_max_tokens = min(room, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionBody) else room
         given = {name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}
         try:
             return SamplingParams(
@@ -227,7 +232,7 @@ class Frontend:
             raise ApiError(400, str(error), str(error).split()[0]) from error
 
 
-def check_prompt_logprobs(body: Body, num_tokens: int) -> None:
+def check_prompt_logprobs(body: CompletionBody, num_tokens: int) -> None:
     k = body.all_prompt_logprobs
     count = 0 if k is None else num_tokens * body.n * (k + 1)
     if count > MAX_PROMPT_LOGPROBS:
@@ -239,9 +244,9 @@ def check_prompt_logprobs(body: Body, num_tokens: int) -> None:
         raise ApiError(400, message, field)
 
 
-def checked_grammar(body: Body) -> Grammar | None:
+def checked_grammar(body: SamplingBody, ignore_unknown: bool) -> Grammar | None:
     """What the answer must be. Raises ApiError for a grammar that cannot be served."""
-    found = grammar_of(body)
+    found = grammar_of(body, ignore_unknown=ignore_unknown)
     if found is None:
         return None
     grammar, field = found

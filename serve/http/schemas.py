@@ -5,7 +5,8 @@ ignored.
 """
 
 import json
-from collections.abc import Sized
+from collections.abc import Callable, Sized
+from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -35,8 +36,9 @@ FIELDS_OF_ROLE = {"assistant": {"tool_calls", "reasoning_content", "reasoning"},
 # Fields of OpenAI and other servers that are not implemented, with the values that have no effect: clients send them by
 # default. null is always accepted; None here means that any value is. Other values are refused by name.
 Neutral = dict[str, tuple[Any, ...] | None]
+UnderstoodFields = Callable[[dict[str, Any], set[str], Neutral, str], dict[str, Any]]
 
-NEUTRAL: Neutral = {
+NEUTRAL_OF_OPENAI: Neutral = {
     "metadata": None,
     "parallel_tool_calls": None,
     "prompt_cache_key": None,
@@ -58,7 +60,8 @@ NEUTRAL: Neutral = {
     "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
-    # vLLM's and SGLang's
+}
+NEUTRAL_OF_OTHERS: Neutral = {  # vLLM's and SGLang's
     "allowed_token_ids": (),
     "chat_template": (),
     "continue_final_message": (False,),
@@ -82,6 +85,7 @@ NEUTRAL: Neutral = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
+NEUTRAL = NEUTRAL_OF_OPENAI | NEUTRAL_OF_OTHERS
 NEUTRAL_IN_STREAM_OPTIONS: Neutral = {
     "continuous_usage_stats": (False,),
     "include_obfuscation": (False,),
@@ -157,10 +161,10 @@ def known_message(message: Any, where: str, ignore_unknown: bool) -> Any:
         if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
             place = f"{where}.content.{index}."
             understood_fields(part, {"type", part["type"]}, {}, place, ignore_unknown=ignore_unknown)
-    return with_calls({name: entry for name, entry in message.items() if name in understood}, where)
+    return with_calls({name: entry for name, entry in message.items() if name in understood}, where, ignore_unknown)
 
 
-def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
+def with_calls(message: dict[str, Any], where: str, ignore_unknown: bool) -> dict[str, Any]:
     """An assistant's or a tool's message, its calls and its reasoning under one name."""
     for name in ("tool_call_id", "reasoning_content", "reasoning"):
         if not isinstance(message.get(name), str | None):
@@ -174,7 +178,8 @@ def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
         raise ApiError(400, f"{place} and reasoning_content differ; send one of them", place)
     if message.get("tool_calls"):
         try:
-            message["tool_calls"] = read_calls(message["tool_calls"], f"{where}.tool_calls")
+            calls, place = message["tool_calls"], f"{where}.tool_calls"
+            message["tool_calls"] = read_calls(calls, place, ignore_unknown=ignore_unknown)
         except ToolError as error:
             raise ApiError(400, str(error), error.field) from error
     return message
@@ -262,76 +267,12 @@ class Fields(BaseModel):
         return understood_fields(body, set(cls.model_fields), cls.neutral, ignore_unknown=ignores_unknown(info))
 
 
-class Body(Fields):
-    """Fields of both endpoints. SamplingParams checks the ranges of sampling values."""
-
-    neutral = NEUTRAL
-
-    stream: bool = False
-    stream_options: "StreamOptions | None" = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Field(lt=2**31), AfterValidator(read_top_k)] | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], PlainValidator(read_bias)] = {}
-    min_tokens: int = 0
-    bad_words: Annotated[list[str], PlainValidator(read_bad_words)] = []
-    # Grammars of the answer, as OpenAI, vLLM and SGLang name them; see `grammar_of`.
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    json_schema: str | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES_PER_PROMPT)] = 1
-    stop: Annotated[list[str], PlainValidator(read_stop)] = []
-    stop_token_ids: Annotated[list[int], Field(max_length=limits.MAX_STOP_IDS)] = []
-    ignore_eos: bool = False
-    # vLLM's: how many likeliest tokens at the place of each token of the prompt.
-    prompt_logprobs: NumLogprobs | None = None
-    # Requests share cached prompt prefixes only with requests of the same salt.
-    cache_salt: str = ""
-    speculation: "SpeculationFields | None" = None
-
-    @model_validator(mode="after")
-    def check_stream_options(self) -> "Body":
-        if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options needs stream: true; add that or leave it out", "stream_options")
-        if self.prompt_logprobs is not None and self.stream:
-            message = "prompt_logprobs does not go with stream: true; leave one of them out"
-            raise ApiError(400, message, "prompt_logprobs")
-        return self
-
-    @property
-    def answer_logprobs(self) -> int | None:
-        """How many likeliest tokens are wanted beside each token of the answer; None: no log-probabilities."""
-        raise NotImplementedError
-
-    @property
-    def all_prompt_logprobs(self) -> int | None:
-        """The same of the prompt, whatever wants them."""
-        return self.prompt_logprobs
-
-    @property
-    def asked_speculation(self) -> Speculation:
-        given = self.speculation
-        return Speculation() if given is None else Speculation(given.enabled, given.trace)
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-
 class Options(BaseModel):
-    """The fields of an object within a body."""
+    """The fields of an object in a body, which is at `place`."""
 
     model_config = ConfigDict(strict=True)
-    place: ClassVar[str]
     neutral: ClassVar[Neutral] = {}
+    place: ClassVar[str]
 
     @model_validator(mode="before")
     @classmethod
@@ -343,8 +284,8 @@ class Options(BaseModel):
 
 
 class StreamOptions(Options):
-    place = "stream_options"
     neutral = NEUTRAL_IN_STREAM_OPTIONS
+    place = "stream_options"
 
     include_usage: bool = False
 
@@ -358,10 +299,91 @@ class SpeculationFields(Options):
     trace: bool = False
 
 
+class SamplingBody(Fields):
+    """Fields of all endpoints that answer. SamplingParams checks the ranges of sampling values."""
+
+    prompt_field: ClassVar[str]
+
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(lt=2**31), AfterValidator(read_top_k)] | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], PlainValidator(read_bias)] = {}
+    min_tokens: int = 0
+    bad_words: Annotated[list[str], PlainValidator(read_bad_words)] = []
+    # Grammars of the answer, as vLLM and SGLang name them; see `grammar_of`.
+    structured_outputs: dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[list[str], PlainValidator(read_stop)] = []
+    stop_token_ids: Annotated[list[int], Field(max_length=limits.MAX_STOP_IDS)] = []
+    ignore_eos: bool = False
+    # Requests share cached prompt prefixes only with requests of the same salt.
+    cache_salt: str = ""
+    speculation: SpeculationFields | None = None
+
+    @property
+    def asked_speculation(self) -> Speculation:
+        given = self.speculation
+        return Speculation() if given is None else Speculation(given.enabled, given.trace)
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        """How many likeliest tokens are wanted beside each token of the answer; None: no log-probabilities."""
+        raise NotImplementedError
+
+    def grammars_of_format(self, known: UnderstoodFields) -> list[tuple[Grammar, str]]:
+        """What OpenAI's own field says that the answer is, and the field that holds it."""
+        raise NotImplementedError
+
+
+class Body(SamplingBody):
+    """Fields of the older two endpoints."""
+
+    neutral = NEUTRAL
+    length_field: ClassVar[str] = "max_tokens"
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
+    n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES_PER_PROMPT)] = 1
+    # vLLM's: how many likeliest tokens at the place of each token of the prompt.
+    prompt_logprobs: NumLogprobs | None = None
+
+    @model_validator(mode="after")
+    def check_stream_options(self) -> "Body":
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream: true; add that or leave it out", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs does not go with stream: true; leave one of them out"
+            raise ApiError(400, message, "prompt_logprobs")
+        return self
+
+    @property
+    def all_prompt_logprobs(self) -> int | None:
+        """As `answer_logprobs`, of the prompt, whatever wants them."""
+        return self.prompt_logprobs
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def grammars_of_format(self, known: UnderstoodFields) -> list[tuple[Grammar, str]]:
+        return _grammars_of_format(self.response_format or {"type": "text"}, known)
+
+
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
     neutral = NEUTRAL | {"echo": (False,)}
+    prompt_field = "messages"
+    effort_field: ClassVar[str] = "reasoning_effort"
 
     messages: Annotated[list[Message], BeforeValidator(read_messages)]
     max_completion_tokens: int | None = None
@@ -398,6 +420,7 @@ class CompletionBody(Body):
     """POST /v1/completions."""
 
     neutral = NEUTRAL | {"top_logprobs": (0,)}
+    prompt_field = "prompt"
 
     prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts)]
     logprobs: Annotated[NumLogprobs | None, BeforeValidator(no_logprobs)] = None
@@ -415,11 +438,12 @@ class CompletionBody(Body):
         return max((k for k in (self.prompt_logprobs, echoed) if k is not None), default=None)
 
 
-def grammar_of(body: Body) -> tuple[Grammar, str] | None:
+def grammar_of(body: SamplingBody, *, ignore_unknown: bool = False) -> tuple[Grammar, str] | None:
     """The grammar that a body asks for, and the field that holds it. Raises ApiError."""
+    known = partial(understood_fields, ignore_unknown=ignore_unknown)
     found = [
-        *_grammars_of_format(body.response_format or {"type": "text"}),
-        *_structured_outputs(body.structured_outputs or {}),
+        *body.grammars_of_format(known),
+        *_structured_outputs(body.structured_outputs or {}, known),
         *((Grammar(kind, text), kind) for kind in ("regex", "ebnf") if (text := getattr(body, kind)) is not None),
         *([(Grammar("json_schema", body.json_schema), "json_schema")] if body.json_schema is not None else []),
     ]
@@ -428,44 +452,46 @@ def grammar_of(body: Body) -> tuple[Grammar, str] | None:
     return found[0] if found else None
 
 
-def _grammars_of_format(value: dict[str, Any]) -> list[tuple[Grammar, str]]:
+def _grammars_of_format(value: dict[str, Any], known: UnderstoodFields) -> list[tuple[Grammar, str]]:
     kind, where = value.get("type"), "response_format"
     if kind in ("text", "json_object"):
-        understood_fields(value, {"type"}, {}, f"{where}.")
+        known(value, {"type"}, {}, f"{where}.")
         return [(Grammar("json_object"), where)] if kind == "json_object" else []
     if kind == "structural_tag":
-        return [(structural_tag(value, where), where)]
+        return [(structural_tag(value, where, known), where)]
     if kind != "json_schema":
         message = f"{where}.type is {kind!r}; it must be text, json_object, json_schema or structural_tag"
         raise ApiError(400, message, f"{where}.type")
-    understood_fields(value, {"type", "json_schema"}, {}, f"{where}.")
+    known(value, {"type", "json_schema"}, {}, f"{where}.")
     named = value.get("json_schema")
     if not isinstance(named, dict) or not isinstance(named.get("schema"), dict | bool):
         raise ApiError(400, f"{where}.json_schema must hold name and schema, an object", f"{where}.json_schema")
     # A schema is always kept to the letter, so `strict` changes nothing.
-    understood_fields(named, {"name", "schema"}, {"strict": None, "description": None}, f"{where}.json_schema.")
+    known(named, {"name", "schema"}, {"strict": None, "description": None}, f"{where}.json_schema.")
     return [(Grammar("json_schema", json.dumps(named["schema"])), f"{where}.json_schema.schema")]
 
 
-def structural_tag(value: Any, where: str) -> Grammar:
+def structural_tag(value: Any, where: str, known: UnderstoodFields) -> Grammar:
     """xgrammar's, as an object or its JSON text; in its older form with `structures` and `triggers`, too."""
     try:
         tag = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ApiError(400, f"{where} is not valid JSON: {error}", where) from error
     if isinstance(tag, dict) and "structures" in tag:
-        understood_fields(tag, {"type", "structures", "triggers"}, {}, f"{where}.")
-        tag = {"format": triggered_tags(tag["structures"], tag.get("triggers"), f"{where}.structures")}
+        known(tag, {"type", "structures", "triggers"}, {}, f"{where}.")
+        tag = {"format": triggered_tags(tag["structures"], tag.get("triggers"), f"{where}.structures", known)}
     if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
         raise ApiError(400, f"{where} must hold format, an object", f"{where}.format")
-    understood_fields(tag, {"type", "format"}, {}, f"{where}.")
+    known(tag, {"type", "format"}, {}, f"{where}.")
     return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": tag["format"]}))
 
 
-def triggered_tags(structures: Any, triggers: Any, where: str) -> dict[str, Any]:
+def triggered_tags(structures: Any, triggers: Any, where: str, known: UnderstoodFields) -> dict[str, Any]:
     is_list = isinstance(structures, list) and structures
     if not is_list or not all(isinstance(one, dict) and {"begin", "schema", "end"} <= one.keys() for one in structures):
         raise ApiError(400, f"{where} must be a list of objects with begin, schema and end", where)
+    for index, one in enumerate(structures):
+        known(one, {"begin", "schema", "end"}, {}, f"{where}.{index}.")
     tags = [
         {
             "type": "tag",
@@ -478,14 +504,13 @@ def triggered_tags(structures: Any, triggers: Any, where: str) -> dict[str, Any]
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-def _structured_outputs(value: dict[str, Any]) -> list[tuple[Grammar, str]]:
+def _structured_outputs(value: dict[str, Any], known: UnderstoodFields) -> list[tuple[Grammar, str]]:
     """vLLM's."""
     where, found = "structured_outputs", list[tuple[Grammar, str]]()
     neutral: Neutral = {"whitespace_pattern": (), "disable_any_whitespace": (False,)}
     neutral |= {"disable_fallback": None, "disable_additional_properties": (False,)}
     understood = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}
-    known = understood_fields(value, understood, neutral, f"{where}.")
-    for name, given in known.items():
+    for name, given in known(value, understood, neutral, f"{where}.").items():
         place = f"{where}.{name}"
         if name == "json" and isinstance(given, dict | bool | str):
             found.append((Grammar("json_schema", given if isinstance(given, str) else json.dumps(given)), place))
@@ -495,7 +520,7 @@ def _structured_outputs(value: dict[str, Any]) -> list[tuple[Grammar, str]]:
             check_length(given, limits.MAX_GRAMMAR_CHOICES, place)
             found.append((Grammar("choice", json.dumps(given)), place))
         elif name == "structural_tag":
-            found.append((structural_tag(given, place), place))
+            found.append((structural_tag(given, place, known), place))
         elif name in ("regex", "grammar") and isinstance(given, str):
             found.append((Grammar("regex" if name == "regex" else "ebnf", given), place))
         else:
@@ -505,6 +530,8 @@ def _structured_outputs(value: dict[str, Any]) -> list[tuple[Grammar, str]]:
 
 class TokenizeBody(Fields):
     """POST /tokenize, as vLLM has it: a text, or messages through the chat template."""
+
+    prompt_field: ClassVar[str] = "messages"
 
     prompt: str | None = None
     messages: Annotated[list[Message], BeforeValidator(read_messages)] | None = None

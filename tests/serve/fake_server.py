@@ -17,13 +17,13 @@ import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.serve.http.engine_client import EngineClient
+from slipstream.serve.http.engine_client import EngineClient, EngineFactory
 from slipstream.serve.http.launch import Server, prepare
 from slipstream.serve.http.listener import bind
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MODEL = "byte-model"
 HELLO = [{"role": "user", "content": "hello"}]
 SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -38,7 +38,7 @@ TEMPLATE = (
 
 SCRIPT = """
 from slipstream.serve.cli import run
-from slipstream.serve.http.engine_client import EngineClient
+from slipstream.serve.http.engine_client import EngineClient, EngineFactory
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import FakeEngine, never_start
 raise SystemExit(run(ServeConfig(target={target!r}, port=0), EngineClient({engine})))
@@ -61,13 +61,13 @@ def write_target(path: Path, generation: dict[str, object] | None = None, chat: 
 
 
 @contextmanager
-def serving(config: ServeConfig) -> Iterator[Server]:
-    """A server with a FakeEngine process, on a thread of this process."""
+def serving(config: ServeConfig, make_engine: EngineFactory = FakeEngine) -> Iterator[Server]:
+    """A server with an engine process, a fake one unless told otherwise, on a thread of this process."""
     servers: list[Server] = []
 
     async def run() -> None:
         listener = bind(config.host, config.port)
-        async with prepare(config, listener, EngineClient(FakeEngine)) as server:
+        async with prepare(config, listener, EngineClient(make_engine)) as server:
             servers.append(server)
             await server.serve([server.listener])
 

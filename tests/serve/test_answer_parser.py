@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from slipstream.serve.chat.answers import texts_of
 from slipstream.serve.chat.forms import REASONING_FORMS, TOOL_FORMS, find_form
 from slipstream.serve.chat.markers import Markers
-from slipstream.serve.chat.parser import AnswerParser, Parts, Syntax, joined_calls
+from slipstream.serve.chat.parser import AnswerParser, CallPiece, Parts, Syntax, joined
 from slipstream.serve.detokenize import Decoder, TextStream
 from slipstream.tests.serve.chat_targets import TEMPLATES, load, template
 
@@ -170,10 +170,7 @@ def read(syntax: Syntax, pieces: list[str]) -> tuple[Parts, list[Parts], AnswerP
     parser = AnswerParser(syntax, TOOLS, new_id=lambda: f"call {next(numbers)}")
     each = [parser.feed(piece) for piece in pieces]
     each.append(parser.feed("", final=True))
-    whole = Parts()
-    for parts in each:
-        whole.add(parts)
-    whole.calls = joined_calls(whole.calls)
+    whole = Parts(joined(piece for parts in each for piece in parts.pieces))
     return whole, each, parser
 
 
@@ -191,7 +188,7 @@ def test_examples_wherever_they_are_cut(tools: str, reasoning: str, text: str, e
         again, each, other = read(syntax, pieces)
         assert again == whole, pieces
         assert other.reasoning == parser.reasoning
-        heads = [call for parts in each for call in parts.calls if call.name]
+        heads = [call for parts in each for call in parts.pieces if isinstance(call, CallPiece) and call.name]
         assert [call.id for call in heads] == [f"call {index}" for index in range(len(heads))]
         assert not any(call.arguments for call in heads), "the name comes before the arguments"
 
@@ -199,7 +196,9 @@ def test_examples_wherever_they_are_cut(tools: str, reasoning: str, text: str, e
 def test_arguments_that_are_json_come_as_they_are_written() -> None:
     text = f'<tool_call>\n{{"name": "weather", "arguments": {CITY}}}\n</tool_call>'
     _, each, _ = read(syntax_of("hermes", "none"), list(text))
-    pieces = [call.arguments for parts in each for call in parts.calls if not call.name]
+    pieces = [
+        call.arguments for parts in each for call in parts.pieces if isinstance(call, CallPiece) and not call.name
+    ]
     assert pieces == list(CITY)
 
 

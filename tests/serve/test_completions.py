@@ -9,10 +9,11 @@ import pytest
 
 from slipstream.serve.chat.answers import AnswerFormat
 from slipstream.serve.chat.parser import AnswerParser
-from slipstream.serve.detokenize import Decoder
+from slipstream.serve.detokenize import Decoder, TokenTexts
 from slipstream.serve.http.completions import Completion, Delta, RequestFailed
 from slipstream.serve.http.engine_client import EngineError
 from slipstream.serve.http.metrics import Metrics
+from slipstream.serve.http.responses import ItemWriter
 from slipstream.serve.request import Output, Request, RequestStats, SamplingParams
 from slipstream.tests.serve.fake_engine import logprobs_of, trace_of
 from slipstream.tests.serve.test_answer_parser import EXAMPLES, TOOLS, Expected, syntax_of
@@ -133,3 +134,23 @@ def test_log_probabilities_and_traces_come_once_with_their_text(
         calls = [(call.name, call.arguments) for call in joined.calls]
         assert (joined.reasoning, joined.text, calls) == expected
         assert joined.scored == found
+    check_items(deltas, TokenTexts(tokenizer))
+
+
+def check_items(deltas: list[Delta], texts: TokenTexts) -> None:
+    """Output items of /v1/responses are the same however the answer comes, with the entries of their text."""
+    streamed, whole = ItemWriter(1, texts), ItemWriter(1, texts)
+    for delta in deltas:
+        streamed.take(delta)
+    whole.take(Delta.join(deltas))
+    ids = ("id", "call_id")
+    found, expected = (
+        [{name: value for name, value in item.items() if name not in ids} for item in writer.items]
+        for writer in (streamed, whole)
+    )
+    assert found == expected
+    for item in found:
+        for part in item.get("content", []) if item["type"] == "message" else []:
+            spelled = bytes(byte for one in part["logprobs"] for byte in one["bytes"]).decode(errors="ignore")
+            assert part["text"].strip() in spelled
+            assert len(spelled) <= len(part["text"]) + 12, "no more than the tokens at its ends"

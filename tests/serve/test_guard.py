@@ -13,7 +13,7 @@ import pytest
 from slipstream.serve.http.guard import VARIABLE, Guard, is_loopback, read_keys, warning
 from slipstream.serve.http.launch import Server
 from slipstream.serve.options import ServeConfig
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, serving, wait_until
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, RESPONSES, serving, wait_until
 
 KEYS = ["sk-first", "sk-second"]
 
@@ -37,7 +37,9 @@ def client(guarded: Server) -> Iterator[httpx.Client]:
 HEADERS = [None, "Bearer", "Bearer sk-first!", "Basic sk-first", "sk-first", "Bearer sk-first sk-second"]
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/metrics", "/v1/models", "/v1/nothing", "/"])
+@pytest.mark.parametrize(
+    "path", [CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/metrics", "/v1/models", "/v1/nothing", "/"]
+)
 @pytest.mark.parametrize("header", HEADERS)
 def test_without_a_key_nothing_is_told(client: httpx.Client, path: str, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header}
@@ -163,6 +165,20 @@ def test_unknown_fields_can_be_ignored(byte_target: str) -> None:
         assert client.post(CHAT, json=body).status_code == 200
         options = {"include_usage": True, "abc": 1}
         assert client.post(CHAT, json={**body, "stream": True, "stream_options": options}).status_code == 200
+        nested: list[dict[str, Any]] = [
+            {"response_format": {"type": "text", "a": 1}},
+            {"response_format": {"type": "json_schema", "b": 1, "json_schema": {"name": "n", "schema": {}, "a": 1}}},
+            {"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "a"}, "a": 1}},
+            {"structured_outputs": {"regex": "a", "a": 1}},
+            {
+                "messages": [
+                    *messages,
+                    {"role": "assistant", "tool_calls": [{"a": 1, "function": {"name": "f", "b": 1}}]},
+                ]
+            },
+        ]
+        for fields in nested:
+            assert client.post(CHAT, json={**body, **fields}).status_code == 200, fields
         refused = client.post(CHAT, json={**body, "best_of": 2})
         assert refused.status_code == 400, "a known one is not"
         assert "best_of" in refused.json()["error"]["message"]

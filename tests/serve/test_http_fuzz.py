@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.kernels.triton_runs import SLOW
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, MODEL, serving
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, MODEL, RESPONSES, serving
 
 JSON = {"content-type": "application/json"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -24,6 +24,7 @@ MESSAGES: list[Any] = [
     [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
     + [{"role": "tool", "tool_call_id": "c", "content": "7"}],
 ]
+PROMPTS: list[Any] = ["x", [5, 6], ["a", "b"], [[5], [6]]]
 FIELDS: dict[str, list[Any]] = {  # values that are right in some body
     "model": [MODEL],
     "max_tokens": [1, 3, 0],
@@ -71,6 +72,33 @@ FIELDS: dict[str, list[Any]] = {  # values that are right in some body
     "suffix": [None],
     "priority": [0],
 }
+FLAT = {"type": "function", **TOOL["function"]}
+ITEMS: list[Any] = [
+    {"role": "user", "content": "hello"},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "y", "annotations": []}]},
+    {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'},
+    {"type": "function_call_output", "call_id": "c", "output": "7"},
+]
+OF_RESPONSES: dict[str, list[Any]] = {
+    **{name: FIELDS[name] for name in ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream")},
+    **{name: FIELDS[name] for name in ("logit_bias", "min_tokens", "bad_words", "structured_outputs", "regex", "user")},
+    "max_output_tokens": [1, 3],
+    "instructions": ["be brief", None],
+    "tools": [[FLAT], []],
+    "tool_choice": ["auto", "none", "required", {"type": "function", "name": "f"}]
+    + [{"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}],
+    "parallel_tool_calls": [True, False],
+    "reasoning": [{"effort": None, "summary": "auto"}, {"effort": "low"}],
+    "text": [{"format": {"type": "json_object"}}, {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}],
+    "include": [["message.output_text.logprobs"], []],
+    "top_logprobs": [2, 0],
+    "metadata": [{"a": "b"}],
+    "store": [False],
+    "truncation": ["disabled"],
+    "previous_response_id": [None],
+}
 ODD: list[Any] = [
     None, True, -1, 0, 1, 2**31, 2**64, -(2**70), 1.5, 1e308, "", "x", "é\ud83d", "\u0000", "7", "(" * 60, "[" * 300,
     [], [[]], [{}], [None], ["x"] * 20, [1, "x"], [-1], [2**40],
@@ -78,12 +106,15 @@ ODD: list[Any] = [
 ]  # fmt: skip
 
 
-def body(rng: random.Random, chat: bool) -> dict[str, Any]:
-    fields = {name: rng.choice(FIELDS[name]) for name in rng.sample(list(FIELDS), rng.randrange(7))}
-    fields |= (
-        {"messages": rng.choice(MESSAGES)} if chat else {"prompt": rng.choice(["x", [5, 6], ["a", "b"], [[5], [6]]])}
-    )
-    fields.setdefault("max_tokens", 3)
+def body(rng: random.Random, path: str) -> dict[str, Any]:
+    known = OF_RESPONSES if path == RESPONSES else FIELDS
+    fields = {name: rng.choice(known[name]) for name in rng.sample(list(known), rng.randrange(7))}
+    if path == RESPONSES:
+        fields["input"] = rng.choice(["x", rng.sample(ITEMS, rng.randrange(1, 5))])
+        fields.setdefault("max_output_tokens", 3)
+    else:
+        fields |= {"messages": rng.choice(MESSAGES)} if path == CHAT else {"prompt": rng.choice(PROMPTS)}
+        fields.setdefault("max_tokens", 3)
     made: dict[str, Any] = json.loads(json.dumps(fields))
     for _ in range(rng.choice((0, 1, 1, 2))):
         mutate(made, rng)
@@ -125,14 +156,14 @@ def client(request: pytest.FixtureRequest, byte_target: str) -> Iterator[httpx.C
         yield connected
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(20_000, marks=SLOW)])
+@pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=SLOW)])
 def test_no_body_is_a_server_error(count: int, client: httpx.Client) -> None:
     rng, statuses = random.Random(count), Counter[int]()
     for number in range(count):
-        chat = rng.random() < 0.6
-        sent = json.dumps(body(rng, chat))
-        answer = client.post(CHAT if chat else COMPLETIONS, content=sent, headers=JSON, timeout=20)
-        assert answer.status_code in (200, 400, 404, 413), (number, sent, answer.text)
+        path = rng.choice((CHAT, COMPLETIONS, RESPONSES))
+        sent = json.dumps(body(rng, path))
+        answer = client.post(path, content=sent, headers=JSON, timeout=20)
+        assert answer.status_code in (200, 400, 404, 413), (number, path, sent, answer.text)
         if answer.status_code != 200:
             error = answer.json()["error"]
             assert error["message"], sent

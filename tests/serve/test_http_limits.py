@@ -20,7 +20,7 @@ from slipstream.serve.http.limits import ApiError, longest_text
 from slipstream.serve.http.schemas import CompletionBody
 from slipstream.serve.options import ServeConfig
 from slipstream.tests.serve.fake_engine import CONTEXT, info
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, RESPONSES
 from slipstream.tests.serve.test_detokenize import byte_fallback, byte_level
 from slipstream.tests.test_packaging import ROOT
 
@@ -48,6 +48,7 @@ LIMITS: list[tuple[int, str, Callable[[int], dict[str, Any]], str]] = [
     (PLACES // 4, COMPLETIONS, lambda size: fields_with(prompt=["x"] * size, n=2), "n"),
     (4096, CHAT, lambda size: {"messages": HELLO * size}, "messages"),
     (4096, CHAT, lambda size: {"messages": [{"role": "user", "content": [EMPTY_PART] * size}]}, "messages"),
+    (4096, RESPONSES, lambda size: {"input": HELLO * size}, "input"),
     # Body and object are two levels. One string is the key, one its value; the rest are fields of every body here.
     (62, CHAT, lambda size: {"messages": HELLO, "chat_template_kwargs": {"a": nested(size)}}, "chat_template_kwargs"),
     (62, COMPLETIONS, lambda size: fields_with(metadata={"a": nested(size)}), "metadata"),

@@ -40,7 +40,8 @@ def answered(client: httpx.Client, path: str, body: dict[str, Any], *, stream: b
             one = joined.setdefault(piece["index"], {"index": piece["index"], "text": "", "logprobs": {}})
             one["text"] += text
             one["finish_reason"] = piece["finish_reason"]
-            assert bool(text) or not any((piece["logprobs"] or {}).values()), "entries come with text"
+            is_told = text or piece["finish_reason"]
+            assert is_told or not any((piece["logprobs"] or {}).values()), "entries come with text"
             for name, values in (piece["logprobs"] or {}).items():
                 if values is not None:
                     one["logprobs"].setdefault(name, []).extend(values)
@@ -119,14 +120,16 @@ def test_echo(client: httpx.Client, ids: dict[str, int], logprobs: int | None, m
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_id_that_ends_an_answer(client: httpx.Client, ids: dict[str, int], stream: bool) -> None:
-    """It has no text, and an entry with `echo` alone: programs that score texts leave out the last one."""
+    """It has an entry and no text: entries are as many as tokens, and add up to the answer's log-probability."""
     end = 0
     for prompt in ([ids["a"], ids["b"], end], [end]):
         text = "ab" if len(prompt) > 1 else ""
         body = {"prompt": prompt, "max_tokens": 9, "logprobs": 1}
         [choice] = answered(client, COMPLETIONS, body, stream=stream)
         assert (choice["text"], choice["finish_reason"]) == (text, "stop")
-        assert (choice["logprobs"] or {"tokens": []}).get("tokens", []) == list(text)
+        assert choice["logprobs"]["tokens"] == [*text, "<|end|>"]
+        assert choice["logprobs"]["text_offset"] == list(range(len(text) + 1))
+        assert choice["logprobs"]["token_logprobs"] == logprobs_of(prompt, 1).tokens
         [choice] = answered(client, COMPLETIONS, {**body, "echo": True}, stream=stream)
         assert choice["text"] == f"{text}<|end|>{text}"
         assert choice["logprobs"]["tokens"] == [*text, "<|end|>", *text, "<|end|>"]

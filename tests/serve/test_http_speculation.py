@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.serve.http.launch import Server
 from slipstream.tests.serve.fake_engine import ROUND, trace_of
-from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, events
+from slipstream.tests.serve.fake_server import CHAT, COMPLETIONS, HELLO, MODEL, RESPONSES, events
 
 Entry = dict[str, Any]
 TRACE = {"speculation": {"trace": True}}
@@ -106,6 +106,16 @@ def test_without_drafts(client: httpx.Client) -> None:
     assert plain["choices"][0]["text"] == whole["choices"][0]["text"]
     assert len(plain["choices"][0]["speculation"]["trace"]) == 7
     assert "speculation" not in whole["choices"][0]
+
+
+def test_responses_have_figures_and_refuse_traces(client: httpx.Client) -> None:
+    found = client.post(RESPONSES, json={"input": "abc", "max_output_tokens": 7}).json()
+    chat = client.post(CHAT, json={"messages": [{"role": "user", "content": "abc"}], "max_tokens": 7}).json()
+    assert found["metrics"] == chat["metrics"]
+    assert found["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+    refused = client.post(RESPONSES, json={"input": "abc", **TRACE})
+    assert refused.status_code == 400
+    assert "speculation.trace is true; it is not written here" in refused.text
 
 
 def test_figures_of_several_choices_are_sums(client: httpx.Client) -> None:

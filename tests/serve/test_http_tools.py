@@ -160,11 +160,11 @@ def scored(url: str, stream: bool, **body: Any) -> dict[int, tuple[str, list[flo
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_reasoning_and_calls(url: str, stream: bool) -> None:
-    """Each token of each choice has an entry: markers, too, and reasoning that is left out."""
-    whole = REASONED + CALLS
+    """Each token of each choice has an entry: markers, too, the end, and reasoning that is left out."""
+    whole = REASONED + CALLS + "<|end|>"
     tokens = httpx.post(f"{url}/tokenize", json={"prompt": whole}).json()["tokens"]
     for fields in ({"n": 2}, {"include_reasoning": False}):
-        found = scored(url, stream, **question(whole, tools=TOOLS, **fields))
+        found = scored(url, stream, **question(REASONED + CALLS, tools=TOOLS, **fields))
         assert set(found) == set(range(fields.get("n", 1)))
         for text, values in found.values():
             assert text == whole
@@ -173,12 +173,12 @@ def test_log_probabilities_of_reasoning_and_calls(url: str, stream: bool) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_a_call_that_is_cut(url: str, stream: bool) -> None:
-    tokens = httpx.post(f"{url}/tokenize", json={"prompt": CALLS}).json()["tokens"]
+    tokens = httpx.post(f"{url}/tokenize", json={"prompt": CALLS + "<|end|>"}).json()["tokens"]
     for fields, shown in (
         ({"stop": "days"}, CALLS[: CALLS.index("days")]),
         ({"stop": "</tool_call>"}, CALLS[: CALLS.index("</tool_call>")]),
         ({"max_tokens": 55}, None),
-        ({"tool_choice": "none"}, CALLS),
+        ({"tool_choice": "none"}, CALLS + "<|end|>"),
     ):
         [(text, values)] = scored(url, stream, **question(CALLS, tools=TOOLS, **fields)).values()
         if shown is None:
@@ -262,6 +262,10 @@ def test_what_is_refused_is_named(frontend: Frontend, fields: dict[str, Any], fi
         (
             {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]},
             "messages.0.tool_calls.0.function.name",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"index": 0, "mood": 1, "function": {"name": "f"}}]},
+            "messages.0.tool_calls.0.mood",
         ),
     ],
 )

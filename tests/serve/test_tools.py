@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from slipstream.serve.chat.answers import AnswerFormat, ChatFormat
-from slipstream.serve.chat.parser import Parts, joined_calls
+from slipstream.serve.chat.parser import Parts
 from slipstream.serve.chat.tools import ToolChoice, ToolError, read_choice
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.grammar.grammars import Grammars
@@ -76,9 +76,7 @@ class Sampler:
             tokens.append(token)
         if not matcher.is_over:
             return None
-        parts = answers.parser().feed(answers.decoder(tokens[:-1]), final=True)
-        parts.calls = joined_calls(parts.calls)
-        return parts
+        return answers.parser().feed(answers.decoder(tokens[:-1]), final=True)
 
 
 def check_calls(parts: Parts, schemas: dict[str, Any] = SCHEMAS) -> None:
@@ -213,7 +211,6 @@ def test_answers_are_the_same_with_every_drafter(
         if not is_whole:
             continue
         ends += 1
-        parts.calls = joined_calls(parts.calls)
         check_calls(parts)
         if name.startswith(("required", "named")):
             assert parts.calls
@@ -266,7 +263,9 @@ def test_tools_need_a_form_and_a_template(hermes: Path) -> None:
         ([tool("a", strict="yes")], None, "tools.0.function.strict", "true or false"),
         ([tool("a", {"type": "array"})], None, "tools.0.function.parameters.type", "send object"),
         ([tool("a", description="x" * 70_000)], None, "tools.0.function", "the limit is 65536"),
+        ([tool("a") | {"mood": 1}], None, "tools.0.mood", "unknown"),
         (None, "required", "tool_choice", "tools are missing"),
+        ([tool("a")], {**NAMED, "mood": 1}, "tool_choice.mood", "unknown"),
         ([tool("a")], "any", "tool_choice", "it must be none, auto, required"),
         ([tool("a")], {"type": "allowed_tools"}, "tool_choice.allowed_tools", "mode"),
         (
@@ -282,6 +281,60 @@ def test_what_is_wrong_with_tools_is_named(tools: Any, choice: Any, field: str, 
         read_choice(tools, choice, None)
     assert caught.value.field == field
     assert words in str(caught.value)
+
+
+FLAT = [{"type": "function", **one["function"]} for one in TOOLS]
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "field", "words"),
+    [
+        ([{"type": "web_search"}], None, "tools.0.type", "'web_search'"),
+        (TOOLS, None, "tools.0.function", "unknown"),
+        ([{"type": "function", "name": "a b"}], None, "tools.0.name", "letters"),
+        ([{"type": "function", "name": "a", "parameters": {"type": "array"}}], None, "tools.0.parameters.type", "send"),
+        ([{"type": "function", "name": "a", "defer_loading": True}], None, "tools.0.defer_loading", "not supported"),
+        ([FLAT[0], FLAT[0]], None, "tools.1.name", "again"),
+        (FLAT, {"type": "function", "name": "b"}, "tool_choice.name", "'b'"),
+        (FLAT, {"type": "mcp", "server_label": "x"}, "tool_choice", "it must be none"),
+        (
+            FLAT,
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]},
+            "tool_choice.tools.0.type",
+            "'mcp'",
+        ),
+        (FLAT, {"type": "allowed_tools"}, "tool_choice", "mode"),
+    ],
+)
+def test_what_is_wrong_with_flat_tools_is_named(tools: Any, choice: Any, field: str, words: str) -> None:
+    with pytest.raises(ToolError) as caught:
+        read_choice(tools, choice, None, is_flat=True)
+    assert caught.value.field == field
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flat", "nested"),
+    [
+        (None, None),
+        ("required", "required"),
+        ({"type": "function", "name": "weather"}, NAMED),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]},
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]},
+            },
+        ),
+    ],
+)
+def test_flat_tools_are_those_of_chat(flat: Any, nested: Any) -> None:
+    null = {"async": None, "defer_loading": False, "allowed_callers": ["direct"], "output_schema": None}
+    found = read_choice([{**one, **null} for one in FLAT], flat, None, is_flat=True)
+    expected = read_choice(TOOLS, nested, None)
+    assert [one.definition for one in found.tools] == [one.definition for one in expected.tools]
+    assert (found.mode, found.allowed) == (expected.mode, expected.allowed)
+    assert [one.field for one in found.tools] == ["tools.0.parameters", "tools.1.parameters"]
 
 
 def test_allowed_tools_are_those_that_may_be_called() -> None:

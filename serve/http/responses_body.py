@@ -1,0 +1,284 @@
+"""The request body of /v1/responses, read into what the chat endpoint has: messages, tools and a grammar.
+
+Nothing is kept between calls, so what refers to an earlier one is refused by name.
+"""
+
+import json
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PlainValidator, ValidationInfo, model_validator
+
+from slipstream.models.chat import messages as chat
+from slipstream.models.chat.messages import Message
+from slipstream.serve.chat.tools import ToolError, read_called
+from slipstream.serve.http import limits
+from slipstream.serve.http.limits import ApiError
+from slipstream.serve.http.schemas import (
+    NEUTRAL_OF_OTHERS,
+    Neutral,
+    NumLogprobs,
+    Options,
+    SamplingBody,
+    UnderstoodFields,
+    check_length,
+    ignores_unknown,
+    understood_fields,
+)
+from slipstream.serve.request import Grammar
+
+LOGPROBS = "message.output_text.logprobs"
+# Reasoning is sent as plain text, which a client can send back, so nothing needs to be encrypted.
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
+ROLES = ("user", "assistant", "system", "developer")
+TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # kinds of parts, and the key of their text
+
+NEUTRAL_IN_RESPONSES: Neutral = NEUTRAL_OF_OTHERS | {
+    "max_tool_calls": None,  # of tools that the server calls, of which there are none
+    "prompt_cache_key": None,
+    "prompt_cache_retention": None,
+    "safety_identifier": None,
+    "service_tier": None,
+    "access_programs": (),
+    "background": (False,),
+    "background_options": (),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "moderation": (),
+    "n": (1,),
+    "previous_response_id": (),
+    "prompt": (),
+    "prompt_cache_options": (),
+    "store": (False,),
+    "truncation": ("disabled",),
+}
+NEUTRAL_IN_PART: Neutral = {"annotations": None, "logprobs": None, "prompt_cache_breakpoint": None}
+OF_ANY_ITEM: Neutral = {"id": None, "status": None}
+DIRECT: Neutral = {"caller": ({"type": "direct"},), "namespace": ()}
+ITEMS: dict[str, tuple[set[str], Neutral]] = {  # by type: the fields that are understood, and those that are neutral
+    "message": ({"role", "content"}, {"phase": ("final_answer",)}),
+    "reasoning": ({"content"}, {"summary": ([],), "encrypted_content": ()}),
+    "function_call": ({"call_id", "name", "arguments"}, {"async": (False,), **DIRECT}),
+    "function_call_output": ({"call_id", "output", "name"}, DIRECT),
+}
+NAMES_IN_CHAT = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": f"include: [{json.dumps(LOGPROBS)}]",
+}
+
+
+class ReasoningOptions(Options):
+    neutral = {"summary": ("auto",), "generate_summary": ("auto",), "context": ("auto",), "mode": ("standard",)}
+    place = "reasoning"
+
+    effort: str | None = None
+
+
+class TextOptions(Options):
+    neutral = {"verbosity": ("medium",)}
+    place = "text"
+
+    format: dict[str, Any] | None = None
+
+
+class ResponseStreamOptions(Options):
+    neutral = {"include_obfuscation": (False,)}
+    place = "stream_options"
+
+
+def read_input(value: Any, info: ValidationInfo) -> list[Message]:
+    """A text or items as messages for the chat template. Raises ApiError naming a wrong or unknown field."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise ApiError(400, "input must be a text, or a list of at least one item", "input")
+    check_length(value, limits.MAX_MESSAGES, "input")
+    contents = [item.get(name) for item in value if isinstance(item, dict) for name in ("content", "output")]
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    if num_parts > limits.MAX_PARTS:
+        raise ApiError(400, f"input has {num_parts} content parts; the limit is {limits.MAX_PARTS}", "input")
+    turns = Turns(ignore_unknown=ignores_unknown(info))
+    for index, item in enumerate(value):
+        turns.add(item, f"input.{index}")
+    return chat.read_messages(turns.messages, "input")
+
+
+class Turns:
+    """Messages of a chat. The items of an answer, its reasoning, text and calls, are one message there."""
+
+    def __init__(self, *, ignore_unknown: bool) -> None:
+        self.messages: list[Message] = []
+        self._ignore_unknown = ignore_unknown
+
+    def add(self, item: Any, where: str) -> None:
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if not isinstance(kind, str) or kind not in ITEMS:
+            found = f"{where}.type is {kind!r}" if isinstance(item, dict) else f"{where} is a {type(item).__name__}"
+            message = f"{found}; this server reads items of type {', '.join(ITEMS)}"
+            raise ApiError(400, message, f"{where}.type" if isinstance(item, dict) else where)
+        understood, neutral = ITEMS[kind]
+        fields = self._known(item, {"type", *understood}, OF_ANY_ITEM | neutral, where)
+        getattr(self, f"_add_{kind}")(fields, where)
+
+    def _add_message(self, item: dict[str, Any], where: str) -> None:
+        role = item.get("role")
+        if role not in ROLES:
+            raise ApiError(400, f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{where}.role")
+        text = self._text(item.get("content"), f"{where}.content")
+        if role != "assistant":
+            self.messages.append({"role": role, "content": text})
+            return
+        answer = self._answer(follows=False)
+        answer["content"] += text
+
+    def _add_reasoning(self, item: dict[str, Any], where: str) -> None:
+        text = self._text(item.get("content", ""), f"{where}.content", {"reasoning_text": "text"})
+        answer = self._answer(follows=False)
+        answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+
+    def _add_function_call(self, item: dict[str, Any], where: str) -> None:
+        try:
+            function = read_called(item, where)
+        except ToolError as error:
+            raise ApiError(400, str(error), error.field) from error
+        call = {"id": call_id(item, where), "type": "function", "function": function}
+        self._answer(follows=True).setdefault("tool_calls", []).append(call)
+
+    def _add_function_call_output(self, item: dict[str, Any], where: str) -> None:
+        text = self._text(item.get("output"), f"{where}.output")
+        message = {"role": "tool", "tool_call_id": call_id(item, where), "content": text}
+        name = item.get("name")
+        if not isinstance(name, str | None):
+            raise ApiError(400, f"{where}.name must be a string", f"{where}.name")
+        self.messages.append(message | ({} if name is None else {"name": name}))
+
+    def _answer(self, *, follows: bool) -> Message:
+        """The assistant's message that an item belongs to: the last one, unless a text that ends it stands before.
+        `follows`: the item may come after a text."""
+        last = self.messages[-1] if self.messages else None
+        is_open = last is not None and last["role"] == "assistant"
+        if last is None or not is_open or (last["content"] and not last.get("tool_calls") and not follows):
+            last = {"role": "assistant", "content": ""}
+            self.messages.append(last)
+        return last
+
+    def _text(self, value: Any, where: str, kinds: dict[str, str] = TEXTS) -> str:
+        """A string, or the texts of parts, joined with nothing between them."""
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            found = "is missing" if value is None else f"is a {type(value).__name__}"
+            raise ApiError(400, f"{where} {found}; it must be a string or a list of text parts", where)
+        texts = list[str]()
+        for index, part in enumerate(value):
+            place = f"{where}.{index}"
+            kind = part.get("type") if isinstance(part, dict) else None
+            if not isinstance(kind, str) or kind not in kinds:
+                found = f"{place}.type is {kind!r}" if isinstance(part, dict) else f"{place} is no object"
+                message = f"{found}; this server reads text alone: parts of type {', '.join(kinds)}"
+                raise ApiError(400, message, f"{place}.type" if isinstance(part, dict) else place)
+            key = kinds[kind]
+            text = self._known(part, {"type", key}, NEUTRAL_IN_PART, place).get(key)
+            if not isinstance(text, str):
+                raise ApiError(400, f"{place}.{key} must be a string", f"{place}.{key}")
+            texts.append(text)
+        return "".join(texts)
+
+    def _known(self, value: dict[str, Any], understood: set[str], neutral: Neutral, where: str) -> dict[str, Any]:
+        return understood_fields(value, understood, neutral, f"{where}.", ignore_unknown=self._ignore_unknown)
+
+
+def call_id(item: dict[str, Any], where: str) -> str:
+    found = item.get("call_id")
+    if not isinstance(found, str) or not found:
+        raise ApiError(400, f"{where}.call_id is missing; it must be a string", f"{where}.call_id")
+    return found
+
+
+class ResponsesBody(SamplingBody):
+    """POST /v1/responses."""
+
+    neutral = NEUTRAL_IN_RESPONSES
+    prompt_field = "input"
+    length_field: ClassVar[str] = "max_output_tokens"
+    effort_field: ClassVar[str] = "reasoning.effort"
+    # What chat has beyond.
+    n: ClassVar[int] = 1
+    add_generation_prompt: ClassVar[bool] = True
+    all_prompt_logprobs: ClassVar[int | None] = None
+
+    input: Annotated[list[Message], PlainValidator(read_input)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list[Any] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningOptions = ReasoningOptions()
+    text: TextOptions = TextOptions()
+    include: list[str] = []
+    top_logprobs: NumLogprobs = 0
+    metadata: dict[str, str] = {}
+    user: str | None = None
+    stream_options: ResponseStreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_names(cls, body: dict[str, Any]) -> dict[str, Any]:
+        for name, here in NAMES_IN_CHAT.items():
+            if body.get(name) is not None:
+                raise ApiError(400, f"{name} is a field of other endpoints; send {here}", name)
+        return {name: value for name, value in body.items() if name not in NAMES_IN_CHAT}
+
+    @model_validator(mode="after")
+    def check_include(self) -> "ResponsesBody":
+        for index, name in enumerate(self.include):
+            if name not in INCLUDABLE:
+                message = f"include.{index} is {name!r}; this server can include {' and '.join(INCLUDABLE)}"
+                raise ApiError(400, message, f"include.{index}")
+        if self.top_logprobs and self.answer_logprobs is None:
+            message = f"top_logprobs needs include: [{json.dumps(LOGPROBS)}]; add that or leave it out"
+            raise ApiError(400, message, "top_logprobs")
+        if self.asked_speculation.trace:
+            message = "speculation.trace is true; it is not written here: use /v1/chat/completions, or leave it out"
+            raise ApiError(400, message, "speculation.trace")
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream: true; add that or leave it out", "stream_options")
+        return self
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def reasoning_effort(self) -> str | None:
+        return self.reasoning.effort
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation, `instructions` before it."""
+        first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        return [*first, *self.input]
+
+    @property
+    def answer_logprobs(self) -> int | None:
+        return self.top_logprobs if LOGPROBS in self.include else None
+
+    def grammars_of_format(self, known: UnderstoodFields) -> list[tuple[Grammar, str]]:
+        form, where = self.text.format or {"type": "text"}, "text.format"
+        kind = form.get("type")
+        if kind in ("text", "json_object"):
+            known(form, {"type"}, {}, f"{where}.")
+            return [(Grammar("json_object"), where)] if kind == "json_object" else []
+        if kind != "json_schema":
+            message = f"{where}.type is {kind!r}; it must be text, json_object or json_schema"
+            raise ApiError(400, message, f"{where}.type")
+        # A schema is always kept to the letter, so `strict` changes nothing.
+        known(form, {"type", "name", "schema"}, {"strict": None, "description": None}, f"{where}.")
+        if not isinstance(form.get("schema"), dict | bool):
+            raise ApiError(400, f"{where}.schema must be an object", f"{where}.schema")
+        return [(Grammar("json_schema", json.dumps(form["schema"])), f"{where}.schema")]
