@@ -84,9 +84,11 @@ class RequestState:
         self._waiting: list[NDArray[np.int64]] = []  # changes that the device has not got
         self._sent: tuple[tuple[int, ...], int, tuple[int, ...]] | None = None
 
-        # Masks of one pass; captured passes read them in place.
-        self.mask_bits = _zeros((self.padding * width, -(-vocab_size // 32)), torch.int32, device)
-        self.mask_rows = torch.full((num_slots, width), -1, dtype=torch.int32, device=device)  # by node: of mask_bits
+        # Masks of one pass, and before them by slot and node which of them each has. Captured passes read them in place.
+        words, count = -(-vocab_size // 32), num_slots * width
+        self._masks = _zeros((count + count % 4 + self.padding * width * words,), torch.int32, device)
+        self.mask_rows = self._masks[:count].view(num_slots, width).fill_(-1)
+        self.mask_bits = self._masks[count + count % 4 :].view(self.padding * width, words)
         self._is_masked = False
 
     @property
@@ -172,16 +174,23 @@ class RequestState:
             self.copy(bias, held.bias[slot])
 
     def set_masks(self, masks: Sequence[NodeMasks]) -> None:
-        """For the next pass in mode "all"."""
-        if self._is_masked:
-            self.mask_rows.fill_(-1)
+        """For the next pass in mode "all": in one copy, since the device waits for it."""
+        if not masks and not self._is_masked:
+            return
         self._is_masked = bool(masks)
+        first, (_, words) = len(self._masks) - self.mask_bits.numel(), self.mask_bits.shape
+        count = sum(len(mask.nodes) for mask in masks)
+        host = torch.empty(first + count * words, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        values = host.numpy()
+        values[:first] = -1
+        rows, row = values[: self.mask_rows.numel()].reshape(self.mask_rows.shape), 0
+        for mask in masks:
+            rows[mask.slot, mask.nodes] = range(row, row + len(mask.nodes))
+            row += len(mask.nodes)
         if masks:
-            held = [(mask.slot, node) for mask in masks for node in mask.nodes]
-            slots, nodes = self.upload(list(zip(*held, strict=True)))
-            self.mask_rows[slots, nodes] = torch.arange(len(held), dtype=torch.int32, device=self.device)
-            bits = np.concatenate([np.asarray(mask.allowed) for mask in masks])
-            self.copy(bits.view(np.int32), self.mask_bits[: len(held)])
+            bits = values[first:].view(np.uint32).reshape(count, words)
+            np.concatenate([mask.allowed for mask in masks], out=bits)
+        self._masks[: len(host)].copy_(host, non_blocking=True)
 
     def copy(self, values: NDArray[np.generic], to: Tensor) -> None:
         """Replaces `to` on the device. The host does not wait; the copy runs after the work queued there."""
