@@ -73,6 +73,8 @@ class EngineConfig:
     from, after bias, penalties, masks, temperature and filters. Those of prompts are always raw."""
     simulate_accept_length: float | None = None
     """Benchmarks only: pretend that steps emit so many tokens of a request on average. The output is wrong."""
+    grammar_drafts: bool = True
+    """Draft the tokens that a request's grammar leaves no choice about."""
     trust_remote_code: bool = False
     """Run Python code that comes with the target's config or tokenizer."""
     tool_parser: str = "auto"
@@ -170,14 +172,17 @@ class ServeConfig(EngineConfig):
         if not 0 < self.health_timeout < math.inf:
             raise ValueError(f"health_timeout is {self.health_timeout}; it must be a number of seconds above 0")
         for name in ("max_body_mb", "request_timeout"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be a number above 0")
+            check_positive(name, getattr(self, name))
         if self.simulate_accept_length is not None and not self.unsafe_simulate:
             raise ValueError(
                 f"simulate_accept_length is {self.simulate_accept_length}: every answer would be wrong; if a benchmark "
                 "needs that, add --unsafe-simulate"
             )
+
+
+def check_positive(name: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value}; it must be a number above 0")
 
 
 def parse_objective(objective: str) -> float | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.serve.engine.budget import BudgetPolicy, Offer, host_cells
+from slipstream.serve.engine.budget import BudgetPolicy, Offer, host_cells, is_forced
 from slipstream.serve.engine.host_stages import Emitted, Proposed
 from slipstream.serve.engine.plan import (
     Admission,
@@ -167,11 +167,14 @@ class Planner:
 
     def _learn(self, plan: StepPlan, output: StepOutput, ms: float) -> None:
         """Counts what was accepted, and the step's time. Requests that change their logits do not count beside others,
-        whose drafts may be accepted more often."""
+        whose drafts may be accepted more often, but for what their grammars forced."""
         count, sequences = len(plan.slots), self._launched[plan.number].sequences
         if count and self.limits.most_nodes > 1:
-            own = [i for i, sequence in enumerate(sequences) if not sequence.request.params.changes_logits]
-            counted = own if 0 < len(own) < count else slice(count)
+            is_free = [not sequence.request.params.changes_logits for sequence in sequences]
+            counted: slice | list[int] = slice(count)
+            if any(is_free):
+                forced: NDArray[np.bool_] = np.any(is_forced(output.cells[:count]), axis=1)
+                counted = [index for index in range(count) if is_free[index] or forced[index]]
             accepted = accepted_nodes(output, count)
             self.policy.record(output.cells[counted], output.num_verified[counted], accepted[counted])
         if output.prompt_logprobs is not None:  # which take time of their own

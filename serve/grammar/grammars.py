@@ -11,12 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.serve.grammar.json_schema import Unsupported, rewrite
+from slipstream.serve.grammar.spelling import Spelling
 from slipstream.serve.grammar.strings import Strings
 from slipstream.serve.request import Grammar
 
@@ -24,6 +25,8 @@ MOST_CHARS = 64 * 2**10  # of a grammar as it is sent
 MOST_SPACES = 64  # in a row, between two parts of JSON
 MOST_COMPILED = 256  # grammars that are kept
 NUM_THREADS = 2
+MOST_PREFIXES = 64  # tokens among which a longest one that begins like all others is looked for
+LOOKAHEAD = 4  # tokens beyond those that are wanted, since the spelling of a word depends on its end
 WORD_BITS = 32
 
 
@@ -104,12 +107,24 @@ def _literal(text: str) -> str:
     return '"' + "".join(escaped.get(c, c if c >= " " else f"\\x{ord(c):02x}") for c in text) + '"'
 
 
+class Compiler(NamedTuple):
+    """Of one vocabulary."""
+
+    compiler: Any  # xgrammar's
+    spelling: Spelling
+
+
 class Grammars:
     """Compiled grammars of one vocabulary. `load_tokenizer` is called with the first."""
 
-    def __init__(self, load_tokenizer: Callable[[], Any], vocab_size: int, end_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], Any],
+        vocab_size: int,
+        end_ids: Collection[int],
+    ) -> None:
         self._load_tokenizer, self._vocab_size, self._end_ids = load_tokenizer, vocab_size, sorted(end_ids)
-        self._compiler: Any = None
+        self._compiler: Future[Compiler] | None = None
         self._compiled: OrderedDict[Grammar, Future[Any]] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -132,33 +147,51 @@ class Grammars:
         import xgrammar
 
         compiled = self.compile(grammar).result()
-        return Matcher(xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(ends)), ends, self._vocab_size)
+        assert self._compiler is not None
+        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(ends))
+        return Matcher(matcher, ends, self._vocab_size, self._compiler.result().spelling)
 
     def close(self) -> None:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _make_compiler(self) -> Any:
+    def _make_compiler(self) -> Compiler:
         import xgrammar
 
         tokenizer = self._load_tokenizer()
         info = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer, vocab_size=self._vocab_size, stop_token_ids=self._end_ids or None
         )
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        vocabulary = info.serialize_json()
+        return Compiler(make_compiler(vocabulary), Spelling(tokenizer, info.decoded_vocab))
 
     def _compile(self, grammar: Grammar) -> Any:
-        try:
-            return self._compiler.result().compile_grammar(parse(grammar))
-        except RuntimeError as error:
-            raise ValueError(f"{grammar.kind} cannot be used: {_reason(error)}") from error
+        assert self._compiler is not None
+        own = self._compiler.result()
+        return compile_with(own.compiler, grammar)
+
+
+def make_compiler(vocabulary: str) -> Any:
+    """xgrammar's, of a TokenizerInfo as JSON."""
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
+    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def compile_with(compiler: Any, grammar: Grammar) -> Any:
+    """Raises ValueError, in a sentence, where that is impossible."""
+    try:
+        return compiler.compile_grammar(parse(grammar))
+    except RuntimeError as error:
+        raise ValueError(f"{grammar.kind} cannot be used: {_reason(error)}") from error
 
 
 class Matcher:
-    """Where one answer stands in its grammar."""
+    """Where one answer stands in its grammar. `spelling`: of its vocabulary; None: nothing is known to be forced."""
 
-    def __init__(self, matcher: Any, ends: Collection[int], vocab_size: int) -> None:
-        self._matcher, self._ends = matcher, frozenset(ends)
+    def __init__(self, matcher: Any, ends: Collection[int], vocab_size: int, spelling: Spelling | None = None) -> None:
+        self._matcher, self._ends, self._spelling = matcher, frozenset(ends), spelling
         self._num_words = -(-vocab_size // WORD_BITS)
 
     @property
@@ -187,6 +220,74 @@ class Matcher:
         found = masks.numpy().view(np.uint32)
         found[1:][~found[1:].any(axis=1)] = 2**WORD_BITS - 1
         return found
+
+    def forced(self, last: int, most: int) -> tuple[list[int], NDArray[np.uint32]]:
+        """Up to `most` tokens that follow the token `last` because the grammar leaves one text, in the tokenizer's own
+        spelling, and the masks (1 + their number, ceil(V / 32)) before and after each, as of `allowed`.
+
+        The last tokens of a forced text are left out where others that go beyond it may take their place. A text counts
+        as forced as long as all tokens that may come next are beginnings of the longest of them. Rarely it is not, as
+        where "sale", "sales" and "saleable" are allowed. The library's own way to find it does not end where the text
+        does not.
+        """
+        longest = self._longest(most + LOOKAHEAD)
+        if not longest or self._spelling is None:
+            return [], np.empty((0, self._num_words), np.uint32)
+        spelled = self._spelling.respell(last, longest)[:most]
+        masks = self.allowed([last, *spelled], range(-1, len(spelled)))
+        count = 0
+        while count < len(spelled) and self._is_sure(masks[count], spelled[count:]):
+            count += 1
+        return spelled[:count], masks[: 1 + count]
+
+    def _longest(self, most: int) -> list[int]:
+        """Of a forced text up to `most` tokens, each the longest that may come next."""
+        import torch
+
+        found, mask = list[int](), torch.empty((1, self._num_words), dtype=torch.int32)
+        row = mask.numpy().view(np.uint32)[0]
+        while len(found) < most and not self.is_over:
+            mask.fill_(-1)
+            self._matcher.fill_next_token_bitmask(mask)
+            token = self._only(row)
+            if token is None:
+                break
+            self._matcher.accept_token(token)
+            found.append(token)
+        self._matcher.rollback(len(found))
+        return found
+
+    def _only(self, mask: NDArray[np.uint32]) -> int | None:
+        """The token that may come next, or the longest if the others are its beginnings."""
+        tokens = tokens_in(mask, MOST_PREFIXES)
+        if len(tokens) < 2 or self._spelling is None:
+            return tokens[0] if tokens else None
+        vocabulary = self._spelling.vocabulary
+        longest = max(tokens, key=lambda token: len(vocabulary[token]))
+        is_text = self._ends.isdisjoint(tokens) and self._spelling.added.isdisjoint(tokens)
+        return longest if is_text and all(vocabulary[longest].startswith(vocabulary[one]) for one in tokens) else None
+
+    def _is_sure(self, mask: NDArray[np.uint32], following: Sequence[int]) -> bool:
+        """Whether all that may come next are beginnings of the `following` tokens' text."""
+        assert self._spelling is not None
+        tokens, vocabulary = tokens_in(mask, MOST_PREFIXES), self._spelling.vocabulary
+        if tokens == [following[0]]:
+            return True
+        text = self._spelling.bytes_of(following)
+        return bool(tokens) and all(text.startswith(vocabulary[token]) for token in tokens)
+
+
+def tokens_in(mask: NDArray[np.uint32], most: int) -> list[int]:
+    """The tokens that a mask (ceil(V / 32),) allows; none where there are more than `most`."""
+    words = np.flatnonzero(mask)
+    if len(words) > most:
+        return []
+    found = list[int]()
+    for word, bits in zip(words.tolist(), mask[words].tolist(), strict=True):
+        while bits:
+            found.append(WORD_BITS * word + (bits & -bits).bit_length() - 1)
+            bits &= bits - 1
+    return found if len(found) <= most else []
 
 
 def _links(tokens: Sequence[int], parents: Sequence[int], ends: Collection[int]) -> tuple[list[int], list[int]]:

@@ -197,7 +197,10 @@ class RequestState:
         """Replaces the stored proposals of the requests in `requests` (B,), except where the count is 0."""
         if not any(proposal.counts):
             return
-        nodes = torch.from_numpy(proposal.nodes).to(self.device, non_blocking=True)
+        host = torch.from_numpy(proposal.nodes)
+        if self.device.type == "cuda" and not host.is_pinned():
+            host = host.pin_memory()
+        nodes = host.to(self.device, non_blocking=True)
         if 0 in proposal.counts:
             chosen = self.upload([index for index, count in enumerate(proposal.counts) if count])
             requests, nodes = requests[chosen], nodes[:, chosen]
