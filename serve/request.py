@@ -230,8 +230,9 @@ class Logprobs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """New tokens of one request. Only its last Output has `finish_reason` and `stats`, and, where that is "error", the
-    sentence that says what failed. `logprobs` belong to `tokens`, if the request wants them; `prompt_logprobs`, of the
-    prompt's tokens from the second on, come with its first Output."""
+    sentence that says what failed, and whether the request itself is at fault (`is_refusal`). `logprobs` belong to
+    `tokens`, if the request wants them; `prompt_logprobs`, of the prompt's tokens from the second on, come with its
+    first Output."""
 
     request_id: str
     tokens: list[int]
@@ -240,6 +241,7 @@ class Output:
     error: str = ""
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    is_refusal: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from slipstream.serve.grammar.json_schema import Unsupported, rewrite
 from slipstream.serve.grammar.spelling import Spelling
 from slipstream.serve.grammar.strings import Strings
+from slipstream.serve.grammar.trial import Trial
 from slipstream.serve.request import Grammar
 
 MOST_CHARS = 64 * 2**10  # of a grammar as it is sent
@@ -112,18 +113,22 @@ class Compiler(NamedTuple):
 
     compiler: Any  # xgrammar's
     spelling: Spelling
+    trial: Trial | None  # of grammars whose compilation may take too long
 
 
 class Grammars:
-    """Compiled grammars of one vocabulary. `load_tokenizer` is called with the first."""
+    """Compiled grammars of one vocabulary. `load_tokenizer` is called with the first. `timeout`: seconds that compiling
+    one may take; None: as long as it takes."""
 
     def __init__(
         self,
         load_tokenizer: Callable[[], Any],
         vocab_size: int,
         end_ids: Collection[int],
+        timeout: float | None = None,
     ) -> None:
         self._load_tokenizer, self._vocab_size, self._end_ids = load_tokenizer, vocab_size, sorted(end_ids)
+        self._timeout = timeout
         self._compiler: Future[Compiler] | None = None
         self._compiled: OrderedDict[Grammar, Future[Any]] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
@@ -154,6 +159,10 @@ class Grammars:
     def close(self) -> None:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._compiler is not None and self._compiler.done() and not self._compiler.exception():
+            trial = self._compiler.result().trial
+            if trial is not None:
+                trial.close()
 
     def _make_compiler(self) -> Compiler:
         import xgrammar
@@ -163,11 +172,14 @@ class Grammars:
             tokenizer, vocab_size=self._vocab_size, stop_token_ids=self._end_ids or None
         )
         vocabulary = info.serialize_json()
-        return Compiler(make_compiler(vocabulary), Spelling(tokenizer, info.decoded_vocab))
+        trial = None if self._timeout is None else Trial(vocabulary, self._timeout)
+        return Compiler(make_compiler(vocabulary), Spelling(tokenizer, info.decoded_vocab), trial)
 
     def _compile(self, grammar: Grammar) -> Any:
         assert self._compiler is not None
         own = self._compiler.result()
+        if own.trial is not None:
+            own.trial.check(grammar)
         return compile_with(own.compiler, grammar)
 
 

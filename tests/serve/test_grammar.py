@@ -601,8 +601,41 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(build: Build)
         engine.add(request)
     while engine.has_work:
         ended |= {one.request_id: one for one in engine.step() if one.finish_reason}
+    assert ended["wrong"].is_refusal
     assert "cannot be used" in ended["wrong"].error
     assert ended["free"].finish_reason == "length"
+
+
+SLOW = Grammar("regex", "(a|b|ab|ba|aab|bba)*" * 600)  # to compile
+
+
+def test_compiling_is_bounded() -> None:
+    """In a process that is killed."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    grammars = Grammars(lambda: tokenizer, len(tokenizer), [tokenizer.eos_token_id], timeout=1.0)
+    good, wrong, slow = map(grammars.compile, (Grammar("regex", "a[bc]"), Grammar("regex", "(a"), SLOW))
+    assert good.exception() is None
+    assert "cannot be used" in str(wrong.exception())
+    assert str(slow.exception()) == "regex takes longer than 1 s to compile (grammar_timeout); simplify it"
+    grammars.close()
+
+
+@pytest.mark.slow
+def test_a_process_that_died_is_replaced() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    grammars = Grammars(lambda: tokenizer, len(tokenizer), [tokenizer.eos_token_id], timeout=1.0)
+    slow, queued = grammars.compile(SLOW), grammars.compile(Grammar("regex", "a[bc]"))
+    assert slow.exception() is not None
+    assert queued.exception() is None, "those that wait have their own time"
+    trial = grammars._compiler.result().trial if grammars._compiler is not None else None
+    assert trial is not None
+    assert trial._process is not None
+    trial._process.kill()
+    assert "makes the compiler fail" in str(grammars.compile(Grammar("regex", "a[bcd]")).exception())
+    assert grammars.compile(Grammar("regex", "a[bcde]")).exception() is None
+    process = trial._process
+    grammars.close()
+    assert process.wait(timeout=10) != 0
 
 
 def test_a_grammar_that_allows_nothing_says_so(build: Build) -> None:
