@@ -73,6 +73,10 @@ class EngineConfig:
     from, after bias, penalties, masks, temperature and filters. Those of prompts are always raw."""
     simulate_accept_length: float | None = None
     """Benchmarks only: pretend that steps emit so many tokens of a request on average. The output is wrong."""
+    grammar_drafts: bool = True
+    """Draft the tokens that a request's grammar leaves no choice about."""
+    grammar_timeout: float | None = None
+    """Seconds that compiling a request's grammar may take. Default: as long as it takes."""
     trust_remote_code: bool = False
     """Run Python code that comes with the target's config or tokenizer."""
     tool_parser: str = "auto"
@@ -104,6 +108,7 @@ class EngineConfig:
             raise ValueError(f"prefill_graph_tokens is {self.prefill_graph_tokens}; it must be at least 0 (none)")
         if self.max_chunk_ms is not None and not 0 < self.max_chunk_ms < math.inf:
             raise ValueError(f"max_chunk_ms is {self.max_chunk_ms}; it must be a number of milliseconds above 0")
+        check_positive("grammar_timeout", self.grammar_timeout)
         parse_objective(self.objective)
         check_parsers(self.tool_parser, self.reasoning_parser)
         if not 0.05 <= self.mem_fraction <= 0.98:
@@ -147,6 +152,8 @@ class ServeConfig(EngineConfig):
     """Longest body in MiB. Default: 16 bytes per token of max_model_len, at least 4 MiB."""
     request_timeout: float | None = None
     """Seconds after which an answer that has not ended is given up with an error. Default: none."""
+    grammar_timeout: float | None = 20.0
+    """Seconds that compiling a request's grammar may take, in a process that is killed then; the request is refused."""
     ignore_unknown_fields: bool = False
     """Accept fields that this server does not know, without effect, instead of refusing them."""
     control_tokens_as_text: bool = False
@@ -170,14 +177,17 @@ class ServeConfig(EngineConfig):
         if not 0 < self.health_timeout < math.inf:
             raise ValueError(f"health_timeout is {self.health_timeout}; it must be a number of seconds above 0")
         for name in ("max_body_mb", "request_timeout"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be a number above 0")
+            check_positive(name, getattr(self, name))
         if self.simulate_accept_length is not None and not self.unsafe_simulate:
             raise ValueError(
                 f"simulate_accept_length is {self.simulate_accept_length}: every answer would be wrong; if a benchmark "
                 "needs that, add --unsafe-simulate"
             )
+
+
+def check_positive(name: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value}; it must be a number above 0")
 
 
 def parse_objective(objective: str) -> float | None:

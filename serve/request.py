@@ -237,12 +237,14 @@ class RequestStats:
         return sum(self.accepted_by_position)
 
     def speculative_decoding(self, num_spec_tokens: int) -> dict[str, Any] | None:
-        """vLLM's `metrics.speculative_decoding`; None where `num_spec_tokens`, most tokens that a round drafts, is 0.
+        """vLLM's `metrics.speculative_decoding`; None where `num_spec_tokens`, most tokens that a round of most requests
+        drafts, is 0 and nothing was drafted.
 
         Every round is a step here, also one that verified no drafted token.
         """
-        if num_spec_tokens == 0:
+        if num_spec_tokens == 0 and not self.drafted_tokens:
             return None
+        num_spec_tokens = max(num_spec_tokens, len(self.accepted_by_position))
         at_least = [self.rounds, *self.accepted_by_position]  # rounds by how many tokens they accepted
         at_least += [0] * (num_spec_tokens + 2 - len(at_least))
         rounds, accepted, drafted = self.rounds, self.accepted_tokens, self.drafted_tokens
@@ -301,8 +303,9 @@ class Logprobs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """New tokens of one request. Only its last Output has `finish_reason` and `stats`, and, where that is "error", the
-    sentence that says what failed. `logprobs` belong to `tokens`, if the request wants them; `prompt_logprobs`, of the
-    prompt's tokens from the second on, come with its first Output. `trace` belongs to `tokens`, too."""
+    sentence that says what failed, and whether the request itself is at fault (`is_refusal`). `logprobs` and `trace`
+    belong to `tokens`, if the request wants them; `prompt_logprobs`, of the prompt's tokens from the second on, come
+    with its first Output."""
 
     request_id: str
     tokens: list[int]
@@ -312,6 +315,7 @@ class Output:
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     trace: list[TokenTrace] | None = None
+    is_refusal: bool = False
 
 
 @dataclass(frozen=True, slots=True)

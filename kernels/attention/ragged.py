@@ -74,6 +74,7 @@ class Segments(NamedTuple):
     lengths: Tensor  # (S,) int64 committed tokens: row i of a segment is the token at place lengths + i
     num_decoding: int  # segments of nodes, which come first; the others are chunks of prompts
     most_nodes: int  # rows of a segment of nodes, at most; up to 64
+    usual_nodes: int = 64  # that most segments have, at most: sizes tiles, if below most_nodes
 
 
 class Tiles(NamedTuple):
@@ -234,10 +235,11 @@ def allot_work(
     """Memory for a plan. `blocks` of nodes and of prompts, and `programs` that run at a time per KV head, replace the
     choice made here (benchmarks, tests)."""
     device, group, most = segments.starts.device, Q // G, segments.most_nodes
+    usual = min(most, segments.usual_nodes)
     decoding, chunks = segments.num_decoding, len(segments.slots) - segments.num_decoding
     assert most <= MAX_NODES
     if blocks is None:
-        blocks = choose_blocks(decoding, most, T, Q, G, D, dtype.itemsize)
+        blocks = choose_blocks(decoding, usual, T, Q, G, D, dtype.itemsize)
     fitting = (fit_blocks(x, _block_dim(D), dtype.itemsize, shared_memory(device)) for x in blocks)
     (nodes, node_queries), (prompts, prompt_queries) = ((x, _queries(x, group)) for x in fitting)
     node_tiles = min(decoding * triton.cdiv(most, node_queries), T // node_queries + decoding, T)
@@ -265,11 +267,12 @@ def tile_tokens(D: int, element_size: int) -> int:
 
 
 def choose_blocks(
-    decoding: int, most_nodes: int, T: int, Q: int, G: int, D: int, element_size: int
+    decoding: int, nodes: int, T: int, Q: int, G: int, D: int, element_size: int
 ) -> tuple[Blocks, Blocks]:
-    """Of nodes and of prompts. Rows beyond a tile's read the KV once more, rows that none needs cost registers."""
+    """For segments of up to `nodes` nodes, and for prompts. Rows beyond a tile's read the KV once more, rows that none
+    needs cost registers."""
     tokens, group = tile_tokens(D, element_size), Q // G
-    least, wanted = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(most_nodes * group)
+    least, wanted = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(nodes * group)
     if element_size == 4:
         return Blocks(least, tokens, 4, 2), Blocks(least, tokens, 4, 2)
     rows = max(least, 16 if wanted <= 16 else 32 if wanted <= 64 else 64)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.serve.engine.plan import FORCED
 from slipstream.serve.engine.step_costs import Costs
 
 PLACES = BUCKETS = KINDS = 16  # the last place, bucket of probabilities and kind stand for all above, too
@@ -566,6 +567,11 @@ def host_cells(count: int, kind: int) -> NDArray[np.int32]:
     cells = NETWORK_CELLS + min(kind, KINDS - 1) * PLACES + np.minimum(np.arange(count), PLACES) - 1
     cells[0] = -1
     return cells.astype(np.int32)
+
+
+def is_forced(cells: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Whether nodes of these cells are tokens that a grammar forced."""
+    return cells >= NETWORK_CELLS + FORCED * PLACES
 
 
 def _by_place(values: NDArray[np.float64]) -> NDArray[np.float64]:

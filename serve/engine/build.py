@@ -42,6 +42,8 @@ from slipstream.serve.runner.step import Runner
 
 logger = logging.getLogger(__name__)
 
+FORCED_NODES = 16  # of a proposal that a grammar forces, root included
+FORCED_ROWS = 64  # that captured passes have for these beside roots, if the drafter needs fewer
 INPUTS = 64  # of a layer: products in a fixed order need a multiple of it
 
 
@@ -69,7 +71,14 @@ class Builder:
             self.drafter, self.stages = load_drafter(config.draft, config.drafter, self.target)
         offered = {*self.drafter.widths, *(width for stage in self.stages for width in stage.widths)}
         widths = pick_widths(config.width, tuple(sorted(offered)))
-        self.most_nodes, self.of_network = max(widths), min(max(widths), max(self.drafter.widths))
+        self.usual_nodes, self.of_network = max(widths), min(max(widths), max(self.drafter.widths))
+        self.node_rows = most_node_rows(config.max_running, self.usual_nodes)
+        self.forced_nodes = 1
+        if config.grammar_drafts:  # a fixed width is theirs, too
+            self.forced_nodes = FORCED_NODES if config.width is None else self.usual_nodes
+            beside = min(config.max_running * (self.forced_nodes - 1), FORCED_ROWS)
+            self.node_rows = max(self.node_rows, config.max_running + beside)
+        self.most_nodes = max(self.usual_nodes, self.forced_nodes)
         # What the draft's pass may propose; with a fixed width as much of that as the drafter can.
         own = {min(width, self.of_network) for width in widths}
         self.widths = tuple(sorted({1, *own} if config.width is None else own))
@@ -96,8 +105,10 @@ class Builder:
             costs = self.find_costs(steps, drafts)
             self.drafter.forget()
         sizes = self.model.vocab_size, self.target.end_ids
-        grammars = Grammars(partial(load_tokenizer, self.path, config.trust_remote_code), *sizes)
-        stages = [*self.stages, Constraints(self.target.end_ids, self.model.vocab_size, grammars)]
+        load = partial(load_tokenizer, self.path, config.trust_remote_code)
+        grammars = Grammars(load, *sizes, config.grammar_timeout)
+        constraints = Constraints(self.target.end_ids, self.model.vocab_size, grammars, self.forced_nodes)
+        stages = [*self.stages, constraints]
         for stage in stages:
             stage.attach(config.max_running, pinned=self.device.type == "cuda")
         scheduler = Scheduler(
@@ -118,7 +129,7 @@ class Builder:
                 kv_cache_tokens=tokens,
                 inexact=self.inexact,
                 fingerprint=self.fingerprint(),
-                num_spec_tokens=self.most_nodes - 1,
+                num_spec_tokens=self.usual_nodes - 1,
             ),
             self.make_planner(scheduler, costs),
             ModelRunner(passes, steps, drafts),
@@ -194,7 +205,7 @@ class Builder:
         if self.device.type == "cuda":  # measured by running the largest passes over a cache of one dump page
             passes = self.build_passes([1] * len(self.windows), sizing.pages_for(longest))
             widths = self.widths if self.captures else ()
-            workspace = passes.state.nbytes + measure_workspace(passes, config, widths)
+            workspace = passes.state.nbytes + measure_workspace(passes, config, widths, self.node_rows)
         num_pages = sizing.num_pages(longest, workspace)
         max_model_len = sizing.fit_to_cache(longest, num_pages[0])
         return Space(num_pages, max_model_len, max_reserve), sizing.pages_for(max_model_len)
@@ -226,6 +237,7 @@ class Builder:
             self.drafter,
             state,
             tuple(kv),
+            self.usual_nodes,
             self.branches,
             self.order,
             config.simulate_accept_length,
@@ -233,7 +245,7 @@ class Builder:
         )
 
     def capture(self, passes: Runner) -> tuple[StepGraphs, DraftGraphs | None]:
-        return capture_all(passes, self.config, self.widths)
+        return capture_all(passes, self.config, self.widths, self.node_rows)
 
     def find_costs(self, steps: StepGraphs | None, drafts: DraftGraphs | None) -> Costs:
         """Of captured passes as timed now, or at an earlier start that was like this one."""
@@ -255,7 +267,16 @@ class Builder:
     def cost_key(self) -> CostKey:
         config, draft = self.config, self.config.draft
         own = resolve(draft) / "config.json" if is_checkpoint(draft) else None
-        names = ("attention", "page_size", "max_running", "prefill_budget", "prefill_graph_tokens", "width", "drafter")
+        names = (
+            "attention",
+            "page_size",
+            "max_running",
+            "prefill_budget",
+            "prefill_graph_tokens",
+            "width",
+            "drafter",
+            "grammar_drafts",
+        )
         return CostKey(
             gpu=torch.cuda.get_device_name(self.device),
             torch=torch.__version__,
@@ -276,14 +297,14 @@ class Builder:
             costs,
             self.widths,
             most_nodes=self.most_nodes,
-            node_rows=most_node_rows(config.max_running, self.most_nodes) if self.captures else None,
+            node_rows=self.node_rows if self.captures else None,
             fixed=config.width,
             itl_ms=config.itl_ms,
             max_chunk_ms=config.max_chunk_ms,
         )
         prompts = config.captured_tokens if self.captures and config.captured_tokens else config.prefill_budget
         limits = Limits(self.most_nodes, self.of_network, self.reserve, prompts)
-        host_drafts = any(max(stage.widths) > 1 for stage in self.stages)
+        host_drafts = self.forced_nodes > 1 or any(max(stage.widths) > 1 for stage in self.stages)
         return Planner(scheduler, policy, limits, drafter_name(config.draft), host_drafts=host_drafts)
 
 

@@ -1,22 +1,29 @@
 """Constraints that only the host can check: which tokens may follow each node of a proposal. Grammars, bad words, ends.
 
 A token is forbidden by the answer before it, on whatever path of a proposal that lies, so the same tokens are allowed
-with every draft and with none. Imports no torch.
+with every draft and with none. Where a grammar leaves one text, its tokens replace the proposal. Imports no torch.
 Letters: B requests, N nodes of a proposal, root included; V vocabulary.
 """
 
+import os
+import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.serve.engine.host_stages import Emitted, HostStage, Proposed
-from slipstream.serve.engine.plan import Edits, NodeMasks
+from slipstream.serve.engine.plan import FORCED, Edits, HostProposal, NodeMasks
 from slipstream.serve.request import Grammar, Request
 
 WORD_BITS = 32
+MOST_THREADS = 8  # that find masks
+WORTH_SHARING_S = 5e-4  # work that a step waits for; the library does most of it without Python's lock
+MOST_WORDS = 32  # of a mask that allow tokens, where a text may be forced: its first tokens begin alike
 NOTHING = "the grammar allows no token here, not even an end; correct it"
 REFUSED = "the grammar does not take a token that this answer got; no token was allowed, or its logits are not finite"
 
@@ -31,6 +38,8 @@ class Matcher(Protocol):
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> NDArray[np.uint32]: ...
 
+    def forced(self, last: int, most: int) -> tuple[list[int], NDArray[np.uint32]]: ...
+
 
 class Grammars(Protocol):
     def matcher(self, grammar: Grammar, ends: Collection[int]) -> Matcher: ...
@@ -43,10 +52,12 @@ class Constrained:
     """A running request: what it has answered, and what that must not go on with."""
 
     answer: list[int]
+    max_tokens: int
     min_tokens: int
     end_ids: Collection[int]
     bad_words: Sequence[tuple[int, ...]]  # of two tokens or more: the logits' bias forbids single ones
     matcher: Matcher | None = None
+    wants_drafts: bool = True
 
     @property
     def is_done(self) -> bool:
@@ -70,23 +81,29 @@ class Constrained:
 
 
 class Constraints(HostStage):
-    """`grammar`, `min_tokens` and `bad_words` of requests that have them. `end_ids`: the target's end-of-text ids."""
+    """`grammar`, `min_tokens` and `bad_words` of requests that have them. `end_ids`: the target's end-of-text ids.
+    `nodes`: of a proposal of forced tokens, at most; 1: there are none."""
 
     reads: ClassVar[Literal["emitted", "proposal"]] = "proposal"
 
-    def __init__(self, end_ids: Collection[int], vocab_size: int, grammars: Grammars | None = None) -> None:
-        self._grammars = grammars
+    def __init__(
+        self, end_ids: Collection[int], vocab_size: int, grammars: Grammars | None = None, nodes: int = 1
+    ) -> None:
+        self.grammars, self.widths = grammars, (1, nodes)
         self._end_ids, self._num_words = frozenset(end_ids), -(-vocab_size // WORD_BITS)
         self._held: dict[int, Constrained] = {}  # by slot
+        self._num_threads = min(MOST_THREADS, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(self._num_threads, "masks")  # none runs before it has work
+        self._seconds = 0.0  # that a request took last
 
     def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
         params = request.params
         ends = self._end_ids.union(params.stop_token_ids) if not params.ignore_eos else params.stop_token_ids
         words = [word for word in params.bad_words if len(word) > 1]
-        held = Constrained([], params.min_tokens, ends, words)
+        held = Constrained([], params.max_tokens, params.min_tokens, ends, words, wants_drafts=params.wants_drafts)
         if params.grammar is not None:
-            assert self._grammars is not None
-            held.matcher = self._grammars.matcher(params.grammar, ends)
+            assert self.grammars is not None
+            held.matcher = self.grammars.matcher(params.grammar, ends)
         held.push(tokens[len(request.prompt) :])
         if not held.is_done:
             self._held[slot] = held
@@ -99,25 +116,40 @@ class Constraints(HostStage):
 
     def run(self, given: Emitted | Proposed, width: int) -> Edits:
         assert isinstance(given, Proposed)
+        places = {slot: index for index, slot in enumerate(given.slots) if slot in self._held}
         masks, errors = list[NodeMasks](), dict[int, str]()
-        for index, slot in enumerate(given.slots):
-            held = self._held.get(slot)
-            if held is None:
-                continue
-            if not held.push(given.results[index, 1 : 1 + given.results[index, 0]].tolist()):
-                errors[slot] = REFUSED
-            else:
-                found = self._masks(slot, held, given.nodes[:, index])
-                masks += found
-                if held.matcher is not None and found and not found[0].allowed[0].any():
-                    errors[slot] = NOTHING
-            if held.is_done:
+        forced = dict[int, list[int]]()  # by slot: the root, and what follows it
+        work, start = partial(self._follow, given, min(width, *self.widths[1:])), time.perf_counter()
+        is_shared = len(places) > 1 and self._seconds * len(places) > WORTH_SHARING_S
+        each = list((self._threads.map if is_shared else map)(work, places.items()))
+        self._seconds = (
+            (time.perf_counter() - start) / len(each) * (self._num_threads if is_shared else 1) if each else 0
+        )
+        for (slot, index), (error, tokens, found) in zip(places.items(), each, strict=True):
+            if error:
+                errors[slot] = error
+            if tokens:
+                forced[slot] = [int(given.nodes[0, index, 0]), *tokens]
+            masks += found
+            if self._held[slot].is_done:
                 del self._held[slot]
-        return Edits(masks=tuple(masks), errors=errors)
+        return Edits(chains_of(forced), tuple(masks), errors)
+
+    def _follow(self, given: Proposed, width: int, place: tuple[int, int]) -> tuple[str, list[int], list[NodeMasks]]:
+        """Of a (slot, index in `given`): what is wrong, forced tokens after the root, and masks."""
+        slot, index = place
+        held, nodes = self._held[slot], given.nodes[:, index]
+        if not held.push(given.results[index, 1 : 1 + given.results[index, 0]].tolist()):
+            return REFUSED, [], []
+        found = self._masks(slot, held, nodes)
+        error = NOTHING if held.matcher is not None and found and not found[0].allowed[0].any() else ""
+        tokens, own = self._forced(slot, held, nodes, found, width)
+        return error, tokens, [own] if tokens else found
 
     def close(self) -> None:
-        if self._grammars is not None:
-            self._grammars.close()
+        self._threads.shutdown()
+        if self.grammars is not None:
+            self.grammars.close()
 
     def _masks(self, slot: int, held: Constrained, nodes: NDArray[np.int32]) -> list[NodeMasks]:
         """nodes (2, N): tokens, unused ones -1, and parents."""
@@ -129,6 +161,24 @@ class Constraints(HostStage):
         place = {node: index for index, node in enumerate(used)}
         parents = [-1, *(place[parent] for parent in nodes[1, used[1:]].tolist())]
         return [NodeMasks(slot, used, held.matcher.allowed(nodes[0, used].tolist(), parents))]
+
+    def _forced(
+        self, slot: int, held: Constrained, nodes: NDArray[np.int32], masks: Sequence[NodeMasks], width: int
+    ) -> tuple[list[int], NodeMasks]:
+        """Tokens that a proposal of up to `width` nodes should have instead of `nodes` (2, N), and its masks. None
+        where the grammar leaves a choice, or `nodes` already have them and more, or as many that it allows."""
+        nothing: tuple[list[int], NodeMasks] = [], NodeMasks(slot, [], np.empty((0, self._num_words), np.uint32))
+        most = min(width, held.max_tokens - len(held.answer)) - 1
+        if held.matcher is None or not held.wants_drafts or not masks or most < 1:
+            return nothing
+        if np.count_nonzero(masks[0].allowed[0]) > MOST_WORDS:
+            return nothing
+        if allowed_depth(nodes, masks[0]) >= most:
+            return nothing
+        tokens, allowed = held.matcher.forced(int(nodes[0, 0]), most)
+        if not tokens or goes_beyond(nodes, tokens):
+            return nothing
+        return tokens, NodeMasks(slot, list(range(1 + len(tokens))), allowed)
 
     def _masks_of_words(self, slot: int, held: Constrained, nodes: NDArray[np.int32]) -> list[NodeMasks]:
         paths: dict[int, list[int]] = {0: []}  # of drafted tokens, to each node
@@ -143,3 +193,36 @@ class Constraints(HostStage):
             for token in tokens:
                 row[token // WORD_BITS] &= ~np.uint32(1 << token % WORD_BITS)
         return [NodeMasks(slot, list(forbidden), allowed)]
+
+
+def chains_of(tokens: dict[int, list[int]]) -> tuple[HostProposal, ...]:
+    """Proposals of the slots' tokens, the root first."""
+    if not tokens:
+        return ()
+    counts = [len(own) for own in tokens.values()]
+    nodes = np.full((4, len(tokens), max(counts)), -1, np.int32)
+    for row, own in enumerate(tokens.values()):
+        nodes[0, row, : len(own)] = own
+        nodes[1, row, : len(own)] = range(-1, len(own) - 1)
+    return (HostProposal(list(tokens), nodes, counts, [FORCED] * len(tokens), source="grammar"),)
+
+
+def allowed_depth(nodes: NDArray[np.int32], masks: NodeMasks) -> int:
+    """Length of the longest path of a tree, nodes (2, N) as in Proposed, that its masks allow."""
+    depths, allowed = {0: 0}, dict(zip(masks.nodes, masks.allowed, strict=True))
+    for node, (token, parent) in enumerate(nodes.T.tolist()):
+        is_known = node > 0 and token >= 0 and parent in depths and parent in allowed
+        if is_known and int(allowed[parent][token // WORD_BITS]) >> token % WORD_BITS & 1:
+            depths[node] = depths[parent] + 1
+    return max(depths.values())
+
+
+def goes_beyond(nodes: NDArray[np.int32], tokens: Sequence[int]) -> bool:
+    """Whether a tree, nodes (2, N) as in Proposed, has these tokens as a path from its root, and nodes after them."""
+    children = {(parent, token): node for node, (token, parent) in enumerate(nodes.T.tolist()) if node and token >= 0}
+    place = 0
+    for token in tokens:
+        if (place, token) not in children:
+            return False
+        place = children[place, token]
+    return any(parent == place for parent, _ in children)

@@ -123,7 +123,8 @@ class Engine:
                 del self._compiling[name]
                 self.scheduler.add(request)
             else:
-                failed.append(self._end_early(name, "error", str(error)))
+                is_refusal = isinstance(error, ValueError)
+                failed.append(replace(self._end_early(name, "error", str(error)), is_refusal=is_refusal))
         return failed
 
     def _end_early(self, request_id: str, reason: FinishReason, error: str = "") -> Output:

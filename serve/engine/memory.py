@@ -104,7 +104,7 @@ def free_bytes(device: torch.device, mem_fraction: float) -> int:
     return available_bytes() // 4
 
 
-def measure_workspace(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> int:
+def measure_workspace(runner: Runner, config: EngineConfig, widths: Sequence[int], node_rows: int) -> int:
     """Bytes that the largest passes and, with passes captured that propose `widths` nodes, the graphs need beyond those
     in use.
 
@@ -122,7 +122,7 @@ def measure_workspace(runner: Runner, config: EngineConfig, widths: Sequence[int
     torch.cuda.synchronize()
     if not widths:
         return peak(lambda: _prefill_padding(runner, config.prefill_budget))
-    steps, drafts = make_graphs(runner, config, widths, Capturer())
+    steps, drafts = make_graphs(runner, config, widths, node_rows, Capturer())
     keys = steps.keys()
     with dry_run():
         captured = max(peak(partial(steps.pass_of, key)) for key in (keys[0], _largest(keys)))

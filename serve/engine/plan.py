@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from slipstream.serve.request import Logprobs, Request
 
+FORCED = 15  # the kind of a HostProposal that a grammar leaves no choice about
 SamplingMode = Literal["greedy", "plain", "all"]  # all requests greedy | temperature only | all features
 
 
@@ -55,7 +56,7 @@ class HostProposal:
 
     slots: list[int]  # (B,) request slots
     # (4, B, N): tokens, unused ones -1; parents; and what the planner fills in, calibration cells and the bits of the
-    # fp32 probabilities that nodes are accepted. Pinned memory for a GPU.
+    # fp32 probabilities that nodes are accepted.
     nodes: NDArray[np.int32]
     counts: list[int]  # nodes in use, root included; 0: the request keeps its stored proposal
     kinds: list[int]  # from 1 up, higher where surer; serve/engine/budget.py counts acceptance by kind

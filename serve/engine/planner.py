@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.serve.engine.budget import BudgetPolicy, Offer, host_cells
+from slipstream.serve.engine.budget import BudgetPolicy, Offer, host_cells, is_forced
 from slipstream.serve.engine.host_stages import Emitted, Proposed
 from slipstream.serve.engine.plan import (
     Admission,
@@ -186,12 +186,15 @@ class Planner:
 
     def _learn(self, plan: StepPlan, output: StepOutput, ms: float) -> None:
         """Counts what was accepted, and the step's time. Requests without drafts do not count; nor do those that change
-        their logits beside others, whose drafts may be accepted more often."""
+        their logits beside others, whose drafts may be accepted more often, but for what their grammars forced."""
         count, sequences = len(plan.slots), self._launched[plan.number].sequences
         drafted = [i for i, sequence in enumerate(sequences) if sequence.request.params.wants_drafts]
         if drafted and self.limits.most_nodes > 1:
-            own = [i for i in drafted if not sequences[i].request.params.changes_logits] or drafted
-            counted = own if len(own) < count else slice(count)
+            free = {i for i in drafted if not sequences[i].request.params.changes_logits}
+            if free:
+                forced: NDArray[np.bool_] = np.any(is_forced(output.cells[:count]), axis=1)
+                drafted = [i for i in drafted if i in free or forced[i]]
+            counted = drafted if len(drafted) < count else slice(count)
             accepted = accepted_nodes(output, count)
             self.policy.record(output.cells[counted], output.num_verified[counted], accepted[counted])
         if output.prompt_logprobs is not None:  # which take time of their own

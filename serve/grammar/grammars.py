@@ -6,24 +6,30 @@ Letters: N nodes of a proposal, root included; V vocabulary.
 """
 
 import json
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.serve.grammar.json_schema import Unsupported, rewrite
+from slipstream.serve.grammar.spelling import Spelling
 from slipstream.serve.grammar.strings import Strings
+from slipstream.serve.grammar.trial import Trial
 from slipstream.serve.request import Grammar
 
 MOST_CHARS = 64 * 2**10  # of a grammar as it is sent
 MOST_SPACES = 64  # in a row, between two parts of JSON
 MOST_COMPILED = 256  # grammars that are kept
-NUM_THREADS = 2
+NUM_THREADS = 2  # grammars that are compiled at a time
+NUM_CORES = min(8, os.cpu_count() or 1)  # that compile a grammar
+MOST_PREFIXES = 64  # tokens among which a longest one that begins like all others is looked for
+LOOKAHEAD = 4  # tokens beyond those that are wanted, since the spelling of a word depends on its end
 WORD_BITS = 32
 
 
@@ -104,12 +110,29 @@ def _literal(text: str) -> str:
     return '"' + "".join(escaped.get(c, c if c >= " " else f"\\x{ord(c):02x}") for c in text) + '"'
 
 
-class Grammars:
-    """Compiled grammars of one vocabulary. `load_tokenizer` is called with the first."""
+class Compiler(NamedTuple):
+    """Of one vocabulary."""
 
-    def __init__(self, load_tokenizer: Callable[[], Any], vocab_size: int, end_ids: Collection[int]) -> None:
+    compiler: Any  # xgrammar's
+    size: int  # token ids from here on have no text: rows that fill up a head
+    spelling: Spelling
+    trial: Trial | None  # of grammars whose compilation may take too long
+
+
+class Grammars:
+    """Compiled grammars of one vocabulary. `load_tokenizer` is called with the first. `timeout`: seconds that compiling
+    one may take; None: as long as it takes."""
+
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], Any],
+        vocab_size: int,
+        end_ids: Collection[int],
+        timeout: float | None = None,
+    ) -> None:
         self._load_tokenizer, self._vocab_size, self._end_ids = load_tokenizer, vocab_size, sorted(end_ids)
-        self._compiler: Any = None
+        self._timeout = timeout
+        self._compiler: Future[Compiler] | None = None
         self._compiled: OrderedDict[Grammar, Future[Any]] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -132,34 +155,63 @@ class Grammars:
         import xgrammar
 
         compiled = self.compile(grammar).result()
-        return Matcher(xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(ends)), ends, self._vocab_size)
+        assert self._compiler is not None
+        own = self._compiler.result()
+        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(end for end in ends if end < own.size))
+        return Matcher(matcher, ends, self._vocab_size, own.size, own.spelling)
 
     def close(self) -> None:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._compiler is not None and self._compiler.done() and not self._compiler.exception():
+            trial = self._compiler.result().trial
+            if trial is not None:
+                trial.close()
 
-    def _make_compiler(self) -> Any:
+    def _make_compiler(self) -> Compiler:
         import xgrammar
 
         tokenizer = self._load_tokenizer()
-        info = xgrammar.TokenizerInfo.from_huggingface(
-            tokenizer, vocab_size=self._vocab_size, stop_token_ids=self._end_ids or None
-        )
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        # The library would forbid the others one by one, in each mask.
+        size = min(self._vocab_size, 1 + max((*tokenizer.get_vocab().values(), *self._end_ids)))
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=self._end_ids or None)
+        vocabulary = info.serialize_json()
+        trial = None if self._timeout is None else Trial(vocabulary, self._timeout)
+        return Compiler(make_compiler(vocabulary), size, Spelling(tokenizer, info.decoded_vocab), trial)
 
     def _compile(self, grammar: Grammar) -> Any:
-        try:
-            return self._compiler.result().compile_grammar(parse(grammar))
-        except RuntimeError as error:
-            raise ValueError(f"{grammar.kind} cannot be used: {_reason(error)}") from error
+        assert self._compiler is not None
+        own = self._compiler.result()
+        if own.trial is not None:
+            own.trial.check(grammar)
+        return compile_with(own.compiler, grammar)
+
+
+def make_compiler(vocabulary: str) -> Any:
+    """xgrammar's, of a TokenizerInfo as JSON."""
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
+    return xgrammar.GrammarCompiler(info, max_threads=NUM_CORES, cache_enabled=False)
+
+
+def compile_with(compiler: Any, grammar: Grammar) -> Any:
+    """Raises ValueError, in a sentence, where that is impossible."""
+    try:
+        return compiler.compile_grammar(parse(grammar))
+    except RuntimeError as error:
+        raise ValueError(f"{grammar.kind} cannot be used: {_reason(error)}") from error
 
 
 class Matcher:
-    """Where one answer stands in its grammar."""
+    """Where one answer stands in its grammar. `size`: of the matcher's vocabulary, at most `vocab_size`. `spelling`: of
+    its tokens; None: nothing is known to be forced."""
 
-    def __init__(self, matcher: Any, ends: Collection[int], vocab_size: int) -> None:
-        self._matcher, self._ends = matcher, frozenset(ends)
-        self._num_words = -(-vocab_size // WORD_BITS)
+    def __init__(
+        self, matcher: Any, ends: Collection[int], vocab_size: int, size: int, spelling: Spelling | None = None
+    ) -> None:
+        self._matcher, self._ends, self._spelling, self._size = matcher, frozenset(ends), spelling, size
+        self._num_words, self._own_words = (-(-count // WORD_BITS) for count in (vocab_size, size))
 
     @property
     def is_over(self) -> bool:
@@ -180,23 +232,101 @@ class Matcher:
         nodes that the grammar refuses, and after an end, all: these are never accepted."""
         import torch
 
-        children, siblings = _links(tokens, parents, self._ends)
-        masks = torch.full((len(tokens), self._num_words), -1, dtype=torch.int32)
-        each = (torch.tensor(numbers, dtype=torch.int64) for numbers in (children, siblings, tokens))
-        self._matcher.traverse_draft_tree(*each, masks)
-        found = masks.numpy().view(np.uint32)
-        found[1:][~found[1:].any(axis=1)] = 2**WORD_BITS - 1
+        masks = torch.full((len(tokens), self._own_words), -1, dtype=torch.int32)
+        if len(tokens) == 1:
+            self._matcher.fill_next_token_bitmask(masks)
+        else:
+            links = _links(tokens, parents, lambda token: token in self._ends or token >= self._size)
+            self._matcher.traverse_draft_tree(*torch.from_numpy(np.array((*links, tokens), np.int64)), masks)
+        own = masks.numpy().view(np.uint32)
+        own[1:][~own[1:].any(axis=1)] = 2**WORD_BITS - 1
+        if self._size % WORD_BITS:
+            own[:, -1] &= np.uint32((1 << self._size % WORD_BITS) - 1)
+        if self._own_words == self._num_words:
+            return own
+        found = np.zeros((len(tokens), self._num_words), np.uint32)
+        found[:, : self._own_words] = own
         return found
 
+    def forced(self, last: int, most: int) -> tuple[list[int], NDArray[np.uint32]]:
+        """Up to `most` tokens that follow the token `last` because the grammar leaves one text, in the tokenizer's own
+        spelling, and the masks (1 + their number, ceil(V / 32)) before and after each, as of `allowed`.
 
-def _links(tokens: Sequence[int], parents: Sequence[int], ends: Collection[int]) -> tuple[list[int], list[int]]:
-    """The first child and the next sibling of each node, -1 where there is none. Ends and what follows them are left
-    out: nothing may be asked of a grammar that has ended."""
+        The last tokens of a forced text are left out where others that go beyond it may take their place. A text counts
+        as forced as long as all tokens that may come next are beginnings of the longest of them. Rarely it is not, as
+        where "sale", "sales" and "saleable" are allowed. The library's own way to find it does not end where the text
+        does not.
+        """
+        longest = self._longest(most + LOOKAHEAD)
+        if not longest or self._spelling is None:
+            return [], np.empty((0, self._num_words), np.uint32)
+        spelled = self._spelling.respell(last, longest)[:most]
+        masks = self.allowed([last, *spelled], range(-1, len(spelled)))
+        count = 0
+        while count < len(spelled) and self._is_sure(masks[count], spelled[count:]):
+            count += 1
+        return spelled[:count], masks[: 1 + count]
+
+    def _longest(self, most: int) -> list[int]:
+        """Of a forced text up to `most` tokens, each the longest that may come next."""
+        import torch
+
+        found, mask = list[int](), torch.empty((1, self._own_words), dtype=torch.int32)
+        row = mask.numpy().view(np.uint32)[0]
+        while len(found) < most and not self.is_over:
+            mask.fill_(-1)
+            self._matcher.fill_next_token_bitmask(mask)
+            token = self._only(row)
+            if token is None:
+                break
+            self._matcher.accept_token(token)
+            found.append(token)
+        self._matcher.rollback(len(found))
+        return found
+
+    def _only(self, mask: NDArray[np.uint32]) -> int | None:
+        """The token that may come next, or the longest if the others are its beginnings."""
+        tokens = tokens_in(mask, MOST_PREFIXES)
+        if len(tokens) < 2 or self._spelling is None:
+            return tokens[0] if tokens else None
+        vocabulary = self._spelling.vocabulary
+        longest = max(tokens, key=lambda token: len(vocabulary[token]))
+        is_text = self._ends.isdisjoint(tokens) and self._spelling.added.isdisjoint(tokens)
+        return longest if is_text and all(vocabulary[longest].startswith(vocabulary[one]) for one in tokens) else None
+
+    def _is_sure(self, mask: NDArray[np.uint32], following: Sequence[int]) -> bool:
+        """Whether all that may come next are beginnings of the `following` tokens' text."""
+        assert self._spelling is not None
+        tokens, vocabulary = tokens_in(mask, MOST_PREFIXES), self._spelling.vocabulary
+        if tokens == [following[0]]:
+            return True
+        text = self._spelling.bytes_of(following)
+        return bool(tokens) and all(text.startswith(vocabulary[token]) for token in tokens)
+
+
+def tokens_in(mask: NDArray[np.uint32], most: int) -> list[int]:
+    """The tokens that a mask (ceil(V / 32),) allows; none where there are more than `most`."""
+    words = np.flatnonzero(mask)
+    if len(words) > most:
+        return []
+    found = list[int]()
+    for word, bits in zip(words.tolist(), mask[words].tolist(), strict=True):
+        while bits:
+            found.append(WORD_BITS * word + (bits & -bits).bit_length() - 1)
+            bits &= bits - 1
+    return found if len(found) <= most else []
+
+
+def _links(
+    tokens: Sequence[int], parents: Sequence[int], is_left_out: Callable[[int], bool]
+) -> tuple[list[int], list[int]]:
+    """The first child and the next sibling of each node, -1 where there is none. Left out, with what follows them, are
+    ends, since nothing may be asked of a grammar that has ended, and tokens that its vocabulary does not have."""
     children, siblings, last = [-1] * len(tokens), [-1] * len(tokens), [-1] * len(tokens)
     reached = [True] + [False] * (len(tokens) - 1)
     for node in range(1, len(tokens)):
         parent = parents[node]
-        if not reached[parent] or tokens[node] in ends:
+        if not reached[parent] or is_left_out(tokens[node]):
             continue
         reached[node] = True
         if last[parent] < 0:

@@ -210,7 +210,7 @@ class EngineClient:
         if output.finish_reason is not None:
             del self._receivers[output.request_id]
         if output.finish_reason == "error":
-            self._fail(receiver, EngineError(output.error))
+            self._fail(receiver, ValueError(output.error) if output.is_refusal else EngineError(output.error))
             return
         try:
             receiver.receive(output)

@@ -350,22 +350,24 @@ class DraftGraphs(Graphs[DraftKey]):
 
 
 def make_graphs(
-    runner: Runner, config: EngineConfig, widths: Sequence[int], capturer: Capturer
+    runner: Runner, config: EngineConfig, widths: Sequence[int], node_rows: int, capturer: Capturer
 ) -> tuple[StepGraphs, DraftGraphs | None]:
     """Not captured yet. `widths`: that the draft proposes; the host may propose more nodes, as many as a slot stores.
-    Prompts are captured with room for every running request's root."""
-    most, max_running = runner.state.proposals.shape[2], config.max_running
+    `node_rows`: nodes of a pass, at most. Prompts are captured with room for every running request's root."""
+    max_running = config.max_running
     prompts = config.captured_tokens + max_running if config.captured_tokens else 0
     prompts = -(-prompts // 32) * 32
-    steps = StepGraphs(runner, max_running, most_node_rows(max_running, most), prompts, capturer)
+    steps = StepGraphs(runner, max_running, node_rows, prompts, capturer)
     own = [width for width in widths if width <= max(runner.drafter.widths)]
     drafts = DraftGraphs(runner, max_running, own, capturer) if max(own, default=1) > 1 else None
     return steps, drafts
 
 
-def capture_all(runner: Runner, config: EngineConfig, widths: Sequence[int]) -> tuple[StepGraphs, DraftGraphs | None]:
+def capture_all(
+    runner: Runner, config: EngineConfig, widths: Sequence[int], node_rows: int
+) -> tuple[StepGraphs, DraftGraphs | None]:
     """Their kernels are compiled first, in parallel."""
-    steps, drafts = make_graphs(runner, config, widths, Capturer())
+    steps, drafts = make_graphs(runner, config, widths, node_rows, Capturer())
     if runner.order is not None:
         check_order(runner.target, steps.keys())
     try:

@@ -84,7 +84,7 @@ class RequestState:
         self._waiting: list[NDArray[np.int64]] = []  # changes that the device has not got
         self._sent: tuple[tuple[int, ...], int, tuple[int, ...]] | None = None
 
-        # Masks of one pass, and before them by slot and node which of them each has. Captured passes read them in place.
+        # Masks of one pass, and before them, by slot and node, which one each has. Captured passes read them in place.
         words, count = -(-vocab_size // 32), num_slots * width
         self._masks = _zeros((count + count % 4 + self.padding * width * words,), torch.int32, device)
         self.mask_rows = self._masks[:count].view(num_slots, width).fill_(-1)
@@ -206,7 +206,10 @@ class RequestState:
         """Replaces the stored proposals of the requests in `requests` (B,), except where the count is 0."""
         if not any(proposal.counts):
             return
-        nodes = torch.from_numpy(proposal.nodes).to(self.device, non_blocking=True)
+        host = torch.from_numpy(proposal.nodes)
+        if self.device.type == "cuda" and not host.is_pinned():
+            host = host.pin_memory()
+        nodes = host.to(self.device, non_blocking=True)
         if 0 in proposal.counts:
             chosen = self.upload([index for index, count in enumerate(proposal.counts) if count])
             requests, nodes = requests[chosen], nodes[:, chosen]

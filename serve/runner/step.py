@@ -78,6 +78,7 @@ class Runner:
     drafter: Drafter
     state: RequestState
     kv: tuple[NetworkKV, ...]  # the target's and, if it has some, the draft's
+    usual_nodes: int = MAX_NODES  # of a proposal, but for rare ones that have more
     branches: bool = False  # some proposals are trees, by the drafter or by the host
     order: FixedOrder | None = None  # of the target's products; attention's is then fixed, too
     accept_length: float | None = None  # simulated: see `simulate`
@@ -198,7 +199,8 @@ class Runner:
     def _ragged(self, layout: Layout, num_requests: int) -> AttentionMetadata:
         state, slots = self.state, self._kv_slots(layout)
         most = min(state.proposals.shape[2], MAX_NODES)
-        segments = Segments(layout.starts, layout.segment_slots, layout.segment_lengths, num_requests, most)
+        rows = layout.starts, layout.segment_slots, layout.segment_lengths
+        segments = Segments(*rows, num_requests, most, self.usual_nodes)
         where, paths = (layout.segment_slots, layout.segment_lengths, layout.positions, slots), None
         if self.order is not None and layout.ancestors is not None:
             paths = trace_paths(layout.starts, num_requests, layout.ancestors, layout.positions)

@@ -46,7 +46,9 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 def build_engine(target: Path, draft: Path | str = "none", **options: Any) -> Engine:
+    """Slots store as many nodes as the draft has, unless `grammar_drafts` is on."""
     config: dict[str, Any] = {"target": str(target), "draft": str(draft), "max_running": 8, "kv_cache_tokens": 2048}
+    config["grammar_drafts"] = False
     return build.build_engine(EngineConfig(**config | options))
 
 

@@ -13,7 +13,7 @@ from slipstream.serve.request import EngineInfo, Logprobs, Output, Request, Requ
 ROUND = 3
 CONTEXT = 256
 VOCABULARY = 260  # 4 special tokens, 256 bytes
-MANNERS = ("refuse", "crash", "fail", "slow")
+MANNERS = ("refuse", "crash", "fail", "fault", "slow")
 SALTED = {blake2b(name.encode(), digest_size=16).hexdigest(): name for name in MANNERS}  # as the server sends salts
 
 
@@ -50,8 +50,8 @@ def manner(request: Request) -> str:
 
 class FakeEngine:
     """By the namespace of a request, or the salt of a call: "refuse" is refused, "crash" fails in the step, "fail" ends
-    with an error after its first token, "slow" takes 10 ms per step, all others 1 ms: text that comes faster than it is
-    sent would be joined."""
+    with an error after its first token, "fault" with one that the request is to blame for, "slow" takes 10 ms per step,
+    all others 1 ms: text that comes faster than it is sent would be joined."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.info = info(config.max_model_len or CONTEXT)
@@ -86,6 +86,12 @@ class FakeEngine:
         if manner(request) == "crash":
             raise RuntimeError("the device is on fire")
         stats, params = self.stats[request.id], request.params
+        if manner(request) == "fault":
+            del self.running[request.id]
+            final, error = self.stats.pop(request.id), "regex takes too long to compile; simplify it"
+            return Output(
+                request_id=request.id, tokens=[], finish_reason="error", stats=final, error=error, is_refusal=True
+            )
         if manner(request) == "fail" and stats.completion_tokens:
             del self.running[request.id]
             final = self.stats.pop(request.id)

@@ -50,9 +50,11 @@ class EqualTimes(StepCosts):
         pass
 
 
-def play_all(passes: Runner, config: EngineConfig, widths: Sequence[int]) -> tuple[StepGraphs, DraftGraphs | None]:
+def play_all(
+    passes: Runner, config: EngineConfig, widths: Sequence[int], node_rows: int
+) -> tuple[StepGraphs, DraftGraphs | None]:
     """As `capture_all` of the captured passes."""
-    steps, drafts = make_graphs(passes, config, widths, Player())
+    steps, drafts = make_graphs(passes, config, widths, node_rows, Player())
     steps.capture_all()
     if drafts is not None:
         drafts.capture_all()
@@ -82,7 +84,7 @@ class PlayingBuilder(Builder):
         return self.is_played, True
 
     def capture(self, passes: Runner) -> tuple[StepGraphs, DraftGraphs | None]:
-        return play_all(passes, self.config, self.widths)
+        return play_all(passes, self.config, self.widths, self.node_rows)
 
     def find_costs(self, steps: StepGraphs | None, drafts: DraftGraphs | None) -> Costs:
         """As if passes of more than 16 rows cost by the row: numbers of nodes then change with the load."""

@@ -116,7 +116,7 @@ def test_captured_passes_say_the_same(
 
 
 def test_a_token_is_forbidden_by_the_path_before_it() -> None:
-    held = Constrained([7, 8], min_tokens=4, end_ids={2}, bad_words=[(8, 9), (9, 9, 5)])
+    held = Constrained([7, 8], max_tokens=9, min_tokens=4, end_ids={2}, bad_words=[(8, 9), (9, 9, 5)])
     assert held.forbidden_after([]) == {2, 9}
     assert held.forbidden_after([9]) == {2}
     assert held.forbidden_after([9, 9]) == {5}

@@ -20,7 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from slipstream.serve.engine import constraints
+from slipstream.serve.engine.constraints import Constraints
 from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.host_stages import Proposed
 from slipstream.serve.grammar.grammars import Grammars, Matcher, _links, check, parse
 from slipstream.serve.grammar.json_schema import KEYWORDS, TYPES, UNIONS, Unsupported, _Rewriter, rewrite, whole
 from slipstream.serve.grammar.strings import FORMATS
@@ -61,7 +64,7 @@ class Bytes:
         return self.compiler.compile_grammar(parse(Grammar("json_schema", json.dumps(schema))))
 
     def matcher(self, compiled: Any) -> Matcher:
-        return Matcher(xgrammar.GrammarMatcher(compiled), [END], END + 1)
+        return Matcher(xgrammar.GrammarMatcher(compiled), [END], END + 1, END + 1)
 
     def takes(self, compiled: Any, text: str) -> bool:
         matcher = self.matcher(compiled)
@@ -436,7 +439,7 @@ def test_wrong_grammars_are_refused_with_a_sentence(grammar: Grammar, message: s
 def test_links_of_a_tree() -> None:
     """What follows an end, here 9, is left out."""
     tokens, parents = [1, 5, 6, 7, 9, 8, 5], [-1, 0, 0, 1, 1, 4, 0]
-    assert _links(tokens, parents, {9}) == ([1, 3, -1, -1, -1, -1, -1], [-1, 2, 6, -1, -1, -1, -1])
+    assert _links(tokens, parents, {9}.__contains__) == ([1, 3, -1, -1, -1, -1, -1], [-1, 2, 6, -1, -1, -1, -1])
 
 
 @pytest.fixture(scope="module")
@@ -471,6 +474,44 @@ def test_masks_of_a_tree_are_those_of_its_paths(grammars: Grammars) -> None:
                 assert (found[node] == 2**32 - 1).all(), "never accepted, so anything"
 
 
+def test_ids_without_text_are_forbidden_and_may_be_drafted(grammars: Grammars) -> None:
+    """Heads are often larger than vocabularies; by 93 ids here."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    size, grammar, end = len(tokenizer), Grammar("regex", "[ab]+"), tokenizer.eos_token_id
+    larger = Grammars(lambda: tokenizer, size + 93, [end])
+    first, second = (tokenizer.convert_tokens_to_ids(letter) for letter in "ab")
+    tokens, parents = [first, second, size + 90, second], [-1, 0, 1, 2]
+    found = larger.matcher(grammar, [end, size + 5])
+    assert found.push([first])
+    masks, alone = found.allowed(tokens, parents), grammars.matcher(grammar, [end])
+    assert alone.push([first])
+    right, words = alone.allowed(tokens[:2], parents[:2]), -(-size // 32)
+    assert masks.shape == (4, -(-(size + 93) // 32))
+    assert np.array_equal(masks[:2, :words], right)
+    assert not masks[:2, words:].any()
+    larger.close()
+
+
+def test_masks_of_many_requests_are_found_on_threads(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are the same."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    roots = tokenizer.convert_tokens_to_ids(list("abab"))
+    nodes = np.array([[[root, roots[1]] for root in roots], [[-1, 0]] * 4], np.int32)
+    given = Proposed([0, 1, 2, 3], nodes, np.array([[1, root] for root in roots], np.int32))
+    found = []
+    for worth in (0.0, 1e9):
+        monkeypatch.setattr(constraints, "WORTH_SHARING_S", worth)
+        stage = Constraints([tokenizer.eos_token_id], len(tokenizer), grammars)
+        stage._seconds = 1.0
+        for slot in range(4):
+            params = SamplingParams(max_tokens=9, grammar=Grammar("regex", f"[ab]{{{slot + 1},9}}"))
+            stage.admit(slot, Request(id="", prompt=[4], params=params), [4])
+        found.append(stage.run(given, 2).masks)
+    for one, other in zip(*found, strict=True):
+        assert one.slot == other.slot
+        assert np.array_equal(one.allowed, other.allowed)
+
+
 GRAMMARS = {
     "schema": Grammar("json_schema", json.dumps(PERSON)),
     "object": Grammar("json_object"),
@@ -495,7 +536,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     def make(drafter: str, **options: Any) -> Engine:
         name = drafter.split()[0]
         draft = name if name in ("none", "ngram") else folder
-        return build_engine(TINY, draft, drafter=DRAFTERS[drafter], **options)
+        return build_engine(TINY, draft, drafter=DRAFTERS[drafter], **{"grammar_drafts": True} | options)
 
     return make
 
@@ -520,7 +561,9 @@ def expected(build: Build) -> Callable[[float], dict[str, list[int]]]:
 
     def tokens(temperature: float) -> dict[str, list[int]]:
         if temperature not in found:
-            found[temperature] = tokens_of(run(build("none", max_running=1), requests_of([*GRAMMARS], temperature)))
+            found[temperature] = tokens_of(
+                run(build("none", max_running=1, grammar_drafts=False), requests_of([*GRAMMARS], temperature))
+            )
         return found[temperature]
 
     return tokens
@@ -606,10 +649,47 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(build: Build)
     engine = build("none")
     wrong = make_request("wrong", [5, 6], max_tokens=9, grammar=Grammar("regex", "(a"))
     free = make_request("free", [5, 6], max_tokens=9, ignore_eos=True)
-    answers = run_all(engine, [wrong, free])
-    assert answers["wrong"][0] == "error"
-    assert "cannot be used" in answers["wrong"][1]
-    assert answers["free"] == ("length", "")
+    ended = {}
+    for request in (wrong, free):
+        engine.add(request)
+    while engine.has_work:
+        ended |= {one.request_id: one for one in engine.step() if one.finish_reason}
+    assert ended["wrong"].is_refusal
+    assert "cannot be used" in ended["wrong"].error
+    assert ended["free"].finish_reason == "length"
+
+
+SLOW = Grammar("regex", "(a|b|ab|ba|aab|bba)*" * 600)  # to compile
+
+
+def test_compiling_is_bounded() -> None:
+    """In a process that is killed."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    grammars = Grammars(lambda: tokenizer, len(tokenizer), [tokenizer.eos_token_id], timeout=1.0)
+    good, wrong, slow = map(grammars.compile, (Grammar("regex", "a[bc]"), Grammar("regex", "(a"), SLOW))
+    assert good.exception() is None
+    assert "cannot be used" in str(wrong.exception())
+    assert str(slow.exception()) == "regex takes longer than 1 s to compile (grammar_timeout); simplify it"
+    grammars.close()
+
+
+@pytest.mark.slow
+def test_a_process_that_died_is_replaced() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    grammars = Grammars(lambda: tokenizer, len(tokenizer), [tokenizer.eos_token_id], timeout=1.0)
+    slow, queued = grammars.compile(SLOW), grammars.compile(Grammar("regex", "a[bc]"))
+    assert slow.exception() is not None
+    assert queued.exception() is None, "those that wait have their own time"
+    assert grammars.compile(Grammar("regex", "a[b-d]")).exception() is None
+    trial = grammars._compiler.result().trial if grammars._compiler is not None else None
+    assert trial is not None
+    assert trial._process is not None
+    trial._process.kill()
+    assert "makes the compiler fail" in str(grammars.compile(Grammar("regex", "a[bcd]")).exception())
+    assert grammars.compile(Grammar("regex", "a[bcde]")).exception() is None
+    process = trial._process
+    grammars.close()
+    assert process.wait(timeout=10) != 0
 
 
 def test_a_grammar_that_allows_nothing_says_so(build: Build) -> None:

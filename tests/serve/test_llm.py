@@ -95,7 +95,7 @@ def test_stop_strings_cut_text_tokens_and_counts(stride: int, plain: LLM, drafte
             assert counts.completion_tokens == end
             assert end <= 1 + counts.rounds + counts.accepted_tokens <= end + 1, "the last step may be cut"
             assert (counts.rounds > 0) == (end > 1)
-            assert counts.drafted_tokens == counts.rounds * (llm.engine.planner.limits.most_nodes - 1)
+            assert counts.drafted_tokens == counts.rounds * (llm.engine.planner.limits.of_network - 1)
             assert not llm.engine.has_work
             llm.engine.scheduler.check()
     for llm in (plain, drafted):

@@ -144,7 +144,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle3 tree": {"depth": 3, "topk": 3, "nodes": 8},
     "ngram": {"nodes": 9},
 }
-Build = Callable[[str], Engine]
+Build = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +152,10 @@ def build(hermes: Path, tmp_path_factory: pytest.TempPathFactory) -> Build:
     draft = tmp_path_factory.mktemp("drafts") / "draft"
     save_random_draft(hermes, draft, 1500)
 
-    def make(drafter: str) -> Engine:
+    def make(drafter: str, *, drafts_grammars: bool = True) -> Engine:
         name = drafter.split()[0]
-        return build_engine(hermes, name if name in ("none", "ngram") else draft, drafter=DRAFTERS[drafter])
+        draft_of = name if name in ("none", "ngram") else draft
+        return build_engine(hermes, draft_of, drafter=DRAFTERS[drafter], grammar_drafts=drafts_grammars)
 
     return make
 
@@ -189,7 +190,7 @@ def asked(hermes: Path) -> tuple[list[Request], dict[str, AnswerFormat]]:
 
 @pytest.fixture(scope="module")
 def expected(build: Build, asked: tuple[list[Request], dict[str, AnswerFormat]]) -> dict[str, list[int]]:
-    return tokens_of(run(build("none"), asked[0]))
+    return tokens_of(run(build("none", drafts_grammars=False), asked[0]))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

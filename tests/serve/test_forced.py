@@ -1,0 +1,225 @@
+"""Drafts of what a grammar forces: spelled as the tokenizer spells them, and the same tokens with them and without."""
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from slipstream.serve.engine.budget import KINDS, host_cells, is_forced
+from slipstream.serve.engine.constraints import allowed_depth, goes_beyond
+from slipstream.serve.engine.plan import FORCED, NodeMasks, StepPlan
+from slipstream.serve.grammar.grammars import Grammars, tokens_in
+from slipstream.serve.options import EngineConfig
+from slipstream.serve.request import Grammar, Request
+from slipstream.tests.serve.correctness import TARGET, features
+from slipstream.tests.serve.engine_runs import Answer, build_engine, make_request, run, tokens_of
+from slipstream.tests.serve.played_graphs import ATTENTION, play
+
+TEXTS = [
+    "Tom has 12 apples, and buys 345 more.",
+    '"transaction_identifier": "invoice-2024"',
+    "  def f(x):\n\treturn x  # naïve, 日本語, 👍",
+    "the price in euros (€): 1,000.50",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TARGET)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Any) -> Iterator[Grammars]:
+    found = Grammars(lambda: tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    yield found
+    found.close()
+
+
+def choice(*texts: str) -> Grammar:
+    return Grammar("choice", json.dumps(texts))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_forced_tokens_are_the_tokenizers_own(text: str, tokenizer: Any, grammars: Grammars) -> None:
+    """At every place of the only text; after it the end."""
+    end, tokens = tokenizer.eos_token_id, tokenizer(text).input_ids
+    matcher = grammars.matcher(choice(text), [end])
+    for place, last in enumerate([0, *tokens]):
+        found, masks = matcher.forced(last, 64)
+        rest = [*tokens[place:], end]
+        starts_whole = tokenizer.decode(tokens[:place]) + tokenizer.decode(tokens[place:]) == text
+        assert found == rest if starts_whole else matcher.push(found)
+        assert masks.shape[0] == 1 + len(found)
+        if starts_whole:
+            assert np.array_equal(masks, matcher.allowed([last, *found], range(-1, len(found))))
+            assert matcher.forced(last, 3)[0] == rest[: len(matcher.forced(last, 3)[0])]
+        else:
+            return
+        assert place == len(tokens) or matcher.push([tokens[place]])
+
+
+def test_after_an_unusual_spelling_the_rest_is_spelled_as_usual(tokenizer: Any, grammars: Grammars) -> None:
+    text, end, rng = TEXTS[0], tokenizer.eos_token_id, random.Random(0)
+    for _ in range(20):
+        matcher, written, last = grammars.matcher(choice(text), [end]), "", 0
+        while written != text:
+            found, _ = matcher.forced(last, 64)
+            assert tokenizer.decode(found, skip_special_tokens=True) == text[len(written) :]
+            last = rng.choice(tokens_in(matcher.allowed([last], [-1])[0], 64))
+            assert matcher.push([last])
+            written += tokenizer.decode([last])
+
+
+def test_a_token_that_may_run_on_is_left_out(tokenizer: Any, grammars: Grammars) -> None:
+    """Where texts part, each of them begins with the forced tokens."""
+    end = tokenizer.eos_token_id
+    for texts in (
+        ["the number of apples is 3", "the number of apples is 35", "the number of oranges"],
+        ["there are", "the area", "these"],
+        ["é1", "è2"],
+        ["日本", "日木"],
+    ):
+        matcher = grammars.matcher(choice(*texts), [end])
+        found, _ = matcher.forced(0, 64)
+        spelled = [tokenizer(text).input_ids for text in texts]
+        assert all(found == own[: len(found)] for own in spelled), texts
+        together = next(i for i, each in enumerate(zip(*spelled, strict=False)) if len(set(each)) > 1)
+        assert len(found) >= together - 2, texts
+
+
+def test_control_tokens_are_forced_and_text_that_spells_them_is_text(tokenizer: Any, grammars: Grammars) -> None:
+    end = tokenizer.eos_token_id
+    start = next(token for token in tokenizer.added_tokens_decoder if token != end)
+    name = tokenizer.decode([start])
+    elements = [
+        {"type": "const_string", "value": "ab c"},
+        {"type": "token", "token": start},
+        {"type": "const_string", "value": "hello"},
+    ]
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+    matcher = grammars.matcher(Grammar("structural_tag", json.dumps(tag)), [end])
+    expected = [*tokenizer("ab c").input_ids, start, *tokenizer("hello").input_ids, end]
+    assert matcher.forced(0, 64)[0] == expected
+    spelled = grammars.matcher(choice(f"a{name}b"), [end]).forced(0, 64)[0]
+    assert start not in spelled
+
+
+def test_a_text_without_end_is_cut(tokenizer: Any, grammars: Grammars) -> None:
+    matcher = grammars.matcher(Grammar("ebnf", 'root ::= "ab " root'), [tokenizer.eos_token_id])
+    found, _ = matcher.forced(0, 15)
+    assert 8 <= len(found) <= 15
+    assert matcher.push(found)
+
+
+def test_what_is_free_is_not_forced(tokenizer: Any, grammars: Grammars) -> None:
+    for grammar in (Grammar("regex", "[a-z]+"), Grammar("json_schema", '{"type": "integer"}'), choice("a", "b")):
+        assert grammars.matcher(grammar, [tokenizer.eos_token_id]).forced(0, 15)[0] == []
+
+
+def test_a_proposal_that_knows_more_is_kept() -> None:
+    nodes = np.array([[9, 5, 6, 7, 8, -1], [-1, 0, 0, 2, 3, -1]], np.int32)
+    assert goes_beyond(nodes, [6, 7])
+    assert not goes_beyond(nodes, [6, 7, 8]), "and nothing after it"
+    assert not goes_beyond(nodes, [5])
+    assert not goes_beyond(nodes, [6, 8])
+    masks = np.zeros((5, 2), np.uint32)
+    masks[0, 0], masks[2, 0], masks[3, 0] = 1 << 6, 1 << 7, 1 << 9
+    assert allowed_depth(nodes, NodeMasks(0, [0, 1, 2, 3, 4], masks)) == 2
+
+
+def test_forced_tokens_have_cells_of_their_own() -> None:
+    cells = [host_cells(9, kind) for kind in range(1, KINDS)]
+    assert [bool(is_forced(own[1:]).all()) for own in cells] == [kind == FORCED for kind in range(1, KINDS)]
+    assert not is_forced(np.concatenate(([-1, 0, 255], *cells[:-1]))).any()
+
+
+def requests(tokenizer: Any, names: tuple[str, ...], temperature: float) -> list[Request]:
+    prompt = tokenizer("Describe an order as JSON: ").input_ids
+    return [
+        make_request(
+            f"{name} {seed}", [*prompt, 5 + seed], max_tokens=48, temperature=temperature, seed=seed, **features()[name]
+        )
+        for name in names
+        for seed in range(2)
+    ]
+
+
+NAMES = ("forced text", "choice")
+
+
+@pytest.fixture(scope="module")
+def expected(tokenizer: Any) -> dict[float, dict[str, list[int]]]:
+    engine = build_engine(TARGET, device="cpu", max_running=1)
+    return {temperature: tokens_of(run(engine, requests(tokenizer, NAMES, temperature))) for temperature in (0.0, 1.0)}
+
+
+def accepted(answers: dict[str, Answer]) -> int:
+    return sum(answer.counts.accepted_tokens for answer in answers.values())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("options", [{}, {"draft": "ngram", "drafter": {"nodes": 9}}])
+def test_answers_are_those_without(
+    temperature: float, options: dict[str, Any], tokenizer: Any, expected: dict[float, dict[str, list[int]]]
+) -> None:
+    """Beside a request without a grammar; each engine answers twice, the second time after cached prompts."""
+    free = make_request("free", tokenizer("What is 12 * 7?").input_ids, max_tokens=40, temperature=0.0)
+    engine = build_engine(TARGET, device="cpu", grammar_drafts=True, **options)
+    for _ in range(2):
+        answers = run(engine, [*requests(tokenizer, NAMES, temperature), free])
+        found = {name: answer for name, answer in answers.items() if name != "free"}
+        assert tokens_of(found) == expected[temperature]
+        assert accepted(found) > 20
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_captured_passes_have_room_for_them(
+    temperature: float, tokenizer: Any, expected: dict[float, dict[str, list[int]]]
+) -> None:
+    """Without a draft, where a pass over roots alone was enough."""
+    sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
+    engine, widest = play(EngineConfig(target=str(TARGET), attention=ATTENTION, **sizes)), 0
+
+    def watch(event: str, plan: StepPlan) -> None:
+        nonlocal widest
+        if event == "launched":
+            widest = max(widest, plan.nodes - len(plan.slots))
+
+    engine.trace = watch
+    answers = run(engine, requests(tokenizer, NAMES, temperature))
+    assert tokens_of(answers) == expected[temperature]
+    assert widest > 1
+    assert accepted(answers) > 20
+    assert engine.runner.steps is not None
+    assert engine.runner.steps.sizes[-1] == 64
+
+
+def test_they_teach_what_forced_tokens_accept(tokenizer: Any) -> None:
+    """Also beside requests without a grammar, whose drafts' cells stay theirs."""
+    engine = build_engine(TARGET, device="cpu", grammar_drafts=True)
+    free = make_request("free", tokenizer("What is 12 * 7?").input_ids, max_tokens=60, ignore_eos=True)
+    run(engine, [free, *requests(tokenizer, ("forced text",), 0.0)])
+    tried = engine.planner.policy.calibration._tried
+    assert tried[is_forced(np.arange(len(tried)))].sum() > 20
+    assert tried[~is_forced(np.arange(len(tried)))].sum() == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"grammar_drafts": True, "width": 1}])
+def test_there_are_none_where_nobody_wants_them(options: dict[str, Any], tokenizer: Any) -> None:
+    engine = build_engine(TARGET, device="cpu", **options)
+    answers = run(engine, requests(tokenizer, ("choice",), 0.0))
+    assert engine.planner.limits.most_nodes == 1
+    assert all(answer.counts.drafted_tokens == 0 for answer in answers.values())
+
+
+def test_the_last_tokens_of_an_answer_are_not_drafted_in_vain(tokenizer: Any) -> None:
+    prompt = tokenizer("Say: ").input_ids
+    request = make_request("0", prompt, max_tokens=4, grammar=choice(TEXTS[0]))
+    engine = build_engine(TARGET, device="cpu", grammar_drafts=True)
+    answer = run(engine, [request])["0"]
+    assert answer.finish_reason == "length"
+    assert answer.counts.drafted_tokens <= 3
