@@ -237,7 +237,7 @@ class RequestStats:
         return sum(self.accepted_by_position)
 
     def speculative_decoding(self, num_spec_tokens: int) -> dict[str, Any] | None:
-        """vLLM's `metrics.speculative_decoding`; None where `num_spec_tokens`, most tokens that a round of most requests
+        """vLLM's `metrics.speculative_decoding`; None where `num_spec_tokens`, most tokens that a round usually
         drafts, is 0 and nothing was drafted.
 
         Every round is a step here, also one that verified no drafted token.
