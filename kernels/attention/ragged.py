@@ -725,21 +725,17 @@ def _attend_parts(
     Returns values weighted relative to the largest score (ROWS, BLOCK_D), these scores, and the weights' sums (ROWS,).
     seen (ROWS,): the bits of a tree's nodes; None: rows see up to their own place. before (ROWS,): the last position
     before a row's window. All rows see what lies in `lowest` (and their window)..certain - 1. With path (ROWS,) the
-    tiles of TOKENS that hold new tokens are read once for each path, by the rows that lie on it.
-    Weights are summed by a product with ones: the order of a reduction would depend on the tile's layout. NESTED: a
-    loop for each part; a branch in the loop would keep tiles of 64 rows from overlapping their products.
+    tiles of TOKENS that hold new tokens are read once for each path, by the rows that lie on it. NESTED: a loop for
+    each part; a branch in the loop would keep tiles of 64 rows from overlapping their products.
     """
     dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
     in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same in every tile, so computed once
-    ones = tl.full((TOKENS, 16), 1.0, keys_ptr.dtype.element_ty)
     top, total, acc = _nothing(ROWS), tl.zeros((ROWS, 16), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
     all_top, all_total, merged = _nothing(ROWS), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)
     if WINDOW is not None:  # noqa: SIM102
         if seen is None and path is None:
             lowest = tl.maximum(lowest, certain - WINDOW)
-    new = stop  # from here on tiles hold new tokens and are read by path
-    if path is not None:
-        new = base // TOKENS * TOKENS
+    new = stop if path is None else base // TOKENS * TOKENS  # from here on tiles hold new tokens and are read by path
     page = _load_pages(table, start, end, PAGE, TOKENS)
     for index in range(start >> part, (((stop - 1) >> part) if NESTED else (start >> part)) + 1):
         first = tl.maximum(start, index << part) if NESTED else start
@@ -761,18 +757,10 @@ def _attend_parts(
                 scores = tl.where(visible, scores, float("-inf"))
             elif tile_start + TOKENS > certain:
                 scores = tl.where(_visible(seen, place, position, base, end), scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
-            weights = tl.exp2(scores * scale - new_top[:, None]).to(keys_ptr.dtype.element_ty)
-            rescale = tl.exp2(top - new_top)[:, None]
-            total = tl.dot(weights, ones, total * rescale, input_precision=PRECISION)
-            v = tl.load(values_ptr + kv_cells, mask=inside, other=0.0)
-            acc = tl.dot(weights, v, acc * rescale, input_precision=PRECISION)
-            top = new_top
+            top, total, acc = _add_tile(scores, values_ptr + kv_cells, inside, scale, top, total, acc, PRECISION)
             if not NESTED:  # noqa: SIM102
                 if ((tile_start + TOKENS) & ((1 << part) - 1) == 0) | (tile_start + TOKENS >= stop):
-                    sums = tl.max(total, axis=1)  # of equal columns
-                    merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, top, sums)
-                    top, total, acc = _nothing(ROWS), tl.zeros_like(total), tl.zeros_like(acc)
+                    merged, all_top, all_total, acc, top, total = _end_part(merged, all_top, all_total, acc, top, total)
         if path is not None:
             for tile_start in range(tl.maximum(first, new), last, TOKENS):
                 top, total, acc = _attend_paths(
@@ -781,14 +769,27 @@ def _attend_parts(
                 )  # fmt: skip
                 if not NESTED:  # noqa: SIM102
                     if ((tile_start + TOKENS) & ((1 << part) - 1) == 0) | (tile_start + TOKENS >= stop):
-                        sums = tl.max(total, axis=1)
-                        merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, top, sums)
-                        top, total, acc = _nothing(ROWS), tl.zeros_like(total), tl.zeros_like(acc)
+                        merged, all_top, all_total, acc, top, total = _end_part(
+                            merged, all_top, all_total, acc, top, total
+                        )
         if NESTED:
-            sums = tl.max(total, axis=1)
-            merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, top, sums)
-            top, total, acc = _nothing(ROWS), tl.zeros_like(total), tl.zeros_like(acc)
+            merged, all_top, all_total, acc, top, total = _end_part(merged, all_top, all_total, acc, top, total)
     return merged, all_top, all_total
+
+
+@triton.jit
+def _add_tile(scores, value_cells, loaded, scale, top, total, acc, PRECISION: tl.constexpr):
+    """A part's sums with one more tile: its scores (ROWS, TOKENS), -inf where a row does not see a token.
+
+    Weights are summed by a product with ones: the order of a reduction would depend on the tile's layout.
+    """
+    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
+    weights = tl.exp2(scores * scale - new_top[:, None]).to(value_cells.dtype.element_ty)
+    rescale = tl.exp2(top - new_top)[:, None]
+    ones = tl.full((scores.shape[1], 16), 1.0, weights.dtype)
+    total = tl.dot(weights, ones, total * rescale, input_precision=PRECISION)
+    v = tl.load(value_cells, mask=loaded, other=0.0)
+    return new_top, total, tl.dot(weights, v, acc * rescale, input_precision=PRECISION)
 
 
 @triton.jit
@@ -803,7 +804,6 @@ def _attend_paths(
     A row takes part in one path alone: the products of the others add zeros to it, which leave its bits as they are.
     """
     dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
-    ones = tl.full((TOKENS, 16), 1.0, keys_ptr.dtype.element_ty)
     position = tile_start + token
     inside = position < end
     if WINDOW is not None:
@@ -820,13 +820,7 @@ def _attend_paths(
         if WINDOW is not None:
             visible &= position[None, :] > before[:, None]
         scores = tl.where(visible, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
-        weights = tl.exp2(scores * scale - new_top[:, None]).to(keys_ptr.dtype.element_ty)
-        rescale = tl.exp2(top - new_top)[:, None]
-        total = tl.dot(weights, ones, total * rescale, input_precision=PRECISION)
-        v = tl.load(values_ptr + kv_cells, mask=loaded, other=0.0)
-        acc = tl.dot(weights, v, acc * rescale, input_precision=PRECISION)
-        top = new_top
+        top, total, acc = _add_tile(scores, values_ptr + kv_cells, loaded, scale, top, total, acc, PRECISION)
     return top, total, acc
 
 
@@ -851,6 +845,13 @@ def _visible(seen, place, position, base, end):
 def _nothing(ROWS: tl.constexpr):
     """The largest score of rows that have seen nothing yet. Finite, so that exp2(-inf - top) is 0."""
     return tl.full((ROWS,), -1e30, tl.float32)
+
+
+@triton.jit
+def _end_part(merged, all_top, all_total, acc, top, total):
+    """`_add_part`, and the sums of the next part, which has none yet. The columns of `total` (ROWS, 16) are equal."""
+    merged, all_top, all_total = _add_part(merged, all_top, all_total, acc, top, tl.max(total, axis=1))
+    return merged, all_top, all_total, tl.zeros_like(acc), _nothing(acc.shape[0]), tl.zeros_like(total)
 
 
 @triton.jit
