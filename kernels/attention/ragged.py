@@ -724,10 +724,9 @@ def _attend_parts(
 
     Returns values weighted relative to the largest score (ROWS, BLOCK_D), these scores, and the weights' sums (ROWS,).
     seen (ROWS,): the bits of a tree's nodes; None: rows see up to their own place. before (ROWS,): the last position
-    before a row's window. All rows see what lies in `lowest` (and their window)..certain - 1. With path (ROWS,) the
-    tiles of TOKENS that hold new tokens are read once for each path, by the rows that lie on it. NESTED: a loop for
-    each part; a branch in the loop would keep tiles of 64 rows from overlapping their products.
-    """
+    before a row's window. All rows see what lies in `lowest` (and their window)..certain - 1. With path (ROWS,) tiles
+    that hold new tokens are read once for each path, by the rows on it. NESTED: a loop for each part; a branch in the
+    loop would keep tiles of 64 rows from overlapping their products."""
     dims, token = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, TOKENS)
     in_page = (token % PAGE * G + head)[:, None] * D + dims  # the same in every tile, so computed once
     top, total, acc = _nothing(ROWS), tl.zeros((ROWS, 16), tl.float32), tl.zeros((ROWS, BLOCK_D), tl.float32)

@@ -5,13 +5,9 @@ with every draft and with none. Where a grammar leaves one text, its tokens repl
 Letters: B requests, N nodes of a proposal, root included; V vocabulary.
 """
 
-import os
-import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +17,6 @@ from slipstream.serve.engine.plan import FORCED, Edits, HostProposal, NodeMasks
 from slipstream.serve.request import Grammar, Request
 
 WORD_BITS = 32
-MOST_THREADS = 8  # that find masks
-WORTH_SHARING_S = 5e-4  # work that a step waits for; the library does most of it without Python's lock
 MOST_WORDS = 32  # of a mask that allow tokens, where a text may be forced: its first tokens begin alike
 NOTHING = "the grammar allows no token here, not even an end; correct it"
 REFUSED = "the grammar does not take a token that this answer got; no token was allowed, or its logits are not finite"
@@ -36,13 +30,15 @@ class Matcher(Protocol):
 
     def push(self, tokens: Sequence[int]) -> bool: ...
 
-    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> NDArray[np.uint32]: ...
-
     def forced(self, last: int, most: int) -> tuple[list[int], NDArray[np.uint32]]: ...
 
 
 class Grammars(Protocol):
     def matcher(self, grammar: Grammar, ends: Collection[int]) -> Matcher: ...
+
+    def allowed(
+        self, matchers: Sequence[Any], trees: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[NDArray[np.uint32]]: ...
 
     def close(self) -> None: ...
 
@@ -92,9 +88,6 @@ class Constraints(HostStage):
         self.grammars, self.widths = grammars, (1, nodes)
         self._end_ids, self._num_words = frozenset(end_ids), -(-vocab_size // WORD_BITS)
         self._held: dict[int, Constrained] = {}  # by slot
-        self._num_threads = min(MOST_THREADS, os.cpu_count() or 1)
-        self._threads = ThreadPoolExecutor(self._num_threads, "masks")  # none runs before it has work
-        self._seconds = 0.0  # that a request took last
 
     def admit(self, slot: int, request: Request, tokens: list[int]) -> None:
         params = request.params
@@ -116,83 +109,96 @@ class Constraints(HostStage):
 
     def run(self, given: Emitted | Proposed, width: int) -> Edits:
         assert isinstance(given, Proposed)
-        places = {slot: index for index, slot in enumerate(given.slots) if slot in self._held}
-        masks, errors = list[NodeMasks](), dict[int, str]()
-        forced = dict[int, list[int]]()  # by slot: the root, and what follows it
-        work, start = partial(self._follow, given, min(width, *self.widths[1:])), time.perf_counter()
-        is_shared = len(places) > 1 and self._seconds * len(places) > WORTH_SHARING_S
-        each = list((self._threads.map if is_shared else map)(work, places.items()))
-        self._seconds = (
-            (time.perf_counter() - start) / len(each) * (self._num_threads if is_shared else 1) if each else 0
-        )
-        for (slot, index), (error, tokens, found) in zip(places.items(), each, strict=True):
-            if error:
-                errors[slot] = error
-            if tokens:
-                forced[slot] = [int(given.nodes[0, index, 0]), *tokens]
-            masks += found
-            if self._held[slot].is_done:
-                del self._held[slot]
-        return Edits(chains_of(forced), tuple(masks), errors)
+        errors, forced = (
+            dict[int, str](),
+            dict[int, list[int]](),
+        )  # by slot: the root, and what a grammar forces after it
+        held, width = self._grown(given, errors), min(width, *self.widths[1:])
+        masks = self._masks(held, given)
+        for slot, index in held.items():
+            own, found = self._held[slot], masks.get(slot)
+            if own.matcher is not None and found is not None:
+                if not found.allowed[0].any():
+                    errors[slot] = NOTHING
+                tokens, longer = self._forced(slot, own, given.nodes[:, index], found, width)
+                if tokens:
+                    forced[slot], masks[slot] = [int(given.nodes[0, index, 0]), *tokens], longer
+        for slot in [slot for slot in given.slots if slot in self._held and self._held[slot].is_done]:
+            del self._held[slot]
+        return Edits(chains_of(forced), tuple(masks.values()), errors)
 
-    def _follow(self, given: Proposed, width: int, place: tuple[int, int]) -> tuple[str, list[int], list[NodeMasks]]:
-        """Of a (slot, index in `given`): what is wrong, forced tokens after the root, and masks."""
-        slot, index = place
-        held, nodes = self._held[slot], given.nodes[:, index]
-        if not held.push(given.results[index, 1 : 1 + given.results[index, 0]].tolist()):
-            return REFUSED, [], []
-        found = self._masks(slot, held, nodes)
-        error = NOTHING if held.matcher is not None and found and not found[0].allowed[0].any() else ""
-        tokens, own = self._forced(slot, held, nodes, found, width)
-        return error, tokens, [own] if tokens else found
+    def _grown(self, given: Proposed, errors: dict[int, str]) -> dict[int, int]:
+        """Takes what the step has emitted. Returns the index of each slot that has constraints, but for those whose
+        answers break them."""
+        found = dict[int, int]()
+        for index, slot in enumerate(given.slots):
+            if slot not in self._held:
+                continue
+            if self._held[slot].push(given.results[index, 1 : 1 + given.results[index, 0]].tolist()):
+                found[slot] = index
+            else:
+                errors[slot] = REFUSED
+        return found
 
     def close(self) -> None:
-        self._threads.shutdown()
         if self.grammars is not None:
             self.grammars.close()
 
-    def _masks(self, slot: int, held: Constrained, nodes: NDArray[np.int32]) -> list[NodeMasks]:
-        """nodes (2, N): tokens, unused ones -1, and parents."""
-        if held.matcher is None:
-            return self._masks_of_words(slot, held, nodes)
-        if held.matcher.is_over:
-            return []
-        used = [0, *(np.flatnonzero(nodes[0, 1:] >= 0) + 1).tolist()]
-        place = {node: index for index, node in enumerate(used)}
-        parents = [-1, *(place[parent] for parent in nodes[1, used[1:]].tolist())]
-        return [NodeMasks(slot, used, held.matcher.allowed(nodes[0, used].tolist(), parents))]
+    def _masks(self, held: dict[int, int], given: Proposed) -> dict[int, NodeMasks]:
+        """Of slots, by their index in `given`, that something is forbidden to."""
+        found, slots, used, matchers = dict[int, NodeMasks](), list[int](), list[list[int]](), list[Any]()
+        trees = list[tuple[list[int], list[int]]]()
+        for slot, index in held.items():
+            nodes, matcher = given.nodes[:, index], self._held[slot].matcher
+            if matcher is None:
+                own = self._masks_of_words(slot, self._held[slot], nodes)
+                found |= {slot: own} if own is not None else {}
+            elif not matcher.is_over:
+                slots.append(slot)
+                matchers.append(matcher)
+                used.append([0, *(np.flatnonzero(nodes[0, 1:] >= 0) + 1).tolist()])
+                place = {node: index for index, node in enumerate(used[-1])}
+                parents = [-1, *(place[parent] for parent in nodes[1, used[-1][1:]].tolist())]
+                trees.append((nodes[0, used[-1]].tolist(), parents))
+        if matchers:
+            assert self.grammars is not None
+            each = self.grammars.allowed(matchers, trees)
+            found |= {
+                slot: NodeMasks(slot, *own) for slot, own in zip(slots, zip(used, each, strict=True), strict=True)
+            }
+        return found
 
     def _forced(
-        self, slot: int, held: Constrained, nodes: NDArray[np.int32], masks: Sequence[NodeMasks], width: int
+        self, slot: int, held: Constrained, nodes: NDArray[np.int32], masks: NodeMasks, width: int
     ) -> tuple[list[int], NodeMasks]:
         """Tokens that a proposal of up to `width` nodes should have instead of `nodes` (2, N), and its masks. None
         where the grammar leaves a choice, or `nodes` already have them and more, or as many that it allows."""
         nothing: tuple[list[int], NodeMasks] = [], NodeMasks(slot, [], np.empty((0, self._num_words), np.uint32))
         most = min(width, held.max_tokens - len(held.answer)) - 1
-        if held.matcher is None or not held.wants_drafts or not masks or most < 1:
+        if held.matcher is None or not held.wants_drafts or most < 1:
             return nothing
-        if np.count_nonzero(masks[0].allowed[0]) > MOST_WORDS:
+        if np.count_nonzero(masks.allowed[0]) > MOST_WORDS:
             return nothing
-        if allowed_depth(nodes, masks[0]) >= most:
+        if allowed_depth(nodes, masks) >= most:
             return nothing
         tokens, allowed = held.matcher.forced(int(nodes[0, 0]), most)
         if not tokens or goes_beyond(nodes, tokens):
             return nothing
         return tokens, NodeMasks(slot, list(range(1 + len(tokens))), allowed)
 
-    def _masks_of_words(self, slot: int, held: Constrained, nodes: NDArray[np.int32]) -> list[NodeMasks]:
+    def _masks_of_words(self, slot: int, held: Constrained, nodes: NDArray[np.int32]) -> NodeMasks | None:
         paths: dict[int, list[int]] = {0: []}  # of drafted tokens, to each node
         for node, (token, parent) in enumerate(nodes.T.tolist()):
             if node and token >= 0:
                 paths[node] = [*paths[parent], token]
         forbidden = {node: tokens for node, path in paths.items() if (tokens := held.forbidden_after(path))}
         if not forbidden:
-            return []
+            return None
         allowed = np.full((len(forbidden), self._num_words), 2**WORD_BITS - 1, np.uint32)
         for row, tokens in zip(allowed, forbidden.values(), strict=True):
             for token in tokens:
                 row[token // WORD_BITS] &= ~np.uint32(1 << token % WORD_BITS)
-        return [NodeMasks(slot, list(forbidden), allowed)]
+        return NodeMasks(slot, list(forbidden), allowed)
 
 
 def chains_of(tokens: dict[int, list[int]]) -> tuple[HostProposal, ...]:

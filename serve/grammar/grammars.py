@@ -8,10 +8,12 @@ Letters: N nodes of a proposal, root included; V vocabulary.
 import json
 import os
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate, pairwise, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +29,7 @@ MOST_CHARS = 64 * 2**10  # of a grammar as it is sent
 MOST_SPACES = 64  # in a row, between two parts of JSON
 MOST_COMPILED = 256  # grammars that are kept
 NUM_THREADS = 2  # grammars that are compiled at a time
+WORTH_SHARING_S = 5e-4  # work: threads take about .1 ms to start
 NUM_CORES = min(8, os.cpu_count() or 1)  # that compile a grammar
 MOST_PREFIXES = 64  # tokens among which a longest one that begins like all others is looked for
 LOOKAHEAD = 4  # tokens beyond those that are wanted, since the spelling of a word depends on its end
@@ -135,6 +138,7 @@ class Grammars:
         self._compiler: Future[Compiler] | None = None
         self._compiled: OrderedDict[Grammar, Future[Any]] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
+        self._filler = Filler()
 
     def compile(self, grammar: Grammar) -> "Future[Any]":
         """At once if it is known. The result raises ValueError, in a sentence, where a grammar cannot be compiled."""
@@ -159,6 +163,12 @@ class Grammars:
         own = self._compiler.result()
         matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(end for end in ends if end < own.size))
         return Matcher(matcher, ends, self._vocab_size, own.size, own.spelling)
+
+    def allowed(
+        self, matchers: "Sequence[Matcher]", trees: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[NDArray[np.uint32]]:
+        """`Matcher.allowed` of several at once."""
+        return allowed_after(matchers, trees, self._filler)
 
     def close(self) -> None:
         if self._threads is not None:
@@ -210,43 +220,41 @@ class Matcher:
     def __init__(
         self, matcher: Any, ends: Collection[int], vocab_size: int, size: int, spelling: Spelling | None = None
     ) -> None:
-        self._matcher, self._ends, self._spelling, self._size = matcher, frozenset(ends), spelling, size
-        self._num_words, self._own_words = (-(-count // WORD_BITS) for count in (vocab_size, size))
+        self.library, self._ends, self._spelling, self._size = matcher, frozenset(ends), spelling, size
+        self._num_words, self.own_words = (-(-count // WORD_BITS) for count in (vocab_size, size))
 
     @property
     def is_over(self) -> bool:
         """The answer has ended."""
-        return bool(self._matcher.is_terminated())
+        return bool(self.library.is_terminated())
 
     def push(self, tokens: Sequence[int]) -> bool:
         """Whether the grammar takes these tokens. What follows an end is ignored."""
         for token in tokens:
             if self.is_over:
                 return True
-            if not self._matcher.accept_token(token):
+            if not self.library.accept_token(token):
                 return False
         return True
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> NDArray[np.uint32]:
         """(N, ceil(V / 32)) bits of the tokens that may follow each node of a tree, whose parents come first. After
         nodes that the grammar refuses, and after an end, all: these are never accepted."""
-        import torch
+        return allowed_after([self], [(tokens, parents)], Filler())[0]
 
-        masks = torch.full((len(tokens), self._own_words), -1, dtype=torch.int32)
-        if len(tokens) == 1:
-            self._matcher.fill_next_token_bitmask(masks)
-        else:
-            links = _links(tokens, parents, lambda token: token in self._ends or token >= self._size)
-            self._matcher.traverse_draft_tree(*torch.from_numpy(np.array((*links, tokens), np.int64)), masks)
-        own = masks.numpy().view(np.uint32)
-        own[1:][~own[1:].any(axis=1)] = 2**WORD_BITS - 1
+    def widened(self, masks: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Masks (N, words of the matcher's vocabulary), for the whole one: what it does not have is forbidden."""
         if self._size % WORD_BITS:
-            own[:, -1] &= np.uint32((1 << self._size % WORD_BITS) - 1)
-        if self._own_words == self._num_words:
-            return own
-        found = np.zeros((len(tokens), self._num_words), np.uint32)
-        found[:, : self._own_words] = own
+            masks[:, -1] &= np.uint32((1 << self._size % WORD_BITS) - 1)
+        if self.own_words == self._num_words:
+            return masks
+        found = np.zeros((len(masks), self._num_words), np.uint32)
+        found[:, : self.own_words] = masks
         return found
+
+    def may_follow(self, token: int) -> bool:
+        """Whether the grammar may be asked about this token, and about what comes after it."""
+        return token < self._size and token not in self._ends
 
     def forced(self, last: int, most: int) -> tuple[list[int], NDArray[np.uint32]]:
         """Up to `most` tokens that follow the token `last` because the grammar leaves one text, in the tokenizer's own
@@ -271,17 +279,17 @@ class Matcher:
         """Of a forced text up to `most` tokens, each the longest that may come next."""
         import torch
 
-        found, mask = list[int](), torch.empty((1, self._own_words), dtype=torch.int32)
+        found, mask = list[int](), torch.empty((1, self.own_words), dtype=torch.int32)
         row = mask.numpy().view(np.uint32)[0]
         while len(found) < most and not self.is_over:
             mask.fill_(-1)
-            self._matcher.fill_next_token_bitmask(mask)
+            self.library.fill_next_token_bitmask(mask)
             token = self._only(row)
             if token is None:
                 break
-            self._matcher.accept_token(token)
+            self.library.accept_token(token)
             found.append(token)
-        self._matcher.rollback(len(found))
+        self.library.rollback(len(found))
         return found
 
     def _only(self, mask: NDArray[np.uint32]) -> int | None:
@@ -304,6 +312,110 @@ class Matcher:
         return bool(tokens) and all(text.startswith(vocabulary[token]) for token in tokens)
 
 
+class Walk:
+    """Leads a matcher to one node after another of a tree, whose root it has taken, and back."""
+
+    def __init__(self, matcher: Matcher, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        self.matcher, self._tokens, self._parents = matcher, tokens, parents
+        self._path, self._reached = [0], {0}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def go_to(self, node: int) -> bool:
+        """Whether the grammar takes the path to the node; those before it have been asked for."""
+        if node == 0:
+            return True
+        parent, token = self._parents[node], self._tokens[node]
+        if parent not in self._reached or not self.matcher.may_follow(token):
+            return False
+        self._go_back(self._path.index(parent) if parent in self._path else self._shared(parent))
+        missing = self._path_to(parent)[len(self._path) :]
+        for one in missing:
+            self.matcher.library.accept_token(self._tokens[one])
+        self._path += missing
+        if not self.matcher.library.accept_token(token):
+            return False
+        self._path.append(node)
+        self._reached.add(node)
+        return True
+
+    def end(self) -> None:
+        self._go_back(0)
+
+    def _go_back(self, place: int) -> None:
+        """To a place of the path."""
+        if place + 1 < len(self._path):
+            self.matcher.library.rollback(len(self._path) - place - 1)
+            del self._path[place + 1 :]
+
+    def _path_to(self, node: int) -> list[int]:
+        path = [node]
+        while path[-1]:
+            path.append(self._parents[path[-1]])
+        return path[::-1]
+
+    def _shared(self, node: int) -> int:
+        """The last place of the path that is on the path to the node, too."""
+        pairs = zip(self._path, self._path_to(node), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) - 1
+
+
+def allowed_after(
+    matchers: Sequence[Matcher], trees: Sequence[tuple[Sequence[int], Sequence[int]]], filler: "Filler"
+) -> list[NDArray[np.uint32]]:
+    """`Matcher.allowed` for the tokens and parents of a tree for each matcher. All have one vocabulary."""
+    import torch
+
+    walks = [Walk(matcher, *tree) for matcher, tree in zip(matchers, trees, strict=True)]
+    starts = [0, *accumulate(map(len, walks))]
+    masks = torch.full((starts[-1], matchers[0].own_words), -1, dtype=torch.int32)
+    for node in range(max(map(len, walks))):
+        there = [(walk, start) for walk, start in zip(walks, starts, strict=False) if node < len(walk)]
+        filler.fill(masks, [(walk.matcher.library, start + node) for walk, start in there if walk.go_to(node)])
+    for walk in walks:
+        walk.end()
+    found = masks.numpy().view(np.uint32)
+    for start, end in pairwise(starts):
+        allow_any(found[start + 1 : end])
+    found = matchers[0].widened(found)
+    return [found[start:end] for start, end in pairwise(starts)]
+
+
+class Filler:
+    """Writes masks: one after the other, or on several threads where the last ones took so long that it pays."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0  # that a mask took lately, at most
+
+    def fill(self, masks: Any, asked: Sequence[tuple[Any, int]]) -> None:
+        """masks (N, words) int32; asked: matchers of the library, and their rows."""
+        if not asked:
+            return
+        start, is_shared = time.perf_counter(), len(asked) > 1 and self._seconds * len(asked) > WORTH_SHARING_S
+        if is_shared:
+            handles, rows = zip(*asked, strict=True)
+            _batch().batch_fill_next_token_bitmask(list(handles), masks, list(rows))
+        else:
+            for handle, row in asked:
+                handle.fill_next_token_bitmask(masks, row)
+        at_once = min(NUM_CORES, len(asked)) if is_shared else 1
+        self._seconds = (time.perf_counter() - start) / len(asked) * at_once
+
+
+@cache
+def _batch() -> Any:
+    import xgrammar
+
+    return xgrammar.BatchGrammarMatcher(max_threads=NUM_CORES)
+
+
+def allow_any(masks: NDArray[np.uint32]) -> None:
+    """After nodes where nothing is allowed, in place: these are never accepted."""
+    for row in np.flatnonzero(masks.max(axis=1, initial=0) == 0):
+        masks[row] = 2**WORD_BITS - 1
+
+
 def tokens_in(mask: NDArray[np.uint32], most: int) -> list[int]:
     """The tokens that a mask (ceil(V / 32),) allows; none where there are more than `most`."""
     words = np.flatnonzero(mask)
@@ -315,23 +427,3 @@ def tokens_in(mask: NDArray[np.uint32], most: int) -> list[int]:
             found.append(WORD_BITS * word + (bits & -bits).bit_length() - 1)
             bits &= bits - 1
     return found if len(found) <= most else []
-
-
-def _links(
-    tokens: Sequence[int], parents: Sequence[int], is_left_out: Callable[[int], bool]
-) -> tuple[list[int], list[int]]:
-    """The first child and the next sibling of each node, -1 where there is none. Left out, with what follows them, are
-    ends, since nothing may be asked of a grammar that has ended, and tokens that its vocabulary does not have."""
-    children, siblings, last = [-1] * len(tokens), [-1] * len(tokens), [-1] * len(tokens)
-    reached = [True] + [False] * (len(tokens) - 1)
-    for node in range(1, len(tokens)):
-        parent = parents[node]
-        if not reached[parent] or is_left_out(tokens[node]):
-            continue
-        reached[node] = True
-        if last[parent] < 0:
-            children[parent] = node
-        else:
-            siblings[last[parent]] = node
-        last[parent] = node
-    return children, siblings

@@ -215,7 +215,8 @@ def test_the_pair_emits_the_small_pairs_tokens_and_accepts_as_many(
         assert sum(answer.stats.accepted_tokens for answer in part) >= least
 
 
-@pytest.mark.parametrize("drafter", [pytest.param("eagle3", marks=pytest.mark.slow), "dflash"])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash"])
 def test_greedy_tokens_in_bf16(drafter: str, pairs: Pairs, questions: list[str]) -> None:
     """Equal but for ties, which sums in another order break otherwise."""
     draft, pair = pairs[drafter]

@@ -56,6 +56,7 @@ def words(data: Path, output: Path, *more: str) -> list[str]:
     return ["--target", str(TINY), "--data", str(data), "--output", str(output), "--questions", "3", *more]
 
 
+@pytest.mark.slow
 def test_drafts_are_trained_once_and_measured_with_ours(
     data: Path, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
