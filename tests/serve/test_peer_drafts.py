@@ -30,7 +30,7 @@ from slipstream.tests.serve.engine_runs import build_engine, run, run_checked, s
 LAYERS = (0, 2, 3)
 DEFAULTS = ("norm_before_residual", "norm_before_fc", "norm_output")  # flags of the recipe of speculators
 requests_of = partial(sized_requests, temperature=0.7)
-CONFIG: dict[str, Any] = {"max_running": 8, "kv_cache_tokens": 2048}
+CONFIG: dict[str, Any] = {"max_running": 8, "kv_cache_tokens": 2048, "grammar_drafts": False}
 
 
 def save_eagle3(target: Path, folder: Path, layers: tuple[int, ...] = LAYERS, *flags: str) -> test_eagle.Oracle:
