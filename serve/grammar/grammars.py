@@ -329,11 +329,12 @@ class Walk:
         parent, token = self._parents[node], self._tokens[node]
         if parent not in self._reached or not self.matcher.may_follow(token):
             return False
-        self._go_back(self._path.index(parent) if parent in self._path else self._shared(parent))
-        missing = self._path_to(parent)[len(self._path) :]
-        for one in missing:
+        path = self._path_to(parent)
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(self._path, path, strict=False))
+        self._go_back(len(list(shared)) - 1)
+        for one in path[len(self._path) :]:
             self.matcher.library.accept_token(self._tokens[one])
-        self._path += missing
+        self._path = path
         if not self.matcher.library.accept_token(token):
             return False
         self._path.append(node)
@@ -354,11 +355,6 @@ class Walk:
         while path[-1]:
             path.append(self._parents[path[-1]])
         return path[::-1]
-
-    def _shared(self, node: int) -> int:
-        """The last place of the path that is on the path to the node, too."""
-        pairs = zip(self._path, self._path_to(node), strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) - 1
 
 
 def allowed_after(
