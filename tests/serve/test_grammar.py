@@ -483,7 +483,10 @@ def test_ids_without_text_are_forbidden_and_may_be_drafted(grammars: Grammars) -
     larger.close()
 
 
-def test_masks_of_many_requests_at_once_are_those_of_each(grammars: Grammars) -> None:
+def test_masks_of_many_requests_on_threads_are_those_of_each(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.serve.grammar.grammars.WORTH_SHARING_S", -1.0)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     rng, letters, end = random.Random(1), tokenizer.convert_tokens_to_ids(list("abc")), tokenizer.eos_token_id
     matchers, trees = [], []
