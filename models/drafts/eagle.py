@@ -90,7 +90,7 @@ class EagleLayer(nn.Module):
         sizes = config.hidden_size, config.rms_norm_eps
         self.self_attn = SelfAttention(config.layers[0].attention, 0, *sizes)
         self.post_attention_layernorm = RMSNorm(*sizes)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.mlp = GatedMLP(config.hidden_size, config.layers[0].mlp)
 
     def forward(self, x: Tensor, attention: Attention, mask: Mask) -> Tensor:
         normed, x = self.post_attention_layernorm.add(x, self.self_attn(x, attention, mask))

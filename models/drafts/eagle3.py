@@ -201,7 +201,7 @@ class Midlayer(nn.Module):
         self.hidden_norm = RMSNorm(size, eps)
         self.self_attn = SelfAttention(config.layers[0].attention, 0, size, eps, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = GatedMLP(size, config.intermediate_size)
+        self.mlp = GatedMLP(size, config.layers[0].mlp)
         self.norm_before_residual = config.norm_before_residual
 
     def forward(self, embeds: Tensor, hidden: Tensor, attention: Attention, mask: Mask) -> Tensor:

@@ -14,7 +14,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(hidden_size, eps)
         self.self_attn = SelfAttention(spec.attention, index, hidden_size, eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
-        self.mlp = GatedMLP(hidden_size, spec.intermediate_size, spec.mlp_bias)
+        self.mlp = GatedMLP(hidden_size, spec.mlp)
 
     def forward(
         self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None

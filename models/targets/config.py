@@ -83,12 +83,19 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MLPSpec:
+    """A gated MLP."""
+
+    intermediate_size: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """A pre-norm decoder layer: attention, then a gated MLP."""
+    """A pre-norm decoder layer: attention, then an MLP."""
 
     attention: AttentionSpec
-    intermediate_size: int
-    mlp_bias: bool = False
+    mlp: MLPSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +133,8 @@ class DecoderShape:
         """A layer of this shape; `attention` are the other fields of its AttentionSpec."""
         same = ("num_heads", "num_kv_heads", "head_dim", "rope")
         spec = AttentionSpec(**{name: getattr(self, name) for name in same}, **attention)
-        return LayerSpec(attention=spec, intermediate_size=self.intermediate_size, mlp_bias=mlp_bias)
+        mlp = MLPSpec(intermediate_size=self.intermediate_size, bias=mlp_bias)
+        return LayerSpec(attention=spec, mlp=mlp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from slipstream.models.files.weights import load_weights, public_tensors
 from slipstream.models.layers import linear
 from slipstream.models.layers.linear import Head, Linear
 from slipstream.models.layers.mlp import GatedMLP
+from slipstream.models.targets.config import MLPSpec
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.tests.models.saved_drafts import CPU, fused
 from slipstream.tests.random_drafts import random_dflash
@@ -30,7 +31,7 @@ class Block(nn.Module):
     def __init__(self, size: int = 8) -> None:
         super().__init__()
         self.qkv_proj = Linear(size, {"q_proj": size, "k_proj": size // 2, "v_proj": size // 2}, bias=True)
-        self.mlp = GatedMLP(size, 12)
+        self.mlp = GatedMLP(size, MLPSpec(intermediate_size=12))
         self.lm_head = Head(size, 5)
         self.register_buffer("d2t", torch.zeros(5, dtype=torch.int64))
 
