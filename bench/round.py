@@ -224,7 +224,8 @@ def replay(engine: Engine, config: RoundConfig, batch: int) -> tuple[float | Non
             column.copy_(values)
 
     def target() -> None:
-        steps.run(plan)
+        steps.begin(plan)
+        steps.complete(plan)
 
     def draft() -> None:
         if drafts is not None:

@@ -64,6 +64,7 @@ class Engine:
         self._grammars = grammars
         self._compiling: dict[str, tuple[Request, Future[Any]]] = {}  # by id: requests that wait for their grammar
         self._in_flight: deque[InFlight] = deque()
+        self._begun: StepPlan | None = None  # whose pass runs up to where it samples, behind what is in flight
         self._edits = Edits()  # for the next plan
 
     @property
@@ -76,8 +77,8 @@ class Engine:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that are launched and not read. While there are any, the device does not wait for the host."""
-        return len(self._in_flight)
+        """Steps that are launched, or begun, and not read. While there are any, no host holds up the device."""
+        return len(self._in_flight) + (self._begun is not None)
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that can never be served."""
@@ -138,6 +139,9 @@ class Engine:
         while len(self._in_flight) < MAX_STEPS_IN_FLIGHT:
             if self.waits_for_host:
                 return self._step_after_host()
+            if self._waits_for_masks:
+                self._begun = self._begin(self._plan())
+                break
             if not self._queue(self._launch(self._plan())):
                 break
         return self._finish(self._in_flight.popleft() if self._in_flight else None)
@@ -168,7 +172,11 @@ class Engine:
         if flight is None:
             return []
         arrived = self._read(flight)
-        self._let_stages_work(arrived, is_last=not self._in_flight)
+        self._let_stages_work(arrived, is_last=not self._in_flight and self._begun is None)
+        if self._begun is not None:
+            now, self._edits = self._edits.of(slots_of(self._begun))
+            self._queue(self._execute(replace(self._begun, edits=self._begun.edits + now)))
+            self._begun = None
         return self._commit(arrived)
 
     def _queue(self, flight: InFlight | None) -> bool:
@@ -179,10 +187,21 @@ class Engine:
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether a stage wants what is in flight before the next step. A stage whose edits are optional gets it only
-        while waiting for them pays."""
-        slots = [slot for flight in self._in_flight for slot in slots_of(flight.plan)]
-        return any((not stage.is_optional or self.planner.waiting_pays) and stage.wants(slots) for stage in self.stages)
+        """Whether a stage wants what is in flight before the next step begins. A stage whose edits are optional gets it
+        only while waiting for them pays."""
+        slots = self._slots_in_flight
+        waiting = (stage for stage in self.stages if not stage.is_optional or self.planner.waiting_pays)
+        return any(stage.wants(slots) and stage.may_propose(slots) for stage in waiting)
+
+    @property
+    def _waits_for_masks(self) -> bool:
+        """Whether a stage wants what is in flight before the next step samples."""
+        slots = self._slots_in_flight
+        return any(stage.reads == "proposal" and stage.wants(slots) for stage in self.stages)
+
+    @property
+    def _slots_in_flight(self) -> list[int]:
+        return [slot for flight in self._in_flight for slot in slots_of(flight.plan)]
 
     def _plan(self) -> StepPlan | None:
         plan = self.planner.plan()
@@ -193,12 +212,22 @@ class Engine:
         return plan
 
     def _launch(self, plan: StepPlan | None) -> InFlight | None:
-        if plan is None:
-            return None
+        return None if plan is None else self._execute(self._choose(plan))
+
+    def _begin(self, plan: StepPlan | None) -> StepPlan | None:
+        if plan is not None:
+            plan = self._choose(plan, will_be_masked=True)
+            self.runner.begin(plan)
+        return plan
+
+    def _choose(self, plan: StepPlan, *, will_be_masked: bool = False) -> StepPlan:
+        """The whole plan, but for masks that come later."""
         edits, self._edits = self._edits.of(slots_of(plan))
         shown = any(stage.reads == "proposal" and stage.wants(list(slots_of(plan))) for stage in self.stages)
-        plan = self.planner.choose(plan, "all" if edits.masks else plan.mode)
-        plan = replace(plan, edits=edits, returns_proposals=shown or plan.returns_proposals)
+        plan = self.planner.choose(plan, "all" if edits.masks or will_be_masked else plan.mode)
+        return replace(plan, edits=edits, returns_proposals=shown or plan.returns_proposals)
+
+    def _execute(self, plan: StepPlan) -> InFlight:
         self._tell("ready", plan)
         flight = self.runner.execute(plan)
         self._tell("launched", plan)
@@ -228,7 +257,8 @@ class Engine:
                 given = self.planner.proposed(plan, output).after(self._edits.proposals)
             else:
                 continue
-            edits = stage.run(given, self.planner.limits.most_nodes) if given.slots else Edits()
+            width = self.planner.limits.most_nodes if self._begun is None or stage.reads == "emitted" else 1
+            edits = stage.run(given, width) if given.slots else Edits()
             if stage.is_optional and not is_last:
                 self.planner.look_back(edits)
             else:

@@ -68,6 +68,11 @@ class HostStage(ABC):
         """Whether it has work for a step of these requests."""
         return True
 
+    def may_propose(self, slots: list[int]) -> bool:
+        """Whether its next edits for these requests may hold proposals. If not, a pass may begin before they are there:
+        it reads masks only when it samples."""
+        return True
+
     @abstractmethod
     def run(self, given: Emitted | Proposed, width: int) -> Edits:
         """`width`: most nodes of a proposal. Where one request fails, the edits name its error."""

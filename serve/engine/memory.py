@@ -131,7 +131,7 @@ def measure_workspace(runner: Runner, config: EngineConfig, widths: Sequence[int
     largest = captured
     if not config.captured_tokens:
         largest = peak(lambda: _prefill_padding(runner, config.prefill_budget))
-    num_graphs = len(keys) + (len(drafts.keys()) if drafts is not None else 0)
+    num_graphs = sum(len(steps.parts_of(key)) for key in keys) + (len(drafts.keys()) if drafts is not None else 0)
     return largest + captured + GRAPH_BYTES * num_graphs
 
 

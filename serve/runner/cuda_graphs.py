@@ -1,7 +1,8 @@
 """Passes captured as CUDA graphs at start-up; a replay waits for nothing, and nothing is captured while serving.
 
 A target pass is captured for (rows, rows with logits, sampling mode), a draft's for (requests, width, mode): every
-number of nodes and prompt tokens that fits replays the same graph. All graphs share one memory pool, and all target
+number of nodes and prompt tokens that fits replays the same graph. A target pass that may be sampled under masks is two
+graphs, since the host may find masks while the first one runs. All graphs share one memory pool, and all target
 passes write into one result buffer, so a replay's results must be copied away before the next replay, in stream order.
 """
 
@@ -41,6 +42,8 @@ TIMED_PASSES = 2  # of each key at start-up: the faster one counts
 StepKey = tuple[int, int, bool, SamplingMode]  # rows, rows with logits, whether there are prompts, mode
 DraftKey = tuple[int, int, SamplingMode]  # requests, width, mode
 Key = TypeVar("Key", bound=tuple[Any, ...])
+Part = Callable[[Any], Any]  # of a pass: gets what the part before it gave
+ALL_PARTS, FIRST_PART, OTHER_PARTS = slice(None), slice(1), slice(1, None)
 REMEDY = "lower max_running, prefill_graph_tokens or mem_fraction"
 
 
@@ -95,25 +98,30 @@ class Capturer:
         message = "captured %d %s (%s; with and without filters) in %.1f s, %.2f GB"
         logger.info(message, count, what, sizes, seconds, used / 1e9)
 
-    def capture(self, run: Callable[[], None], what: str, remedy: str) -> torch.cuda.CUDAGraph | None:
-        """None, and once a warning that names `what` and the `remedy`, where memory does not hold the graph.
+    def capture(self, parts: Sequence[Part], what: str, remedy: str) -> list[torch.cuda.CUDAGraph]:
+        """A graph of each part of a pass, to be replayed one after the other. Empty, and once a warning that names
+        `what` and the `remedy`, where memory does not hold them.
 
         Raises ValueError in the same words where it does not even hold the pass.
         """
-        try:
-            self._warm_up(run)
-        except torch.cuda.OutOfMemoryError as error:
-            raise ValueError(f"{what} does not fit into memory; {remedy}") from error
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with _no_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                run()
-        except torch.cuda.OutOfMemoryError:
-            self._warn(what, remedy)
-            return None
-        return graph
+        graphs, given = list[torch.cuda.CUDAGraph](), None
+        for part in parts:
+            for graph in graphs[-1:]:
+                graph.replay()  # so that `given` holds something
+            try:
+                self._warm_up(partial(part, given))
+            except torch.cuda.OutOfMemoryError as error:
+                raise ValueError(f"{what} does not fit into memory; {remedy}") from error
+            graphs.append(torch.cuda.CUDAGraph())
+            try:
+                with _no_collection(), torch.cuda.graph(graphs[-1], pool=self._pool, stream=self._stream):
+                    given = part(given)  # held until the last part is captured: nothing else gets its memory
+            except torch.cuda.OutOfMemoryError:
+                self._warn(what, remedy)
+                return []
+        return graphs
 
-    def _warm_up(self, run: Callable[[], None]) -> None:
+    def _warm_up(self, run: Callable[[], Any]) -> None:
         """Loads kernels, and gives libraries their workspaces on the stream of the captures."""
         torch.cuda.synchronize()  # sync
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -133,15 +141,20 @@ class Graphs(ABC, Generic[Key]):
 
     def __init__(self, runner: Runner, requests: Tensor, capturer: Capturer) -> None:
         self.runner, self.requests, self.capturer = runner, requests, capturer
-        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Key, list[torch.cuda.CUDAGraph]] = {}  # of a pass's parts
 
     @abstractmethod
     def keys(self) -> list[Key]:
         """Largest first: the later ones find memory in the pool."""
 
     @abstractmethod
+    def parts_of(self, key: Key) -> Sequence[Part]:
+        """The pass on what the buffers hold, in parts that are captured apart."""
+
     def pass_of(self, key: Key) -> None:
-        """The pass that is captured, on what the buffers hold."""
+        given = None
+        for part in self.parts_of(key):
+            given = part(given)
 
     @abstractmethod
     def hold_padding(self) -> None:
@@ -156,15 +169,18 @@ class Graphs(ABC, Generic[Key]):
 
     def _capture(self, key: Key) -> bool:
         self.hold_padding()
-        graph = self.capturer.capture(partial(self.pass_of, key), self.describe(key), REMEDY)
-        if graph is not None:
-            self._graphs[key] = graph
-        return graph is not None
+        graphs = self.capturer.capture(self.parts_of(key), self.describe(key), REMEDY)
+        if graphs:
+            self._graphs[key] = graphs
+        return bool(graphs)
+
+    def _replay(self, key: Key, parts: slice = ALL_PARTS) -> None:
+        for graph in self._graphs[key][parts]:
+            graph.replay()
 
     def _time(self, key: Key) -> float:
         """Milliseconds of the best of a few passes."""
-        graph, state = self._graphs.get(key), self.runner.state
-        run = graph.replay if graph is not None else partial(self.pass_of, key)
+        state, run = self.runner.state, partial(self._replay if key in self._graphs else self.pass_of, key)
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(TIMED_PASSES + 1)]
         proposals = state.proposals.clone()
         for start, end in pairs:
@@ -194,6 +210,7 @@ class StepGraphs(Graphs[StepKey]):
         self.max_running, self.most_prompt_rows = max_running, most_prompt_rows
         self.packed = self._pack((), most_prompt_rows).to(state.device)
         self.results = runner.empty_results(max_running + self.num_chunks, has_logprobs=True)
+        self._begun: StepKey | None = None
 
     def run_all(self) -> None:
         """Runs every size on padding, uncaptured, and the largest ones in every mode."""
@@ -221,17 +238,24 @@ class StepGraphs(Graphs[StepKey]):
                     tables[mode][rows] = self._time((rows, heads, has_prompts, mode))
         return tables
 
-    def run(self, plan: StepPlan) -> tuple[Results, int] | None:
-        """The results of the plan's target pass, and the index of the first chunk's. None where no graph takes it: a
+    def begin(self, plan: StepPlan) -> bool:
+        """Launches the plan's target pass, in mode "all" up to where it samples. False where no graph takes it: a
         prompt alone whose context is so long that kernels made for prompts are faster (and compiled by now), one whose
         own log-probabilities are asked for, or memory held no graph."""
-        key = self.find(plan)
+        key = self._begun = self.find(plan)
         if key is None:
-            return None
+            return False
         self.runner.state.send(plan.slots, plan.nodes, drafting_slots(plan))
         if plan.chunks:
             self._hold_chunks(plan.chunks)
-        self._graphs[key].replay()
+        self._replay(key, FIRST_PART)
+        return True
+
+    def complete(self, plan: StepPlan) -> tuple[Results, int]:
+        """Launches the rest. The results, and the index of the first chunk's."""
+        key = self._begun
+        assert key is not None
+        self._replay(key, OTHER_PARTS)
         first = min(key[0], self.max_running)
         count = first + len(plan.chunks) if plan.chunks else len(plan.slots)
         return Results(self.results.tokens[:count], self.results.logprobs if plan.logprobs is not None else None), first
@@ -258,14 +282,20 @@ class StepGraphs(Graphs[StepKey]):
         own += [(rows, rows, False) for rows in reversed(self.sizes)]
         return [(*key, mode) for key in sorted(own, reverse=True) for mode in reversed(MODES)]
 
-    def pass_of(self, key: StepKey) -> None:
+    def parts_of(self, key: StepKey) -> Sequence[Part]:
+        """In mode "all" two: masks need not be there before the second."""
         rows, heads, has_prompts, mode = key
         chunks = split_chunks(self.packed, self.num_chunks, self.most_prompt_rows)
         if not has_prompts:
             chunks = Chunks(*(field[:0] for field in chunks))
         inputs = StepInputs(self.runner.state.budget[:1], self.requests[: min(rows, self.max_running)], chunks)
-        out = self.results if mode == "all" else self.results._replace(logprobs=None)
-        self.runner.step(inputs, rows, heads, mode, out=out)
+        runner, out = self.runner, self.results if mode == "all" else self.results._replace(logprobs=None)
+        if mode != "all":
+            return [lambda _: runner.step(inputs, rows, heads, mode, out=out)]
+        return [
+            lambda _: runner.begin(inputs, rows),
+            lambda begun: runner.complete(begun, inputs, heads, mode, out=out),
+        ]
 
     def hold_padding(self) -> None:
         self.runner.state.send((), 0)
@@ -330,16 +360,16 @@ class DraftGraphs(Graphs[DraftKey]):
         if size is None:
             return False
         self.runner.state.send_drafting(slots)
-        self._graphs[size, width, mode].replay()
+        self._replay((size, width, mode))
         return True
 
     def keys(self) -> list[DraftKey]:
         widths = sorted(self.widths, reverse=True)
         return [(size, width, mode) for size in reversed(self.sizes) for width in widths for mode in reversed(MODES)]
 
-    def pass_of(self, key: DraftKey) -> None:
+    def parts_of(self, key: DraftKey) -> Sequence[Part]:
         size, width, mode = key
-        self.runner.draft(self.requests[:size], mode, width, 0)
+        return [lambda _: self.runner.draft(self.requests[:size], mode, width, 0)]
 
     def hold_padding(self) -> None:
         self.runner.state.send_drafting(())

@@ -82,6 +82,8 @@ class ModelRunner:
         self.target, self.drafter, self.state = passes.target, passes.drafter, passes.state
         self.on_launch: Callable[[], None] | None = None
         self._prepared = 0  # number of the last plan whose slots and pages the device has
+        self._set_number = 0  # likewise, whose proposals
+        self._begun = 0  # likewise, whose target pass runs up to where it samples, or farther
         self._started: torch.cuda.Event | None = None  # of that plan's pass, on a GPU
         self._clock = CpuClock()
         self._behind: tuple[int, ...] = ()  # slots of the passes that the drafter is behind
@@ -96,24 +98,27 @@ class ModelRunner:
             self._started = torch.cuda.Event(enable_timing=True)
         self.state.change(plan.admissions, plan.pages)
 
+    def begin(self, plan: StepPlan) -> None:
+        """Launches what a plan's pass computes before it samples, where that is captured. `execute` launches the rest
+        of it, with masks that the plan has got since."""
+        self._set(plan)
+        if self.steps is not None:
+            self._start_clock()
+            if self.steps.begin(plan):
+                self._begun = plan.number
+
     def execute(self, plan: StepPlan) -> InFlight:
         """Launches the plan's passes. Plans come in the order of their numbers.
 
         Where memory does not suffice for them, their requests fail and others go on.
         """
-        self.prepare(plan)
-        if plan.survivals is not None:
-            self.state.set_survivals(plan.survivals)
-        for proposal in plan.edits.proposals:
-            self._store(proposal)
-        self.state.set_masks(plan.edits.masks)
-        started = self._started
+        self._set(plan)
+        is_begun = self._begun == plan.number
+        self.state.set_masks(plan.edits.masks, beside=is_begun)
         try:
             self._catch_up(plan)  # not part of this step's time, or drafting would look expensive where it is rare
-            if started is None:
-                self._clock.start()
-            else:
-                started.record()
+            if not is_begun:
+                self._start_clock()
             results, first_chunk = self._step(plan)
             if plan.logprobs is not None and results.logprobs is not None:
                 results = results._replace(logprobs=results.logprobs[: 2 + 2 * plan.logprobs])
@@ -124,6 +129,7 @@ class ModelRunner:
             self.on_launch()
         proposed = self._proposals(plan) if plan.returns_proposals else None
         width = self.state.proposals.shape[2]
+        started = self._started
         if started is None:
             return InFlight(plan, results, first_chunk, width, proposed, self._clock.stop())
         tokens, *others = (None if each is None else to_host(each) for each in (*results, proposed))
@@ -132,6 +138,23 @@ class ModelRunner:
         assert tokens is not None
         logprobs, of_prompts, proposed = others
         return InFlight(plan, Results(tokens, logprobs, of_prompts), first_chunk, width, proposed, started, landed)
+
+    def _start_clock(self) -> None:
+        if self._started is None:
+            self._clock.start()
+        else:
+            self._started.record()
+
+    def _set(self, plan: StepPlan) -> None:
+        """What passes read of a plan, but for masks. Once, since what is stored later replaces it."""
+        self.prepare(plan)
+        if plan.number <= self._set_number:
+            return
+        self._set_number = plan.number
+        if plan.survivals is not None:
+            self.state.set_survivals(plan.survivals)
+        for proposal in plan.edits.proposals:
+            self._store(proposal)
 
     def _failed(self, plan: StepPlan, error: Exception) -> InFlight:
         count, width = len(slots_of(plan)), self.state.proposals.shape[2]
@@ -155,10 +178,8 @@ class ModelRunner:
 
     def _step(self, plan: StepPlan) -> tuple[Results, int]:
         """The results, and the index of the first chunk's."""
-        if self.steps is not None:
-            captured = self.steps.run(plan)
-            if captured is not None:
-                return captured
+        if self.steps is not None and (self._begun == plan.number or self.steps.begin(plan)):
+            return self.steps.complete(plan)
         state, num_tokens = self.state, sum(len(chunk.tokens) for chunk in plan.chunks)
         packed = pack_chunks(plan.chunks, len(plan.chunks), num_tokens, state.padding, state.device.type == "cuda")
         chunks = split_chunks(packed.to(state.device, non_blocking=True), len(plan.chunks), num_tokens)

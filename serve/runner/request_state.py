@@ -90,6 +90,7 @@ class RequestState:
         self.mask_rows = self._masks[:count].view(num_slots, width).fill_(-1)
         self.mask_bits = self._masks[count + count % 4 :].view(self.padding * width, words)
         self._is_masked = False
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def nbytes(self) -> int:
@@ -173,8 +174,9 @@ class RequestState:
             bias[list(params.biases)] = list(params.biases.values())
             self.copy(bias, held.bias[slot])
 
-    def set_masks(self, masks: Sequence[NodeMasks]) -> None:
-        """For the next pass in mode "all": in one copy, since the device waits for it."""
+    def set_masks(self, masks: Sequence[NodeMasks], *, beside: bool = False) -> None:
+        """For the next pass in mode "all": in one copy, since the device waits for it. `beside`: while that pass runs
+        and has not come to them, and none before it that reads masks is left."""
         if not masks and not self._is_masked:
             return
         self._is_masked = bool(masks)
@@ -190,7 +192,12 @@ class RequestState:
         if masks:
             bits = values[first:].view(np.uint32).reshape(count, words)
             np.concatenate([mask.allowed for mask in masks], out=bits)
-        self._masks[: len(host)].copy_(host, non_blocking=True)
+        if not beside or self._copies is None:
+            self._masks[: len(host)].copy_(host, non_blocking=True)
+            return
+        with torch.cuda.stream(self._copies):
+            self._masks[: len(host)].copy_(host, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(self._copies)
 
     def copy(self, values: NDArray[np.generic], to: Tensor) -> None:
         """Replaces `to` on the device. The host does not wait; the copy runs after the work queued there."""

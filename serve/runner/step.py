@@ -61,6 +61,15 @@ class HostShape(NamedTuple):
     has_logprobs: bool = False  # some request wants those of its tokens
 
 
+class Begun(NamedTuple):
+    """A target pass before it samples."""
+
+    layout: Layout
+    hidden: Tensor  # (T, H) after the final norm
+    aux_states: Tensor | None  # (T, K * H)
+    counts: list[int]  # nodes of each decoding request, where the pass is not captured
+
+
 class Results(NamedTuple):
     """What a target pass brings the host, for S segments of W tokens."""
 
@@ -102,7 +111,12 @@ class Runner:
         Returns the results, in the buffers of `out` if given; log-probabilities where it has a buffer for them, or as
         `host` says.
         """
-        state, B, M = self.state, len(inputs.requests), len(inputs.chunks.slots)
+        return self.complete(self.begin(inputs, rows, host), inputs, heads, mode, host, out)
+
+    @torch.inference_mode()
+    def begin(self, inputs: StepInputs, rows: int, host: HostShape | None = None) -> Begun:
+        """The part of the pass that reads neither masks nor anything else of how tokens are sampled."""
+        state, B = self.state, len(inputs.requests)
         if host is None:
             state.write_sent()
         else:
@@ -113,11 +127,28 @@ class Runner:
         if host is not None:
             numbers = counts.tolist() if B else []  # sync
             rows = sum(numbers) + sum(len(chunk.tokens) for chunk in host.chunks)
-            heads = sum(numbers) + M
         where = state.pages[0], state.page_size, rows, self.branches, state.padding
         layout = lay_out(state.stored, counts, inputs.requests, inputs.chunks, *where)
         attention, mask = self._attention(layout, B, numbers, host)
         hidden, aux_states = self.target(layout.tokens, attention, self.drafter.aux_layers, mask)
+        return Begun(layout, hidden, aux_states, numbers)
+
+    @torch.inference_mode()
+    def complete(
+        self,
+        begun: Begun,
+        inputs: StepInputs,
+        heads: int,
+        mode: SamplingMode,
+        host: HostShape | None = None,
+        out: Results | None = None,
+    ) -> Results:
+        """The rest of the pass: samples, verifies, commits and extends the drafter."""
+        state, B, M = self.state, len(inputs.requests), len(inputs.chunks.slots)
+        layout, hidden, aux_states, numbers = begun
+        rows = len(hidden)
+        if host is not None:
+            heads = sum(numbers) + M
         logits, sampling, sampled = self._sample(layout, inputs.chunks, hidden, B, heads if M else rows, mode)
         if out is None:
             out = self.empty_results(B + M, has_logprobs=host is not None and host.has_logprobs)

@@ -6,6 +6,7 @@ run.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from slipstream.serve.engine.build import Builder
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.step_costs import Costs, CostTables, StepCosts
 from slipstream.serve.options import EngineConfig
-from slipstream.serve.runner.cuda_graphs import MODES, Capturer, DraftGraphs, StepGraphs, StepKey, make_graphs
+from slipstream.serve.runner.cuda_graphs import MODES, Capturer, DraftGraphs, Part, StepGraphs, StepKey, make_graphs
 from slipstream.serve.runner.step import Results, Runner
 
 ATTENTION = "prefill=sdpa,verify=triton,draft=triton"
@@ -39,8 +40,13 @@ class Player(Capturer):
         for key in keys:
             assert capture(key)
 
-    def capture(self, run: Callable[[], None], what: str, remedy: str) -> torch.cuda.CUDAGraph | None:
-        return Played(run)  # type: ignore[return-value]
+    def capture(self, parts: Sequence[Part], what: str, remedy: str) -> list[torch.cuda.CUDAGraph]:
+        given: list[Any] = [None]
+
+        def play(part: Part) -> None:
+            given[0] = part(given[0])
+
+        return [Played(partial(play, part)) for part in parts]  # type: ignore[misc]
 
 
 class EqualTimes(StepCosts):
@@ -58,16 +64,14 @@ def play_all(
     steps.capture_all()
     if drafts is not None:
         drafts.capture_all()
-    run = steps.run
+    complete = steps.complete
 
-    def run_and_copy(plan: Any) -> Any:
-        found = run(plan)
-        if found is None:
-            return None
-        copies = [None if one is None else one.clone() for one in found[0]]  # as a GPU's before the next replay
-        return Results(*copies), found[1]
+    def complete_and_copy(plan: Any) -> tuple[Results, int]:
+        results, first = complete(plan)
+        copies = [None if one is None else one.clone() for one in results]  # as a GPU's before the next replay
+        return Results(*copies), first
 
-    steps.run = run_and_copy  # type: ignore[method-assign]
+    steps.complete = complete_and_copy  # type: ignore[method-assign]
     return steps, drafts
 
 
@@ -118,11 +122,11 @@ def replays_of(engine: Engine) -> dict[StepKey, int]:
     """How often each captured target pass has run."""
     steps = engine.runner.steps
     assert steps is not None
-    return {key: graph.num_replays for key, graph in steps._graphs.items() if graph.num_replays}  # type: ignore[attr-defined]
+    return {key: graphs[-1].num_replays for key, graphs in steps._graphs.items() if graphs[-1].num_replays}  # type: ignore[attr-defined]
 
 
 def drafts_of(engine: Engine) -> dict[tuple[int, int, str], int]:
     """How often each captured draft pass has run: requests, width, mode."""
     drafts = engine.runner.drafts
     assert drafts is not None
-    return {key: graph.num_replays for key, graph in drafts._graphs.items() if graph.num_replays}  # type: ignore[attr-defined]
+    return {key: graphs[-1].num_replays for key, graphs in drafts._graphs.items() if graphs[-1].num_replays}  # type: ignore[attr-defined]

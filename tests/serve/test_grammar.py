@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.plan import StepPlan
 from slipstream.serve.grammar.grammars import Grammars, Matcher, check, parse
 from slipstream.serve.grammar.json_schema import KEYWORDS, TYPES, UNIONS, Unsupported, _Rewriter, rewrite, whole
 from slipstream.serve.grammar.strings import FORMATS
@@ -607,6 +608,43 @@ def test_captured_passes_with_requests_that_are_free(
     answers = tokens_of(run(engine, [free, *requests_of(names, temperature)]))
     assert answers.pop("free") == tokens_of(run(build("none"), [free]))["free"]
     assert answers == {name: one for name, one in expected(temperature).items() if name.split()[0] in names}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", ["none", "eagle3"])
+def test_passes_begin_before_their_masks_are_there(
+    drafter: str, temperature: float, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the grammar has forced nothing for a time; until then, and after forced text, a pass waits for proposals."""
+    save_random_draft(TINY, tmp_path / "draft", 1500)
+    draft = "none" if drafter == "none" else str(tmp_path / "draft")
+    sizes: dict[str, Any] = {"max_running": 4, "kv_cache_tokens": 2048, "prefill_graph_tokens": 64}
+    engine = play(EngineConfig(target=str(TINY), draft=draft, attention=ATTENTION, **sizes))
+    begun, masked, begin = set[int](), list[int](), engine.runner.begin
+
+    def watch(plan: StepPlan) -> None:
+        assert not any(mask.slot in plan.slots for mask in plan.edits.masks)
+        begun.add(plan.number)
+        begin(plan)
+
+    def trace(event: str, plan: StepPlan) -> None:
+        if event == "launched" and plan.edits.masks:
+            masked.append(plan.number)
+
+    monkeypatch.setattr(engine.runner, "begin", watch)
+    engine.trace = trace
+    forced = "the total number of apples in all the baskets"
+    each = {"any text": r"[\s\S]*", "letters": "[a-z]*", "late": rf"[0-9]{{30}}{forced}[0-9]{{20}}{forced}[a-c]*"}
+    requests = [
+        make_request(name, [5, 6, index], max_tokens=90, temperature=temperature, grammar=Grammar("regex", regex))
+        for index, (name, regex) in enumerate(each.items())
+    ]
+    free = make_request("free", [5, 6, 7], max_tokens=50, temperature=temperature, ignore_eos=True)
+    answers = run(engine, [*requests, free])
+    assert tokens_of(answers) == tokens_of(run(build("none"), [*requests, free]))
+    assert len(begun.intersection(masked)) > 20
+    assert set(masked) - begun
+    assert answers["late"].counts.accepted_tokens > 6, "the second text was waited for"
 
 
 @pytest.mark.gpu
