@@ -192,7 +192,8 @@ class EngineClient:
         if isinstance(message, Step):
             if message.metrics is not None:
                 self.metrics = message.metrics
-            for output in message.outputs:
+            # Ends first: their clients' next requests may then come in time for the next step.
+            for output in sorted(message.outputs, key=lambda output: output.finish_reason is None):
                 self._deliver(output)
         elif isinstance(message, Rejected):
             self._fail(self._receivers.pop(message.request_id), message.error)
