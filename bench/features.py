@@ -126,10 +126,10 @@ class Bench:
     def _time(self, stage: Constraints) -> None:
         find = stage.run
 
-        def timed(*given: Any) -> Any:
+        def timed(*given: Any, **options: Any) -> Any:
             start = time.perf_counter()
             try:
-                return find(*given)
+                return find(*given, **options)
             finally:
                 self.masks_s += time.perf_counter() - start
 

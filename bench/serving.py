@@ -289,7 +289,7 @@ def measuring(config: ServingConfig, draft: str) -> Iterator[Measure]:
             yield lambda tasks, level, name, seed: run_http(url, tasks, level, name, seed, **params)
         return
     held: dict[str, Any] = {"engine": build_engine(EngineConfig(**options))}
-    if any(stage.is_optional for stage in held["engine"].stages):
+    if any(stage.reads == "emitted" for stage in held["engine"].stages):
         held["clock"] = HostClock(held["engine"])
     yield lambda tasks, level, name, seed: run_offline(
         held["engine"], tasks, level, f"{Path(draft).name} at {level}", name, seed, held.get("clock"), **params

@@ -42,6 +42,7 @@ PROBE_STEPS = 3  # the first one only drafts
 PATIENCE = 2  # steps without a node of the host that paid, after which steps stop waiting for the host
 AGAIN_DECAY = 0.9  # per step with prompts, of how often another one follows
 WAIT_DECAY = 0.95  # per step, of the mean time in which steps wait for the host
+FORGET_WAIT = 0.995  # of it, per step that does not wait
 LIFT_DECAY = 0.98  # per step, of what proposals of the host add to the rate
 LEAST_CHUNK = 64  # rows of prompts that a step takes, however slow that is
 LEAST_CHUNK_MS = 30.0  # shorter steps need no limit
@@ -327,8 +328,10 @@ class BudgetPolicy:
         self.wait_ms += (1 - WAIT_DECAY) * (ms - self.wait_ms)
 
     def look_back(self, offers: Sequence[Offer], *, filtered: bool = False) -> None:
-        """A step was launched without waiting for these proposals."""
-        if self.fixed is None and offers and any(kind for _, kind in offers):
+        """A step was launched without waiting for these proposals. What a wait costs is forgotten slowly, since it
+        changes with the load and is measured only where steps wait."""
+        self.wait_ms *= FORGET_WAIT
+        if offers and any(kind for _, kind in offers):
             plan = self._plan(Batch(len(offers), len(offers)), 0, filtered)
             _, tokens = self._expect(plan, offers, 0)
             if self._pays(plan, tokens):
@@ -356,6 +359,11 @@ class BudgetPolicy:
         if batch.decoding:
             self._count_step()
             self._chosen = LIFT_DECAY * self._chosen + (nodes, 1.0)
+        if offers is not None and batch.drafted:
+            if any(kind for _, kind in offers):
+                self._of_host(self._plan(batch, prompt_rows, filtered), offers, prompt_rows)
+            else:
+                self._steps_without_host += 1
         return Choice(nodes, width, self.costs.time(nodes + prompt_rows, batch.drafted, width, filtered=filtered))
 
     def _patience(self) -> int:

@@ -17,7 +17,6 @@ from slipstream.serve.engine.plan import FORCED, Edits, HostProposal, NodeMasks
 from slipstream.serve.request import Grammar, Request
 
 WORD_BITS = 32
-QUIET_STEPS = 16  # without forced text: then passes begin without waiting for it, which may miss the next one once
 MOST_WORDS = 32  # of a mask that allow tokens, where a text may be forced: its first tokens begin alike
 NOTHING = "the grammar allows no token here, not even an end; correct it"
 REFUSED = "the grammar does not take a token that this answer got; no token was allowed, or its logits are not finite"
@@ -55,7 +54,6 @@ class Constrained:
     bad_words: Sequence[tuple[int, ...]]  # of two tokens or more: the logits' bias forbids single ones
     matcher: Matcher | None = None
     wants_drafts: bool = True
-    quiet: int = QUIET_STEPS - 2  # steps since its grammar last forced text that nobody else had drafted
 
     @property
     def is_done(self) -> bool:
@@ -109,25 +107,20 @@ class Constraints(HostStage):
     def wants(self, slots: list[int]) -> bool:
         return bool(self._held) and not self._held.keys().isdisjoint(slots)
 
-    def may_propose(self, slots: list[int]) -> bool:
-        """Not while all grammars have left choices for a time."""
-        each = [self._held[slot] for slot in slots if slot in self._held]
-        return self.widths[-1] > 1 and any(held.matcher is not None and held.quiet < QUIET_STEPS for held in each)
-
-    def run(self, given: Emitted | Proposed, width: int) -> Edits:
+    def run(self, given: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
         assert isinstance(given, Proposed)
         errors, forced = dict[int, str](), dict[int, list[int]]()  # by slot: the root, and what a grammar forces then
-        held, most = self._grown(given, errors), self.widths[-1]
+        held, width = self._grown(given, errors), min(width, *self.widths[1:])
         masks = self._masks(held, given)
         for slot, index in held.items():
             own, found = self._held[slot], masks.get(slot)
             if own.matcher is not None and found is not None:
                 if not found.allowed[0].any():
                     errors[slot] = NOTHING
-                tokens, longer = self._forced(slot, own, given.nodes[:, index], found, most)
-                own.quiet = 0 if tokens else own.quiet + 1
-                if tokens and width > 1:
-                    forced[slot], masks[slot] = [int(given.nodes[0, index, 0]), *tokens], longer
+                tokens, longer = self._forced(slot, own, given.nodes[:, index], found, width)
+                if tokens:
+                    forced[slot] = [int(given.nodes[0, index, 0]), *tokens]
+                    masks[slot] = found if late else longer
         for slot in [slot for slot in given.slots if slot in self._held and self._held[slot].is_done]:
             del self._held[slot]
         return Edits(chains_of(forced), tuple(masks.values()), errors)

@@ -187,11 +187,9 @@ class Engine:
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether a stage wants what is in flight before the next step begins. A stage whose edits are optional gets it
-        only while waiting for them pays."""
-        slots = self._slots_in_flight
-        waiting = (stage for stage in self.stages if not stage.is_optional or self.planner.waiting_pays)
-        return any(stage.wants(slots) and stage.may_propose(slots) for stage in waiting)
+        """Whether the next step begins after a stage has seen what is in flight: one that drafts, while that pays."""
+        slots, drafting = self._slots_in_flight, (stage for stage in self.stages if max(stage.widths) > 1)
+        return self.planner.waiting_pays and any(stage.wants(slots) for stage in drafting)
 
     @property
     def _waits_for_masks(self) -> bool:
@@ -245,8 +243,8 @@ class Engine:
         tokens have arrived, too.
 
         A request may end within its new tokens. `_commit` finds that out later, and stages learn it by `release`.
-        If the step was not the last, the next one runs already; optional stages then only learn the tokens, and the
-        planner whether waiting would have paid.
+        If the step was not the last, the next one runs already; the planner then learns whether waiting for proposals
+        would have paid.
         """
         plan, output = arrived.flight.plan, arrived.output
         for stage in self.stages:
@@ -257,14 +255,15 @@ class Engine:
                 given = self.planner.proposed(plan, output).after(self._edits.proposals)
             else:
                 continue
-            width = self.planner.limits.most_nodes if self._begun is None or stage.reads == "emitted" else 1
-            edits = stage.run(given, width) if given.slots else Edits()
-            if stage.is_optional and not is_last:
-                self.planner.look_back(edits)
-            else:
-                edits = edits.besides(later)
-                self.planner.offer(edits)
-                self._edits += edits
+            edits = Edits()
+            if given.slots:
+                edits = stage.run(given, self.planner.limits.most_nodes, late=not is_last)
+            if not is_last:
+                self.planner.look_back(plan, edits)
+                edits = replace(edits, proposals=())
+            edits = edits.besides(later)
+            self.planner.offer(edits)
+            self._edits += edits
         if self.stages:
             self._tell("drafted", plan)
 

@@ -1,8 +1,8 @@
 """Work that the host does between two passes: n-gram lookahead, grammars.
 
 A stage reads either the tokens that the last step emitted, before it is decided what the next one verifies, or the
-proposals of the next step, before they are verified. It answers with edits. As long as a stage wants them, a step waits
-for the one before it; otherwise steps are launched ahead. Imports no torch.
+proposals of the next step, before they are verified. It answers with edits: proposals, for which a pass waits only
+where that pays, and masks, which it reads late. Imports no torch.
 """
 
 from abc import ABC, abstractmethod
@@ -52,7 +52,6 @@ class HostStage(ABC):
     """`run` gets what `reads` names."""
 
     reads: ClassVar[Literal["emitted", "proposal"]]
-    is_optional: ClassVar[bool] = False  # steps go on without its edits where waiting for them does not pay
     widths: tuple[int, ...] = (1,)  # numbers of nodes that its proposals may have
     branches: bool = False  # False: its proposals are chains
 
@@ -68,14 +67,10 @@ class HostStage(ABC):
         """Whether it has work for a step of these requests."""
         return True
 
-    def may_propose(self, slots: list[int]) -> bool:
-        """Whether its next edits for these requests may hold proposals. If not, a pass may begin before they are there:
-        it reads masks only when it samples."""
-        return True
-
     @abstractmethod
-    def run(self, given: Emitted | Proposed, width: int) -> Edits:
-        """`width`: most nodes of a proposal. Where one request fails, the edits name its error."""
+    def run(self, given: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
+        """`width`: most nodes of a proposal. Where one request fails, the edits name its error. `late`: the pass has
+        begun, so masks are those of the nodes as they are, and proposals only tell what waiting would have brought."""
 
     def release(self, slot: int, tokens: list[int]) -> None:
         """The request in `slot` ended or was preempted; `tokens` are all its tokens."""

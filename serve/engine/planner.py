@@ -131,16 +131,15 @@ class Planner:
         """The device waited so long for the host before a step."""
         self.policy.waited(ms)
 
-    def look_back(self, edits: Edits) -> None:
-        """A step was launched without waiting for these proposals."""
-        least = self.limits.of_network
-        offers = [
-            (count, kind) if count else (least, 0)
-            for proposal in edits.proposals
-            for count, kind in zip(proposal.counts, proposal.kinds, strict=True)
-        ]
-        if offers:
-            self.policy.look_back(offers)
+    def look_back(self, plan: StepPlan, edits: Edits) -> None:
+        """The step after `plan` was launched without waiting for these proposals."""
+        if not edits.proposals:
+            return
+        offers = dict[int, Offer].fromkeys(drafting_slots(plan), (self.limits.of_network, 0))
+        for proposal in edits.proposals:
+            each = zip(proposal.slots, proposal.counts, proposal.kinds, strict=True)
+            offers.update((slot, (count, kind)) for slot, count, kind in each if count)
+        self.policy.look_back(list(offers.values()), filtered=plan.variant == "all")
 
     def launched(self, plan: StepPlan) -> None:
         """Its passes are on their way, and will store proposals."""

@@ -104,7 +104,7 @@ class Watching(HostStage):
     def wants(self, slots: list[int]) -> bool:
         return not self.slots.isdisjoint(slots)
 
-    def run(self, given: Emitted | Proposed, width: int) -> Edits:
+    def run(self, given: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
         assert isinstance(given, Proposed)
         self.seen.append(given)
         for (count, *tokens), root in zip(given.results.tolist(), given.nodes[0, :, 0].tolist(), strict=True):

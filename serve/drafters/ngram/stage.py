@@ -118,7 +118,6 @@ class NgramStage(HostStage):
     before."""
 
     reads = "emitted"
-    is_optional = True
 
     def __init__(self, options: NgramOptions, vocab_size: int, first: int = 0) -> None:
         self.options, self.vocab_size, self.first = options, vocab_size, first
@@ -147,7 +146,7 @@ class NgramStage(HostStage):
     def wants(self, slots: list[int]) -> bool:
         return not self._left_out or not self._left_out.issuperset(slots)
 
-    def run(self, given: Emitted | Proposed, width: int) -> Edits:
+    def run(self, given: Emitted | Proposed, width: int, *, late: bool = False) -> Edits:
         assert isinstance(given, Emitted)
         if self._left_out:
             given = given.without(self._left_out)
