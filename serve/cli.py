@@ -27,7 +27,7 @@ DESCRIPTION = (
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     engine = EngineClient()
-    if not {"-h", "--help"} & set(argv):
+    if not {"-h", "--help", "--dry-run"} & set(argv):
         engine.spawn()
     try:
         status = run(read_config(argv), engine)
@@ -39,6 +39,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(config: ServeConfig, engine: EngineClient) -> int:
     """Serves until a signal or the engine's end; the process's exit status."""
     try:
+        if config.dry_run:
+            from slipstream.serve.dry_run import report
+
+            print(report(config))
+            return 0
         listener = bind(config.host, config.port)
         from slipstream.serve.http.launch import serve
 

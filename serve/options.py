@@ -162,6 +162,8 @@ class ServeConfig(EngineConfig):
     """After SIGTERM, seconds to let open requests finish while new ones are refused."""
     health_timeout: float = 120.0
     """Seconds without an answer of the engine after which /health is 503; must exceed its longest step."""
+    dry_run: bool = False
+    """Print what the server would need and which GPUs it would fit, without loading weights, and exit."""
     unsafe_simulate: bool = False
     """Allow simulate_accept_length, which makes every answer wrong."""
 
@@ -200,20 +202,22 @@ def parse_objective(objective: str) -> float | None:
     return float(match[1])
 
 
-def find_target(config: EngineConfig) -> tuple[str, Path]:
-    """Name and folder of the target: `config.target`, else the target and revision that the draft names."""
+def find_target(config: EngineConfig, *, weights: bool = True) -> tuple[str, Path]:
+    """Name and folder of the target: `config.target`, else the target and revision that the draft names. `weights`:
+    fetch them from the hub, too."""
     from slipstream.models.files.checkpoint import is_checkpoint, named_target, read_json, resolve
 
+    how: dict[str, bool] = {"trust_remote_code": config.trust_remote_code, "weights": weights}
     if config.target:
-        return config.target, resolve(config.target, config.revision, trust_remote_code=config.trust_remote_code)
+        return config.target, resolve(config.target, config.revision, **how)
     if not is_checkpoint(config.draft):
         raise ValueError(f"target is empty and draft {config.draft!r} is not a checkpoint that names one; add --target")
-    draft = resolve(config.draft)
+    draft = resolve(config.draft, weights=weights)
     try:
         name = named_target(draft)
         revision = config.revision or read_json(draft / "config.json").get("target_revision")
         if name:
-            return name, resolve(name, revision, trust_remote_code=config.trust_remote_code)
+            return name, resolve(name, revision, **how)
     except ValueError as error:
         raise ValueError(
             f"the target that draft {config.draft} names cannot be read ({error}); add --target"

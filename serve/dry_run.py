@@ -1,0 +1,209 @@
+"""`serve --dry-run`: what a server of these options would need, from config files alone; loads no weights.
+
+Bytes of weights, of KV and of request state are counted. What passes and graphs take is estimated, since the engine
+measures it when it starts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.models.drafts.base import DraftConfig
+from slipstream.models.drafts.speculators_layout import from_speculators
+from slipstream.models.files.checkpoint import is_checkpoint, read_json, resolve
+from slipstream.models.targets.config import AttentionSpec, TargetSpec
+from slipstream.models.targets.decoder import Target, load_config
+from slipstream.serve.drafters.registry import drafter_name, find_drafter
+from slipstream.serve.engine.build import FORCED_NODES, FORCED_ROWS, pick_dtype, pick_max_model_len
+from slipstream.serve.engine.kv_windows import pages_of_window
+from slipstream.serve.engine.memory import GRAPH_BYTES
+from slipstream.serve.options import ServeConfig, find_target
+from slipstream.serve.runner.cuda_graphs import HEADS, buckets, draft_sizes, most_node_rows, prompt_sizes
+from slipstream.serve.runner.kv import Windows, find_windows, group_of
+from slipstream.serve.runner.request_state import RequestState
+
+GPUS = {"24 GB": 24, "32 GB": 32, "48 GB": 48, "80 GB": 80, "96 GB": 96, "141 GB": 141, "180 GB": 180}
+USUAL_NODES = 8  # that a draft proposes, where its options do not say
+LOGITS_BYTES = 8  # per row with logits and token: logits and what sampling keeps of them
+# Seconds of a start on a server, with kernels compiled by an earlier one (docs/benchmarks_gpu.md, "Start-up").
+START_S, CAPTURE_S, COMPILE_S = 5.0, 0.03, 12.0
+DISK_GBS = (1, 6)  # GB/s at which weights are read: from a disk, from the page cache
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A target or a draft."""
+
+    name: str
+    kind: str
+    layers: tuple[AttentionSpec, ...]
+    weights: int  # bytes
+    dtype: torch.dtype  # of its KV
+
+
+class DryRun:
+    """Raises ValueError, as the server would, for options that do not fit one another or the target."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.config = config
+        name, path = find_target(config, weights=False)
+        self.model = load_config(path, config.trust_remote_code)
+        dtype = pick_dtype(config.dtype, path, torch.device("cpu" if config.device == "cpu" else "cuda"))
+        with torch.device("meta"):
+            target = Target(self.model)
+        layers = tuple(layer.attention for layer in self.model.layers)
+        self.networks = [Network(name, self.model.architecture, layers, weight_bytes(target, dtype), dtype)]
+        if is_checkpoint(config.draft):
+            self.networks.append(read_draft(config.draft, self.model, dtype))
+        self.longest = pick_max_model_len(config.max_model_len, self.model)
+        self.windows = find_windows(chain(*(network.layers for network in self.networks)), self.longest)
+        self.most_nodes = FORCED_NODES if config.grammar_drafts else USUAL_NODES
+        self.most_nodes = max(self.most_nodes, config.width or 1) if len(self.networks) > 1 else self.most_nodes
+
+    @property
+    def weights(self) -> int:
+        return sum(network.weights for network in self.networks)
+
+    def kv_bytes(self) -> list[int]:
+        """Of a token, by group of layers."""
+        sizes = [0] * len(self.windows)
+        for network in self.networks:
+            for spec in network.layers:
+                size = 2 * spec.num_kv_heads * spec.head_dim * network.dtype.itemsize
+                sizes[group_of(spec, self.windows)] += size
+        return sizes
+
+    def state_bytes(self) -> int:
+        """Of request slots: page tables, sampling, penalties, masks."""
+        config, size = self.config, self.config.page_size
+        pages = -(-(self.longest + 2 * self.most_nodes) // size)
+        sizes = config.max_running, pages, size, self.most_nodes, torch.device("cpu"), self.model.vocab_size
+        return RequestState(*sizes, len(self.windows)).nbytes
+
+    def num_graphs(self) -> int:
+        config = self.config
+        if not config.cuda_graph:
+            return 0
+        nodes = buckets(self._node_rows())
+        prompts = prompt_sizes(config.captured_tokens + config.max_running) if config.captured_tokens else []
+        heads = sum(1 + sum(one < rows for one in HEADS) for rows in prompts)
+        drafts = 3 * len(draft_sizes(config.max_running)) if len(self.networks) > 1 else 0
+        return 3 * (len(nodes) + heads) + 2 * drafts  # a pass that may be masked is two
+
+    def pass_bytes(self) -> int:
+        """Of the largest pass's activations and logits, and of graphs."""
+        config, model, item = self.config, self.model, self.networks[0].dtype.itemsize
+        rows = max(config.prefill_budget, config.captured_tokens + config.max_running, self._node_rows())
+        widest = max(wide_activations(spec) for spec in model.layers)
+        activations = rows * (8 * model.hidden_size + widest) * item
+        logits = min(rows, self._node_rows() + config.max_running) * model.vocab_size * LOGITS_BYTES
+        return activations + 2 * logits + GRAPH_BYTES * self.num_graphs()
+
+    def cache_tokens(self, total: float) -> int:
+        """Tokens that the KV cache holds on a GPU of so many bytes; negative where even the rest does not fit."""
+        config, sizes = self.config, self.kv_bytes()
+        free = config.mem_fraction * total - self.weights - self.state_bytes() - self.pass_bytes()
+        for window, size in zip(self.windows[1:], sizes[1:], strict=True):
+            assert window is not None
+            pages = config.max_running * pages_of_window(window, 2 * self.most_nodes, config.page_size)
+            free -= min(pages * config.page_size * size, max(free, 0) / 2)
+        return int(free // max(sizes[0], 1))
+
+    def start_seconds(self) -> tuple[float, float]:
+        """Of a later start with weights in the page cache, and of the first one from a disk."""
+        slow, fast = (self.weights / 1e9 / speed for speed in DISK_GBS)
+        rest = START_S + CAPTURE_S * self.num_graphs()
+        return rest + fast, rest + slow + COMPILE_S
+
+    def _node_rows(self) -> int:
+        config = self.config
+        usual = (config.width or USUAL_NODES) if len(self.networks) > 1 else 1
+        beside = min(config.max_running * (FORCED_NODES - 1), FORCED_ROWS) if config.grammar_drafts else 0
+        return max(most_node_rows(config.max_running, usual), config.max_running + beside)
+
+
+def wide_activations(spec: Any) -> int:
+    """Numbers of a row of a layer's widest products."""
+    attention = spec.attention
+    heads = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    return heads + 3 * int(spec.mlp.intermediate_size)
+
+
+def weight_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    """On the device, of a module that has none yet. Tied weights count once."""
+    sizes = dict[int, int]()
+    for owner in module.modules():
+        kept = getattr(owner, "dtypes", {})
+        for name, tensor in chain(owner.named_parameters(recurse=False), owner.named_buffers(recurse=False)):
+            stored = kept.get(name, dtype if tensor.is_floating_point() else tensor.dtype)
+            sizes[id(tensor)] = tensor.numel() * stored.itemsize
+    return sum(sizes.values())
+
+
+def read_draft(draft: str, target: TargetSpec, dtype: torch.dtype) -> Network:
+    path = resolve(draft, weights=False)
+    values = from_speculators(read_json(path / "config.json"))
+    network: Any = getattr(find_drafter(draft), "Network", None)
+    config: DraftConfig = network.Config.from_json(values, target, None)
+    with torch.device("meta"):
+        module = network(config)
+    layers = tuple(layer.attention for layer in config.layers)
+    return Network(draft, drafter_name(draft), layers, weight_bytes(module, dtype), dtype)
+
+
+def report(config: ServeConfig) -> str:
+    """Lines to print."""
+    run = DryRun(config)
+    return "\n".join([*_networks(run), *_kv(run.windows, run.kv_bytes()), "", *_gpus(run), "", *_start(run)])
+
+
+def _networks(run: DryRun) -> Iterator[str]:
+    for role, one in zip(("target", "draft"), run.networks, strict=False):
+        kind = str(one.dtype).removeprefix("torch.")
+        layers = "1 layer" if len(one.layers) == 1 else f"{len(one.layers)} layers"
+        yield f"{role}: {one.name} ({one.kind}, {layers}, {kind}), weights {gigabytes(one.weights)}"
+    if len(run.networks) == 1:
+        yield f"draft: {run.config.draft}"
+    slots = run.config.max_running
+    yield f"{slots} request slots: {gigabytes(run.state_bytes())} for page tables, sampling, penalties and masks"
+    yield f"passes and {run.num_graphs()} CUDA graphs: about {gigabytes(run.pass_bytes())}"
+
+
+def _kv(windows: Windows, sizes: Sequence[int]) -> Iterator[str]:
+    for window, size in zip(windows, sizes, strict=True):
+        if size:
+            kept = "of layers that see all tokens" if window is None else f"of layers that see the last {window}"
+            yield f"KV cache, {kept}: {size:,} bytes a token"
+
+
+def _gpus(run: DryRun) -> Iterator[str]:
+    fraction, longest = run.config.mem_fraction, run.longest
+    yield f"With {fraction:.0%} of a GPU's memory (--mem-fraction) the KV cache holds about:"
+    sizes = {f"a GPU of {name}": 1e9 * size for name, size in GPUS.items()}
+    if torch.cuda.is_available():
+        sizes["this GPU"] = float(torch.cuda.mem_get_info()[1])
+    for name, size in sizes.items():
+        tokens = run.cache_tokens(size)
+        if tokens < run.config.page_size:
+            yield f"  {name}: does not fit"
+            continue
+        context = min(tokens, longest)
+        full = min(tokens // context, run.config.max_running)
+        requests = "1 request" if full == 1 else f"{full} requests at once"
+        yield f"  {name}: {tokens:,} tokens: {requests} of {context:,}"
+
+
+def _start(run: DryRun) -> Iterator[str]:
+    later, first = run.start_seconds()
+    yield (
+        f"Start-up: about {later:.0f} s with weights in the page cache and kernels compiled; the first time, from a "
+        f"disk at {DISK_GBS[0]} GB/s, about {first:.0f} s"
+    )
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"
