@@ -33,7 +33,8 @@ from slipstream.models.drafts.dflash import DFlash, DFlashConfig, default_block_
 from slipstream.models.drafts.eagle3 import Eagle3, Eagle3Config
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import TargetSpec, default_aux_layers
-from slipstream.models.targets.frozen import FrozenTarget
+from slipstream.models.targets.decoder import Target
+from slipstream.models.targets.frozen import DecoderTarget, FrozenTarget, TransformersTarget
 from slipstream.train import dflash, eagle3
 from slipstream.train.batches import Batch, collate
 from slipstream.train.loop import start
@@ -81,8 +82,10 @@ class StepConfig:
     """Steps of EAGLE3's training-time test."""
     reduced: bool = False
     """Give a block draft EAGLE3's reduced vocabulary."""
+    reader: Literal["decoder", "transformers"] = "decoder"
+    """What runs the target: the decoder that serves it, or transformers."""
     compile: Literal["none", "draft", "target", "all"] = "none"
-    """What torch compiles: the draft, the target's layers."""
+    """What torch compiles: the draft, the target's layers if transformers runs it."""
     steps: int = 10
     """Steps measured, after three that warm up."""
     profile: bool = False
@@ -152,9 +155,13 @@ def build(config: StepConfig, device: torch.device) -> DraftTraining:
     torch.manual_seed(0)
     with device:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        target = AutoModelForCausalLM.from_config(hf, dtype=dtype, attn_implementation="sdpa")
         draft = make_draft(config, model)
-        frozen = FrozenTarget(target, draft.config.aux_layers)
+        layers = draft.config.aux_layers
+        if config.reader == "decoder":
+            frozen: FrozenTarget = DecoderTarget(random_target(model, dtype, device), layers)
+        else:
+            target = AutoModelForCausalLM.from_config(hf, dtype=dtype, attn_implementation="sdpa")
+            frozen = TransformersTarget(target, layers)
         length = config.sequence + max(config.block, config.ttt_steps)
         rope = RotaryEmbedding(model.rope, model.head_dim, length).to(device)
     if config.compile in ("draft", "all"):
@@ -166,6 +173,18 @@ def build(config: StepConfig, device: torch.device) -> DraftTraining:
         return eagle3.Eagle3Training(draft, frozen, rope, options, depth=config.ttt_steps)
     block_options = dflash.DraftOptions(anchors=config.anchors, loss=config.loss)
     return dflash.DFlashTraining(draft, frozen, rope, block_options, depth=config.block - 1, seed=0)
+
+
+def random_target(spec: TargetSpec, dtype: torch.dtype, device: torch.device) -> Target:
+    with torch.device("meta"):
+        target = Target(spec)
+    target = target.to(dtype).to_empty(device=device)
+    for parameter in target.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(std=0.02)
+        else:
+            parameter.data.fill_(1.0)
+    return target
 
 
 def make_draft(config: StepConfig, model: TargetSpec) -> Eagle3 | DFlash:

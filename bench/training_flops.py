@@ -2,9 +2,12 @@
 left out. A product of (m, k) and (k, n) is 2 m k n operations; backward it is that again for each operand that learns.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.frozen import FrozenTarget
 from slipstream.train.batches import Batch
 from slipstream.train.blocks import draw_anchors, find_blocks
@@ -29,10 +32,10 @@ def weights_of(module: nn.Module) -> int:
 
 def target_flops(target: FrozenTarget, batch: Batch) -> dict[str, int]:
     """The frozen target's pass without its head."""
-    config = target.model.config.get_text_config()
+    config: Any = target.model.config
     lengths = document_lengths(batch)
     pairs = int((lengths * (lengths + 1) // 2).sum())
-    width = config.num_attention_heads * config.head_dim
+    width = (config.num_heads if isinstance(config, TargetSpec) else config.num_attention_heads) * config.head_dim
     return {
         "target": 2 * weights_of(target.layers) * batch.tokens.numel(),
         "target attention": 4 * width * pairs * len(target.layers),

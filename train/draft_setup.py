@@ -42,7 +42,8 @@ class DraftRunOptions(RunOptions):
     target_sharding: Literal["none", "machine", "all"] = "none"
     """shard the target's layers over the processes of a machine, or over all; none: each process holds all of them"""
     target_compile: bool = False
-    """compile the target's layers at the first step, which makes later ones faster; for dense targets on a GPU"""
+    """compile the target's layers at the first step, which makes later ones faster; for dense targets that transformers
+    runs, sharded ones among them, on a GPU"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -53,6 +53,7 @@ class Memory:
 def plan(training: DraftTraining, train: PackedRows, options: Any, num_processes: int, bf16: bool) -> str:
     """A page of text. Parameters of `training`, of its target and of its draft lie on the meta device."""
     draft, target = training.draft, training.target.model
+    assert isinstance(target, PreTrainedModel), "an empty target is transformers'"
     config = draft.config
     is_run = options.data.aux_states is None or options.data.aux_states_missing == "online"
     layers = [bytes_of(layer) for layer in training.target.layers] if options.target_sharding != "none" else [0]
@@ -98,7 +99,7 @@ def aux_lines(training: DraftTraining, train: PackedRows) -> Iterator[str]:
         form = StateFormat(
             layers=layers,
             num_layers=num_layers,
-            hidden_size=training.target.model.config.get_text_config().hidden_size,
+            hidden_size=training.target.head.shape[1],
             dtype=dtype,
             last_hidden=training.reads_final_state and num_layers not in layers,
         )
@@ -147,7 +148,7 @@ def target_activations(training: DraftTraining, train: PackedRows, options: Any)
 
     Each token of a mixture of experts runs through E of them: It is theirs together, and another 2 * E * Ht. Attention
     of its own (gpt-oss) keeps its scores, in four steps: 4 * Q numbers per pair of tokens of a row."""
-    model = training.target.model
+    model: Any = training.target.model
     config, tokens = model.config.get_text_config(), options.data.batch_size * train.row_tokens
     states, width = len(training.target.aux_layers) + 9, config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * width

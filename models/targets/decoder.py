@@ -110,11 +110,11 @@ def load_config(path: Path, trust_remote_code: bool = False, *, is_served: bool 
 def load_target(
     path: Path,
     config: TargetSpec,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     device: torch.device,
     trust_remote_code: bool = False,
 ) -> Target:
-    """Reads a transformers checkpoint folder, strictly."""
+    """Reads a transformers checkpoint folder, strictly. dtype None keeps the file's."""
     with torch.device("meta"):
         target = Target(config)
     tensors = {key.removeprefix("model."): tensor for key, tensor in read_tensors(path).items()}

@@ -1,8 +1,11 @@
-"""The target in training: a frozen transformers causal LM with hooks on the captured layers.
+"""The target in training, frozen: read by the decoder that serves it (decoder.py), so that a family or a format of
+weights is written once; families that it lacks, and sharded targets, by transformers with hooks on the captured layers.
 
 Layer ids are those of config.py: 0..n-1 is the output of that layer, n the hidden state after the final norm.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +19,132 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.quantization_config import Mxfp4Config
 
 from slipstream.models.drafts.base import HEAD
-from slipstream.models.targets.config import check_aux_layers
+from slipstream.models.files.checkpoint import read_json
+from slipstream.models.files.weights import public_tensors
+from slipstream.models.targets.config import DENSE_ARCHITECTURES, check_aux_layers
+from slipstream.models.targets.decoder import Target, load_config, load_target
+from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.models.targets.sharded import share_out
 
 VOCABULARY_CHUNK = 16384  # head rows per product: bounds full logits to (N, 16384)
 
 
-class FrozenTarget:
+class FrozenTarget(ABC):
     """Not an nn.Module, so that a training module may hold one without training, moving or saving it."""
 
-    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]) -> None:
-        self.model = model.eval().requires_grad_(False)
-        self.decoder = model.get_decoder()
-        self.layers = decoder_layers(model)
+    def __init__(self, model: nn.Module, layers: nn.ModuleList, aux_layers: tuple[int, ...]) -> None:
+        self.model, self.layers = model.eval().requires_grad_(False), layers
         self.aux_layers = aux_layers
-        check_aux_layers(tuple(dict.fromkeys(aux_layers)), len(self.layers))  # a state may be wanted twice
-        check_head(model)
+        check_aux_layers(tuple(dict.fromkeys(aux_layers)), len(layers))  # a state may be wanted twice
         self.read_as: torch.dtype | None = None  # dtype of a draft's inputs; None: the model's
+
+    @abstractmethod
+    def aux_states(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Captured states (B, S, K * Ht) and the state after the final norm (B, S, Ht) of packed rows (B, S).
+
+        `positions` restart at 0 at each document, and tokens attend within their document only. Padding has position 0:
+        each padding token is its own document.
+        """
+
+    @property
+    @abstractmethod
+    def head(self) -> Tensor:
+        """(V, Ht)."""
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        """(V,)."""
+        return None
+
+    @abstractmethod
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(...) int64 -> (..., Ht), in the dtype that a draft reads."""
+
+    @abstractmethod
+    def initial_weights(self, num_layers: int) -> dict[str, Tensor]:
+        """Head, final norm and the last `num_layers` layers, numbered from 0, by their names in files. All processes
+        call it where the layers are sharded."""
+
+    def compile_layers(self) -> None:
+        """Lets torch compile the layers, where they do not consist of fused kernels already."""
+
+    def as_read(self, states: Tensor) -> Tensor:
+        """Casts states to the dtype that a draft reads."""
+        return states if self.read_as is None else states.to(self.read_as)
+
+    @torch.no_grad()
+    def logits(self, states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The head's logits (N, Vd) of `ids` at `states` (N, Ht), and the best token (N,) of the whole vocabulary.
+
+        Logits have the dtype of states and head, in bf16 half the bytes of fp32. `ids` (Vd,) ascending, on the host.
+        Ties go to the lowest id. Holds at most one chunk of full logits.
+        """
+        head, head_bias = self.head, self.head_bias
+        device_ids = ids.to(states.device, non_blocking=True)  # once: each copy may wait for the device
+        logits = states.new_empty(len(states), len(ids))
+        best = states.new_full((len(states),), -torch.inf)
+        tokens = states.new_zeros(len(states), dtype=torch.int64)
+        for start in range(0, len(head), VOCABULARY_CHUNK):
+            end = start + VOCABULARY_CHUNK
+            bias = None if head_bias is None else head_bias[start:end]
+            with torch.autocast(states.device.type, enabled=False):
+                chunk = F.linear(states, head[start:end], bias)
+            values, indices = chunk.max(dim=-1)
+            better = values > best
+            best, tokens = torch.where(better, values, best), torch.where(better, indices + start, tokens)
+            first, last = torch.searchsorted(ids, torch.tensor([start, end])).tolist()
+            logits[:, first:last] = chunk[:, device_ids[first:last] - start]
+        return logits, tokens
+
+    def drop_layers(self) -> None:
+        """Frees the decoder's layers: afterwards only `embed` and `logits` work."""
+        self.layers.to("meta")
+
+
+class DecoderTarget(FrozenTarget):
+    """The decoder that serves the target."""
+
+    model: Target
+
+    def __init__(self, model: Target, aux_layers: tuple[int, ...]) -> None:
+        super().__init__(model, model.layers, aux_layers)
+        self.attention = PackedAttention()
+
+    @torch.no_grad()
+    def aux_states(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        self.attention.plan(positions)
+        layers = tuple(dict.fromkeys(self.aux_layers))
+        with torch.autocast(tokens.device.type, enabled=False):  # the checkpoint's dtype, as in serving
+            final, states = self.model(tokens.flatten(), self.attention, layers)
+        assert states is not None
+        if layers != self.aux_layers:
+            parts = dict(zip(layers, states.split(final.shape[-1], dim=-1), strict=True))
+            states = torch.cat([parts[layer] for layer in self.aux_layers], dim=-1)
+        return states.view(*tokens.shape, -1), final.view(*tokens.shape, -1)
+
+    @property
+    def head(self) -> Tensor:
+        return self.model.shared[HEAD]
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.as_read(self.model.embed_tokens(tokens))
+
+    def initial_weights(self, num_layers: int) -> dict[str, Tensor]:
+        layers = enumerate(list(self.layers)[-num_layers:])
+        weights = {f"layers.{i}.{name}": x for i, layer in layers for name, x in public_tensors(layer).items()}
+        return weights | {"norm.weight": self.model.get_parameter("norm.weight"), HEAD: self.head}
+
+
+class TransformersTarget(FrozenTarget):
+    """A causal LM of transformers, in whatever precision it is."""
+
+    model: PreTrainedModel
+
+    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...]) -> None:
+        super().__init__(model, decoder_layers(model), aux_layers)
+        self.decoder = model.get_decoder()
+        check_head(model)
         self._states: dict[int, Tensor] = {}
         for layer in set(aux_layers) - {len(self.layers)}:
             self.layers[layer].register_forward_hook(self._capture(layer))
@@ -45,11 +157,6 @@ class FrozenTarget:
 
     @torch.no_grad()
     def aux_states(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Captured states (B, S, K * Ht) and the state after the final norm (B, S, Ht) of packed rows (B, S).
-
-        `positions` restart at 0 at each document, and tokens attend within their document only. Padding has position 0:
-        each padding token is its own document.
-        """
         masks = self.masks(positions)
         with torch.autocast(tokens.device.type, enabled=False):  # the checkpoint's dtype, as in serving
             output = self.decoder(input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False)
@@ -72,8 +179,11 @@ class FrozenTarget:
 
     @property
     def head(self) -> Tensor:
-        """(V, Ht)."""
         return self.model.get_output_embeddings().weight
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        return self.model.get_output_embeddings().bias
 
     def compile_layers(self) -> None:
         """Compiles each kind of layer at the first call of `aux_states`, and once more if sizes change."""
@@ -82,40 +192,9 @@ class FrozenTarget:
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
-        """(...) int64 -> (..., Ht)."""
         return self.as_read(self.model.get_input_embeddings()(tokens))
 
-    def as_read(self, states: Tensor) -> Tensor:
-        """Casts states to the dtype that a draft reads."""
-        return states if self.read_as is None else states.to(self.read_as)
-
-    @torch.no_grad()
-    def logits(self, states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The head's logits (N, Vd) of `ids` at `states` (N, Ht), and the best token (N,) of the whole vocabulary.
-
-        Logits have the dtype of states and head, in bf16 half the bytes of fp32. `ids` (Vd,) ascending, on the host.
-        Ties go to the lowest id. Holds at most one chunk of full logits.
-        """
-        head = self.model.get_output_embeddings()
-        device_ids = ids.to(states.device, non_blocking=True)  # once: each copy may wait for the device
-        logits = states.new_empty(len(states), len(ids))
-        best = states.new_full((len(states),), -torch.inf)
-        tokens = states.new_zeros(len(states), dtype=torch.int64)
-        for start in range(0, head.weight.shape[0], VOCABULARY_CHUNK):
-            end = start + VOCABULARY_CHUNK
-            bias = None if head.bias is None else head.bias[start:end]
-            with torch.autocast(states.device.type, enabled=False):
-                chunk = F.linear(states, head.weight[start:end], bias)
-            values, indices = chunk.max(dim=-1)
-            better = values > best
-            best, tokens = torch.where(better, values, best), torch.where(better, indices + start, tokens)
-            first, last = torch.searchsorted(ids, torch.tensor([start, end])).tolist()
-            logits[:, first:last] = chunk[:, device_ids[first:last] - start]
-        return logits, tokens
-
     def initial_weights(self, num_layers: int) -> dict[str, Tensor]:
-        """Head, final norm and the last `num_layers` layers, numbered from 0, by their names in files. All processes
-        call it where the layers are sharded."""
         layers = enumerate(list(self.layers)[-num_layers:])
         weights = {f"layers.{i}.{name}": x for i, layer in layers for name, x in layer.state_dict().items()}
         try:
@@ -126,10 +205,6 @@ class FrozenTarget:
                 "to false"
             ) from error
         return weights | {"norm.weight": norm, HEAD: self.head}
-
-    def drop_layers(self) -> None:
-        """Frees the decoder's layers: afterwards only `embed` and `logits` work."""
-        self.layers.to("meta")
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -162,7 +237,8 @@ def load_frozen_target(
     heads_only: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> FrozenTarget:
-    """Loads a checkpoint folder in its own dtype, on the CPU in fp32 (as it is served there).
+    """Loads a checkpoint folder in its own dtype, on the CPU in fp32 (as it is served there): as it is served, or by
+    transformers where it is not, or is sharded.
 
     `heads_only` keeps on the host what only `aux_states` and `initial_weights` need. `mesh`: processes among which the
     layers are sharded (sharded_target.py); the first one reads the files.
@@ -171,16 +247,34 @@ def load_frozen_target(
         model = empty_model(path, trust_remote_code)
         source = read_model(path, device, trust_remote_code) if mesh.get_local_rank() == 0 else None
         share_out(model, decoder_layers(model), source, mesh, device)
-        return FrozenTarget(model, aux_layers)
+        return TransformersTarget(model, aux_layers)
+    if is_served(read_json(path / "config.json")):
+        return load_decoder_target(path, aux_layers, device, trust_remote_code, heads_only)
     model = read_model(path, device, trust_remote_code)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()) if heads_only else (model,):
         nn.Module.to(module, device)
-    return FrozenTarget(model, aux_layers)
+    return TransformersTarget(model, aux_layers)
 
 
-def empty_target(path: Path, aux_layers: tuple[int, ...], trust_remote_code: bool = False) -> FrozenTarget:
+def is_served(values: Mapping[str, Any]) -> bool:
+    """Whether the decoder runs targets with such a config.json."""
+    return (values.get("architectures") or [""])[0] in DENSE_ARCHITECTURES
+
+
+def load_decoder_target(
+    path: Path, aux_layers: tuple[int, ...], device: torch.device, trust_remote_code: bool, heads_only: bool
+) -> DecoderTarget:
+    config = load_config(path, trust_remote_code)
+    dtype = torch.float32 if device.type == "cpu" else None
+    model = load_target(path, config, dtype, torch.device("cpu") if heads_only else device, trust_remote_code)
+    for module in (model.embed_tokens, model.lm_head) if heads_only else ():
+        nn.Module.to(module, device)
+    return DecoderTarget(model, aux_layers)
+
+
+def empty_target(path: Path, aux_layers: tuple[int, ...], trust_remote_code: bool = False) -> TransformersTarget:
     """The target with parameters on the meta device, in the dtypes of its files: takes no memory."""
-    return FrozenTarget(empty_model(path, trust_remote_code), aux_layers)
+    return TransformersTarget(empty_model(path, trust_remote_code), aux_layers)
 
 
 def read_model(path: Path, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:

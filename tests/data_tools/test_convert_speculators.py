@@ -16,7 +16,7 @@ from slipstream.models.drafts.eagle3 import FLAGS, Eagle3
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import default_aux_layers
 from slipstream.models.targets.decoder import load_config
-from slipstream.models.targets.frozen import FrozenTarget
+from slipstream.models.targets.frozen import TransformersTarget
 from slipstream.tests.data_tools.conversion import Runs, save_eagle3_draft
 from slipstream.tests.random_targets import LLAMA3_ROPE, SHAPE, save_random_target
 from slipstream.train.batches import collate
@@ -89,7 +89,9 @@ def their_logits(model: Any, target: Path, tokens: list[int]) -> list[Tensor]:
 
 @torch.no_grad()
 def our_logits(draft: Eagle3, target: Path, tokens: list[int]) -> list[Tensor]:
-    frozen = FrozenTarget(AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32), draft.config.aux_layers)
+    frozen = TransformersTarget(
+        AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32), draft.config.aux_layers
+    )
     document = (tokens[: LENGTH + 2], [False] + [True] * (LENGTH + 1))  # so that LENGTH rows ask
     batch = collate([[document]], LENGTH + 2)
     rows = find_rows(batch, STEPS)

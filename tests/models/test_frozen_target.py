@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, MistralConfig, PreTrainedModel
 
 from slipstream.models.targets import frozen
-from slipstream.models.targets.config import TargetSpec
-from slipstream.models.targets.frozen import FrozenTarget, load_frozen_target
+from slipstream.models.targets.config import AttentionSpec, RopeConfig, TargetSpec
+from slipstream.models.targets.frozen import DecoderTarget, TransformersTarget, load_frozen_target
+from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.expert_targets import EXPERT_FAMILIES, EXPERTS
 from slipstream.tests.random_targets import FAMILIES, SHAPE, change_json
 
@@ -48,7 +49,7 @@ def test_features_are_the_named_states_in_the_order_named(model: PreTrainedModel
         handle.remove()
     # transformers reports the normed state in place of the last layer's output: take that from the layer itself
     by_id = {**dict(enumerate(states[:3])), 3: last_layer["out"], 4: states[3]}
-    aux_states, final = FrozenTarget(model, layers).aux_states(tokens, torch.arange(9).expand(2, -1))
+    aux_states, final = TransformersTarget(model, layers).aux_states(tokens, torch.arange(9).expand(2, -1))
     torch.testing.assert_close(aux_states, torch.cat([by_id[layer] for layer in layers], dim=-1))
     torch.testing.assert_close(final, states[3])
 
@@ -59,10 +60,52 @@ def test_packed_documents_do_not_see_each_other(model: PreTrainedModel) -> None:
     tokens = torch.stack((torch.cat((first, second, padding)), torch.cat((third, padding, padding))[:15]))
     positions = torch.zeros(2, 15, dtype=torch.int64)
     positions[0, :7], positions[0, 7:12], positions[1, :10] = torch.arange(7), torch.arange(5), torch.arange(10)
-    aux_states, _ = FrozenTarget(model, (1, 4)).aux_states(tokens, positions)
+    aux_states, _ = TransformersTarget(model, (1, 4)).aux_states(tokens, positions)
     for document, found in ((first, aux_states[0, :7]), (second, aux_states[0, 7:12]), (third, aux_states[1, :10])):
         states = hidden_states(model, document[None])
         torch.testing.assert_close(found, torch.cat((states[1], states[3]), dim=-1)[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3-tied", "mistral"])
+def test_the_decoder_that_serves_a_target_reads_it_as_transformers_does(family: str, tmp_path: Path) -> None:
+    """Documents, padding, windows that bind, states in any order and twice; the weights that a draft starts from."""
+    torch.manual_seed(0)
+    model = random_model(family).eval()
+    model.save_pretrained(tmp_path)
+    found = load_frozen_target(tmp_path, (2, 4, 0, 2), torch.device("cpu"))
+    assert isinstance(found, DecoderTarget)
+    expected = TransformersTarget(model, (2, 4, 0, 2))
+    tokens, positions = torch.randint(0, 50, (2, 15)), torch.zeros(2, 15, dtype=torch.int64)
+    positions[0, :7], positions[0, 7:12], positions[1, :15] = torch.arange(7), torch.arange(5), torch.arange(15)
+    for _ in range(2):  # longer rows need larger tables
+        for one, other in zip(found.aux_states(tokens, positions), expected.aux_states(tokens, positions), strict=True):
+            torch.testing.assert_close(one, other)
+        tokens, positions = torch.cat((tokens, tokens), 1), torch.cat((positions, positions), 1)
+    for one, other in zip(
+        found.logits(found.aux_states(tokens, positions)[1][0], torch.arange(0, 50, 3)),
+        expected.logits(expected.aux_states(tokens, positions)[1][0], torch.arange(0, 50, 3)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found.embed(tokens), expected.embed(tokens))
+    own, theirs = found.initial_weights(2), expected.initial_weights(2)
+    assert own.keys() == theirs.keys()
+    for name in own:
+        assert torch.equal(own[name], theirs[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("window", [None, 5])
+def test_documents_attend_at_once_as_one_by_one(window: int | None) -> None:
+    spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64, rope=RopeConfig(), window=window)
+    positions = torch.cat((torch.arange(300), torch.arange(100), torch.zeros(12, dtype=torch.int64), torch.arange(100)))
+    attention = PackedAttention()
+    attention.plan(positions.view(2, -1).cuda())
+    q, k, v = (torch.randn(512, heads, 64, device="cuda") for heads in (8, 2, 2))
+    expected = attention._attend_each(q, k, v, spec)
+    found = attention._attend_all(q.bfloat16(), k.bfloat16(), v.bfloat16(), spec)
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.slow
@@ -72,7 +115,7 @@ def test_compiled_layers_give_the_same_states(device: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = random_model("qwen3-tied").to(device)
-    target, compiled = FrozenTarget(model, (0, 2)), FrozenTarget(copy.deepcopy(model), (0, 2))
+    target, compiled = TransformersTarget(model, (0, 2)), TransformersTarget(copy.deepcopy(model), (0, 2))
     compiled.compile_layers()
     positions = torch.cat((torch.arange(9), torch.arange(7))).to(device)
     for count in (2, 3, 4):
@@ -87,7 +130,7 @@ def test_logits_in_chunks_equal_the_whole_head(model: PreTrainedModel, monkeypat
     monkeypatch.setattr(frozen, "VOCABULARY_CHUNK", 7)
     states, ids = torch.randn(6, 32), torch.tensor([0, 3, 6, 7, 8, 20, 21, 48, 49])
     expected = model.get_output_embeddings()(states)
-    logits, best = FrozenTarget(model, (1,)).logits(states, ids)
+    logits, best = TransformersTarget(model, (1,)).logits(states, ids)
     torch.testing.assert_close(logits, expected[:, ids].detach())
     assert best.tolist() == expected.argmax(dim=-1).tolist()
 
@@ -99,7 +142,7 @@ def test_logits_are_what_the_head_gives_in_its_own_dtype(monkeypatch: pytest.Mon
     torch.manual_seed(0)
     model = random_model("qwen2").to(device, torch.bfloat16)
     states, ids = torch.randn(64, 32, device=device).bfloat16(), torch.arange(1, 120, 2)
-    logits, best = FrozenTarget(model, (1,)).logits(states, ids)
+    logits, best = TransformersTarget(model, (1,)).logits(states, ids)
     chunks = [torch.nn.functional.linear(states, part) for part in model.lm_head.weight.split(16)]
     expected = torch.cat(chunks, dim=-1).detach().float()
     assert logits.dtype == torch.bfloat16
@@ -112,12 +155,12 @@ def test_equal_logits_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(frozen, "VOCABULARY_CHUNK", 7)
     model = random_model("llama")
     model.lm_head.weight.data[[12, 30]] = 9.0  # in different chunks
-    assert FrozenTarget(model, (1,)).logits(torch.ones(1, 32), torch.arange(120))[1].tolist() == [12]
+    assert TransformersTarget(model, (1,)).logits(torch.ones(1, 32), torch.arange(120))[1].tolist() == [12]
 
 
 def test_nothing_is_trained_and_the_head_is_not_run() -> None:
     model = random_model("llama").train()
-    target = FrozenTarget(model, (1,))
+    target = TransformersTarget(model, (1,))
     calls = []
     model.lm_head.register_forward_hook(lambda *_: calls.append(1))
     aux_states, final = target.aux_states(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None])
@@ -130,7 +173,7 @@ def test_nothing_is_trained_and_the_head_is_not_run() -> None:
 @pytest.mark.parametrize("family", ["qwen3-tied", "qwen3-moe", "gpt-oss"])
 def test_initial_weights_are_the_head_the_final_norm_and_the_last_layers(family: str) -> None:
     model = random_model(family)
-    weights = FrozenTarget(model, (1,)).initial_weights(2)
+    weights = TransformersTarget(model, (1,)).initial_weights(2)
     assert weights["lm_head.weight"] is model.get_output_embeddings().weight
     assert weights["norm.weight"] is model.model.norm.weight
     layers = [f"layers.{i}.{name}" for i in range(2) for name in model.model.layers[2 + i].state_dict()]
@@ -159,7 +202,7 @@ def test_gemma_is_refused_by_name() -> None:
 def test_a_head_that_does_more_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(Gemma3TextConfig(**SHAPE, **GEMMA, final_logit_softcapping=30.0))
     with pytest.raises(ValueError, match="changes its logits by final_logit_softcapping 30.0"):
-        FrozenTarget(model, (1,))
+        TransformersTarget(model, (1,))
 
 
 def test_mxfp4_experts_become_numbers(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.files.checkpoint import tokenizer_hash
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import TargetSpec
-from slipstream.models.targets.frozen import FrozenTarget
+from slipstream.models.targets.frozen import FrozenTarget, TransformersTarget
 from slipstream.tests.random_targets import FAMILIES, save_random_target
 from slipstream.train.eagle3 import DraftOptions, Eagle3Training, main
 
@@ -73,7 +73,7 @@ def random_parts(
         draft.set_vocabulary(ids)
     for parameter in draft.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
-    frozen = FrozenTarget(target, draft.config.aux_layers)
+    frozen = TransformersTarget(target, draft.config.aux_layers)
     return draft, frozen, RotaryEmbedding(config.rope, config.head_dim, 128)
 
 

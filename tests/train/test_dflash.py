@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from slipstream.models.drafts.token_map import TokenMap
 from slipstream.models.layers.attention import AttentionLayer
-from slipstream.models.targets.frozen import FrozenTarget
+from slipstream.models.targets.frozen import TransformersTarget
 from slipstream.tests.naive_dflash import NaiveDFlash
 from slipstream.tests.random_targets import shared_weights, target_aux_states
 from slipstream.tests.train.block_cases import BLOCK_SIZE, MAX_LENGTH, flat_documents, make_training, packed
@@ -140,7 +140,7 @@ def test_few_anchors_estimate_the_loss_of_all(target_model: PreTrainedModel) -> 
 def test_the_draft_starts_as_the_targets_last_layers(target_model: PreTrainedModel) -> None:
     """With the last layer's input as the last state, that layer's context keys and values are the target's own."""
     draft = make_training(target_model, aux_layers=(0, 2)).draft
-    dflash.start_from_target(draft, FrozenTarget(target_model, (0, 2)))
+    dflash.start_from_target(draft, TransformersTarget(target_model, (0, 2)))
     written: dict[int, tuple[Tensor, Tensor]] = {}
 
     class Recorder:
@@ -167,7 +167,7 @@ def test_a_draft_of_other_shapes_does_not_start_from_the_target(
 ) -> None:
     draft = make_training(target_model, **fields).draft
     with pytest.raises(ValueError, match="set draft.init_from_target to false"):
-        dflash.start_from_target(draft, FrozenTarget(target_model, AUX_STATE_LAYERS))
+        dflash.start_from_target(draft, TransformersTarget(target_model, AUX_STATE_LAYERS))
 
 
 @pytest.mark.parametrize("depth", [DEPTH, 2])

@@ -1,0 +1,83 @@
+"""Attention of a target over packed documents, in training: every token sees its document up to itself.
+
+A kernel takes all documents at once on a GPU, in bf16 and fp16 (torch's FlashAttention-2, Dao 2023, arXiv 2307.08691);
+elsewhere they are attended one by one. Letters: T tokens, Q/G query and KV heads, D head dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from slipstream.kernels.attention.packed import takes
+from slipstream.kernels.kv.rope import rotate
+from slipstream.kernels.norm import norm_heads
+from slipstream.models.layers.attention import AttentionLayer, Mask
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.config import AttentionSpec, RopeConfig
+
+
+class PackedAttention:
+    """Call `plan` for each batch of rows, then run the target."""
+
+    def __init__(self) -> None:
+        self._ropes: dict[tuple[RopeConfig, int], RotaryEmbedding] = {}
+        self._length = 0  # positions of their tables
+
+    def plan(self, positions: Tensor) -> None:
+        """positions (B, S) of the rows' tokens, from 0 in each document; padding tokens are documents of one."""
+        self.most = positions.shape[1]  # tokens of a document, at most
+        self.positions = positions.flatten()
+        starts = (self.positions == 0).nonzero().flatten().int()  # sync
+        self.ends = torch.cat((starts, starts.new_tensor([len(self.positions)])))  # (documents + 1,), from 0
+        if self.most > self._length:
+            self._length = self.most
+            self._ropes.clear()
+
+    def write(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
+        raise AssertionError("a target's rows all ask")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, mask: Mask) -> Tensor:
+        """q (T, Q, D), k and v (T, G, D) -> (T, Q, D)."""
+        assert mask == "causal"
+        spec, rope = layer.spec, self._rope(layer.spec, q.device)
+        q, k = norm_heads(q, k, layer.norms)
+        q, k = (rotate(x, rope.cos, rope.sin, self.positions, v.dtype) for x in (q, k))
+        if q.is_cuda and takes(v):
+            return self._attend_all(q, k, v, spec)
+        return self._attend_each(q, k, v, spec)
+
+    def _rope(self, spec: AttentionSpec, device: torch.device) -> RotaryEmbedding:
+        key = spec.rope, spec.head_dim
+        if key not in self._ropes:
+            self._ropes[key] = RotaryEmbedding(*key, self._length).to(device)
+        return self._ropes[key]
+
+    def _attend_all(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        left = None if spec.window is None else spec.window - 1
+        sizes = self.ends, self.ends, self.most, self.most
+        run, options = torch.ops.aten._flash_attention_forward, {"scale": spec.score_scale, "window_size_left": left}
+        output, *_ = run(q.contiguous(), k, v.contiguous(), *sizes, 0.0, True, False, **options)  # no dropout; causal
+        return output
+
+    def _attend_each(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        output = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # what a document of one token gets
+        ends = self.ends.tolist()
+        for start, end in zip(ends, ends[1:], strict=False):
+            if end > start + 1:
+                q_own, k_own, v_own = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+                is_narrow = spec.window is not None and end - start > spec.window
+                mask = _band(end - start, spec, q.device) if is_narrow else None
+                options: dict[str, Any] = {"is_causal": mask is None, "scale": spec.score_scale, "enable_gqa": True}
+                own = scaled_dot_product_attention(q_own, k_own, v_own, mask, **options)
+                output[start:end] = own[0].transpose(0, 1)
+        return output
+
+
+def _band(count: int, spec: AttentionSpec, device: torch.device) -> Tensor:
+    """(count, count) bool: what each token sees in its window."""
+    assert spec.window is not None
+    places = torch.arange(count, device=device)
+    distance = places[:, None] - places
+    return (distance >= 0) & (distance < spec.window)
