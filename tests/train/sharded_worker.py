@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
-from slipstream.models.targets.frozen import FrozenTarget, decoder_layers, empty_model, load_frozen_target, read_model
+from slipstream.models.targets.frozen import (
+    FrozenTarget,
+    TransformersTarget,
+    decoder_layers,
+    empty_model,
+    load_frozen_target,
+    read_model,
+)
 from slipstream.models.targets.sharded import sharding_mesh, share_out
 from slipstream.train import dflash, eagle3
 
@@ -27,7 +34,7 @@ DEVICE = torch.device("cpu" if ON_CPU else f"cuda:{os.environ['LOCAL_RANK']}")
 
 def look_at(path: Path) -> dict[str, Any]:
     """Shares of the first layer, and whether everything that training reads is what the whole target gives."""
-    whole = load_frozen_target(path, (2, 0, 4), DEVICE)
+    whole = TransformersTarget(read_model(path, DEVICE, False).to(DEVICE), (2, 0, 4))
     shared = load_frozen_target(path, (2, 0, 4), DEVICE, mesh=sharding_mesh(DEVICE, within_machine=True))
     equal = all(is_equal(whole, shared, width) for width in (9, 5, 12))
     states = [target.layers[1].state_dict() for target in (whole, shared)]

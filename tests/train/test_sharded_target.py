@@ -59,16 +59,16 @@ def found(ran: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("program", "sharding"), [("eagle3", "all"), ("dflash", "machine")])
 def test_training_is_that_of_a_whole_target(ran: Path, program: str, sharding: str) -> None:
-    """Loss curve, evaluations and weights: on the CPU to the last bit; a GPU does not sum in the same order twice."""
+    """Loss curve, evaluations and weights, up to rounding: transformers runs the shared target, our decoder the whole
+    one; and a GPU does not sum in the same order twice."""
     runs = [ran / program / name for name in (sharding, "none")]
     curves = [records(run) for run in runs]
     assert len(curves[0]) == 4
-    exact = "cpu" in ran.name
+    tolerance = 1e-4 if "cpu" in ran.name else 1e-2
     for shared_line, whole_line in zip(*curves, strict=True):
-        assert shared_line == (whole_line if exact else pytest.approx(whole_line, rel=1e-2, abs=1e-2))
+        assert shared_line == pytest.approx(whole_line, rel=tolerance, abs=tolerance)
     shared, whole = (weights(run, 4) for run in runs)
     for name, tensor in whole.items():
-        tolerance = 0 if exact else 1e-2
         torch.testing.assert_close(shared[name], tensor, rtol=0, atol=tolerance, msg=name)
 
 
