@@ -163,7 +163,7 @@ def build(config: StepConfig, device: torch.device) -> DraftTraining:
             target = AutoModelForCausalLM.from_config(hf, dtype=dtype, attn_implementation="sdpa")
             frozen = TransformersTarget(target, layers)
         length = config.sequence + max(config.block, config.ttt_steps)
-        rope = RotaryEmbedding(model.rope, model.head_dim, length).to(device)
+        rope = RotaryEmbedding(draft.config.rope, draft.config.head_dim, length).to(device)
     if config.compile in ("draft", "all"):
         draft.compile()
     if config.compile in ("target", "all"):

@@ -1,9 +1,10 @@
-"""RMS norms (Zhang & Sennrich 2019) in one launch each: alone, after a residual add, of two inputs side by side; and of
-parts of a row, such as query and key heads, in plain torch.
+"""RMS norms (Zhang & Sennrich 2019) in one launch each: alone, after a residual add, of two inputs side by side, of a
+residual to which a normed row is added; and of parts of a row, such as query and key heads, in plain torch.
 
 fp32 inside, rounded once. One program per row, in which a thread reads 16 bytes; the number of threads depends on the
-row's size alone, so a row's result does not depend on the number of rows. Results have the input's dtype. Under
-autocast fp32 weights meet bf16 rows: the references cast the weights, because torch's fused norms take one dtype.
+row's size alone, so a row's result does not depend on the number of rows. Results have the input's dtype. Weights
+may be fp32 where rows are not, as Gemma's, which are 1 + w: the product is rounded, not they. Under autocast the
+references cast them, because torch's fused norms take one dtype.
 Letters: T rows (any leading dims), H hidden, K parts, Q/G query and KV heads, D head dim.
 """
 
@@ -24,9 +25,11 @@ LANE_ELEMENTS = 8  # 16 bytes of bf16
 @Op
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., H) / rms(x) * weight (H,) -> (..., H) in x's dtype."""
-    weight = weight.to(x.dtype)
     if not torch.is_autocast_enabled(x.device.type):
-        return F.rms_norm(x, weight.shape, weight, eps)
+        if weight.dtype == x.dtype:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+    weight = weight.to(x.dtype)
     with torch.autocast(x.device.type, enabled=False):  # autocast would make torch 2.12 return fp32
         return F.rms_norm(x, weight.shape, weight, eps)
 
@@ -63,6 +66,26 @@ def add_rms_norm_triton(
     if len(old):
         strides = old.stride(0), new.stride(0), sums.stride(0)
         _add_rms_norm[(len(old),)](old, new, weight, normed, sums, *strides, eps, **_launch(weight))
+    return normed, summed
+
+
+@Op
+def norm_add_norm(residual: Tensor, delta: Tensor, weights: tuple[Tensor, Tensor], eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(summed), summed) with summed = residual + rms_norm(delta), each rounded before the next; all (..., H).
+    weights (H,): of delta, of the sum."""
+    return add_rms_norm.reference(residual, rms_norm.reference(delta, weights[0], eps), weights[1], eps)
+
+
+@norm_add_norm.kernel()
+def norm_add_norm_triton(
+    residual: Tensor, delta: Tensor, weights: tuple[Tensor, Tensor], eps: float
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.result_type(residual, delta)
+    normed = torch.empty(residual.shape, dtype=dtype, device=residual.device)
+    summed, old, new = torch.empty_like(normed), as_rows(residual), as_rows(delta)
+    if len(old):
+        strides = old.stride(0), new.stride(0)
+        _norm_add_norm[(len(old),)](old, new, *weights, normed, summed, *strides, eps, **_launch(weights[0]))
     return normed, summed
 
 
@@ -161,6 +184,24 @@ def _add_rms_norm(
     delta = tl.load(delta_ptr + row * delta_stride + columns, mask=mask, other=0.0).to(tl.float32)
     summed = (residual + delta).to(summed_ptr.dtype.element_ty)
     tl.store(summed_ptr + row * summed_stride + columns, summed, mask=mask)
+    _norm_row(summed.to(tl.float32), weight_ptr, normed_ptr + row * SIZE, columns, mask, eps, SIZE)
+
+
+@triton.jit
+def _norm_add_norm(
+    residual_ptr, delta_ptr, delta_weight_ptr, weight_ptr, normed_ptr, summed_ptr, residual_stride, delta_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    delta = tl.load(delta_ptr + row * delta_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(delta_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(delta * delta, axis=0) / SIZE + eps)
+    delta = (delta * scale * weight).to(delta_ptr.dtype.element_ty).to(tl.float32)
+    summed = (residual + delta).to(summed_ptr.dtype.element_ty)
+    tl.store(summed_ptr + row * SIZE + columns, summed, mask=mask)
     _norm_row(summed.to(tl.float32), weight_ptr, normed_ptr + row * SIZE, columns, mask, eps, SIZE)
 
 

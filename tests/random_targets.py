@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -43,6 +47,19 @@ WINDOWS = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+KINDS = ["sliding_attention", "full_attention"] * 2
+TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [1.0, 2.0, 5.0],
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 64,
+}
 
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
@@ -58,6 +75,20 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen2-yarn": Qwen2Config(**SHAPE, rope_parameters=YARN_ROPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "qwen3-windows": Qwen3Config(**SHAPE, **WINDOWS, head_dim=16),
+    "gemma2": Gemma2Config(**SHAPE, head_dim=16, query_pre_attn_scalar=24, sliding_window=9, layer_types=KINDS),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=9,
+        layer_types=KINDS,
+        rope_parameters=TWO_ROPES,
+    ),
+    "olmo2": Olmo2Config(**SHAPE),
+    "phi3-window": Phi3Config(**SHAPE, sliding_window=19),
+    "phi4-longrope": Phi3Config(
+        **SHAPE, tie_word_embeddings=True, rope_parameters=LONGROPE, original_max_position_embeddings=64
+    ),
     "qwen3-tied": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
 }
 

@@ -202,7 +202,7 @@ def build(kind: type[DraftTraining], files: TargetFiles) -> DraftTraining:
     draft: Any = kind.new_draft(options.draft, files)
     target = files.freeze(draft.config.aux_layers)
     num_positions = options.data.max_length + max(options.draft.reach, options.evaluation.depth)
-    rope = RotaryEmbedding(files.config.rope, draft.config.head_dim, num_positions).to(files.accelerator.device)
+    rope = RotaryEmbedding(draft.config.rope, draft.config.head_dim, num_positions).to(files.accelerator.device)
     training = kind(draft, target, rope, options.draft, options.evaluation.depth, options.seed)
     training.start()
     return training

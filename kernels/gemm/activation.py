@@ -1,6 +1,10 @@
-"""The gated activation of the MLP in one launch, and its gradient in another."""
+"""The gated activations of MLPs in one launch each, and the gradient of SiLU's in another.
 
-from typing import Any
+SiLU, or GELU in the form with a tanh (Hendrycks & Gimpel, arXiv 1606.08415), which Gemma has. Both are
+x * sigmoid(z): z = x, or z = 2 * sqrt(2 / pi) * (x + 0.044715 x^3), since (1 + tanh(z / 2)) / 2 = sigmoid(z).
+"""
+
+from typing import Any, Literal
 
 import torch
 import triton
@@ -11,6 +15,7 @@ from torch.nn import functional as F
 from slipstream.kernels.launch import Op, on_gpu, pdl_options, wait_for_inputs
 from slipstream.kernels.norm import as_rows
 
+Activation = Literal["silu", "gelu_tanh"]
 BLOCK = 1024  # outputs of one program: 4 warps of 16-byte reads in bf16
 
 
@@ -24,6 +29,23 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 @silu_mul.kernel(when=on_gpu)
 def silu_mul_triton(gate_up: Tensor) -> Tensor:
     return _SiluMul.apply(gate_up) if torch.is_grad_enabled() else _forward(gate_up)
+
+
+@Op
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """gate_up (..., 2 * I), gate before up -> gelu(gate) * up (..., I)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+@gelu_tanh_mul.kernel()
+def gelu_tanh_mul_triton(gate_up: Tensor) -> Tensor:
+    return _forward(gate_up, "gelu_tanh")
+
+
+def activation_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """gate_up (..., 2 * I), gate before up -> activation(gate) * up (..., I)."""
+    return silu_mul(gate_up) if activation == "silu" else gelu_tanh_mul(gate_up)
 
 
 class _SiluMul(torch.autograd.Function):
@@ -46,25 +68,37 @@ class _SiluMul(torch.autograd.Function):
         return gradient
 
 
-def _forward(gate_up: Tensor) -> Tensor:
+def _forward(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     rows, size = as_rows(gate_up), gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     if len(rows):
         grid = len(rows), triton.cdiv(size, BLOCK)
-        _silu_mul[grid](rows, out, rows.stride(0), size, BLOCK=BLOCK, num_warps=4, **pdl_options(rows.device))
+        sizes = {"GELU": activation == "gelu_tanh", "BLOCK": BLOCK, "num_warps": 4}
+        _activation_mul[grid](rows, out, rows.stride(0), size, **sizes, **pdl_options(rows.device))
     return out
 
 
 @triton.jit
-def _silu_mul(gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Rounds silu before the product, as two separate operations would."""
+def _activation_mul(
+    gate_up_ptr, out_ptr, stride, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Rounds the activation before the product, as two separate operations would."""
     wait_for_inputs(PDL)
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
     gate = tl.load(gate_up_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + size + columns, mask=mask, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * size + columns, (silu.to(tl.float32) * up).to(out_ptr.dtype.element_ty), mask=mask)
+    activated = activate(gate, GELU).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * size + columns, (activated.to(tl.float32) * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def activate(gate, GELU: tl.constexpr):
+    """gate in fp32 -> gelu(gate), or silu(gate)."""
+    exponent = -gate
+    if GELU:
+        exponent = -1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(exponent))
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.activation import Activation, activation_mul
 from slipstream.kernels.gemm.small_m import (
     FAST_ROWS,
     MAX_GATED_ROWS,
@@ -75,16 +75,16 @@ class FixedOrder:
         run = linear_few_rows_triton if rows <= MAX_ROWS else linear_many_rows_triton
         return run(x.reshape(rows, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
 
-    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """silu_mul(x (..., I) @ weight (2 * O, I).T) -> (..., O), gate before up."""
+    def gated_linear(self, x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:
+        """activation_mul(x (..., I) @ weight (2 * O, I).T) -> (..., O), gate before up."""
         rows = x.numel() // x.shape[-1]
         flat = x.reshape(rows, x.shape[-1])
         if rows <= MAX_GATED_ROWS:
-            out = gated_linear_few_rows_triton(flat, weight)
+            out = gated_linear_few_rows_triton(flat, weight, activation=activation)
         elif rows in self.by_library.get((*weight.shape, False, True), ()):
-            out = silu_mul(F.linear(flat, weight))
+            out = activation_mul(F.linear(flat, weight), activation)
         else:
-            out = silu_mul(linear_many_rows_triton(flat, weight, split=1))
+            out = activation_mul(linear_many_rows_triton(flat, weight, split=1), activation)
         return out.view(*x.shape[:-1], len(weight) // 2)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.activation import Activation, activation_mul
 from slipstream.kernels.gemm.small_m import (
     FAST_ROWS,
     MAX_GATED_ROWS,
@@ -38,12 +38,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out if x.dim() == 2 else out.view(*x.shape[:-1], len(weight))
 
 
-def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """silu_mul(linear(x (..., H), weight (2 * I, H))) -> (..., I), gate before up."""
+def gated_linear(x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:
+    """activation_mul(linear(x (..., H), weight (2 * I, H))) -> (..., I), gate before up."""
     if not few_on_gpu(x, weight, gated=True):
-        return silu_mul(linear(x, weight))
+        return activation_mul(linear(x, weight), activation)
     flat = x.reshape(x.numel() // x.shape[-1], -1)
-    return gated_linear_few_rows_triton(flat, weight).view(*x.shape[:-1], len(weight) // 2)
+    out = gated_linear_few_rows_triton(flat, weight, activation=activation)
+    return out.view(*x.shape[:-1], len(weight) // 2)
 
 
 def few_on_gpu(x: Tensor, weight: Tensor, gated: bool = False) -> bool:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.gemm.activation import Activation, activate
 from slipstream.kernels.grid_sync import done_counters, is_last_done
 from slipstream.kernels.launch import pdl_options
 
@@ -74,14 +75,24 @@ def linear_few_rows_triton(
     return _launch(x, weight, bias, num_outputs, tiling, gated=False)
 
 
-def gated_linear_few_rows_triton(x: Tensor, gate_up_weight: Tensor, tiling: Tiling | None = None) -> Tensor:
-    """silu_mul(x (M, I) @ gate_up_weight (2 * O, I).T) -> (M, O) for M up to MAX_GATED_ROWS, rounded twice."""
+def gated_linear_few_rows_triton(
+    x: Tensor, gate_up_weight: Tensor, tiling: Tiling | None = None, activation: Activation = "silu"
+) -> Tensor:
+    """activation_mul(x (M, I) @ gate_up_weight (2 * O, I).T) -> (M, O) for M up to MAX_GATED_ROWS, rounded twice."""
     num_outputs, num_inputs = gate_up_weight.shape[0] // 2, gate_up_weight.shape[1]
     tiling = tiling or choose_tiling(num_outputs, num_inputs, gated=True, num_rows=len(x))
-    return _launch(x, gate_up_weight, None, num_outputs, tiling, gated=True)
+    return _launch(x, gate_up_weight, None, num_outputs, tiling, gated=True, gelu=activation == "gelu_tanh")
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outputs: int, tiling: Tiling, gated: bool) -> Tensor:
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    num_outputs: int,
+    tiling: Tiling,
+    gated: bool,
+    gelu: bool = False,
+) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, num_inputs = x.shape
     assert num_rows <= (MAX_GATED_ROWS if gated else MAX_ROWS)
@@ -96,7 +107,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outputs: int, ti
     linear_kernel[(tiles, tiling.split)](
         x, weight, bias, out, partial, counters, x.stride(0), weight.stride(0), num_rows, num_outputs, num_inputs,
         part_inputs(num_inputs, tiling),
-        ROWS=rows, GATED=gated, EVEN=num_inputs % tiling.depth == 0, PRECISION="ieee", **_options(x, tiling),
+        ROWS=rows, GATED=gated, GELU=gelu, EVEN=num_inputs % tiling.depth == 0, PRECISION="ieee", **_options(x, tiling),
     )  # fmt: skip
     return out
 
@@ -123,13 +134,13 @@ def linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr,
     x_stride, weight_stride, num_rows, num_outputs, num_inputs, part,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, GATED: tl.constexpr,
-    EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    GELU: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features (axis 0) of all rows from one part of the inputs (axis 1).
 
-    Gated: silu of them times the features num_outputs further on. The weights, streamed through shared memory, are the
-    left operand of the product and the few rows, padded to ROWS, the right one. The next kernel may start once the last
-    tile is loaded: earlier, its programs would only occupy multiprocessors.
+    Gated: silu or gelu of them times the features num_outputs further on. The weights, streamed through shared memory,
+    are the left operand of the product and the few rows, padded to ROWS, the right one. The next kernel may start once
+    the last tile is loaded: earlier, its programs would only occupy multiprocessors.
     """
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     weights = weight_ptr + tl.minimum(outputs, num_outputs - 1)[:, None].to(tl.int64) * weight_stride
@@ -161,7 +172,7 @@ def linear_kernel(
         result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
     rounded = result.to(out_ptr.dtype.element_ty)
     if GATED:
-        rounded = _silu_mul(rounded, tl.trans(up).to(rounded.dtype))
+        rounded = _activation_mul(rounded, tl.trans(up).to(rounded.dtype), GELU)
     tl.store(out_ptr + cells, rounded, mask=valid)
 
 
@@ -175,11 +186,10 @@ def _load(weights, k, num_inputs, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _silu_mul(gate, up):
+def _activation_mul(gate, up, GELU: tl.constexpr):
     """Rounded as the kernel of kernels/gemm/activation.py rounds."""
-    gate32 = gate.to(tl.float32)
-    silu = (gate32 / (1.0 + tl.exp(-gate32))).to(gate.dtype)
-    return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    activated = activate(gate.to(tl.float32), GELU).to(gate.dtype)
+    return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit

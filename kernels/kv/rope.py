@@ -3,6 +3,7 @@ write of keys and values into the paged cache; of the keys of context rows, in e
 (models/drafts/dflash.py projects one context state of each committed token to the KV of all its layers); alone, for
 training.
 
+Of a head the first R dims are rotated, mostly all D: the pairs are (i, i + R / 2), and the others stay.
 Letters: T packed tokens, L layers, Q/G query and KV heads, D head dim, P positions of the tables.
 """
 
@@ -34,20 +35,23 @@ def rotate_and_store(
 ) -> Tensor:
     """Norms q and k if `norms` are given, rotates them by their positions, and stores k and v in their slots.
 
-    q (T, Q, D), k and v (T, G, D), strided views with contiguous last dims; cos, sin (P, D) fp32 tables whose halves
-    are equal ("half" convention: pairs are (i, i + D / 2)); positions, slots (T,) int64; keys, values (slots, G, D)
+    q (T, Q, D), k and v (T, G, D), strided views with contiguous last dims; cos, sin (P, R) fp32 tables whose halves
+    are equal ("half" convention); positions, slots (T,) int64; keys, values (slots, G, D)
     one layer of the cache, contiguous, written in place. fp32 inside, rounded once, and once after the norms.
     Returns the rotated q (T, Q, D), contiguous.
     """
     q, k = norm_heads(q, k, norms)
-    cos, sin = cos[positions, None], sin[positions, None]  # (T, 1, D)
+    cos, sin = cos[positions, None], sin[positions, None]  # (T, 1, R)
     keys.index_copy_(0, slots, rotate_halves(k, cos, sin))
     values.index_copy_(0, slots, v)
     return rotate_halves(q, cos, sin)
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x (..., heads, D) by the "half" convention: pairs are (i, i + D / 2)."""
+    """Rotates the first R dims of x (..., heads, D) by the "half" convention; cos, sin (..., R)."""
+    if cos.shape[-1] < x.shape[-1]:
+        turned, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
+        return torch.cat((rotate_halves(turned, cos, sin), rest), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -55,7 +59,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @Op
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Rotates x (T, heads, D), strided with contiguous last dim, by its rows' positions (T,) int64: (T, heads, D) of
-    `dtype`, contiguous on a GPU. cos, sin (P, D) as for `rotate_and_store`. fp32 inside; differentiable in x."""
+    `dtype`, contiguous on a GPU. cos, sin (P, R) as for `rotate_and_store`. fp32 inside; differentiable in x."""
     return rotate_halves(x, cos[positions, None], sin[positions, None]).to(dtype)
 
 
@@ -85,7 +89,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, dtype: torc
     if T:
         _rotate_kernel[(T, triton.cdiv(heads, HEADS_PER_PROGRAM))](
             x, cos, sin, positions, out, x.stride(0), x.stride(1), heads, sign,
-            D=D, HALF=triton.next_power_of_2(D // 2), HEADS=HEADS_PER_PROGRAM, num_warps=2,
+            D=D, R=cos.shape[1], HALF=triton.next_power_of_2(D // 2), HEADS=HEADS_PER_PROGRAM, num_warps=2,
         )  # fmt: skip
     return out
 
@@ -112,7 +116,8 @@ def rotate_and_store_triton(
     _rotate_and_store[(T, programs)](
         q, k, v, cos, sin, positions, slots, keys, values, out, q_norm, k_norm, eps,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], Q, G,
-        D=D, HALF=triton.next_power_of_2(D // 2), HEADS=HEADS_PER_PROGRAM, num_warps=2, **pdl_options(q.device),
+        D=D, R=cos.shape[1], HALF=triton.next_power_of_2(D // 2), HEADS=HEADS_PER_PROGRAM, num_warps=2,
+        **pdl_options(q.device),
     )  # fmt: skip
     return out
 
@@ -121,7 +126,8 @@ def rotate_and_store_triton(
 def _rotate_and_store(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, keys_ptr, values_ptr, out_ptr,
     q_norm_ptr, k_norm_ptr, eps, q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride,
-    v_head_stride, Q, G, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+    v_head_stride, Q, G,
+    D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token (axis 0) and HEADS of its query heads, or HEADS of its KV heads (the last programs of axis 1)."""
     wait_for_inputs(PDL)
@@ -132,17 +138,18 @@ def _rotate_and_store(
     head = (part - tl.where(has_queries, 0, query_parts)) * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, HALF)[None, :]
     inside = (head < tl.where(has_queries, Q, G)) & (dim < D // 2)
-    angle = tl.load(positions_ptr + token) * D + dim
-    cos = tl.load(cos_ptr + angle, mask=dim < D // 2, other=0.0)
-    sin = tl.load(sin_ptr + angle, mask=dim < D // 2, other=0.0)
+    angle = tl.load(positions_ptr + token) * R + dim
+    cos = tl.load(cos_ptr + angle, mask=dim < R // 2, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=dim < R // 2, other=0.0)
     if has_queries:
-        q = q_ptr + token * q_token_stride + head * q_head_stride + dim
-        _rotate_heads(q, out_ptr + (token * Q + head) * D + dim, cos, sin, inside, q_norm_ptr, eps, dim, D)
+        q = q_ptr + token * q_token_stride + head * q_head_stride
+        _rotate_heads(q, out_ptr + (token * Q + head) * D, cos, sin, inside, q_norm_ptr, eps, dim, D, R)
     else:
-        cell = (tl.load(slots_ptr + token) * G + head) * D + dim
-        k = k_ptr + token * k_token_stride + head * k_head_stride + dim
+        cell = (tl.load(slots_ptr + token) * G + head) * D
+        k = k_ptr + token * k_token_stride + head * k_head_stride
         v = v_ptr + token * v_token_stride + head * v_head_stride + dim
-        _rotate_heads(k, keys_ptr + cell, cos, sin, inside, k_norm_ptr, eps, dim, D)
+        _rotate_heads(k, keys_ptr + cell, cos, sin, inside, k_norm_ptr, eps, dim, D, R)
+        cell += dim
         tl.store(values_ptr + cell, tl.load(v, mask=inside, other=0.0), mask=inside)
         tl.store(values_ptr + cell + D // 2, tl.load(v + D // 2, mask=inside, other=0.0), mask=inside)
 
@@ -150,31 +157,42 @@ def _rotate_and_store(
 @triton.jit
 def _rotate_kernel(
     x_ptr, cos_ptr, sin_ptr, positions_ptr, out_ptr, token_stride, head_stride, num_heads, sign,
-    D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token, by its angle times `sign`."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, HALF)[None, :]
-    angle = tl.load(positions_ptr + token) * D + dim
-    cos = tl.load(cos_ptr + angle, mask=dim < D // 2, other=0.0)
-    sin = tl.load(sin_ptr + angle, mask=dim < D // 2, other=0.0) * sign
-    source = x_ptr + token * token_stride + head * head_stride + dim
+    angle = tl.load(positions_ptr + token) * R + dim
+    cos = tl.load(cos_ptr + angle, mask=dim < R // 2, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=dim < R // 2, other=0.0) * sign
+    source = x_ptr + token * token_stride + head * head_stride
     inside = (head < num_heads) & (dim < D // 2)
-    _rotate_heads(source, out_ptr + (token * num_heads + head) * D + dim, cos, sin, inside, None, 0.0, dim, D)
+    _rotate_heads(source, out_ptr + (token * num_heads + head) * D, cos, sin, inside, None, 0.0, dim, D, R)
 
 
 @triton.jit
-def _rotate_heads(source, target, cos, sin, inside, norm_ptr, eps, dim, D: tl.constexpr):
-    """source, target (HEADS, HALF): pointers to the first halves of heads. norm_ptr (D,), or None."""
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + D // 2, mask=inside, other=0.0).to(tl.float32)
+def _rotate_heads(source, target, cos, sin, inside, norm_ptr, eps, dim, D: tl.constexpr, R: tl.constexpr):
+    """source, target (HEADS, 1): pointers to heads. norm_ptr (D,), or None."""
+    ones, others = _pairs(dim, D, R)
+    first = tl.load(source + ones, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + others, mask=inside, other=0.0).to(tl.float32)
     if norm_ptr is not None:
         squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
         scale = tl.rsqrt(squares / D + eps)
-        first = _scaled(first * scale, norm_ptr + dim, dim, source, D)
-        second = _scaled(second * scale, norm_ptr + D // 2 + dim, dim, source, D)
-    tl.store(target, (first * cos - second * sin).to(target.dtype.element_ty), mask=inside)
-    tl.store(target + D // 2, (second * cos + first * sin).to(target.dtype.element_ty), mask=inside)
+        first = _scaled(first * scale, norm_ptr + ones, dim, source, D)
+        second = _scaled(second * scale, norm_ptr + others, dim, source, D)
+    tl.store(target + ones, (first * cos - second * sin).to(target.dtype.element_ty), mask=inside)
+    tl.store(target + others, (second * cos + first * sin).to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _pairs(dim, D: tl.constexpr, R: tl.constexpr):
+    """The dims of a head in D / 2 pairs: R / 2 that are rotated, then those that stay."""
+    ones, others = dim, dim + D // 2
+    if R < D:
+        ones = tl.where(dim < R // 2, dim, dim + R // 2)
+        others = tl.where(dim < R // 2, dim + R // 2, dim + D // 2)
+    return ones, others
 
 
 @triton.jit
@@ -190,7 +208,7 @@ def store_context(
 ) -> None:
     """Norms every key head by k_norm (L, D), rotates it by its row's position, and stores keys and values.
 
-    kv (T, L * 2 * G * D): each layer's keys before its values; cos, sin (P, D) fp32 tables whose halves are equal;
+    kv (T, L * 2 * G * D): each layer's keys before its values; cos, sin (P, R) fp32 tables whose halves are equal;
     positions, slots (T,) int64; cache (L, 2, slots, G, D), contiguous, written in place. Keys are rounded after norm
     and rotation, as in rms_norm and rotate_and_store.
     """
@@ -211,38 +229,30 @@ def store_context_triton(
     if len(slots):
         _store_context[(len(slots), L, triton.cdiv(G, heads))](
             kv, k_norm, cos, sin, positions, slots, cache, eps, num_slots,
-            L=L, G=G, D=D, HALF=triton.next_power_of_2(D // 2), HEADS=heads, num_warps=2, **pdl_options(kv.device),
+            L=L, G=G, D=D, R=cos.shape[1], HALF=triton.next_power_of_2(D // 2), HEADS=heads, num_warps=2,
+            **pdl_options(kv.device),
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _store_context(
     kv_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, cache_ptr, eps, num_slots,
-    L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+    L: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row (axis 0), one layer (axis 1), HEADS of its KV heads (axis 2)."""
     wait_for_inputs(PDL)
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, HALF)[None, :]
-    is_dim = dim < D // 2
-    inside = (head < G) & is_dim
-    source = kv_ptr + (row * L + layer) * 2 * G * D + head * D + dim
-    target = cache_ptr + (layer * 2 * num_slots + tl.load(slots_ptr + row)) * G * D + head * D + dim
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + D // 2, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / D + eps)[:, None]
-    weight = k_norm_ptr + layer * D + dim
-    first *= scale * tl.load(weight, mask=is_dim, other=0.0).to(tl.float32)
-    second *= scale * tl.load(weight + D // 2, mask=is_dim, other=0.0).to(tl.float32)
-    first = first.to(cache_ptr.dtype.element_ty).to(tl.float32)
-    second = second.to(cache_ptr.dtype.element_ty).to(tl.float32)
-    angle = tl.load(positions_ptr + row) * D + dim
-    cos = tl.load(cos_ptr + angle, mask=is_dim, other=0.0)
-    sin = tl.load(sin_ptr + angle, mask=is_dim, other=0.0)
-    tl.store(target, (first * cos - second * sin).to(cache_ptr.dtype.element_ty), mask=inside)
-    tl.store(target + D // 2, (second * cos + first * sin).to(cache_ptr.dtype.element_ty), mask=inside)
-    source += G * D
-    target += num_slots.to(tl.int64) * G * D
+    inside = (head < G) & (dim < D // 2)
+    source = kv_ptr + (row * L + layer) * 2 * G * D + head * D
+    target = cache_ptr + (layer * 2 * num_slots + tl.load(slots_ptr + row)) * G * D + head * D
+    angle = tl.load(positions_ptr + row) * R + dim
+    cos = tl.load(cos_ptr + angle, mask=dim < R // 2, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=dim < R // 2, other=0.0)
+    _rotate_heads(source, target, cos, sin, inside, k_norm_ptr + layer * D, eps, dim, D, R)
+    source += G * D + dim
+    target += num_slots.to(tl.int64) * G * D + dim
     tl.store(target, tl.load(source, mask=inside, other=0.0), mask=inside)
     tl.store(target + D // 2, tl.load(source + D // 2, mask=inside, other=0.0), mask=inside)

@@ -64,7 +64,7 @@ class DraftConfig(DecoderShape, ABC):
     def from_target(cls, model: TargetSpec, /, **fields: Any) -> Self:
         """A draft as wide as the target `model`. `fields` override or add others (intermediate_size, target, ...)."""
         own = {"target_hidden_size": model.hidden_size, "target_num_layers": model.num_layers}
-        return cls(**model.shape() | own | fields)
+        return cls(**model.shape() | {"rope": model.rope.of_draft} | own | fields)
 
     @property
     @abstractmethod

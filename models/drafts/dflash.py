@@ -75,7 +75,7 @@ class DFlashConfig(DraftConfig):
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
         windows = [self.sliding_window if index in self.windowed_layers else None for index in range(self.num_layers)]
-        same = {"qk_norm": True, "qkv_bias": self.attention_bias, "output_bias": self.attention_bias}
+        same: dict[str, Any] = {"qk_norm": True, "qkv_bias": self.attention_bias, "output_bias": self.attention_bias}
         return tuple(self.layer(window=window, **same) for window in windows)
 
     def to_json(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.layers.linear import Linear, copy_converted, remake_derived
+from slipstream.models.layers.norm import RMSNorm
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -31,6 +32,8 @@ class Place(NamedTuple):
         name = self.key.rpartition(".")[2]
         if isinstance(self.owner, Linear):
             self.owner.load(self.part, name, tensor)
+        elif isinstance(self.owner, RMSNorm):
+            self.owner.load(name, tensor)
         else:
             copy_converted(getattr(self.owner, name), tensor)
 
@@ -50,8 +53,9 @@ def load_weights(
 ) -> Network:
     """Fills `module` with the `tensors` of `source`, by their names in files, and freezes it.
 
-    What is on the meta device is allocated on `device` in `dtype` (None: the file's), or as Linear.dtypes says. Empties
-    `tensors`, so that mapped files (checkpoint.read_tensors) are released in turn. Fused projections may be in parts.
+    What is on the meta device is allocated on `device` in `dtype` (None: the file's), or as its owner's `dtypes` says.
+    Empties `tensors`, so that mapped files (checkpoint.read_tensors) are released in turn. Fused projections may be in
+    parts.
     Raises ValueError that names every missing, unexpected or misshapen key, before anything is filled.
     """
     own, places = _own(module), _places(module, whole=tensors)
@@ -69,7 +73,7 @@ def load_weights(
         if tensor.is_meta:
             path, _, name = key.rpartition(".")
             owner = module.get_submodule(path)
-            chosen = owner.dtypes.get(name, dtype) if isinstance(owner, Linear) else dtype
+            chosen = owner.dtypes.get(name, dtype) if isinstance(owner, Linear | RMSNorm) else dtype
             parts = (tensors[name].dtype for name, place in places.items() if place.key == key)
             kept = (chosen or reduce(torch.promote_types, parts)) if tensor.is_floating_point() else tensor.dtype
             empty = torch.empty(tensor.shape, dtype=kept, device=device)

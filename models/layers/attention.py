@@ -56,11 +56,15 @@ class SelfAttention(nn.Module):
         parts = {f"{name}_proj": size * spec.head_dim for name, size in zip("qkv", self.sizes, strict=True)}
         self.qkv_proj = Linear(input_size or hidden_size, parts, bias=spec.qkv_bias)
         self.o_proj = Linear(spec.num_heads * spec.head_dim, hidden_size, bias=spec.output_bias)
-        self.q_norm = RMSNorm(spec.head_dim, eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, eps) if spec.qk_norm else None
+        has_norms, normed_heads = spec.qk_norm or spec.projection_norm, self.sizes if spec.projection_norm else (1, 1)
+        q_size, k_size = (heads * spec.head_dim for heads in normed_heads[:2])
+        self.q_norm = RMSNorm(q_size, eps, spec.norm_offset) if has_norms else None
+        self.k_norm = RMSNorm(k_size, eps, spec.norm_offset) if has_norms else None
 
     def forward(self, x: Tensor, attention: Attention, mask: Mask = "causal") -> Tensor:
         q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=-2)  # (..., heads, D)
+        if self.spec.projection_norm and self.q_norm is not None and self.k_norm is not None:
+            q, k = (norm(x.flatten(-2)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         return self.o_proj(attention.attend(q, k, v, self.layer, mask).flatten(-2))
 
     @property
@@ -69,7 +73,7 @@ class SelfAttention(nn.Module):
 
     @property
     def norms(self) -> HeadNorms | None:
-        if self.q_norm is None or self.k_norm is None:
+        if self.q_norm is None or self.k_norm is None or self.spec.projection_norm:
             return None
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
@@ -83,5 +87,6 @@ class SelfAttention(nn.Module):
     def write(self, x: Tensor, attention: Attention) -> None:
         """Stores keys and values of rows without computing their attention."""
         kv = linear(x, *self.kv_projection)
+        assert not self.spec.projection_norm, "rows without queries are those of drafts, which have none"
         k, v = kv.unflatten(-1, (-1, self.head_dim)).chunk(2, dim=-2)  # (..., G, D) each
         attention.write(k if self.k_norm is None else self.k_norm(k), v, self.layer)

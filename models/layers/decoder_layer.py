@@ -3,17 +3,17 @@ from torch import Tensor, nn
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
 from slipstream.models.layers.mlp import GatedMLP
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.targets.config import LayerSpec
+from slipstream.models.targets.config import LayerSpec, Norms
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm layer."""
+    """A pre-norm layer: norms the inputs of attention and MLP."""
 
     def __init__(self, spec: LayerSpec, index: int, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(hidden_size, eps)
+        self.input_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
         self.self_attn = SelfAttention(spec.attention, index, hidden_size, eps)
-        self.post_attention_layernorm = RMSNorm(hidden_size, eps)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
         self.mlp = GatedMLP(hidden_size, spec.mlp)
 
     def forward(
@@ -23,9 +23,55 @@ class DecoderLayer(nn.Module):
 
         The next norm computes the sum, both in one kernel.
         """
-        if delta is None:
-            normed = self.input_layernorm(residual)
-        else:
-            normed, residual = self.input_layernorm.add(residual, delta, out)
+        normed, residual = self.norm_input(residual, delta, out)
         normed, residual = self.post_attention_layernorm.add(residual, self.self_attn(normed, attention, mask))
         return residual, self.mlp(normed)
+
+    def norm_input(self, residual: Tensor, delta: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The layer's input, normed and as it is."""
+        if delta is None:
+            return self.input_layernorm(residual), residual
+        return self.input_layernorm.add(residual, delta, out)
+
+
+class SandwichLayer(DecoderLayer):
+    """Norms the inputs and the outputs of attention and MLP (Gemma 2, arXiv 2408.00118)."""
+
+    def __init__(self, spec: LayerSpec, index: int, hidden_size: int, eps: float) -> None:
+        super().__init__(spec, index, hidden_size, eps)
+        self.pre_feedforward_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
+        self.post_feedforward_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
+
+    def forward(
+        self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        normed, residual = self.norm_input(residual, delta, out)
+        attended = self.self_attn(normed, attention, mask)
+        normed, residual = self.pre_feedforward_layernorm.add_normed(residual, attended, self.post_attention_layernorm)
+        return residual, self.post_feedforward_layernorm(self.mlp(normed))
+
+
+class PostNormLayer(nn.Module):
+    """Norms the outputs of attention and MLP alone (OLMo 2, arXiv 2501.00656)."""
+
+    def __init__(self, spec: LayerSpec, index: int, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(spec.attention, index, hidden_size, eps)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
+        self.mlp = GatedMLP(hidden_size, spec.mlp)
+        self.post_feedforward_layernorm = RMSNorm(hidden_size, eps, spec.norm_offset)
+
+    def forward(
+        self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if delta is not None:
+            residual = residual + delta if out is None else out.copy_(residual).add_(delta)
+        residual = residual + self.post_attention_layernorm(self.self_attn(residual, attention, mask))
+        return residual, self.post_feedforward_layernorm(self.mlp(residual))
+
+
+LAYERS: dict[Norms, type[DecoderLayer | PostNormLayer]] = {
+    "pre": DecoderLayer,
+    "post": PostNormLayer,
+    "sandwich": SandwichLayer,
+}

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.gemm.activation import silu_mul
+from slipstream.kernels.gemm.activation import Activation, activation_mul
 from slipstream.kernels.gemm.fixed_order import FixedOrder
 from slipstream.kernels.gemm.gathered_head import DraftHead
 from slipstream.kernels.gemm.linear import gated_linear, linear
@@ -65,11 +65,12 @@ class Linear(nn.Linear):
         multiply = linear if self.order is None else self.order.linear
         return multiply(input, self.weight, self.bias)
 
-    def gated(self, x: Tensor) -> Tensor:
-        """silu(first half of the outputs) * second half: (..., I) -> (..., O / 2)."""
+    def gated(self, x: Tensor, activation: Activation = "silu") -> Tensor:
+        """activation(first half of the outputs) * second half: (..., I) -> (..., O / 2)."""
         if self.bias is not None:
-            return silu_mul(self(x))
-        return gated_linear(x, self.weight) if self.order is None else self.order.gated_linear(x, self.weight)
+            return activation_mul(self(x), activation)
+        multiply = gated_linear if self.order is None else self.order.gated_linear
+        return multiply(x, self.weight, activation)
 
     @property
     def is_gated(self) -> bool:

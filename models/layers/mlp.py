@@ -5,13 +5,14 @@ from slipstream.models.targets.config import MLPSpec
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up fused in one projection."""
+    """down(activation(gate(x)) * up(x)), gate and up fused in one projection."""
 
     def __init__(self, hidden_size: int, spec: MLPSpec) -> None:
         super().__init__()
+        self.activation = spec.activation
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         self.gate_up_proj = Linear(hidden_size, parts, bias=spec.bias)
         self.down_proj = Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_up_proj.gated(x))
+        return self.down_proj(self.gate_up_proj.gated(x, self.activation))

@@ -1,16 +1,25 @@
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.norm import add_rms_norm, rms_norm, rms_norm_pair, rms_norm_parts
+from slipstream.kernels.norm import add_rms_norm, norm_add_norm, rms_norm, rms_norm_pair, rms_norm_parts
+from slipstream.models.layers.linear import copy_converted
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, in fp32 inside (Zhang & Sennrich 2019)."""
+    """x / rms(x) * weight, in fp32 inside (Zhang & Sennrich 2019).
 
-    def __init__(self, size: int, eps: float) -> None:
+    `offset`: files hold weight - 1, as Gemma's. The sum is kept in fp32, as the rounded one would lose bits of theirs.
+    """
+
+    def __init__(self, size: int, eps: float, offset: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps, self.offset = eps, offset
+        self.dtypes = {"weight": torch.float32} if offset else {}
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        """Stores a file's "weight"."""
+        copy_converted(self.get_parameter(name), 1 + tensor.float() if self.offset else tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -18,6 +27,10 @@ class RMSNorm(nn.Module):
     def add(self, residual: Tensor, delta: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm(summed), summed) with summed = residual + delta (..., H), written to `out` if given."""
         return add_rms_norm(residual, delta, self.weight, self.eps, out)
+
+    def add_normed(self, residual: Tensor, delta: Tensor, inner: "RMSNorm") -> tuple[Tensor, Tensor]:
+        """(self(summed), summed) with summed = residual + inner(delta) (..., H), in one kernel."""
+        return norm_add_norm(residual, delta, (inner.weight, self.weight), self.eps)
 
     def pair(self, x: Tensor, other: "RMSNorm", y: Tensor) -> Tensor:
         """[self(x) ; other(y)] (..., 2 * H), in one kernel."""

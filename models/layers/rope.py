@@ -5,13 +5,20 @@ from slipstream.models.targets.config import RopeConfig
 
 
 class RotaryEmbedding:
-    """Tables of cos and sin for every position (RoFormer; scaling types as transformers computes them)."""
+    """Tables of cos and sin for every position (RoFormer; scaling types as transformers computes them), for the first R
+    dims of a head: mostly all D.
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int) -> None:
-        inverse_frequencies, scale = _inverse_frequencies(rope, head_dim)
-        angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies)  # (P, D / 2)
+    `context`: the most positions of a text, by default those of the tables. Longrope (arXiv 2402.13753) has one set of
+    frequencies up to the context length before its extension and another beyond. A text that grows past it would need
+    its cached keys again, so what may be served decides, not a text's length.
+    """
+
+    def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int, context: int | None = None) -> None:
+        context = max_positions if context is None else context
+        inverse_frequencies, scale = _inverse_frequencies(rope, rope.rotary_dim(head_dim), context)
+        angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies)  # (P, R / 2)
         angles = torch.cat((angles, angles), dim=-1)
-        self.cos = angles.cos() * scale  # (P, D) fp32
+        self.cos = angles.cos() * scale  # (P, R) fp32
         self.sin = angles.sin() * scale
 
     def to(self, device: torch.device) -> "RotaryEmbedding":
@@ -19,19 +26,19 @@ class RotaryEmbedding:
         return self
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin (..., 1, D) fp32 for integer positions (...), broadcastable over heads."""
+        """cos and sin (..., 1, R) fp32 for integer positions (...), broadcastable over heads."""
         return self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
 
 
-def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+def _inverse_frequencies(rope: RopeConfig, rotary_dim: int, context: int) -> tuple[Tensor, float]:
     if rope.rope_type == "default":
-        return 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
+        return 1.0 / rope.theta ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim), 1.0
     from transformers import PretrainedConfig  # here: the import takes a second
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     # They take a model config: one with a single head has the fields that they read.
     parameters = {"rope_theta": rope.theta, "rope_type": rope.rope_type, **rope.scaling}
     length = int(rope.scaling.get("original_max_position_embeddings", 2048) * rope.scaling.get("factor", 1))
-    sizes = {"hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": length}
+    sizes = {"hidden_size": rotary_dim, "num_attention_heads": 1, "max_position_embeddings": length}
     config = PretrainedConfig.from_dict({**sizes, "rope_parameters": parameters})
-    return ROPE_INIT_FUNCTIONS[rope.rope_type](config, torch.device("cpu"))
+    return ROPE_INIT_FUNCTIONS[rope.rope_type](config, torch.device("cpu"), seq_len=context)

@@ -1,9 +1,14 @@
 """Shapes and rotary embedding of a model, read from a transformers config."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from slipstream.models.targets import families
+
+if TYPE_CHECKING:
+    from slipstream.kernels.gemm.activation import Activation
 
 # Architecture -> has it q/k norms? All other differences within the family are config fields.
 DENSE_ARCHITECTURES = {
@@ -11,6 +16,7 @@ DENSE_ARCHITECTURES = {
     "MistralForCausalLM": False,
     "Qwen2ForCausalLM": False,
     "Qwen3ForCausalLM": True,
+    **dict.fromkeys(families.FAMILIES, False),  # they say themselves
 }
 # Fields whose defaults differ by family: a config.json that names them all says what transformers would make of it.
 NEEDED = frozenset(
@@ -26,7 +32,8 @@ NEEDED_TOO: dict[str, frozenset[str]] = {
 # Run in training by transformers (frozen_target.py); models/targets/decoder.py cannot serve them.
 EXPERT_ARCHITECTURES = {"Qwen3MoeForCausalLM": True, "GptOssForCausalLM": False}
 LAYER_KINDS = {"full_attention", "sliding_attention"}
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+Norms = Literal["pre", "post", "sandwich"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +43,49 @@ class RopeConfig:
     theta: float = 10000.0
     rope_type: str = "default"
     scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    partial: float = 1.0
+    """The share of a head's dims, the first ones, that are rotated."""
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
             raise ValueError(f"rope_type is {self.rope_type!r}; supported: {', '.join(ROPE_TYPES)}")
+        if not 0 < self.partial <= 1:
+            raise ValueError(f"partial_rotary_factor is {self.partial}; it must be above 0 and at most 1")
 
     @classmethod
-    def from_json(cls, config: Mapping[str, Any]) -> "RopeConfig":
-        """Reads `rope_parameters` (transformers 5) or the older `rope_theta` + `rope_scaling`."""
+    def from_json(cls, config: Mapping[str, Any], kind: str = "full_attention") -> "RopeConfig":
+        """Reads `rope_parameters` (transformers 5) or the older `rope_theta` + `rope_scaling`; where each kind of layer
+        has its own, those of `kind`."""
         parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        if isinstance(parameters.get(kind), Mapping):
+            parameters = dict(parameters[kind])
         theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
         rope_type = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
         parameters.pop("type", None)
-        for share in (parameters.pop("partial_rotary_factor", None), config.get("partial_rotary_factor")):
-            if share not in (None, 1):
-                raise ValueError("partial_rotary_factor other than 1.0 is not supported")
+        partial = parameters.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
         if rope_type in ("llama3", "yarn"):
             parameters.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
-        return cls(float(theta), rope_type, {} if rope_type == "default" else parameters)
+        if rope_type == "longrope":
+            original = config.get("original_max_position_embeddings") or config["max_position_embeddings"]
+            original = parameters.setdefault("original_max_position_embeddings", original)
+            parameters.setdefault("factor", config["max_position_embeddings"] / original)
+        return cls(float(theta), rope_type, {} if rope_type == "default" else parameters, float(partial))
 
     def to_json(self) -> dict[str, Any]:
         """The older pair of fields, which all readers of draft checkpoints understand."""
         scaling = None if self.rope_type == "default" else {"rope_type": self.rope_type, **self.scaling}
-        return {"rope_theta": self.theta, "rope_scaling": scaling}
+        partial = {} if self.partial == 1 else {"partial_rotary_factor": self.partial}
+        return {"rope_theta": self.theta, "rope_scaling": scaling, **partial}
+
+    @property
+    def of_draft(self) -> "RopeConfig":
+        """What a draft of such a target has: the same, but for longrope, whose frequencies depend on the context length
+        that is served. In training that is another one, and a draft must not see other angles than it was trained
+        with."""
+        return self if self.rope_type != "longrope" else replace(self, rope_type="default", scaling={})
+
+    def rotary_dim(self, head_dim: int) -> int:
+        return int(head_dim * self.partial)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +97,8 @@ class AttentionSpec:
     head_dim: int
     rope: RopeConfig
     qk_norm: bool = False  # RMS norms of each head's queries and keys
+    projection_norm: bool = False  # RMS norms of a token's queries and of its keys, all heads together (OLMo 2)
+    norm_offset: bool = False  # they multiply by 1 + weight
     qkv_bias: bool = False
     output_bias: bool = False
     window: int | None = None  # positions that a query sees, its own included; None: all up to it
@@ -88,14 +117,18 @@ class MLPSpec:
 
     intermediate_size: int
     bias: bool = False
+    activation: "Activation" = "silu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """A pre-norm decoder layer: attention, then an MLP."""
+    """A decoder layer: attention, then an MLP, each with RMS norms: "pre", of its input; "post", of its output before
+    that is added to the residual (OLMo 2); "sandwich", of both (Gemma)."""
 
     attention: AttentionSpec
     mlp: MLPSpec
+    norms: Norms = "pre"
+    norm_offset: bool = False  # norms multiply by 1 + weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +162,19 @@ class DecoderShape:
         """These fields alone."""
         return {one.name: getattr(self, one.name) for one in fields(DecoderShape)}
 
-    def layer(self, *, mlp_bias: bool = False, **attention: Any) -> LayerSpec:
-        """A layer of this shape; `attention` are the other fields of its AttentionSpec."""
+    def layer(
+        self,
+        *,
+        mlp: Mapping[str, Any] | None = None,
+        norms: Norms = "pre",
+        norm_offset: bool = False,
+        **attention: Any,
+    ) -> LayerSpec:
+        """A layer of this shape; `attention` and `mlp` are the other fields of its AttentionSpec and MLPSpec."""
         same = ("num_heads", "num_kv_heads", "head_dim", "rope")
-        spec = AttentionSpec(**{name: getattr(self, name) for name in same}, **attention)
-        mlp = MLPSpec(intermediate_size=self.intermediate_size, bias=mlp_bias)
-        return LayerSpec(attention=spec, mlp=mlp)
+        spec = AttentionSpec(**{name: getattr(self, name) for name in same} | attention, norm_offset=norm_offset)
+        own = MLPSpec(intermediate_size=self.intermediate_size, **mlp or {})
+        return LayerSpec(attention=spec, mlp=own, norms=norms, norm_offset=norm_offset)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +184,11 @@ class TargetSpec(DecoderShape):
     architecture: str
     layers: tuple[LayerSpec, ...]
     tie_word_embeddings: bool = False
+    norm_offset: bool = False  # of the final norm, as in LayerSpec
+    embedding_scale: float | None = None
+    """What the target multiplies embeddings by, rounded to their dtype. Drafts read them as they are in the table."""
+    logit_softcap: float | None = None
+    """The target's logits x become c * tanh(x / c). A draft's own logits stay raw."""
 
     @property
     def num_layers(self) -> int:
@@ -156,27 +201,40 @@ class TargetSpec(DecoderShape):
 
         Raises ValueError for another architecture or activation.
         """
-        architecture = (values.get("architectures") or ["(none)"])[0]
+        architecture = families.architecture_of(values)
         supported = DENSE_ARCHITECTURES if is_served else DENSE_ARCHITECTURES | EXPERT_ARCHITECTURES
-        if architecture not in supported:
-            wanted = "served" if is_served else "a target of training"
-            raise ValueError(f"architecture {architecture} cannot be {wanted}; supported: {', '.join(supported)}")
-        if values["hidden_act"] != "silu":
-            raise ValueError(f"hidden_act is {values['hidden_act']!r}; only 'silu' is supported")
+        check_supported(values, tuple(supported), is_served)
+        values = families.text_part(values)
+        traits = families.traits_of(values)
         bias = bool(values.get("attention_bias", False))
-        layer = partial(
-            DecoderShape(**DecoderShape.read(values)).layer,
-            mlp_bias=bool(values.get("mlp_bias", False)),
-            qk_norm=supported[architecture],
-            qkv_bias=bias or architecture == "Qwen2ForCausalLM",  # fixed there by the architecture, not by a field
-            output_bias=bias,
-        )
+        attention = {
+            "qk_norm": supported[architecture],
+            "qkv_bias": bias or architecture == "Qwen2ForCausalLM",  # fixed there by the architecture, not by a field
+            "output_bias": bias,
+            **traits.attention,
+        }
+        shape = DecoderShape(**DecoderShape.read(values))
+        mlp = {"bias": bool(values.get("mlp_bias", False)), "activation": families.activation_of(values, traits)}
+        layer = partial(shape.layer, mlp=mlp, norms=traits.norms, norm_offset=traits.norm_offset, **attention)
+        ropes = {False: shape.rope, True: RopeConfig.from_json(values, "sliding_attention")}  # by whether windowed
         return cls(
-            **DecoderShape.read(values),
+            **shape.shape(),
             architecture=architecture,
-            layers=tuple(layer(window=window) for window in windows_of(values)),
+            layers=tuple(layer(window=window, rope=ropes[window is not None]) for window in windows_of(values)),
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+            norm_offset=traits.norm_offset,
+            embedding_scale=traits.embedding_scale,
+            logit_softcap=traits.logit_softcap,
         )
+
+
+def check_supported(values: Mapping[str, Any], supported: tuple[str, ...], is_served: bool) -> None:
+    """Raises ValueError for architectures other than `supported`, and for variants of them that are refused."""
+    name, reason = (values.get("architectures") or ["(none)"])[0], families.refusal(values)
+    if reason or families.architecture_of(values) not in supported:
+        wanted = "served" if is_served else "a target of training"
+        why = f"; {reason}" if reason else ""
+        raise ValueError(f"architecture {name} cannot be {wanted}; supported: {', '.join(supported)}{why}")
 
 
 def windows_of(values: Mapping[str, Any]) -> list[int | None]:

@@ -1,6 +1,6 @@
-"""The serving target: a dense Llama-family decoder (Llama, Mistral, Qwen2, Qwen3) with fused projections."""
+"""The serving target: a dense decoder with fused projections, of any family in config.py."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.compile_ahead import is_short
+from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.drafts.base import EMBEDDING, HEAD
 from slipstream.models.files.checkpoint import read_json, read_tensors
 from slipstream.models.files.weights import load_weights
 from slipstream.models.layers.attention import Attention, Mask
-from slipstream.models.layers.decoder_layer import DecoderLayer
+from slipstream.models.layers.decoder_layer import LAYERS
 from slipstream.models.layers.linear import Embedding, Head
 from slipstream.models.layers.norm import RMSNorm
+from slipstream.models.targets import families
 from slipstream.models.targets.config import TargetSpec, is_complete
 from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer, read_config
 
@@ -34,8 +36,8 @@ class Target(nn.Module):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         sizes = config.hidden_size, config.rms_norm_eps
-        self.layers = nn.ModuleList(DecoderLayer(spec, index, *sizes) for index, spec in enumerate(config.layers))
-        self.norm = RMSNorm(*sizes)
+        self.layers = nn.ModuleList(LAYERS[spec.norms](spec, index, *sizes) for index, spec in enumerate(config.layers))
+        self.norm = RMSNorm(*sizes, config.norm_offset)
         self.lm_head = Head(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.tie(self.embed_tokens)
@@ -73,7 +75,7 @@ class Target(nn.Module):
 
         State i below num_layers is the output of layer i; num_layers itself is the hidden state after the final norm.
         """
-        residual, delta = self.embed_tokens(tokens), None
+        residual, delta = self.embed(tokens), None
         aux_states, states = self._allocate_aux_states(residual, aux_layers)
         layers = self.layers[:2] if is_short() else self.layers
         for index, layer in enumerate(layers):
@@ -83,6 +85,15 @@ class Target(nn.Module):
         if self.config.num_layers in states:
             states[self.config.num_layers].copy_(hidden)
         return hidden, aux_states
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens (T,) -> (T, H), what the first layer reads."""
+        embeds, scale = self.embed_tokens(tokens), self.config.embedding_scale
+        return embeds if scale is None else embeds * self.round(scale)
+
+    def round(self, value: float) -> float:
+        """`value` as the embeddings' dtype has it: Gemma's scale is multiplied so."""
+        return torch.tensor(value, dtype=self.dtype, device="cpu").item()
 
     def _allocate_aux_states(
         self, embeds: Tensor, aux_layers: Sequence[int]
@@ -95,14 +106,15 @@ class Target(nn.Module):
         return aux_states, dict(zip(aux_layers, parts, strict=True))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (T, H) -> (T, V)."""
-        return self.lm_head(hidden)
+        """hidden (T, H) -> (T, V), capped where the target caps them."""
+        logits, cap = self.lm_head(hidden), self.config.logit_softcap
+        return logits if cap is None else softcap(logits, cap)
 
 
 def load_config(path: Path, trust_remote_code: bool = False, *, is_served: bool = True) -> TargetSpec:
     """Raises ValueError where `path` has no config.json, one with code that is not trusted, or another architecture."""
     values = read_json(path / "config.json")
-    if not is_complete(values):
+    if not is_complete(values) and not families.refusal(values):
         values = read_config(path, trust_remote_code).to_dict()
     return TargetSpec.from_json(values, is_served=is_served)
 
@@ -117,8 +129,23 @@ def load_target(
     """Reads a transformers checkpoint folder, strictly. dtype None keeps the file's."""
     with torch.device("meta"):
         target = Target(config)
-    tensors = {key.removeprefix("model."): tensor for key, tensor in read_tensors(path).items()}
+    tensors = decoder_tensors(read_tensors(path))
     if config.tie_word_embeddings:
         tensors.pop(HEAD, None)
     target.path, target.trust_remote_code = path, trust_remote_code
     return load_weights(target, tensors, dtype, device, path)
+
+
+def decoder_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By their names in `Target`. Of a multimodal checkpoint only the text part's, which `language_model` or
+    `model.language_model` precedes."""
+    if not any("language_model." in key for key in tensors):
+        return {key.removeprefix("model."): tensor for key, tensor in tensors.items()}
+    found = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix("model.")
+        if name.startswith("language_model."):
+            found[name.removeprefix("language_model.").removeprefix("model.")] = tensor
+        elif key == HEAD:
+            found[key] = tensor
+    return found

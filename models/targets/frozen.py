@@ -18,9 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.quantization_config import Mxfp4Config
 
+from slipstream.kernels.sampling.softcap import softcap
 from slipstream.models.drafts.base import HEAD
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.files.weights import public_tensors
+from slipstream.models.targets import families
 from slipstream.models.targets.config import DENSE_ARCHITECTURES, check_aux_layers
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.packed_attention import PackedAttention
@@ -56,9 +58,14 @@ class FrozenTarget(ABC):
         """(V,)."""
         return None
 
+    @property
+    @abstractmethod
+    def logit_softcap(self) -> float | None:
+        """c, where the target's logits x become c * tanh(x / c). A draft learns those, and has raw ones itself."""
+
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
-        """(...) int64 -> (..., Ht), in the dtype that a draft reads."""
+        """(...) int64 -> rows of the embedding (..., Ht), not scaled, in the dtype that a draft reads."""
 
     @abstractmethod
     def initial_weights(self, num_layers: int) -> dict[str, Tensor]:
@@ -79,7 +86,7 @@ class FrozenTarget(ABC):
         Logits have the dtype of states and head, in bf16 half the bytes of fp32. `ids` (Vd,) ascending, on the host.
         Ties go to the lowest id. Holds at most one chunk of full logits.
         """
-        head, head_bias = self.head, self.head_bias
+        head, head_bias, cap = self.head, self.head_bias, self.logit_softcap
         device_ids = ids.to(states.device, non_blocking=True)  # once: each copy may wait for the device
         logits = states.new_empty(len(states), len(ids))
         best = states.new_full((len(states),), -torch.inf)
@@ -89,6 +96,7 @@ class FrozenTarget(ABC):
             bias = None if head_bias is None else head_bias[start:end]
             with torch.autocast(states.device.type, enabled=False):
                 chunk = F.linear(states, head[start:end], bias)
+            chunk = chunk if cap is None else softcap(chunk, cap)
             values, indices = chunk.max(dim=-1)
             better = values > best
             best, tokens = torch.where(better, values, best), torch.where(better, indices + start, tokens)
@@ -125,6 +133,10 @@ class DecoderTarget(FrozenTarget):
     @property
     def head(self) -> Tensor:
         return self.model.shared[HEAD]
+
+    @property
+    def logit_softcap(self) -> float | None:
+        return self.model.config.logit_softcap
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -182,6 +194,10 @@ class TransformersTarget(FrozenTarget):
         return self.model.get_output_embeddings().weight
 
     @property
+    def logit_softcap(self) -> float | None:
+        return getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+
+    @property
     def head_bias(self) -> Tensor | None:
         return self.model.get_output_embeddings().bias
 
@@ -192,11 +208,18 @@ class TransformersTarget(FrozenTarget):
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.as_read(self.model.get_input_embeddings()(tokens))
+        return self.as_read(F.embedding(tokens, self.model.get_input_embeddings().get_parameter("weight")))
 
     def initial_weights(self, num_layers: int) -> dict[str, Tensor]:
         layers = enumerate(list(self.layers)[-num_layers:])
-        weights = {f"layers.{i}.{name}": x for i, layer in layers for name, x in layer.state_dict().items()}
+        has_offsets = type(self.model).__name__ in families.OFFSET_NORMS  # a draft's norms multiply by their weights
+
+        def of_draft(name: str, x: Tensor) -> Tensor:
+            return x + 1 if has_offsets and name.endswith("norm.weight") else x
+
+        weights = {
+            f"layers.{i}.{name}": of_draft(name, x) for i, layer in layers for name, x in layer.state_dict().items()
+        }
         try:
             norm = self.decoder.get_parameter("norm.weight")
         except AttributeError as error:
@@ -204,7 +227,7 @@ class TransformersTarget(FrozenTarget):
                 f"{type(self.model).__name__} has no final norm to start from ({error}); set draft.init_from_target "
                 "to false"
             ) from error
-        return weights | {"norm.weight": norm, HEAD: self.head}
+        return weights | {"norm.weight": of_draft("norm.weight", norm), HEAD: self.head}
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -219,9 +242,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Raises ValueError for a model that transforms the head's logits: drafts are trained, and served, on raw ones."""
+    """Raises ValueError for a model that scales the head's logits: drafts are trained, and served, without that."""
     config = model.config.get_text_config()
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+    for name in ("logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(
                 f"{type(model).__name__} changes its logits by {name} {getattr(config, name)}, which training does not "
@@ -258,7 +281,7 @@ def load_frozen_target(
 
 def is_served(values: Mapping[str, Any]) -> bool:
     """Whether the decoder runs targets with such a config.json."""
-    return (values.get("architectures") or [""])[0] in DENSE_ARCHITECTURES
+    return families.architecture_of(values) in DENSE_ARCHITECTURES and not families.refusal(values)
 
 
 def load_decoder_target(

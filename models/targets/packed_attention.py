@@ -44,7 +44,7 @@ class PackedAttention:
         spec, rope = layer.spec, self._rope(layer.spec, q.device)
         q, k = norm_heads(q, k, layer.norms)
         q, k = (rotate(x, rope.cos, rope.sin, self.positions, v.dtype) for x in (q, k))
-        if q.is_cuda and takes(v):
+        if q.is_cuda and takes(v) and spec.softcap is None:
             return self._attend_all(q, k, v, spec)
         return self._attend_each(q, k, v, spec)
 
@@ -67,6 +67,9 @@ class PackedAttention:
         for start, end in zip(ends, ends[1:], strict=False):
             if end > start + 1:
                 q_own, k_own, v_own = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+                if spec.softcap is not None:
+                    output[start:end] = _attend_capped(q_own, k_own, v_own, spec)
+                    continue
                 is_narrow = spec.window is not None and end - start > spec.window
                 mask = _band(end - start, spec, q.device) if is_narrow else None
                 options: dict[str, Any] = {"is_causal": mask is None, "scale": spec.score_scale, "enable_gqa": True}
@@ -75,9 +78,22 @@ class PackedAttention:
         return output
 
 
+def _attend_capped(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """q (1, Q, count, D), k and v (1, G, count, D) -> (count, Q, D). No library kernel caps scores; those of a KV
+    head's queries are held in fp32 at a time."""
+    assert spec.softcap is not None
+    group = q.shape[1] // k.shape[1]
+    seen = _band(q.shape[2], spec, q.device)
+    heads = []
+    for index, (keys, values) in enumerate(zip(k[0], v[0], strict=True)):
+        scores = (q[0, index * group : (index + 1) * group] @ keys.T).float() * spec.score_scale
+        scores = (spec.softcap * torch.tanh(scores / spec.softcap)).masked_fill_(~seen, -torch.inf)
+        heads.append(scores.softmax(dim=-1).to(v.dtype) @ values)  # (Q / G, count, D)
+    return torch.cat(heads).transpose(0, 1)
+
+
 def _band(count: int, spec: AttentionSpec, device: torch.device) -> Tensor:
-    """(count, count) bool: what each token sees in its window."""
-    assert spec.window is not None
+    """(count, count) bool: what each token sees."""
     places = torch.arange(count, device=device)
     distance = places[:, None] - places
-    return (distance >= 0) & (distance < spec.window)
+    return (distance >= 0) & (distance < (spec.window or count))

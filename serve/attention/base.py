@@ -3,7 +3,7 @@
 import importlib
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, NamedTuple, get_args
 
@@ -55,8 +55,9 @@ class Backend(Attention):
     is_exact: ClassVar[bool] = False  # a row's bits depend on nothing but its own text
     features: ClassVar[frozenset[str]] = frozenset()  # of FEATURES: those that its kernels have
 
-    def __init__(self, kv: NetworkKV, rope: RotaryEmbedding) -> None:
-        self.kv, self.rope = kv, rope
+    def __init__(self, kv: NetworkKV, ropes: Sequence[RotaryEmbedding]) -> None:
+        """`ropes`: of each layer; layers may share one."""
+        self.kv, self.ropes = kv, ropes
         self.layers, self.groups = kv.layers, kv.groups  # (2, num_pages, page_size, G, D) of each layer, and its group
         self.flat = [layer.flatten(1, 2) for layer in self.layers]  # the same by slots: (2, S, G, D)
         self.page_size = self.layers[0].shape[2]
@@ -97,7 +98,7 @@ class Backend(Attention):
 
     def rotate_and_store(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         """Norms and rotates q and k, stores k and v in their slots of a layer, and returns q (T, Q, D)."""
-        rope, (keys, values) = self.rope, self.flat[layer.id]
+        rope, (keys, values) = self.ropes[layer.id], self.flat[layer.id]
         where = self.positions, self.slots.of(self.groups[layer.id])
         return rotate_and_store(q, k, v, rope.cos, rope.sin, *where, keys, values, layer.norms)
 

@@ -9,7 +9,7 @@ and a merge of the two: no mask of the context's size is built.
 import logging
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,8 +100,8 @@ class Backend(base.Backend):
     prompt_kernels: ClassVar[str] = "auto"
     node_kernels: ClassVar[str] = "fa2"  # FA3 reads a context in one program per query head
 
-    def __init__(self, kv: NetworkKV, rope: RotaryEmbedding) -> None:
-        super().__init__(kv, rope)
+    def __init__(self, kv: NetworkKV, ropes: Sequence[RotaryEmbedding]) -> None:
+        super().__init__(kv, ropes)
         self.workspace = _workspace(self.layers[0].device)
         self.planners: dict[tuple[str, Mask, AttentionSpec], Planner] = {}  # by kind of pass; each is made once
         self.planned: dict[tuple[Mask, AttentionSpec], Any] = {}  # the wrappers planned for this pass

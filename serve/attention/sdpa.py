@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.kernels.attention.tree import sees
-from slipstream.kernels.norm import HeadNorms, rms_norm_each
+from slipstream.kernels.norm import rms_norm_each
 from slipstream.models.layers.attention import AttentionLayer, Mask
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.serve.attention import base
@@ -46,8 +46,8 @@ class Backend(base.Backend):
     needs_host_lengths = True  # the host's bounds are the shapes of what it gathers
     phases = frozenset(base.PHASES)
 
-    def __init__(self, kv: NetworkKV, rope: RotaryEmbedding) -> None:
-        super().__init__(kv, rope)
+    def __init__(self, kv: NetworkKV, ropes: Sequence[RotaryEmbedding]) -> None:
+        super().__init__(kv, ropes)
         self.gathered = self.layers[0].new_empty(0)
 
     def plan(self, metadata: AttentionMetadata) -> None:
@@ -68,12 +68,12 @@ class Backend(base.Backend):
         if k.is_cuda:
             super().write(k, v, layer)
         else:
-            self._store(self._rotate(k), v, layer)
+            self._store(self._rotate(k, layer), v, layer)
 
     def rotate_and_store(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         if q.is_cuda:  # one launch instead of a dozen
             return super().rotate_and_store(q, k, v, layer)
-        q, k = self._norm_and_rotate(q, k, layer.norms)
+        q, k = self._norm_and_rotate(q, k, layer)
         self._store(k, v, layer)
         return q
 
@@ -82,22 +82,29 @@ class Backend(base.Backend):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _find_angles(self, positions: Tensor) -> None:
-        """Of a pass on the CPU; the first half of `sin` is negated, for `_rotate`."""
-        self.cos, self.sin = self.rope.cos_sin(positions)
-        self.sin[..., : self.sin.shape[-1] // 2].neg_()
+        """Of a pass on the CPU, for `_rotate`; the first half of sin is negated."""
+        self.angles: dict[RotaryEmbedding, tuple[Tensor, Tensor]] = {}
+        for rope in self.ropes:
+            if rope not in self.angles:
+                cos, sin = self.angles[rope] = rope.cos_sin(positions)
+                sin[..., : sin.shape[-1] // 2].neg_()
 
-    def _norm_and_rotate(self, q: Tensor, k: Tensor, norms: HeadNorms | None) -> Sequence[Tensor]:
+    def _norm_and_rotate(self, q: Tensor, k: Tensor, layer: AttentionLayer) -> Sequence[Tensor]:
         """q (T, Q, D) and k (T, G, D), each operator on both at once: of few tokens the operators take the time."""
         sizes = q.shape[1], k.shape[1]
         heads = torch.cat((q, k), dim=1)  # (T, Q + G, D)
-        if norms is not None:
+        if (norms := layer.norms) is not None:
             weights = norms.q.expand(sizes[0], -1), norms.k.expand(sizes[1], -1)
             heads = rms_norm_each(heads, torch.cat(weights), norms.eps)
-        return self._rotate(heads).split(sizes, dim=1)
+        return self._rotate(heads, layer).split(sizes, dim=1)
 
-    def _rotate(self, x: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, layer: AttentionLayer) -> Tensor:
         """rotate_halves (kernels/kv/rope.py) of x (T, heads, D), in three operators: `sin` has the sign."""
-        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin).to(x.dtype)
+        cos, sin = self.angles[self.ropes[layer.id]]  # (T, 1, R)
+        R, rest = cos.shape[-1], x[..., cos.shape[-1] :]
+        turned = x[..., :R]
+        turned = torch.addcmul(turned * cos, turned.roll(R // 2, -1), sin).to(x.dtype)
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
     def _store(self, k: Tensor, v: Tensor, layer: AttentionLayer) -> None:
         (keys, values), slots = self.flat[layer.id], self.slots.of(self.groups[layer.id])

@@ -68,7 +68,7 @@ class Drafter(base.NetworkDrafter):
     def extend(self, rows: PassRows, aux_states: Tensor) -> None:
         self.vocabulary.observe(rows)
         context, eps = self.module.fuse(aux_states), self.module.config.rms_norm_eps
-        rope = self.attention.rope
+        rope = self.attention.ropes[0]
         for group, (weight, bias, k_norm) in self.contexts.items():
             where = rows.positions, rows.slots.of(group), self.attention.kv.flat(group)
             store_context(linear(context, weight, bias), k_norm, eps, rope.cos, rope.sin, *where)

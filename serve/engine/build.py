@@ -222,10 +222,11 @@ class Builder:
         vocab_size, num_groups = self.model.vocab_size, len(self.windows)
         state = RequestState(config.max_running, pages_per_slot, size, self.most_nodes, device, vocab_size, num_groups)
         kv = [NetworkKV.allocate(own, self.windows, num_pages, size, self.dtype, device) for own in self.networks]
-        rope_of = {(layers[0].rope, layers[0].head_dim) for layers in self.networks}  # a draft mostly has its target's
-        ropes = {key: RotaryEmbedding(*key, pages_per_slot * size).to(device) for key in rope_of}
+        kinds = {(one.rope, one.head_dim) for one in chain(*self.networks)}  # few: a draft mostly has its target's
+        ropes = {key: RotaryEmbedding(*key, pages_per_slot * size, self.longest).to(device) for key in kinds}
         pairs = [
-            (own, ropes[layers[0].rope, layers[0].head_dim]) for own, layers in zip(kv, self.networks, strict=True)
+            (own, [ropes[one.rope, one.head_dim] for one in layers])
+            for own, layers in zip(kv, self.networks, strict=True)
         ]
         attention = {phase: self.backends[phase](*pairs[0]) for phase in ("prefill", "verify")}
         attention["others"] = self.backends["verify"](*pairs[0])

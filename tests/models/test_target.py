@@ -9,10 +9,10 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
-from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import NEEDED, TargetSpec, check_aux_layers, default_aux_layers
 from slipstream.models.targets.decoder import load_config, load_target
-from slipstream.tests.models.saved_drafts import CPU, CausalAttention
+from slipstream.models.targets.packed_attention import PackedAttention
+from slipstream.tests.models.saved_drafts import CPU
 from slipstream.tests.random_targets import FAMILIES
 
 
@@ -23,10 +23,11 @@ def test_logits_and_features_equal_transformers(family: str, make_target: Callab
     target = load_target(path, config, torch.float32, CPU)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokens = torch.randint(3, config.vocab_size, (90,), generator=torch.Generator().manual_seed(1))
-    rope = RotaryEmbedding(config.rope, config.head_dim, 256)
+    attention = PackedAttention()
+    attention.plan(torch.arange(len(tokens))[None])
     layers = (0, 2, config.num_layers)
     with torch.no_grad():
-        hidden, aux_states = target(tokens, CausalAttention(rope, len(tokens)), layers)
+        hidden, aux_states = target(tokens, attention, layers)
         expected = reference(tokens[None], output_hidden_states=True)
     torch.testing.assert_close(target.logits(hidden), expected.logits[0], atol=2e-5, rtol=1e-4)
     states = [expected.hidden_states[layer + 1] for layer in layers[:-1]] + [expected.hidden_states[-1]]

@@ -112,7 +112,7 @@ class Scene:
         cache.flatten(2, 3)[:, :, committed.cpu()] = kv
         self._give_pages_back(cache)
         self.cache = cache.to(self.device, dtype)
-        self.rope = RotaryEmbedding(RopeConfig(10000.0), head_dim, max(self.ends)).to(self.device)
+        self.ropes = [RotaryEmbedding(RopeConfig(10000.0), head_dim, max(self.ends)).to(self.device)] * NUM_LAYERS
         weights = 1 + 0.3 * torch.randn(2, head_dim, generator=generator)
         rng, reach = random.Random(5), case.reach
         self.parents = [
@@ -176,7 +176,7 @@ class Scene:
 
     def attend(self, backend: type[Backend], with_norms: bool = True) -> tuple[Tensor, Tensor]:
         """Output (T, Q, D) and the slots' new KV (2, T, G, D)."""
-        attention, metadata = backend(self.kv, self.rope), self.metadata()
+        attention, metadata = backend(self.kv, self.ropes), self.metadata()
         attention.plan(metadata)
         out = attention.attend(*self.qkv, self.layer(with_norms), self.case.mask)
         return out, self.cache[LAYER].flatten(1, 2)[:, self.written]

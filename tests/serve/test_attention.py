@@ -153,7 +153,7 @@ GATE.append(("triton", "tree 1", *DTYPES["triton"][1]))
 def test_attention_equals_a_loop(backend: type[Backend], name: str, dtype: torch.dtype, tolerance: float) -> None:
     scene = scene_of(name, dtype)
     wanted, before = expected(scene), scene.cache.clone()
-    attention = backend(scene.kv, scene.rope)
+    attention = backend(scene.kv, scene.ropes)
     for spare in (0, 20):  # the second pass writes the same rows again
         metadata = scene.metadata(spare)
         attention.plan(metadata)
@@ -168,7 +168,7 @@ def test_prompts_are_written_by_every_backend(backend: type[Backend]) -> None:
     """A drafter may write a prompt's KV by the backend of its own phase."""
     scene = scene_of("ragged prefill with prefix")
     metadata, before = scene.metadata(spare=0), scene.cache.clone()
-    attention = backend(scene.kv, scene.rope)
+    attention = backend(scene.kv, scene.ropes)
     attention.plan(metadata)
     attention.write(*scene.qkv[1:], scene.layer())
     check_stored(scene, before, metadata, 1e-5)
@@ -179,7 +179,7 @@ def test_write_stores_what_attend_stores(backend: type[Backend]) -> None:
     caches = []
     for writes_only in (True, False):
         scene = scene_of("chain")
-        attention = backend(scene.kv, scene.rope)
+        attention = backend(scene.kv, scene.ropes)
         attention.plan(scene.metadata(spare=0))
         if writes_only:
             attention.write(*scene.qkv[1:], scene.layer())
@@ -215,7 +215,7 @@ def check_ragged(backend: type[Backend], name: str, dtype: torch.dtype, toleranc
     scene = scene_of(name, dtype)
     num_used = sum(scene.case.query_lens)
     wanted, before, metadata = expected(scene)[:num_used], scene.cache.clone(), scene.ragged()
-    attention = backend(scene.kv, scene.rope)
+    attention = backend(scene.kv, scene.ropes)
     attention.plan(metadata)
     out = attention.attend(*scene.qkv, scene.layer(), scene.case.mask)
     assert out.dtype == dtype
@@ -237,8 +237,8 @@ def test_a_pass_by_parts_equals_a_loop(
     assert case.num_decoding is not None
     counts, lens = list(case.query_lens[: case.num_decoding]), case.query_lens[case.num_decoding :]
     split, first = split_nodes(counts, scene.device), sum(counts)
-    own_backends = [(nodes(scene.kv, scene.rope), rows) for rows in split]
-    attention = PartsAttention(own_backends, SDPABackend(scene.kv, scene.rope), first)
+    own_backends = [(nodes(scene.kv, scene.ropes), rows) for rows in split]
+    attention = PartsAttention(own_backends, SDPABackend(scene.kv, scene.ropes), first)
 
     def part(phase: Phase, requests: Any, own: Callable[[Tensor], Tensor], **shape: Any) -> AttentionMetadata:
         places = own(scene.written[:num_used])

@@ -232,7 +232,7 @@ class Stage:
         """A new, empty cache."""
         layers = self.drafter.kv
         kv = NetworkKV.allocate(layers, (None,), [5], 16, torch.float32, torch.device("cpu"))
-        attention = SDPABackend(kv, RotaryEmbedding(layers[0].rope, layers[0].head_dim, 64))
+        attention = SDPABackend(kv, [RotaryEmbedding(layers[0].rope, layers[0].head_dim, 64)] * len(layers))
         self.drafter.attach(self.target, self.metadata.state, attention)
         attention.plan(self.metadata)
         return attention

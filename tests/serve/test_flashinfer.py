@@ -41,7 +41,7 @@ def test_plans_and_merges_give_what_sdpa_gives(
 
 def test_a_pass_is_planned_once_and_only_if_it_attends(backend: type[Backend]) -> None:
     scene = Scene(PASSES["chain"], 16, torch.float32, "cpu")
-    attention, (q, k, v) = backend(scene.kv, scene.rope), scene.qkv
+    attention, (q, k, v) = backend(scene.kv, scene.ropes), scene.qkv
     attention.plan(scene.metadata())
     attention.write(k, v, scene.layer())
     assert not fake_flashinfer.Wrapper.made
@@ -57,7 +57,7 @@ def test_prompts_do_not_wait_for_the_device(backend: type[Backend], monkeypatch:
     """Their lengths follow from the host's bounds; those of nodes are read from the device, once per pass."""
     for name, expected in (("prompts with prefix", 0), ("chain", 1), ("tree", 1), ("decode", 1)):
         scene, reads = Scene(PASSES[name], 16, torch.float32, "cpu"), []
-        attention, metadata = backend(scene.kv, scene.rope), scene.metadata()
+        attention, metadata = backend(scene.kv, scene.ropes), scene.metadata()
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "cpu", lambda self, reads=reads: reads.append(self) or self)
             attention.plan(metadata)
@@ -103,7 +103,7 @@ def test_passes_may_follow_each_other_without_waiting() -> None:
     case = PASSES["prompts with prefix"]
     expected = Scene(case, 128, torch.float32, "cuda").attend(SDPABackend, with_norms=False)[0].split(case.query_lens)
     scene = Scene(case, 128, torch.bfloat16, "cuda")
-    attention = find_backends("flashinfer")["prefill"](scene.kv, scene.rope)
+    attention = find_backends("flashinfer")["prefill"](scene.kv, scene.ropes)
     passes = [one_request(scene.metadata(), index) for index in range(len(case.lengths))]
     tokens = list(zip(*(x.split(case.query_lens) for x in scene.qkv), strict=True))
     outputs: list[torch.Tensor] = []
