@@ -65,6 +65,7 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
     "original_max_position_embeddings": 64,
 }
+ALWAYS_LONG = LONGROPE | {"original_max_position_embeddings": 1, "attention_factor": 1.2}
 
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
@@ -85,7 +86,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "olmo2": Olmo2Config(**SHAPE),
     "phi3-window": Phi3Config(**SHAPE, sliding_window=19),
     "phi4-longrope": Phi3Config(
-        **SHAPE, tie_word_embeddings=True, rope_parameters=LONGROPE, original_max_position_embeddings=64
+        **SHAPE, tie_word_embeddings=True, rope_parameters=ALWAYS_LONG, original_max_position_embeddings=1
     ),
     "qwen3-tied": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
 }

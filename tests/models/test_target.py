@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,6 +19,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     JambaConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2VLConfig,
     Qwen3NextConfig,
@@ -33,7 +34,7 @@ from slipstream.models.targets.config import NEEDED, RopeConfig, TargetSpec, che
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.models.saved_drafts import CPU
-from slipstream.tests.random_targets import CAPPED, FAMILIES, change_json, roughen
+from slipstream.tests.random_targets import CAPPED, FAMILIES, LONGROPE, SHAPE, change_json, roughen
 
 NEW_FIELDS = ("rope_parameters", "layer_types")  # of configs that older transformers did not write
 
@@ -56,15 +57,17 @@ def test_logits_and_features_equal_transformers(family: str, make_target: Callab
     torch.testing.assert_close(aux_states, torch.cat(states, -1)[0], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["hub", "transformers"])
+@pytest.mark.parametrize("layout", ["hub", "transformers", "modules"])
 def test_the_text_part_of_a_multimodal_checkpoint_is_read(layout: str, tmp_path: Path) -> None:
-    """Names and fields as on the hub (Gemma 3 of 2025), and as transformers writes them now."""
+    """Fields as on the hub (Gemma 3 of 2025); names as transformers writes them and as it has them in memory."""
     text = copy.deepcopy(FAMILIES["gemma3"])
     vision = SiglipVisionConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14
     )
     torch.manual_seed(0)
-    model = Gemma3ForConditionalGeneration(Gemma3Config(text, vision, mm_tokens_per_image=4)).eval()
+    model = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    ).eval()
     roughen(model)
     model.save_pretrained(tmp_path)
     if layout == "hub":
@@ -73,18 +76,13 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_read(layout: str, tmp_path:
         known = json.loads((tmp_path / "config.json").read_text())
         inside = {key: value for key, value in known["text_config"].items() if key not in NEW_FIELDS}
         change_json(tmp_path / "config.json", text_config={**inside, **older})
-        tensors = {}
-        for name, tensor in load_file(tmp_path / "model.safetensors").items():
-            is_text = "language_model" in name
-            tensors[f"language_model.model.{name.rpartition('language_model.')[2]}" if is_text else name] = tensor
-        save_file({name.removeprefix("model."): x for name, x in tensors.items()}, tmp_path / "model.safetensors")
+    elif layout == "modules":
+        tensors = {name: x.contiguous() for name, x in model.state_dict().items() if name != "lm_head.weight"}
+        save_file(tensors, tmp_path / "model.safetensors")
     config = load_config(tmp_path)
     assert [layer.attention.window for layer in config.layers] == [9, None, 9, None]
-    target, attention, tokens = (
-        load_target(tmp_path, config, torch.float32, CPU),
-        PackedAttention(),
-        torch.arange(3, 40),
-    )
+    target, attention = load_target(tmp_path, config, torch.float32, CPU), PackedAttention()
+    tokens = torch.arange(3, 40)
     attention.plan(torch.arange(len(tokens))[None])
     with torch.no_grad():
         found, expected = target.logits(target(tokens, attention)[0]), model(input_ids=tokens[None]).logits[0]
@@ -109,10 +107,12 @@ def test_norms_of_an_offset_keep_the_bits_of_their_files(make_target: Callable[[
     torch.testing.assert_close(target.norm(x), norm(x), atol=0, rtol=2**-8)  # the last bit may differ
 
 
-def test_longrope_depends_on_the_context_that_is_served(make_target: Callable[[str], Path]) -> None:
-    config, positions = load_config(make_target("phi4-longrope")), torch.arange(64)[None]
+def test_longrope_depends_on_the_context_that_is_served() -> None:
+    known = Phi3Config(**SHAPE, rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    known.architectures = ["Phi3ForCausalLM"]
+    config, positions = TargetSpec.from_json(known.to_dict()), torch.arange(64)[None]
     for context in (64, 65):
-        reference = Phi3RotaryEmbedding(copy.deepcopy(FAMILIES["phi4-longrope"]))
+        reference = Phi3RotaryEmbedding(copy.deepcopy(known))
         at = torch.cat((positions, positions + context - 64), dim=1)  # transformers looks at the last one
         cos, sin = reference(torch.zeros(1), at)
         rope = RotaryEmbedding(config.rope, config.head_dim, 80, context)
