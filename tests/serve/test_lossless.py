@@ -150,7 +150,8 @@ def test_captured_steps_change_no_token(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("drafter", "family"), [(drafter, family) for drafter in DRAFTERS for family in ("mistral-window", "qwen2-windows")]
+    ("drafter", "family"),
+    [(drafter, family) for drafter in DRAFTERS for family in ("mistral-window", "qwen2-windows", "gemma3")],
 )
 def test_captured_steps_of_windowed_layers_change_no_token(
     drafter: str, family: str, build: BuildDrafted, reference: Reference
@@ -181,6 +182,7 @@ def test_the_reference_is_transformers_generate(
         [
             *(("eagle3", family) for family in ("llama-tied-bias", "mistral", "qwen2-yarn")),
             ("dflash", "qwen3-tied"),
+            *(("eagle3", "gemma3"), ("eagle", "gemma2-free-scores"), ("eagle3", "olmo2"), ("eagle", "phi4-longrope")),
             ("eagle", "llama-rope-llama3"),
         ],
     ),
