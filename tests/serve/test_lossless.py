@@ -149,10 +149,7 @@ def test_captured_steps_change_no_token(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("drafter", "family"),
-    [(drafter, family) for drafter in DRAFTERS for family in ("mistral-window", "qwen2-windows", "gemma3")],
-)
+@pytest.mark.parametrize(("drafter", "family"), list(product(DRAFTERS, ("mistral-window", "qwen2-windows", "gemma3"))))
 def test_captured_steps_of_windowed_layers_change_no_token(
     drafter: str, family: str, build: BuildDrafted, reference: Reference
 ) -> None:

@@ -74,7 +74,7 @@ def random_parts(
     for parameter in draft.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     frozen = TransformersTarget(target, draft.config.aux_layers)
-    return draft, frozen, RotaryEmbedding(config.rope, config.head_dim, 128)
+    return draft, frozen, RotaryEmbedding(draft.config.rope, draft.config.head_dim, 128)
 
 
 def make_eagle3(target: PreTrainedModel, ids: torch.Tensor, **flags: bool) -> Eagle3Training:
