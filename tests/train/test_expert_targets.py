@@ -7,6 +7,8 @@ import pytest
 from safetensors.torch import load_file
 
 from slipstream.models.files.checkpoint import read_json
+from slipstream.serve.llm import LLM
+from slipstream.serve.request import SamplingParams
 from slipstream.tests.expert_targets import EXPERT_FAMILIES
 from slipstream.tests.random_targets import save_random_target
 from slipstream.tests.train.runs import ROOT, Arguments, refusal
@@ -42,6 +44,16 @@ def test_eagle3_trains(tmp_path: Path, arguments: Arguments, targets: dict[str, 
     drift = draft["lm_head.weight"].float() - target["lm_head.weight"]
     assert drift.abs().max() < 0.01, "starts as the target's head; three steps at 1e-3 go no further"
     assert read_json(tmp_path / "step-3" / "config.json")["num_hidden_layers"] == 1
+    if family != "gpt-oss":
+        check_served(targets[family], tmp_path / "step-3")
+
+
+def check_served(target: Path, draft: Path) -> None:
+    """The answers are the target's own."""
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    answers = [LLM(str(target), name).generate([[5, 9, 33]], params)[0] for name in ("none", str(draft))]
+    assert answers[0].tokens == answers[1].tokens
+    assert answers[1].stats.rounds <= 12
 
 
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
