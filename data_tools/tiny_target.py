@@ -1,7 +1,7 @@
 """Trains the small Qwen3 language models that ship with Slipstream, their tokenizers included.
 
     python data_tools/tiny_target.py --data "[gsm8k_train.jsonl, gpteacher.jsonl]" --output assets/tiny-target
-    python data_tools/tiny_target.py --moe true --data "[gsm8k_train.jsonl]" --output assets/tiny-moe-target ...
+    python data_tools/tiny_target.py --moe true --data "[gsm8k_train.jsonl]" --output assets/tiny-moe-target …
 
 The first takes about two minutes on a data-centre GPU; a CPU does the same, slowly. The second, a mixture of experts,
 is small enough for a CPU; its README has all options. A draft can only learn a target that
