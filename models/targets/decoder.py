@@ -52,6 +52,12 @@ class Target(nn.Module):
     def device(self) -> torch.device:
         return next(self.embed_tokens.parameters()).device
 
+    @cached_property
+    def kinds(self) -> list[int]:
+        """The first two layers, and the first one of each other kind."""
+        specs = self.config.layers
+        return [index for index, spec in enumerate(specs) if index < 2 or spec not in specs[:index]]
+
     @property
     def shared(self) -> dict[str, Tensor]:
         """Embedding and head (V, H), by the names of their copies in drafts' files."""
@@ -78,9 +84,8 @@ class Target(nn.Module):
         """
         residual, delta = self.embed_tokens(tokens), None
         aux_states, states = self._allocate_aux_states(residual, aux_layers)
-        layers = self.layers[:2] if is_short() else self.layers
-        for index, layer in enumerate(layers):
-            residual, delta = layer(residual, delta, attention, mask, states.get(index - 1))
+        for index in self.kinds if is_short() else range(self.config.num_layers):
+            residual, delta = self.layers[index](residual, delta, attention, mask, states.get(index - 1))
         assert delta is not None
         hidden, _ = self.norm.add(residual, delta, states.get(self.config.num_layers - 1))
         if self.config.num_layers in states:

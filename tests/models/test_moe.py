@@ -11,11 +11,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
+from slipstream.kernels.compile_ahead import short_run
 from slipstream.models.files.weights import load_weights, public_tensors
 from slipstream.models.layers.moe import MixtureOfExperts
+from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.config import TargetSpec
 from slipstream.models.targets.decoder import load_config, load_target
-from slipstream.tests.models.saved_drafts import CPU
+from slipstream.tests.models.saved_drafts import CPU, CausalAttention
 from slipstream.tests.random_targets import SHAPE, roughen
 
 
@@ -92,3 +94,18 @@ def test_gpt_oss_layer_equals_transformers() -> None:
     assert all(torch.equal(again[name], files[name]) for name in files)
     x = 3 * torch.randn(2, 7, config.hidden_size)
     torch.testing.assert_close(ours(x), theirs(x)[0], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "kinds"), [("qwen3-moe", [0, 1, 3]), ("mixtral", [0, 1]), ("qwen2-moe", [0, 1])])
+def test_a_short_pass_runs_each_kind_of_layer(
+    family: str, kinds: list[int], make_target: Callable[[str], Path]
+) -> None:
+    """So that every kernel is compiled, and what it keeps is allocated, before passes are captured."""
+    path = make_target(family)
+    target = load_target(path, load_config(path), torch.float32, CPU)
+    ran: list[int] = []
+    for index, layer in enumerate(target.layers):
+        layer.register_forward_hook(lambda *_, index=index: ran.append(index))
+    with short_run():
+        target(torch.tensor([3, 4]), CausalAttention(RotaryEmbedding(target.config.rope, target.config.head_dim, 8), 2))
+    assert ran == kinds
