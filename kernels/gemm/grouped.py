@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.router import Routing
 from slipstream.kernels.grid_sync import done_counters, is_last_done
 from slipstream.kernels.launch import Op, pdl_options, shared_memory, wait_for_inputs
@@ -82,8 +83,8 @@ def mix_experts(x: Tensor, routing: Routing, weights: ExpertWeights, shared: Sha
     for expert in flat.unique().tolist():  # sync
         pairs = (flat == expert).nonzero().flatten()
         biases = [None if bias is None else bias[expert] for bias in (weights.gate_up_bias, weights.down_bias)]
-        hidden = F.linear(x[pairs // top_k], weights.gate_up[expert], biases[0])
-        outputs[pairs] = F.linear(activate(hidden, weights.clamped), weights.down[expert], biases[1])
+        hidden = linear(x[pairs // top_k], weights.gate_up[expert], biases[0])
+        outputs[pairs] = linear(activate(hidden, weights.clamped), weights.down[expert], biases[1])
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for index, output in enumerate(outputs.view(-1, top_k, x.shape[1]).unbind(dim=1)):
         total = total + routing.weights[:, index, None] * output.float()
