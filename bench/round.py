@@ -74,6 +74,8 @@ class RoundConfig:
     """Tokens per prompt."""
     new_tokens: int = 256
     """Tokens generated per request."""
+    long_prompt: int = 0
+    """Tokens of a prompt whose time to the first token is measured, alone; 0: none."""
     temperature: float = 0.0
     """Sampling temperature."""
     top_p: float = 1.0
@@ -109,9 +111,13 @@ def rounds(config: RoundConfig) -> None:
     drafted = [(config.draft, width) for width in config.width if config.draft != "none"]
     for draft, width in [("none", 1), *drafted]:
         engine = build(config, draft, width)
+        if config.long_prompt:
+            ms = first_token_ms(engine, config.long_prompt)
+            print(f"{draft}: {config.long_prompt} tokens of one prompt take {ms:.1f} ms", flush=True)
+            lines.add({**origin("round", "cuda"), "draft": draft, "long_prompt": config.long_prompt, "prompt_ms": ms})
         for batch in config.batch:
             lines.add(measure(engine, config, batch, bandwidth))
-            print(table(COLUMNS, lines.all[-1:], heading=len(lines.all) == 1), flush=True)
+            print(table(COLUMNS, lines.all[-1:], heading=batch == config.batch[0]), flush=True)
         del engine
         gc.collect()
         torch.cuda.empty_cache()
@@ -124,7 +130,7 @@ def build(config: RoundConfig, draft: str, width: int) -> Engine:
     if draft != "none":
         options |= {"drafter": config.drafter, "width": width}
         options |= {"simulate_accept_length": config.simulate_accept_length}
-    length = config.prompt_len + config.new_tokens
+    length = max(config.prompt_len + config.new_tokens, config.long_prompt + 1)
     start = time.monotonic()
     engine = build_engine(EngineConfig(draft=draft, max_running=max(config.batch), max_model_len=length, **options))
     print(f"{draft}: ready after {time.monotonic() - start:.1f} s; {engine.info.kv_cache_tokens} tokens of KV cache")
@@ -188,6 +194,20 @@ def gap_us(flights: Sequence[InFlight]) -> float:
         assert isinstance(after.started, torch.cuda.Event), "rounds of a GPU"
         gaps.append(1000 * before.landed.elapsed_time(after.started))
     return round(median(gaps), 1)
+
+
+def first_token_ms(engine: Engine, length: int) -> float:
+    """Median time of prompts that come one after another and have nothing in common; the first two warm up."""
+    generator, times = torch.Generator().manual_seed(0), list[float]()
+    for index in range(7):
+        prompt = torch.randint(20, engine.info.vocab_size, (length,), generator=generator).tolist()
+        start = time.perf_counter()
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        engine.add(Request(id=f"long {index}", prompt=prompt, params=params))
+        while engine.has_work:
+            engine.step()
+        times.append(1000 * (time.perf_counter() - start))
+    return round(median(times[2:]), 2)
 
 
 def start_requests(engine: Engine, config: RoundConfig, batch: int) -> None:

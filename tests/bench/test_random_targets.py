@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.bench import random_targets
 from slipstream.bench.random_targets import CONFIGS, random_pair
-from slipstream.bench.round import RoundConfig, weight_bytes
+from slipstream.bench.round import RoundConfig, first_token_ms, weight_bytes
 from slipstream.models.targets.config import MoESpec, TargetSpec
 from slipstream.tests.serve.engine_runs import build_engine, make_request, run
 
@@ -21,6 +21,7 @@ def test_a_random_pair_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sorted(file.name for file in Path(pair.target).iterdir()) == ["config.json"]
         engine = build_engine(pair.target, pair.draft, simulate_accept_length=2.0)
         answers = run(engine, [make_request("1", [5, 6, 7], max_tokens=9, ignore_eos=True)])
+        assert first_token_ms(engine, 30) > 0
     assert len(answers["1"].tokens) == 9
     layers = engine.runner.target.layers
     whole, experts = (sum(x.nbytes for x in part.parameters()) for part in (layers, layers[0].mlp.experts))
