@@ -10,7 +10,7 @@ Letters: T tokens, H hidden, E experts, k experts of a token, I intermediate, P 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -61,6 +61,10 @@ class Tiling:
     depth: int
     stages: int
     warps: int = 4
+
+    def options(self) -> dict[str, int]:
+        sizes = {"OUTPUTS": self.outputs, "DEPTH": self.depth}
+        return sizes | {"num_stages": self.stages, "num_warps": self.warps}
 
 
 TILINGS = {
@@ -117,26 +121,24 @@ def mix_experts_triton(
     intermediate, top_k = weights.down.shape[2], routing.experts.shape[1]
     blocks, num_pairs = routing.blocks, num_rows * top_k
     block_rows = 16 if blocks is None else blocks.rows
-    tiling = tiling or choose_tiling(block_rows, x)
     most_blocks = num_pairs if blocks is None else len(blocks.first)
     listed = (routing.experts, *((None,) * 4 if blocks is None else blocks[1:]))
-    options: dict[str, Any] = {
-        "TOP_K": top_k, "OUTPUTS": tiling.outputs, "ROWS": block_rows, "DEPTH": tiling.depth, "PRECISION": "ieee",
-        "num_stages": tiling.stages, "num_warps": tiling.warps, **pdl_options(x.device),
-    }  # fmt: skip
+    options = {"TOP_K": top_k, "ROWS": block_rows, "PRECISION": "ieee", **pdl_options(x.device)}
+    gated, plain = (tiling or choose_tiling(block_rows, inputs, x) for inputs in (size, intermediate))
     clamped = weights.clamped or Clamped(0.0, 0.0)
     hidden = torch.empty(num_pairs, intermediate, dtype=x.dtype, device=x.device)
-    gated_experts_kernel[(most_blocks * triton.cdiv(intermediate, tiling.outputs // 2),)](
+    gated_experts_kernel[(most_blocks * triton.cdiv(intermediate, gated.outputs // 2),)](
         x, weights.gate_up, weights.gate_up_bias, hidden, *listed, x.stride(0), num_rows, size, intermediate,
         CLAMPED=weights.clamped is not None, ALPHA=clamped.alpha, LIMIT=clamped.limit,
-        EVEN=size % tiling.depth == 0, **options,
+        EVEN=size % gated.depth == 0, **gated.options(), **options,
     )  # fmt: skip
     outputs = torch.empty(num_pairs, size, dtype=x.dtype, device=x.device)
     given = (routing.weights, *(shared or (None, None)), out)
     is_fused = num_rows <= FUSED_ROWS
-    down_experts_kernel[(most_blocks * triton.cdiv(size, tiling.outputs),)](
+    down_experts_kernel[(most_blocks * triton.cdiv(size, plain.outputs),)](
         hidden, weights.down, weights.down_bias, outputs, *listed, *given, done_counters(x.device),
-        num_rows, intermediate, size, FUSED=is_fused, EVEN=intermediate % tiling.depth == 0, **options,
+        num_rows, intermediate, size, FUSED=is_fused, EVEN=intermediate % plain.depth == 0, **plain.options(),
+        **options,
     )  # fmt: skip
     if not is_fused:
         columns = min(512, triton.next_power_of_2(size))
@@ -147,9 +149,11 @@ def mix_experts_triton(
     return out
 
 
-def choose_tiling(block_rows: int, x: Tensor) -> Tiling:
-    """As many stages as the device has room for."""
+def choose_tiling(block_rows: int, num_inputs: int, x: Tensor) -> Tiling:
+    """Of tiles that the inputs fill, and as many stages as the device has room for."""
     tiling = TILINGS[block_rows]
+    if num_inputs % tiling.depth and num_inputs % 64 == 0:
+        tiling = replace(tiling, depth=64, stages=tiling.stages * tiling.depth // 64)
     stage = (tiling.outputs + block_rows) * tiling.depth * x.element_size()
     return replace(tiling, stages=max(1, min(tiling.stages, (shared_memory(x.device) - 4096) // stage)))
 
