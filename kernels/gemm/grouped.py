@@ -23,7 +23,7 @@ from slipstream.kernels.gemm.router import Routing
 from slipstream.kernels.grid_sync import done_counters, is_last_done
 from slipstream.kernels.launch import Op, pdl_options, shared_memory, wait_for_inputs
 
-FUSED_ROWS = 64  # tokens up to which the down projection sums the outputs
+FUSED_ROWS = 32  # tokens up to which the down projection sums the outputs
 SUM_ROWS = 4  # tokens of a program that sums them for more
 
 
