@@ -11,10 +11,13 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 SHAPE = {
@@ -43,6 +46,7 @@ WINDOWS = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
@@ -59,6 +63,10 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "qwen3-windows": Qwen3Config(**SHAPE, **WINDOWS, head_dim=16),
     "qwen3-tied": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
+    "qwen3-moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[3]),
+    "qwen3-moe-windows": Qwen3MoeConfig(**SHAPE, **EXPERTS, use_sliding_window=True, sliding_window=9),
+    "qwen2-moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=40, decoder_sparse_step=2),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=19),
 }
 
 

@@ -1,4 +1,5 @@
-"""Weights between files, which name every projection, and modules, which fuse those of one input (layers.Linear).
+"""Weights between files, which name every projection, and modules, which fuse those of one input (layers.Linear) and
+those of all experts (layers.Experts).
 
 A module is built on the meta device. Its storage is allocated once and filled tensor by tensor, so loading takes the
 memory of the weights and little more. Loading again fills the same storage, which captured graphs hold on to.
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models.layers.linear import Linear, copy_converted, remake_derived
+from slipstream.models.layers.moe import Experts
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -25,11 +27,13 @@ class Place(NamedTuple):
     part: str | None  # of a fused projection; None: the whole tensor
 
     def rows(self, tensor: Tensor) -> Tensor:
+        if isinstance(self.owner, Experts):
+            return self.owner.piece(self.part, self.key.rpartition(".")[2], tensor)
         return tensor if self.part is None else tensor[cast(Linear, self.owner).parts[self.part]]
 
     def load(self, tensor: Tensor) -> None:
         name = self.key.rpartition(".")[2]
-        if isinstance(self.owner, Linear):
+        if isinstance(self.owner, Linear | Experts):
             self.owner.load(self.part, name, tensor)
         else:
             copy_converted(getattr(self.owner, name), tensor)
@@ -51,7 +55,8 @@ def load_weights(
     """Fills `module` with the `tensors` of `source`, by their names in files, and freezes it.
 
     What is on the meta device is allocated on `device` in `dtype` (None: the file's), or as Linear.dtypes says. Empties
-    `tensors`, so that mapped files (checkpoint.read_tensors) are released in turn. Fused projections may be in parts.
+    `tensors`, so that mapped files (checkpoint.read_tensors) are released in turn. Fused projections and experts may be
+    in parts.
     Raises ValueError that names every missing, unexpected or misshapen key, before anything is filled.
     """
     own, places = _own(module), _places(module, whole=tensors)
@@ -85,11 +90,14 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _places(module: nn.Module, whole: Container[str] = ()) -> dict[str, Place]:
-    """By name in files. `whole`: keys of fused projections that are not taken apart."""
+    """By name in files. `whole`: keys of fused projections and experts that are not taken apart."""
     places: dict[str, Place] = {}
     for key in _own(module):
         path, _, name = key.rpartition(".")
         owner, parent = module.get_submodule(path), path.rpartition(".")[0]
+        if isinstance(owner, Experts) and key not in whole and (apart := owner.parts(name)):
+            places |= {f"{path}.{part}": Place(key, owner, part) for part in apart}
+            continue
         parts = owner.parts if isinstance(owner, Linear) and key not in whole else {}
         for part in parts or [None]:
             places[f"{parent}.{part}.{name}".removeprefix(".") if part else key] = Place(key, owner, part)

@@ -1,7 +1,7 @@
 from torch import Tensor, nn
 
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
-from slipstream.models.layers.mlp import GatedMLP
+from slipstream.models.layers.moe import feed_forward
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.targets.config import LayerSpec
 
@@ -14,7 +14,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(hidden_size, eps)
         self.self_attn = SelfAttention(spec.attention, index, hidden_size, eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
-        self.mlp = GatedMLP(hidden_size, spec.mlp)
+        self.mlp = feed_forward(hidden_size, spec.mlp)
 
     def forward(
         self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None

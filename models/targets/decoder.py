@@ -1,4 +1,5 @@
-"""The serving target: a dense Llama-family decoder (Llama, Mistral, Qwen2, Qwen3) with fused projections."""
+"""The serving target: a decoder of the Llama family (Llama, Mistral, Qwen2, Qwen3; Mixtral, Qwen2-MoE, Qwen3-MoE) with
+fused projections and experts."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -21,6 +22,8 @@ from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 class Target(nn.Module):
@@ -49,6 +52,12 @@ class Target(nn.Module):
     def device(self) -> torch.device:
         return next(self.embed_tokens.parameters()).device
 
+    @cached_property
+    def kinds(self) -> list[int]:
+        """The first two layers, and the first one of each other kind."""
+        specs = self.config.layers
+        return [index for index, spec in enumerate(specs) if index < 2 or spec not in specs[:index]]
+
     @property
     def shared(self) -> dict[str, Tensor]:
         """Embedding and head (V, H), by the names of their copies in drafts' files."""
@@ -75,9 +84,8 @@ class Target(nn.Module):
         """
         residual, delta = self.embed_tokens(tokens), None
         aux_states, states = self._allocate_aux_states(residual, aux_layers)
-        layers = self.layers[:2] if is_short() else self.layers
-        for index, layer in enumerate(layers):
-            residual, delta = layer(residual, delta, attention, mask, states.get(index - 1))
+        for index in self.kinds if is_short() else range(self.config.num_layers):
+            residual, delta = self.layers[index](residual, delta, attention, mask, states.get(index - 1))
         assert delta is not None
         hidden, _ = self.norm.add(residual, delta, states.get(self.config.num_layers - 1))
         if self.config.num_layers in states:
@@ -107,6 +115,17 @@ def load_config(path: Path, trust_remote_code: bool = False, *, is_served: bool 
     return TargetSpec.from_json(values, is_served=is_served)
 
 
+def own_name(key: str) -> str:
+    """A file's name of a tensor -> ours, which are those of Qwen's files."""
+    key = key.removeprefix("model.").replace("mlp.router.", "mlp.gate.")  # gpt-oss
+    if ".block_sparse_moe." not in key:  # Mixtral
+        return key
+    key = key.replace(".block_sparse_moe.", ".mlp.")
+    for theirs, ours in MIXTRAL_PROJECTIONS.items():
+        key = key.replace(f".{theirs}.", f".{ours}.")
+    return key
+
+
 def load_target(
     path: Path,
     config: TargetSpec,
@@ -117,7 +136,7 @@ def load_target(
     """Reads a transformers checkpoint folder, strictly. dtype None keeps the file's."""
     with torch.device("meta"):
         target = Target(config)
-    tensors = {key.removeprefix("model."): tensor for key, tensor in read_tensors(path).items()}
+    tensors = {own_name(key): tensor for key, tensor in read_tensors(path).items()}
     if config.tie_word_embeddings:
         tensors.pop(HEAD, None)
     target.path, target.trust_remote_code = path, trust_remote_code

@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from slipstream.models.drafts.base import HEAD
 from slipstream.models.files.checkpoint import read_json
 from slipstream.models.files.weights import public_tensors
-from slipstream.models.targets.config import DENSE_ARCHITECTURES, check_aux_layers
+from slipstream.models.targets.config import DENSE_ARCHITECTURES, EXPERT_ARCHITECTURES, check_aux_layers
 from slipstream.models.targets.decoder import Target, load_config, load_target
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.models.targets.sharded import share_out
@@ -258,7 +258,7 @@ def load_frozen_target(
 
 def is_served(values: Mapping[str, Any]) -> bool:
     """Whether the decoder runs targets with such a config.json."""
-    return (values.get("architectures") or [""])[0] in DENSE_ARCHITECTURES
+    return (values.get("architectures") or [""])[0] in DENSE_ARCHITECTURES | EXPERT_ARCHITECTURES
 
 
 def load_decoder_target(
