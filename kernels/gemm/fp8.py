@@ -1,10 +1,10 @@
 """Linear layers in FP8 (e4m3): quantisation of a layer's inputs, and products of few and of many rows.
 
-Inputs are quantised row by row, or by row and 128 inputs, or by a static scale of the file: no scale spans rows. Hopper's
-tensor cores add FP8 products in less than fp32, so every 128 inputs a sum is added to one in fp32 (DeepSeek-V3, arXiv
-2412.19437, section 3.3.2). Both kernels cut the inputs into the same parts, add 128 inputs at a time in their order and
-have the weights as the left operand, so a row has the same bits in a pass of any size. Scales of rows and outputs are
-applied to the sums; those of blocks to the sum of their 128 inputs.
+Inputs are quantised row by row, or by row and 128 inputs, or by a static scale of the file: none is taken over several
+rows. Hopper's tensor cores add FP8 products in less than fp32, so every 128 inputs a sum is added to one in fp32
+(DeepSeek-V3, arXiv 2412.19437, section 3.3.2). Both kernels cut the inputs into the same parts, add 128 inputs at a
+time in their order and have the weights as the left operand, so a row has the same bits in a pass of any size. Scales of
+rows and outputs are applied to the sums; those of blocks to the sum of their 128 inputs.
 Letters: M rows, I inputs, O outputs, B = ceil(I / 128) blocks of inputs.
 """
 
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.kernels.gemm.activation import silu_mul
-from slipstream.kernels.gemm.small_m import Tiling, _merge, _scratch, _silu_mul, choose_tiling, part_inputs
+from slipstream.kernels.gemm.small_m import Tiling, choose_tiling, merge_parts, part_inputs, round_silu_mul, scratch
 from slipstream.kernels.launch import Op, pdl_options, use_triton, wait_for_inputs
 from slipstream.kernels.norm import as_rows
 
@@ -102,11 +102,16 @@ def quantize_rows_triton(x: Tensor, static: Tensor | None = None, by_block: bool
 
 @Op
 def fp8_linear(
-    x: QuantizedRows, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None, gated: bool = False
+    x: QuantizedRows,
+    weight: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """(codes * scales of x) (M, I) @ (weight (O, I) e4m3 * scales).T + bias (O,) -> (M, O) in `dtype`.
 
-    `scales`: (O,), or (ceil O / 128, B) of blocks, whose inputs then have scales by block, too. `gated`, without a bias:
+    `scales`: (O,), or (ceil O / 128, B) of blocks; then inputs have scales by block, too. `gated`, without a bias:
     silu_mul of that, (M, O / 2). On the CPU in fp64, in which sums of e4m3 products are exact in any order.
     """
     work = torch.float32 if x.codes.is_cuda else torch.float64
@@ -163,7 +168,7 @@ def _few_rows(
     assert bias is None or not gated
     tiling = tiling or choose_fp8_tiling(num_outputs, num_inputs, gated, num_rows)
     rows, tiles = max(triton.next_power_of_2(num_rows), 16), triton.cdiv(num_outputs, tiling.outputs)
-    partial, counters = _scratch(weight.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
+    partial, counters = scratch(weight.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
     fp8_few_kernel[(tiles, tiling.split)](
         x.codes, x.scales, weight, scales, bias, out, partial, counters,
         num_rows, num_outputs, num_inputs, part_inputs(num_inputs, tiling), x.scales.stride(-1),
@@ -222,7 +227,7 @@ def _quantize_rows(
 
 @triton.jit
 def _add_products(
-    acc, weight, x, weight_scale_ptr, x_scale_ptr, outputs, rows, k, num_rows, num_outputs, num_inputs, x_scale_stride,
+    acc, weight, x, weight_scale_ptr, x_scale_ptr, outputs, rows, k, num_rows, num_outputs, num_inputs,
     DEPTH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """acc (OUTPUTS, ROWS) plus the products of weight (OUTPUTS, DEPTH) and x (ROWS, DEPTH), DEPTH inputs from k on."""
@@ -277,13 +282,13 @@ def fp8_few_kernel(
         weight = tl.load(weights + k) if EVEN else tl.load(weights + k, mask=k < num_inputs, other=0.0)
         acc = _add_products(
             acc, weight, x, weight_scale_ptr, x_scale_ptr, outputs, row, start, num_rows, all_outputs, num_inputs,
-            x_scale_stride, DEPTH, BLOCKS,
+            DEPTH, BLOCKS,
         )  # fmt: skip
         if GATED:
             weight = tl.load(up_weights + k) if EVEN else tl.load(up_weights + k, mask=k < num_inputs, other=0.0)
             up = _add_products(
                 up, weight, x, weight_scale_ptr, x_scale_ptr, outputs + num_outputs, row, start, num_rows, all_outputs,
-                num_inputs, x_scale_stride, DEPTH, BLOCKS,
+                num_inputs, DEPTH, BLOCKS,
             )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -292,7 +297,7 @@ def fp8_few_kernel(
     valid = (row < num_rows)[:, None] & (outputs < num_outputs)[None, :]
     result = tl.trans(acc)  # (ROWS, OUTPUTS)
     if SPLIT > 1:
-        result, valid = _merge(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
+        result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
     result = _scale_sums(
         result, weight_scale_ptr, x_scale_ptr, outputs, row, num_rows, num_outputs, x_scale_stride, BLOCKS
     )
@@ -304,7 +309,7 @@ def fp8_few_kernel(
             tl.trans(up), weight_scale_ptr + num_outputs, x_scale_ptr, outputs, row, num_rows, num_outputs,
             x_scale_stride, BLOCKS,
         )  # fmt: skip
-        rounded = _silu_mul(rounded, ups.to(rounded.dtype))
+        rounded = round_silu_mul(rounded, ups.to(rounded.dtype))
     tl.store(out_ptr + cells, rounded, mask=valid)
 
 
@@ -323,15 +328,15 @@ def fp8_many_kernel(
     row, output = within // width * ROWS, (group * GROUP + within % width) * OUTPUTS
     rows, outputs = row + tl.arange(0, ROWS), output + tl.arange(0, OUTPUTS)
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    for index in tl.static_range(SPLIT):
+    for index in range(SPLIT):
         acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
         for k in range(index * part, tl.minimum((index + 1) * part, num_inputs), DEPTH):
             x, weight = x_desc.load([row, k]), weight_desc.load([output, k])  # zeros beyond the last
             acc = _add_products(
                 acc, weight, x, weight_scale_ptr, x_scale_ptr, outputs, rows, k, num_rows, num_outputs, num_inputs,
-                x_scale_stride, DEPTH, BLOCKS,
+                DEPTH, BLOCKS,
             )  # fmt: skip
-        sums = acc if SPLIT == 1 else sums + acc
+        sums += acc
     result = _scale_sums(
         tl.trans(sums), weight_scale_ptr, x_scale_ptr, outputs, rows, num_rows, num_outputs, x_scale_stride, BLOCKS
     )

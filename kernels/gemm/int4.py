@@ -3,8 +3,8 @@
 Every file format of such weights is brought into one layout when it is loaded. Eight codes make a word: of 256 inputs,
 word j has inputs j, 32 + j, ..., 224 + j, from the low nibble up. So the i-th nibbles of 32 neighbouring words are the
 weights of 32 neighbouring inputs, and a tile is unpacked by a shift, without moving numbers between threads. A weight
-is (code - zero) * scale. Codes less zeros are exact in 16 bits, so tensor cores multiply these, and the sum over a group
-of inputs is scaled in fp32.
+is (code - zero) * scale. Codes less zeros are exact in 16 bits, so tensor cores multiply these, and the sum over inputs
+of a group is scaled in fp32.
 
 One kernel computes any number of rows: the weights are the left operand, inputs are added in their order and cut into
 parts as in kernels/gemm/small_m.py. A row has the same bits in a pass of any size.
@@ -20,15 +20,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.gemm.activation import silu_mul
-from slipstream.kernels.gemm.small_m import Tiling, _merge, _scratch, _silu_mul, choose_tiling, part_inputs
+from slipstream.kernels.gemm.small_m import PROGRAMS, Tiling, merge_parts, part_inputs, round_silu_mul, scratch
 from slipstream.kernels.launch import Op, pdl_options, use_triton
 
 CHUNK = 256  # inputs of 32 words
 PLANE = 32  # inputs of the i-th nibbles of these
 SYMMETRIC_ZERO = 8
 FEW_ROWS = 64  # up to here parts are summed side by side, and gate and up in one kernel
-MANY = Tiling(outputs=64, depth=CHUNK, split=1, stages=3, warps=4)
 MANY_ROWS = 128  # of a program
+PART = 1024  # inputs that are not shared out
+OFFSETS = {torch.bfloat16: 128.0, torch.float16: 1024.0}  # whose bits, with a code in the mantissa, are the sum
 
 
 class Int4Weight(NamedTuple):
@@ -95,10 +96,13 @@ def int4_linear_triton(
 
 
 def choose_int4_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1) -> Tiling:
-    """As many parts as products of 16-bit weights have, whatever the number of rows."""
-    split = 1 if gated else choose_tiling(num_outputs, num_inputs).split
+    """As many parts for any number of rows. Unpacking takes time in which other programs of a multiprocessor load: so
+    for few rows there are several."""
+    split, tiles = 1, triton.cdiv(num_outputs, 64)
+    while not gated and tiles * split < 2 * PROGRAMS and num_inputs >= 2 * PART * split:
+        split *= 2
     if num_rows > FEW_ROWS:
-        return Tiling(outputs=MANY.outputs, depth=CHUNK, split=split, stages=MANY.stages, warps=MANY.warps)
+        return Tiling(outputs=128, depth=CHUNK, split=split, stages=2, warps=8)
     return Tiling(outputs=64, depth=CHUNK, split=split, stages=4 if num_rows <= 16 else 3)
 
 
@@ -116,14 +120,15 @@ def _launch(
     rows = max(triton.next_power_of_2(num_rows), 16) if is_few else MANY_ROWS
     parts, in_turn = (tiling.split, 1) if is_few else (1, tiling.split)
     tiles = triton.cdiv(num_outputs, tiling.outputs)
-    partial, counters = _scratch(x.device, tiles * parts * tiling.outputs * rows, parts)
+    partial, counters = scratch(x.device, tiles * parts * tiling.outputs * rows, parts)
     pdl = pdl_options(x.device) if is_few else {"PDL": False}
     int4_kernel[(tiles * triton.cdiv(num_rows, rows), parts)](
         x, weight.words, weight.scales, weight.zeros, bias, out, partial, counters, x.stride(0),
         num_rows, num_outputs, weight.num_inputs, weight.scales.shape[1], part_inputs(weight.num_inputs, tiling),
         ROWS=rows, OUTPUTS=tiling.outputs, CHUNK=CHUNK, PLANE=PLANE, UNIT=min(weight.group_size, CHUNK),
         UNITS=max(weight.group_size // CHUNK, 1), SPLIT=parts, IN_TURN=in_turn, SWIZZLE=8, GATED=gated,
-        EVEN=weight.num_inputs % CHUNK == 0, PRECISION="ieee", num_stages=tiling.stages, num_warps=tiling.warps, **pdl,
+        EVEN=weight.num_inputs % CHUNK == 0, ZERO=OFFSETS.get(x.dtype, 0.0) + SYMMETRIC_ZERO, PRECISION="ieee",
+        num_stages=tiling.stages, num_warps=tiling.warps, **pdl,
     )  # fmt: skip
     return out
 
@@ -132,9 +137,9 @@ def _launch(
 def _with_offset(codes, DTYPE: tl.constexpr):
     """Codes of 0 to 16 (int32) as numbers: more by 128 in bf16, by 1,024 in fp16. These are the bits of the mantissa; a
     conversion would take four times as long."""
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         numbers = (codes | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    elif DTYPE == tl.float16:
+    elif tl.float16 == DTYPE:
         numbers = (codes | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
     else:
         numbers = codes.to(DTYPE)
@@ -145,26 +150,25 @@ def _with_offset(codes, DTYPE: tl.constexpr):
 def _add_products(
     acc, words, x_tiles, inside, k, num_inputs, scales, zeros, num_groups, chunk,
     CHUNK: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ZERO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc (OUTPUTS, ROWS) plus the products of the CHUNK inputs of words (OUTPUTS, PLANE)."""
     DTYPE: tl.constexpr = x_tiles.dtype.element_ty
     for unit in tl.static_range(CHUNK // UNIT):
         group = tl.minimum(chunk * (CHUNK // UNIT) // UNITS + unit, num_groups - 1)  # inputs beyond the last are 0
         scale = tl.load(scales + group)
-        if zeros is None:
-            zero = tl.full(scale.shape, 8, tl.int32)
-        else:
-            zero = tl.load(zeros + group).to(tl.int32)
-        zero = _with_offset(zero, DTYPE)
+        if zeros is not None:
+            zero = _with_offset(tl.load(zeros + group).to(tl.int32), DTYPE)
         total = tl.zeros(acc.shape, tl.float32)
         for plane in tl.static_range(UNIT // PLANE):
-            PLACE: tl.constexpr = unit * (UNIT // PLANE) + plane
+            place = unit * (UNIT // PLANE) + plane
             if EVEN:
-                x = tl.load(x_tiles + PLACE * PLANE, mask=inside, other=0.0)
+                x = tl.load(x_tiles + place * PLANE, mask=inside, other=0.0)
             else:
-                x = tl.load(x_tiles + PLACE * PLANE, mask=inside & (k + PLACE * PLANE < num_inputs), other=0.0)
-            weight = _with_offset((words >> (4 * PLACE)) & 15, DTYPE) - zero
+                x = tl.load(x_tiles + place * PLANE, mask=inside & (k + place * PLANE < num_inputs), other=0.0)
+            weight = _with_offset((words >> (4 * place)) & 15, DTYPE)
+            # A literal lets Triton unpack words in the registers from which tensor cores take them.
+            weight = weight - ZERO if zeros is None else weight - zero
             total = tl.dot(weight, tl.trans(x), total, input_precision=PRECISION)
         acc += total * scale.to(tl.float32)
     return acc
@@ -176,7 +180,7 @@ def int4_kernel(
     num_rows, num_outputs, num_inputs, num_groups, part,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHUNK: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr,
     UNITS: tl.constexpr, SPLIT: tl.constexpr, IN_TURN: tl.constexpr, SWIZZLE: tl.constexpr, GATED: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, ZERO: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features of ROWS rows (axis 0) from one part of the inputs (axis 1), or from IN_TURN parts one after
     another. UNIT inputs share a scale, or UNITS chunks do. Neighbours share SWIZZLE tiles of weights."""
@@ -200,21 +204,22 @@ def int4_kernel(
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for index in tl.static_range(IN_TURN):
+    for index in range(IN_TURN):
         first = (tl.program_id(1) + index) * (part // CHUNK)
         last = tl.minimum(first + part // CHUNK, tl.cdiv(num_inputs, CHUNK))
         acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
         for chunk in range(first, last):
             acc = _add_products(
                 acc, tl.load(words + chunk * PLANE), x_row + chunk * CHUNK, inside, chunk * CHUNK + column, num_inputs,
-                scales, zeros, num_groups, chunk, CHUNK, PLANE, UNIT, UNITS, EVEN, PRECISION,
+                scales, zeros, num_groups, chunk, CHUNK, PLANE, UNIT, UNITS, EVEN, ZERO, PRECISION,
             )  # fmt: skip
             if GATED:
                 up = _add_products(
                     up, tl.load(up_words + chunk * PLANE), x_row + chunk * CHUNK, inside, chunk * CHUNK + column,
-                    num_inputs, up_scales, up_zeros, num_groups, chunk, CHUNK, PLANE, UNIT, UNITS, EVEN, PRECISION,
+                    num_inputs, up_scales, up_zeros, num_groups, chunk, CHUNK, PLANE, UNIT, UNITS, EVEN, ZERO,
+                    PRECISION,
                 )  # fmt: skip
-        result = acc if IN_TURN == 1 else result + acc
+        result += acc
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -222,10 +227,10 @@ def int4_kernel(
     valid = (row < num_rows)[:, None] & (outputs < num_outputs)[None, :]
     result = tl.trans(result)  # (ROWS, OUTPUTS)
     if SPLIT > 1:
-        result, valid = _merge(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
+        result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
     if bias_ptr is not None:
         result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
     rounded = result.to(out_ptr.dtype.element_ty)
     if GATED:
-        rounded = _silu_mul(rounded, tl.trans(up).to(rounded.dtype))
+        rounded = round_silu_mul(rounded, tl.trans(up).to(rounded.dtype))
     tl.store(out_ptr + cells, rounded, mask=valid)

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from slipstream.kernels.compile_ahead import is_short
 from slipstream.models.drafts.base import EMBEDDING, HEAD
 from slipstream.models.files.checkpoint import read_json, read_tensors
+from slipstream.models.files.quantization import Quantization, read_quantization
 from slipstream.models.files.weights import load_weights
 from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.decoder_layer import DecoderLayer
 from slipstream.models.layers.linear import Embedding, Head
 from slipstream.models.layers.norm import RMSNorm
+from slipstream.models.layers.quantized import CACHE_SCALES, dequantize_head, quantize_linears
 from slipstream.models.targets.config import TargetSpec, is_complete
 from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer, read_config
 
@@ -24,9 +26,11 @@ if TYPE_CHECKING:
 
 
 class Target(nn.Module):
-    """Attributes: `config`; `path`, its folder; `embed_tokens` and `lm_head`, which drafters share."""
+    """Attributes: `config`; `path`, its folder; `quantization`, how weights are stored; `embed_tokens` and `lm_head`,
+    which drafters share."""
 
     path: Path | None = None
+    quantization: Quantization | None = None
     trust_remote_code = False
 
     def __init__(self, config: TargetSpec) -> None:
@@ -113,12 +117,19 @@ def load_target(
     dtype: torch.dtype,
     device: torch.device,
     trust_remote_code: bool = False,
+    quantization: str | None = None,
 ) -> Target:
-    """Reads a transformers checkpoint folder, strictly."""
+    """Reads a transformers checkpoint folder, strictly. `quantization`: "fp8" to quantise 16-bit weights on the fly."""
+    formats = read_quantization(path, quantization)
     with torch.device("meta"):
         target = Target(config)
     tensors = {key.removeprefix("model."): tensor for key, tensor in read_tensors(path).items()}
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(CACHE_SCALES)}
+    head = HEAD.removesuffix(".weight")
     if config.tie_word_embeddings:
-        tensors.pop(HEAD, None)
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(f"{head}.")}
+    dequantize_head(head, formats, tensors, dtype)
+    quantize_linears(target, formats, tensors)
+    target.quantization = formats
     target.path, target.trust_remote_code = path, trust_remote_code
     return load_weights(target, tensors, dtype, device, path)
