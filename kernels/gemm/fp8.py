@@ -3,8 +3,8 @@
 Inputs are quantised row by row, or by row and 128 inputs, or by a static scale of the file: none is taken over several
 rows. Hopper's tensor cores add FP8 products in less than fp32, so every 128 inputs a sum is added to one in fp32
 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). Both kernels cut the inputs into the same parts, add 128 inputs at a
-time in their order and have the weights as the left operand, so a row has the same bits in a pass of any size. Scales of
-rows and outputs are applied to the sums; those of blocks to the sum of their 128 inputs.
+time in their order and have the weights as the left operand, so a row has the same bits in a pass of any size. Scales
+of rows and outputs are applied to the sums; those of blocks to the sum of their 128 inputs.
 Letters: M rows, I inputs, O outputs, B = ceil(I / 128) blocks of inputs.
 """
 

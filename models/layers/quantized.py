@@ -186,7 +186,7 @@ class Int4Linear(QuantizedLinear):
             self.register_buffer("zeros", torch.empty(outputs, self.num_groups, dtype=torch.uint8))
         self.orders: dict[str | None, Tensor] = {}  # of parts, on the host
         if act_order:
-            self.register_buffer("order", torch.empty(inputs, dtype=torch.int64))
+            self.register_buffer("permutation", torch.empty(inputs, dtype=torch.int64))
 
     def _file_tensors(self, outputs: int) -> dict[str, FileTensor]:
         inputs, groups = self.in_features, self.num_groups
@@ -256,7 +256,7 @@ class Int4Linear(QuantizedLinear):
 
     def _order(self, part: str | None, groups: Tensor | None) -> Tensor | None:
         """Inputs by their group, from the group of each; None if that is their order in all parts."""
-        if "order" not in self._buffers:
+        if "permutation" not in self._buffers:
             return None
         groups = torch.arange(self.in_features) // self.group_size if groups is None else groups
         order = groups.argsort(stable=True)
@@ -267,7 +267,7 @@ class Int4Linear(QuantizedLinear):
         self.orders[part] = order
         if any(not torch.equal(order, other) for other in self.orders.values()):
             raise ValueError(f"{', '.join(map(str, self.orders))} read one input, but their g_idx differ")
-        self.get_buffer("order").copy_(order)
+        self.get_buffer("permutation").copy_(order)
         return order
 
     @property
@@ -287,14 +287,14 @@ class Int4Linear(QuantizedLinear):
 
     def _multiply(self, x: Tensor, gated: bool) -> Tensor:
         flat = x.reshape(-1, self.in_features)
-        if "order" in self._buffers:
-            flat = flat.index_select(1, self.get_buffer("order"))
+        if "permutation" in self._buffers:
+            flat = flat.index_select(1, self.get_buffer("permutation"))
         out = int4.int4_linear(flat, self.stored, self.bias, gated)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def dequantized(self) -> Tensor:
         weight = int4.dequantize(self.stored)
-        return weight[:, self.get_buffer("order").argsort()] if "order" in self._buffers else weight
+        return weight[:, self.get_buffer("permutation").argsort()] if "permutation" in self._buffers else weight
 
 
 def _nibbles(words: Tensor) -> Tensor:
