@@ -1,4 +1,4 @@
-"""Tiny targets as each library writes them, quantised here by plain formulas, and what transformers computes of them."""
+"""Tiny targets as libraries write them, quantised here by plain formulas, and what transformers computes of them."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ class Layout:
 def fp8(weight: Tensor, scale: Tensor, stored: Tensor, **others: Tensor) -> Quantized:
     """`scale` broadcasts; the file has it as `stored`."""
     codes = (weight / scale).clamp(-448, 448).to(FP8)
-    return {"weight": codes, **{name: stored for name in ("weight_scale",)}, **others}, codes.float() * scale
+    return {"weight": codes, "weight_scale": stored, **others}, codes.float() * scale
 
 
 def per_tensor(weight: Tensor) -> Quantized:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slipstream.models.files.quantization import FP8Format, Int4Format, read_quantization
+from slipstream.models.files.quantization import Int4Format, read_quantization
 from slipstream.models.layers.quantized import FP8Linear, Int4Linear
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target, load_config, load_target
@@ -92,7 +91,7 @@ def test_fused_projections_and_several_files(name: str, plain: Path, tmp_path: P
                 parts = parts[:1]  # of one tensor
                 if name in ("fp8-tensor", "fp8-static"):
                     parts = [torch.tensor(0.5)]
-            joined = parts[0] if len(parts) == 1 else torch.cat([part for part in parts], dim=along)
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=along)
             tensors[f"{prefix}qkv_proj.{end}"] = joined.contiguous()
             if end == "weight_shape":
                 del tensors[f"{prefix}qkv_proj.{end}"]
@@ -148,7 +147,7 @@ def test_networks_keep_their_dtype_beside_quantised_weights(plain: Path, tmp_pat
         ("gptq-v2", {"up_proj.bias": torch.ones(384)}, "up_proj has a bias"),
         ("packed-asymmetric", {"up_proj.weight_zero_point": None}, "missing layers.0.mlp.up_proj.weight_zero_point"),
         ("fp8-tensor", {"up_proj.weight": torch.ones(384, 256)}, "parts of layers.0.mlp.gate_up_proj differ in format"),
-        ("fp8-tensor", {"up_proj.weight": torch.ones(384, 256).to(torch.float8_e5m2)}, "float8_e5m2, not float8_e4m3fn"),
+        ("fp8-tensor", {"up_proj.weight": torch.ones(384, 256).to(torch.float8_e5m2)}, "float8_e5m2, not float8_e4m3"),
     ],
 )  # fmt: skip
 def test_faults_of_files_are_named(
@@ -178,10 +177,6 @@ def test_quantised_weights_need_a_config(plain: Path, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "fp8" / "model.safetensors")
     with pytest.raises(ValueError, match="embed_tokens.weight is float8_e4m3fn, not"):
         load(tmp_path / "fp8")
-
-
-def config(**values: Any) -> dict[str, Any]:
-    return values
 
 
 @pytest.mark.parametrize(
@@ -230,13 +225,22 @@ def test_groups_name_layers(tmp_path: Path) -> None:
     assert read_quantization(tmp_path).groups == []
 
 
-def test_compressed_tensors_packs_like_this(plain: Path) -> None:
-    """Its own compressor against the tests' formulas."""
-    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
-    codes = torch.randint(0, 16, (24, 64))
-    from slipstream.tests.quantized_targets import packed
-
-    assert torch.equal(helpers.pack_to_int32((codes - 8).to(torch.int8), 4), packed(codes))
-    zeros = codes[:, :3] - 8
-    assert torch.equal(helpers.pack_to_int32(zeros.to(torch.int8), 4, packed_dim=0), packed(codes[:, :3].t()).t())
-    assert FP8Format("tensor").scale_name == "weight_scale"
+@pytest.mark.parametrize("name", ["packed", "packed-asymmetric", "compressed-channel", "compressed-blocks"])
+def test_compressed_tensors_writes_the_same(name: str) -> None:
+    """Its own compressor of a layer, given the scales and zeros, against the tests' formulas."""
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    schemes = pytest.importorskip("compressed_tensors.quantization")
+    layout = LAYOUTS[name]
+    weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    expected, value = layout.quantize(weight)
+    given = {"weight": value, "weight_scale": expected["weight_scale"].to(value.dtype)}
+    if "weight_zero_point" in expected:
+        zeros = expected["weight_zero_point"].t()[..., None] >> torch.arange(0, 32, 4) & 15
+        given["weight_zero_point"] = (zeros.flatten(1).t() - 8).to(torch.int8)
+    scheme = schemes.QuantizationScheme(**layout.config["config_groups"]["group_0"])
+    kind = "pack-quantized" if name.startswith("packed") else "float-quantized"
+    found = compressors.BaseCompressor.get_value_from_registry(kind).compress(given, scheme)
+    assert found.keys() == expected.keys()
+    for key in expected:
+        assert torch.equal(found[key].float(), expected[key].float()), key
+        assert found[key].dtype == expected[key].dtype or key == "weight_scale"
