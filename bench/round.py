@@ -259,7 +259,7 @@ def passes(engine: Engine, length: float) -> Iterator[tuple[float, int]]:
     target, drafter = engine.runner.target, engine.runner.drafter
     item, head = target.dtype.itemsize, sum(x.nbytes for x in target.lm_head.parameters())
     layers = [layer.attention for layer in target.config.layers]
-    yield kv_bytes(layers, length, item), sum(x.nbytes for x in target.layers.parameters()) + head
+    yield kv_bytes(layers, length, item), sum(x.nbytes for x in target.layers.state_dict().values()) + head
     module = getattr(drafter, "module", None)
     if module is None or engine.planner.limits.most_nodes == 1:
         return
