@@ -109,10 +109,11 @@ def product_of(name: str, outputs: int, inputs: int, device: str) -> tuple[Multi
     if name.startswith("fp8"):
         codes, scales = fp8.quantize_weight(weight)
         blocks = name == "fp8 blocks"
+        given = fp8.InputScales(by_block=blocks)
         scales = scales[:1].expand(-(-outputs // 128), -(-inputs // 128)).contiguous() if blocks else scales
 
         def multiply(x: Tensor, gated: bool) -> Tensor:
-            return fp8.fp8_linear(fp8.quantize_rows(x, None, blocks), codes, scales, x.dtype, None, gated)
+            return fp8.fp8_linear(fp8.quantize_rows(x, given), codes, scales, None, gated)
 
         return multiply, codes.nbytes + scales.nbytes
     stored = random_int4(outputs, inputs, name == "int4 zeros", device)
@@ -215,8 +216,8 @@ def tunable(
     scales = torch.rand((outputs // 128, inputs // 128) if blocks else (outputs,), device=device)
 
     def multiply(x: Tensor, tiling: Tiling | None) -> Tensor:
-        rows = fp8.quantize_rows(x, None, blocks)
-        return fp8.fp8_linear.triton(rows, codes, scales, x.dtype, None, gated, None, tiling)
+        rows = fp8.quantize_rows(x, fp8.InputScales(by_block=blocks))
+        return fp8.fp8_linear.triton(rows, codes, scales, None, gated, None, tiling)
 
     return multiply
 

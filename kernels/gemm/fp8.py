@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.kernels.gemm.small_m import Tiling, choose_tiling, merge_parts, part_inputs, round_silu_mul, scratch
 from slipstream.kernels.launch import Op, pdl_options, use_triton, wait_for_inputs
-from slipstream.kernels.norm import as_rows
+from slipstream.kernels.norm import add_rms_norm, as_rows, rms_norm
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
@@ -37,6 +37,17 @@ class QuantizedRows(NamedTuple):
 
     codes: Tensor  # (M, I) e4m3
     scales: Tensor  # fp32: (M,), or (B, M) of blocks of 128 inputs
+    dtype: torch.dtype  # of what was quantised, and of products
+
+
+class InputScales(NamedTuple):
+    """How a layer's inputs are scaled."""
+
+    static: Tensor | None = None  # () fp32, of all inputs; None: by what a row holds
+    by_block: bool = False  # by row and 128 inputs, else by row
+
+
+BY_ROW = InputScales()
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,10 +72,11 @@ def runs_kernels(x: Tensor, num_inputs: int) -> bool:
 
 
 @Op
-def quantize_rows(x: Tensor, static: Tensor | None = None, by_block: bool = False) -> QuantizedRows:
-    """x (M, I), any float dtype. `static`: the scale () fp32 of all inputs; else the largest of each row, or of each
-    row's blocks of 128, becomes 448."""
+def quantize_rows(x: Tensor, given: InputScales = BY_ROW) -> QuantizedRows:
+    """x (M, I), any float dtype. Without a static scale the largest number of each row, or of each row's blocks of 128,
+    becomes 448."""
     rows, columns = x.shape
+    static, by_block = given
     if static is not None:
         scales = static.float().expand(rows)
         spread = scales[:, None]
@@ -76,20 +88,15 @@ def quantize_rows(x: Tensor, static: Tensor | None = None, by_block: bool = Fals
     else:
         scales = (x.float().abs().amax(dim=1) / LARGEST).clamp(min=SMALLEST_SCALE)
         spread = scales[:, None]
-    return QuantizedRows((x.float() / spread).clamp(-LARGEST, LARGEST).to(E4M3), scales)
+    return QuantizedRows((x.float() / spread).clamp(-LARGEST, LARGEST).to(E4M3), scales, x.dtype)
 
 
 @quantize_rows.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1]))
-def quantize_rows_triton(x: Tensor, static: Tensor | None = None, by_block: bool = False) -> QuantizedRows:
-    x, (rows, columns) = as_rows(x), x.shape
-    blocks = triton.cdiv(columns, BLOCK)
-    codes = torch.empty(rows, columns, dtype=E4M3, device=x.device)
-    if static is not None:
-        scales = static.expand(rows)
-    else:
-        scales = torch.empty((blocks, rows) if by_block else rows, dtype=torch.float32, device=x.device)
+def quantize_rows_triton(x: Tensor, given: InputScales = BY_ROW) -> QuantizedRows:
+    x, (rows, columns), (static, by_block) = as_rows(x), x.shape, given
+    codes, scales, _ = new = _empty_rows(x, given)
     if rows == 0:
-        return QuantizedRows(codes, scales)
+        return new
     # A program takes a row whose scale it must find, else 1,024 inputs of it.
     width = triton.next_power_of_2(columns) if static is None and not by_block else 1024
     warps = min(max(width // 512, 4), 16)
@@ -97,7 +104,48 @@ def quantize_rows_triton(x: Tensor, static: Tensor | None = None, by_block: bool
         x, static, codes, scales, x.stride(0), rows, columns,
         WIDTH=width, BY_BLOCK=by_block, GROUP=BLOCK, num_warps=warps, **pdl_options(x.device),
     )  # fmt: skip
-    return QuantizedRows(codes, scales)
+    return new
+
+
+def _empty_rows(x: Tensor, given: InputScales) -> QuantizedRows:
+    rows, columns = x.shape
+    codes = torch.empty(rows, columns, dtype=E4M3, device=x.device)
+    if given.static is not None:
+        return QuantizedRows(codes, given.static.expand(rows), x.dtype)
+    shape = (triton.cdiv(columns, BLOCK), rows) if given.by_block else (rows,)
+    return QuantizedRows(codes, torch.empty(shape, dtype=torch.float32, device=x.device), x.dtype)
+
+
+@Op
+def quantized_rms_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, given: InputScales, out: Tensor | None = None
+) -> tuple[QuantizedRows, Tensor]:
+    """(quantize_rows(rms_norm(summed)), summed) with summed = residual + delta (M, I), as kernels/norm.py computes it;
+    without `delta` it is `residual`. `out` (M, I), rows may be strided, receives `summed`."""
+    if delta is None:
+        return quantize_rows.reference(rms_norm.reference(residual, weight, eps), given), residual
+    normed, summed = add_rms_norm.reference(residual, delta, weight, eps, out)
+    return quantize_rows.reference(normed, given), summed
+
+
+@quantized_rms_norm.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1]))
+def quantized_rms_norm_triton(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, given: InputScales, out: Tensor | None = None
+) -> tuple[QuantizedRows, Tensor]:
+    old, new = as_rows(residual), None if delta is None else as_rows(delta)
+    sums = residual if delta is None else torch.empty_like(old) if out is None else out
+    rows, columns = old.shape
+    codes, scales, _ = quantized = _empty_rows(old, given)
+    if rows == 0:
+        return quantized, sums
+    width = max(triton.next_power_of_2(columns), BLOCK)
+    _norm_and_quantize[(rows,)](
+        old, new, weight, sums, given.static, codes, scales,
+        old.stride(0), 0 if new is None else new.stride(0), sums.stride(0), rows, eps,
+        SIZE=columns, WIDTH=width, BY_BLOCK=given.by_block, GROUP=BLOCK, num_warps=min(max(width // 256, 1), 16),
+        **pdl_options(old.device),
+    )  # fmt: skip
+    return quantized, sums
 
 
 @Op
@@ -105,11 +153,10 @@ def fp8_linear(
     x: QuantizedRows,
     weight: Tensor,
     scales: Tensor,
-    dtype: torch.dtype,
     bias: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """(codes * scales of x) (M, I) @ (weight (O, I) e4m3 * scales).T + bias (O,) -> (M, O) in `dtype`.
+    """(codes * scales of x) (M, I) @ (weight (O, I) e4m3 * scales).T + bias (O,) -> (M, O) in x's dtype.
 
     `scales`: (O,), or (ceil O / 128, B) of blocks; then inputs have scales by block, too. `gated`, without a bias:
     silu_mul of that, (M, O / 2). On the CPU in fp64, in which sums of e4m3 products are exact in any order.
@@ -118,7 +165,7 @@ def fp8_linear(
     out = (x.codes.to(work) @ weight.to(work).t()) if scales.dim() == 1 else _blockwise(x, weight, scales, work)
     if scales.dim() == 1:
         out = out * x.scales.to(work)[:, None] * scales.to(work)
-    out = (out if bias is None else out + bias.to(work)).to(dtype)
+    out = (out if bias is None else out + bias.to(work)).to(x.dtype)
     return silu_mul.reference(out) if gated else out
 
 
@@ -133,7 +180,6 @@ def fp8_linear_triton(
     x: QuantizedRows,
     weight: Tensor,
     scales: Tensor,
-    dtype: torch.dtype,
     bias: Tensor | None = None,
     gated: bool = False,
     few: bool | None = None,
@@ -143,9 +189,9 @@ def fp8_linear_triton(
     rows = len(x.codes)
     is_few = rows <= (FEW_GATED_ROWS if gated else FEW_ROWS) if few is None else few
     if is_few:
-        return _few_rows(x, weight, scales, dtype, bias, gated, tiling)
+        return _few_rows(x, weight, scales, bias, gated, tiling)
     split = 1 if gated else choose_tiling(*weight.shape).split
-    out = _many_rows(x, weight, scales, dtype, bias, split)
+    out = _many_rows(x, weight, scales, bias, split)
     return silu_mul(out) if gated else out
 
 
@@ -158,11 +204,11 @@ def choose_fp8_tiling(num_outputs: int, num_inputs: int, gated: bool, num_rows: 
 
 
 def _few_rows(
-    x: QuantizedRows, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None, gated: bool,
+    x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, gated: bool,
     tiling: Tiling | None = None,
 ) -> Tensor:  # fmt: skip
     (num_rows, num_inputs), num_outputs = x.codes.shape, len(weight) // (2 if gated else 1)
-    out = torch.empty(num_rows, num_outputs, dtype=dtype, device=weight.device)
+    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=weight.device)
     if num_rows == 0:
         return out
     assert bias is None or not gated
@@ -179,11 +225,11 @@ def _few_rows(
 
 
 def _many_rows(
-    x: QuantizedRows, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None, split: int,
+    x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, split: int,
     tile: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     (num_rows, num_inputs), num_outputs = x.codes.shape, len(weight)
-    out = torch.empty(num_rows, num_outputs, dtype=dtype, device=weight.device)
+    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=weight.device)
     if num_rows == 0:
         return out
     rows, outputs = tile or ((64, 64) if num_rows * num_outputs <= 1 << 20 else (128, 128))
@@ -204,9 +250,41 @@ def _quantize_rows(
     WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH
+    columns = first + tl.arange(0, WIDTH)
     x = tl.load(x_ptr + row * stride + columns, mask=columns < num_inputs, other=0.0).to(tl.float32)
+    _store_codes(x, row, first, static_ptr, codes_ptr, scales_ptr, num_rows, num_inputs, WIDTH, BY_BLOCK, GROUP)
+
+
+@triton.jit
+def _norm_and_quantize(
+    residual_ptr, delta_ptr, weight_ptr, summed_ptr, static_ptr, codes_ptr, scales_ptr,
+    residual_stride, delta_stride, summed_stride, num_rows, eps,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rounds where the separate kernels round."""
+    wait_for_inputs(PDL)
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    mask = columns < SIZE
+    summed = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0)
+    if delta_ptr is not None:
+        delta = tl.load(delta_ptr + row * delta_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        summed = (summed.to(tl.float32) + delta).to(summed_ptr.dtype.element_ty)
+        tl.store(summed_ptr + row * summed_stride + columns, summed, mask=mask)
+    x = summed.to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    normed = (x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * weight).to(summed_ptr.dtype.element_ty)
+    normed = normed.to(tl.float32)
+    _store_codes(normed, row, 0, static_ptr, codes_ptr, scales_ptr, num_rows, SIZE, WIDTH, BY_BLOCK, GROUP)
+
+
+@triton.jit
+def _store_codes(
+    x, row, first, static_ptr, codes_ptr, scales_ptr, num_rows, num_inputs,
+    WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """x (WIDTH,): the inputs of a row from `first` on, 0 beyond the last; all of them where they share a scale."""
+    columns = first + tl.arange(0, WIDTH)
     if static_ptr is not None:
         scaled = tl.div_rn(x, tl.zeros((WIDTH,), tl.float32) + tl.load(static_ptr))
     elif BY_BLOCK:
@@ -214,7 +292,7 @@ def _quantize_rows(
         scale = tl.div_rn(tl.max(tl.abs(blocks), axis=1), tl.full((WIDTH // GROUP,), 448.0, tl.float32))
         scale = tl.maximum(scale, 1e-12)
         scaled = tl.reshape(tl.div_rn(blocks, tl.broadcast_to(scale[:, None], (WIDTH // GROUP, GROUP))), (WIDTH,))
-        block = tl.program_id(1) * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
+        block = first // GROUP + tl.arange(0, WIDTH // GROUP)
         cells = scales_ptr + block.to(tl.int64) * num_rows + row
         tl.store(cells, scale, mask=block * GROUP < num_inputs)
     else:

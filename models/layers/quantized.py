@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.gemm import fp8, int4
+from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.models.files.quantization import BLOCK, Format, FP8Format, Int4Format, Quantization
+from slipstream.models.layers.decoder_layer import DecoderLayer
 from slipstream.models.layers.linear import CHUNK, Head, Linear, copy_converted
 
 logger = logging.getLogger(__name__)
@@ -83,7 +85,7 @@ class QuantizedLinear(Linear):
 
 
 class FP8Linear(QuantizedLinear):
-    """Weights and inputs in e4m3 (kernels/gemm/fp8.py)."""
+    """Weights and inputs in e4m3 (kernels/gemm/fp8.py). A norm that it alone reads may quantise its inputs."""
 
     storage = {"weight": fp8.E4M3} | dict.fromkeys(("weight_scale", "input_scales", "input_scale"), torch.float32)
 
@@ -146,20 +148,22 @@ class FP8Linear(QuantizedLinear):
             codes.copy_(quantized)
             own.copy_(found)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | fp8.QuantizedRows) -> Tensor:
         return self._multiply(input, gated=False)
 
-    def gated(self, x: Tensor) -> Tensor:
-        if self.bias is not None:
-            return super().gated(x)
-        return self._multiply(x, gated=True)
+    def gated(self, x: Tensor | fp8.QuantizedRows) -> Tensor:
+        return silu_mul(self(x)) if self.bias is not None else self._multiply(x, gated=True)
 
-    def _multiply(self, x: Tensor, gated: bool) -> Tensor:
-        flat = x.reshape(-1, self.in_features)
+    def scales_of_inputs(self) -> fp8.InputScales:
         static = self.get_buffer("input_scale") if self.format.static else None
-        quantized = fp8.quantize_rows(flat, static, self.format.scales == "block")
+        return fp8.InputScales(static, self.format.scales == "block")
+
+    def _multiply(self, x: Tensor | fp8.QuantizedRows, gated: bool) -> Tensor:
         weight, scale = self.get_buffer("weight"), self.get_buffer("weight_scale")
-        out = fp8.fp8_linear(quantized, weight, scale, x.dtype, self.bias, gated)
+        if isinstance(x, fp8.QuantizedRows):
+            return fp8.fp8_linear(x, weight, scale, self.bias, gated)
+        rows = fp8.quantize_rows(x.reshape(-1, self.in_features), self.scales_of_inputs())
+        out = fp8.fp8_linear(rows, weight, scale, self.bias, gated)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def dequantized(self) -> Tensor:
@@ -281,9 +285,7 @@ class Int4Linear(QuantizedLinear):
         return self._multiply(input, gated=False)
 
     def gated(self, x: Tensor) -> Tensor:
-        if self.bias is not None:
-            return super().gated(x)
-        return self._multiply(x, gated=True)
+        return silu_mul(self(x)) if self.bias is not None else self._multiply(x, gated=True)
 
     def _multiply(self, x: Tensor, gated: bool) -> Tensor:
         flat = x.reshape(-1, self.in_features)
@@ -324,6 +326,9 @@ def quantize_linears(network: nn.Module, quantization: Quantization | None, tens
             if quantized is not None:
                 parent, _, name = path.rpartition(".")
                 setattr(network.get_submodule(parent), name, quantized)
+    for module in network.modules():
+        for norm, reader in module.norm_readers if isinstance(module, DecoderLayer) else ():
+            norm.quantize = reader.scales_of_inputs if isinstance(reader, FP8Linear) else None
 
 
 def _quantized(

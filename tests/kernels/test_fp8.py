@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from slipstream.kernels.gemm import fp8
 from slipstream.kernels.gemm.activation import silu_mul
-from slipstream.kernels.gemm.fp8 import QuantizedRows, fp8_linear, quantize_rows
+from slipstream.kernels.gemm.fp8 import InputScales, QuantizedRows, fp8_linear, quantize_rows, quantized_rms_norm
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
 
 SHAPES = [(1, 256, 272), (3, 320, 128), (8, 128, 4096), (70, 70, 512)]
@@ -28,7 +28,7 @@ def layer(outputs: int, inputs: int, blocks: bool, device: str) -> tuple[Tensor,
 def rows_of(count: int, inputs: int, blocks: bool, device: str) -> QuantizedRows:
     generator = torch.Generator(device).manual_seed(count)
     x = torch.randn(count, inputs, generator=generator, device=device)
-    return quantize_rows.reference(x, None, blocks)
+    return quantize_rows.reference(x, InputScales(by_block=blocks))
 
 
 def formula(x: QuantizedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
@@ -58,7 +58,7 @@ def test_products_are_those_of_their_formula(shape: tuple[int, int, int], blocks
         for run in (fp8_linear.reference, fp8_linear.triton):
             own = {"few": few and rows <= 64} if run is fp8_linear.triton else {}
             with poisoned():
-                out = run(x, weight, scales, torch.float32, own_bias, gated, **own)
+                out = run(x, weight, scales, own_bias, gated, **own)
             torch.testing.assert_close(out.double(), expected, atol=2e-3 if device == "cuda" else 1e-5, rtol=1e-3)
 
 
@@ -76,12 +76,12 @@ def test_inputs_are_quantised_by_row(by_block: bool, device: str) -> None:
     x = torch.cat((codes.float() * scales[:, blocks], torch.full((5, 8), 1e9, device=device)), dim=1)[:, :272]
     for run in (quantize_rows.reference, quantize_rows.triton):
         with poisoned():
-            found = run(x, None, by_block)
+            found = run(x, InputScales(by_block=by_block))
         assert torch.equal(found.codes.float(), codes.float())
         largest = (codes.float() * scales[:, blocks]).abs()
         expected = torch.stack([largest[:, blocks == index].amax(1) / 448 for index in range(scales.shape[1])])
         assert torch.equal(found.scales, (expected if by_block else expected[0]).clamp(min=1e-12))
-        static = run(8 * codes.float(), torch.tensor(4.0, device=device))  # half of them are too large
+        static = run(8 * codes.float(), InputScales(torch.tensor(4.0, device=device)))  # half of them are too large
         assert torch.equal(static.codes.float(), (2 * codes.float()).clamp(-448, 448))
         assert torch.equal(static.scales, torch.full((5,), 4.0, device=device))
 
@@ -91,7 +91,7 @@ def test_no_rows_and_the_dispatch(device: str) -> None:
     weight, scales = layer(256, 128, False, device)
     assert fp8_linear.triton(rows_of(3, 128, False, device)._replace(
         codes=torch.empty(0, 128, dtype=fp8.E4M3, device=device)
-    ), weight, scales, torch.bfloat16).shape == (0, 256)  # fmt: skip
+    ), weight, scales).shape == (0, 256)  # fmt: skip
     assert not fp8.runs_kernels(torch.zeros(1, 128), 128)
 
 
@@ -104,13 +104,13 @@ def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], blocks
     weight, scales = layer(*shape, blocks, "cuda")
     x = torch.randn(ROWS[-1], shape[1], device="cuda").bfloat16()
     for gated in (False, True):
-        whole = fp8_linear(quantize_rows(x, None, blocks), weight, scales, torch.bfloat16, None, gated)
-        expected = formula(quantize_rows(x[:40], None, blocks), weight, scales, None, gated)
+        whole = fp8_linear(quantize_rows(x, InputScales(by_block=blocks)), weight, scales, None, gated)
+        expected = formula(quantize_rows(x[:40], InputScales(by_block=blocks)), weight, scales, None, gated)
         torch.testing.assert_close(whole[:40].double(), expected, atol=2e-2, rtol=2e-2)
         for count in ROWS:
             start = (ROWS[-1] - count) // 3
-            own = quantize_rows(x[start : start + count], None, blocks)
-            found = fp8_linear(own, weight, scales, torch.bfloat16, None, gated)
+            own = quantize_rows(x[start : start + count], InputScales(by_block=blocks))
+            found = fp8_linear(own, weight, scales, None, gated)
             assert torch.equal(found, whole[start : start + count]), (gated, count)
 
 
@@ -119,8 +119,8 @@ def test_a_row_has_the_same_bits_among_any_others(shape: tuple[int, int], blocks
 def test_inputs_are_quantised_as_on_the_cpu() -> None:
     x = torch.randn(33, 4096).bfloat16()
     for static, by_block in ((None, False), (None, True), (torch.tensor(0.013), False)):
-        expected = quantize_rows.reference(x, static, by_block)
-        found = quantize_rows(x.cuda(), None if static is None else static.cuda(), by_block)
+        expected = quantize_rows.reference(x, InputScales(static, by_block))
+        found = quantize_rows(x.cuda(), InputScales(None if static is None else static.cuda(), by_block))
         assert torch.equal(found.codes.cpu().float(), expected.codes.float())
         assert torch.equal(found.scales.cpu(), expected.scales)
 
@@ -135,7 +135,7 @@ def test_a_graph_replays_a_chain() -> None:
     def chain(x: Tensor, pause: bool = False) -> Tensor:
         for _ in range(8):
             for (weight, scales), gated in ((gate_up, True), (down, False)):
-                x = fp8_linear(quantize_rows(x), weight, scales, torch.bfloat16, None, gated)
+                x = fp8_linear(quantize_rows(x), weight, scales, None, gated)
                 if pause:
                     torch.cuda.synchronize()
         return x
@@ -147,8 +147,31 @@ def test_a_graph_replays_a_chain() -> None:
 
 def test_gated_products_round_as_the_two_kernels() -> None:
     weight, scales = layer(256, 128, False, "cpu")
-    x = rows_of(5, 128, False, "cpu")
+    x = rows_of(5, 128, False, "cpu")._replace(dtype=torch.float16)
     if torch.cuda.is_available():
-        weight, scales, x = weight.cuda(), scales.cuda(), QuantizedRows(*(tensor.cuda() for tensor in x))
-    apart = silu_mul.triton(fp8_linear.triton(x, weight, scales, torch.float16))
-    assert torch.equal(fp8_linear.triton(x, weight, scales, torch.float16, None, True), apart)
+        weight, scales, x = weight.cuda(), scales.cuda(), QuantizedRows(x.codes.cuda(), x.scales.cuda(), x.dtype)
+    apart = silu_mul.triton(fp8_linear.triton(x, weight, scales))
+    assert torch.equal(fp8_linear.triton(x, weight, scales, None, True), apart)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", [(None, False), (None, True), (0.03125, False)])
+def test_norms_quantise_their_output(given: tuple[float | None, bool], device: str) -> None:
+    """As norm and quantisation apart; in fp32 on the CPU, where the interpreter rounds to e4m3 in its own way."""
+    residual, delta = (torch.randn(6, 400, device=device)[:, :272] for _ in range(2))
+    weight, out = 1 + torch.rand(272, device=device), torch.empty(6, 600, device=device)[:, :272]
+    scales = InputScales(None if given[0] is None else torch.tensor(given[0], device=device), given[1])
+    for own in (None, delta):
+        rows, summed = quantized_rms_norm.triton(residual, own, weight, 1e-5, scales, None if own is None else out)
+        expected, total = quantized_rms_norm.reference(residual, own, weight, 1e-5, scales)
+        assert torch.equal(summed, total)
+        assert own is None or summed.data_ptr() == out.data_ptr()
+        torch.testing.assert_close(rows.scales, expected.scales)
+        exact = quantize_rows.triton(add_or_not(residual, own, weight), scales)
+        same = (rows.codes.float() == exact.codes.float()).float().mean()
+        assert same > 0.99, "but for sums in another order"
+
+
+def add_or_not(residual: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+    summed = residual if delta is None else residual + delta
+    return F.rms_norm(summed, weight.shape, weight, 1e-5)
