@@ -20,8 +20,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.gemm.activation import silu_mul
-from slipstream.kernels.gemm.small_m import PROGRAMS, Tiling, merge_parts, part_inputs, round_silu_mul, scratch
-from slipstream.kernels.launch import Op, pdl_options, use_triton
+from slipstream.kernels.gemm.small_m import (
+    PROGRAMS,
+    SHARED_MEMORY,
+    Tiling,
+    merge_parts,
+    part_inputs,
+    round_silu_mul,
+    scratch,
+)
+from slipstream.kernels.launch import Op, pdl_options, shared_memory, use_triton
 
 CHUNK = 256  # inputs of 32 words
 PLANE = 32  # inputs of the i-th nibbles of these
@@ -71,15 +79,18 @@ def dequantize(weight: Int4Weight) -> Tensor:
 
 
 def runs_kernel(x: Tensor, weight: Int4Weight, *_: object, **__: object) -> bool:
-    return use_triton(x) and x.dtype in (torch.bfloat16, torch.float16) and weight.num_inputs % 8 == 0
+    """On GPUs with the shared memory of Hopper's, for rows of 16-bit numbers that are loaded 16 bytes at a time."""
+    fits = x.dtype in (torch.bfloat16, torch.float16) and weight.num_inputs % 8 == 0
+    return fits and use_triton(x) and shared_memory(x.device) >= SHARED_MEMORY
 
 
 @Op
 def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, gated: bool = False) -> Tensor:
     """x (M, I) @ weight (O, I).T + bias (O,) -> (M, O) in x's dtype; `gated`, without a bias: silu_mul of that,
     (M, O / 2)."""
-    out = x.float() @ dequantize(weight).t()
-    out = (out if bias is None else out + bias.float()).to(x.dtype)
+    work = x.dtype if x.is_cuda else torch.float32
+    out = x.to(work) @ dequantize(weight).to(work).t()
+    out = (out if bias is None else out + bias.to(work)).to(x.dtype)
     return silu_mul.reference(out) if gated else out
 
 
