@@ -114,7 +114,7 @@ def _find_config(path: Path) -> Mapping[str, Any] | None:
 
 
 def _read(values: Mapping[str, Any]) -> Quantization:
-    method = str(values.get("quant_method", "")).lower()
+    method = str(values.get("quant_method") or ("modelopt" if "quant_algo" in values else "")).lower()
     readers: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
         "fp8": _read_fp8,
         "compressed-tensors": _read_compressed_tensors,
@@ -185,7 +185,8 @@ def _read_group(values: Mapping[str, Any], group: Mapping[str, Any]) -> Format:
         _expect(inputs, "type", "float")
         is_static = not inputs.get("dynamic", False)
         if strategy == "block":
-            if list(weights.get("block_structure") or ()) != [BLOCK, BLOCK] or is_static:
+            blocks = weights.get("block_structure") or ()
+            if list(map(int, blocks.split("x") if isinstance(blocks, str) else blocks)) != [BLOCK, BLOCK] or is_static:
                 raise ValueError(f"block_structure is {weights.get('block_structure')}, with static inputs {is_static}")
             _expect(inputs, "group_size", BLOCK)
             return FP8Format("block")
@@ -213,6 +214,7 @@ def _read_awq(values: Mapping[str, Any]) -> Quantization:
 def _read_gptq(values: Mapping[str, Any]) -> Quantization:
     _expect(values, "bits", 4)
     _expect(values, "checkpoint_format", None, "", "gptq", "gptq_v2")
+    _expect(values, "is_marlin_format", None, False)
     for pattern, change in (values.get("dynamic") or {}).items():
         own = {name: change[name] for name in ("bits", "group_size", "sym") if name in (change or {})}
         if not pattern.startswith("-:") and any(values.get(name) != value for name, value in own.items()):

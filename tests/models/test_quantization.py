@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slipstream.models.files.quantization import Int4Format, read_quantization
+from slipstream.models.files.quantization import FP8Format, Int4Format, read_quantization
 from slipstream.models.layers.quantized import FP8Linear, Int4Linear
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target, load_config, load_target
@@ -186,6 +186,7 @@ def test_quantised_weights_need_a_config(plain: Path, tmp_path: Path) -> None:
         (GPTQ | {"bits": 8}, "bits is 8"),
         (GPTQ | {"checkpoint_format": "gptq_p"}, "checkpoint_format is 'gptq_p'"),
         (GPTQ | {"group_size": 48}, "group_size is 48"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format is True"),
         (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic gives"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'"),
         ({"quant_method": "fp8", **BLOCKS, "weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]"),
@@ -205,6 +206,31 @@ def test_other_formats_are_refused_with_the_known_ones(values: dict[str, Any], m
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": values}))
     with pytest.raises(ValueError, match=f"{message}.*; known formats: fp8 .*gptq"):
         read_quantization(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "format"),
+    [
+        (GPTQ | {"group_size": 512, "desc_act": True}, Int4Format("gptq", 512, symmetric=True, zero_offset=1)),
+        (compressed("pack-quantized", w4(0, True) | {"strategy": "channel"}), Int4Format("packed", -1, symmetric=True)),
+        ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head"]}, FP8Format("channel")),
+        (
+            compressed(
+                "float-quantized",
+                w8("block", block_structure="128x128"),
+                w8("group", group_size=128) | {"dynamic": True},
+            ),
+            FP8Format("block"),
+        ),
+        (
+            compressed("naive-quantized", w8("channel"), w8("tensor", dynamic=False)),
+            FP8Format("channel", static=True),
+        ),
+    ],
+)
+def test_variants_are_read(values: dict[str, Any], format: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": values}}))
+    assert read_quantization(tmp_path).format_of("layers.0.mlp.up_proj") == format
 
 
 def test_groups_name_layers(tmp_path: Path) -> None:
