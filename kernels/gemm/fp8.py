@@ -149,6 +149,28 @@ def quantized_rms_norm_triton(
 
 
 @Op
+def quantized_silu_mul(gate_up: Tensor, given: InputScales) -> QuantizedRows:
+    """quantize_rows(silu_mul(gate_up (M, 2 * I))): the inputs of a layer after a gated one."""
+    return quantize_rows.reference(silu_mul.reference(gate_up), given)
+
+
+@quantized_silu_mul.kernel(when=lambda x, *_, **__: runs_kernels(x, x.shape[-1] // 2))
+def quantized_silu_mul_triton(gate_up: Tensor, given: InputScales) -> QuantizedRows:
+    gate_up = as_rows(gate_up)
+    rows, columns = len(gate_up), gate_up.shape[1] // 2
+    codes, scales, _ = quantized = _empty_rows(gate_up[:, :columns], given)
+    if rows == 0:
+        return quantized
+    width = 1024 if given.by_block or given.static is not None else triton.next_power_of_2(columns)
+    _silu_mul_and_quantize[(rows, triton.cdiv(columns, width))](
+        gate_up, given.static, codes, scales, gate_up.stride(0), rows, columns,
+        WIDTH=width, BY_BLOCK=given.by_block, GROUP=BLOCK, num_warps=min(max(width // 512, 4), 16),
+        **pdl_options(gate_up.device),
+    )  # fmt: skip
+    return quantized
+
+
+@Op
 def fp8_linear(
     x: QuantizedRows,
     weight: Tensor,
@@ -276,6 +298,22 @@ def _norm_and_quantize(
     normed = (x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * weight).to(summed_ptr.dtype.element_ty)
     normed = normed.to(tl.float32)
     _store_codes(normed, row, 0, static_ptr, codes_ptr, scales_ptr, num_rows, SIZE, WIDTH, BY_BLOCK, GROUP)
+
+
+@triton.jit
+def _silu_mul_and_quantize(
+    gate_up_ptr, static_ptr, codes_ptr, scales_ptr, stride, num_rows, num_inputs,
+    WIDTH: tl.constexpr, BY_BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rounds where the separate kernels round."""
+    wait_for_inputs(PDL)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH
+    columns = first + tl.arange(0, WIDTH)
+    gate_up_ptr += row * stride + columns
+    gate = tl.load(gate_up_ptr, mask=columns < num_inputs, other=0.0)
+    up = tl.load(gate_up_ptr + num_inputs, mask=columns < num_inputs, other=0.0)
+    x = round_silu_mul(gate, up).to(tl.float32)
+    _store_codes(x, row, first, static_ptr, codes_ptr, scales_ptr, num_rows, num_inputs, WIDTH, BY_BLOCK, GROUP)
 
 
 @triton.jit

@@ -7,9 +7,9 @@ Letters: I and O input and output channels, G groups of inputs.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.models.files.quantization import BLOCK, Format, FP8Format, Int4Format, Quantization
 from slipstream.models.layers.decoder_layer import DecoderLayer
 from slipstream.models.layers.linear import CHUNK, Head, Linear, copy_converted
+from slipstream.models.layers.mlp import GatedMLP
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +87,13 @@ class QuantizedLinear(Linear):
 
 
 class FP8Linear(QuantizedLinear):
-    """Weights and inputs in e4m3 (kernels/gemm/fp8.py). A norm that it alone reads may quantise its inputs."""
+    """Weights and inputs in e4m3 (kernels/gemm/fp8.py). A norm that it alone reads may quantise its inputs.
 
+    `quantize`: the scales of what reads its gated outputs, where that is one FP8 layer; then rows (T, O / 2) may come
+    quantised.
+    """
+
+    quantize: Callable[[], fp8.InputScales] | None = None
     storage = {"weight": fp8.E4M3} | dict.fromkeys(("weight_scale", "input_scales", "input_scale"), torch.float32)
 
     def __init__(self, like: Linear, format: FP8Format) -> None:
@@ -153,6 +159,9 @@ class FP8Linear(QuantizedLinear):
         return self._multiply(input, gated=False)
 
     def gated(self, x: Tensor | fp8.QuantizedRows) -> Tensor:
+        rows, quantize = x.codes if isinstance(x, fp8.QuantizedRows) else x, self.quantize
+        if quantize is not None and rows.dim() == 2 and len(rows) > fp8.FEW_GATED_ROWS:  # few: gated by the product
+            return cast(Tensor, fp8.quantized_silu_mul(self(x), quantize()))
         return silu_mul(self(x)) if self.bias is not None else self._multiply(x, gated=True)
 
     def scales_of_inputs(self) -> fp8.InputScales:
@@ -330,6 +339,9 @@ def quantize_linears(network: nn.Module, quantization: Quantization | None, tens
     for module in network.modules():
         for norm, reader in module.norm_readers if isinstance(module, DecoderLayer) else ():
             norm.quantize = reader.scales_of_inputs if isinstance(reader, FP8Linear) else None
+        if isinstance(module, GatedMLP) and isinstance(module.gate_up_proj, FP8Linear):
+            down = module.down_proj
+            module.gate_up_proj.quantize = down.scales_of_inputs if isinstance(down, FP8Linear) else None
 
 
 def _quantized(

@@ -7,7 +7,14 @@ from torch.nn import functional as F
 
 from slipstream.kernels.gemm import fp8
 from slipstream.kernels.gemm.activation import silu_mul
-from slipstream.kernels.gemm.fp8 import InputScales, QuantizedRows, fp8_linear, quantize_rows, quantized_rms_norm
+from slipstream.kernels.gemm.fp8 import (
+    InputScales,
+    QuantizedRows,
+    fp8_linear,
+    quantize_rows,
+    quantized_rms_norm,
+    quantized_silu_mul,
+)
 from slipstream.tests.kernels.triton_runs import DEVICES, cover, poisoned, replayed
 
 SHAPES = [(1, 256, 272), (3, 320, 128), (8, 128, 4096), (70, 70, 512)]
@@ -170,6 +177,19 @@ def test_norms_quantise_their_output(given: tuple[float | None, bool], device: s
         exact = quantize_rows.triton(add_or_not(residual, own, weight), scales)
         same = (rows.codes.float() == exact.codes.float()).float().mean()
         assert same > 0.99, "but for sums in another order"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("by_block", [False, True])
+def test_gated_activations_are_quantised_in_one_kernel(by_block: bool, device: str) -> None:
+    gate_up = torch.randn(7, 2 * 272 + 16, device=device).half()[:, : 2 * 272]
+    for static in (None, torch.tensor(0.01, device=device)):
+        given = InputScales(static, by_block)
+        found, apart = quantized_silu_mul.triton(gate_up, given), quantize_rows.triton(silu_mul.triton(gate_up), given)
+        assert torch.equal(found.codes.float(), apart.codes.float())
+        assert torch.equal(found.scales, apart.scales)
+        expected = quantized_silu_mul.reference(gate_up, given)
+        torch.testing.assert_close(found.scales, expected.scales, atol=0, rtol=2e-3)
 
 
 def add_or_not(residual: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:

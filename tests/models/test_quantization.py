@@ -62,14 +62,14 @@ def test_logits_equal_transformers(name: str, plain: Path, tmp_path: Path) -> No
         name = "self_attn" if fused == "qkv_proj" else "mlp"
         for part, rows in parts.items():
             torch.testing.assert_close(weight[rows], values[f"model.layers.1.{name}.{part}.weight"])
-    tokens = torch.randint(3, 120, (30,), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(3, 120, (70,), generator=torch.Generator().manual_seed(1))
     expected = reference(layout, plain, folder, values)(tokens[None]).logits[0]
     found, effect = logits(target, tokens), (expected - logits(load(plain), tokens)).square().mean()
     assert effect > 1e-4, "quantisation makes a difference"
     if layout.inputs == "exact":
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
     else:  # an input on the edge between two codes may fall either way
-        assert (found - expected).square().mean() < 0.02 * effect
+        assert (found - expected).square().mean() < 0.1 * effect
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-static", "fp8-blocks", "awq", "gptq-v2", "packed"])
