@@ -28,7 +28,7 @@ LARGEST = 448.0  # of e4m3
 SMALLEST_SCALE = 1e-12  # of a row of zeros
 BLOCK = 128  # inputs and outputs of a block that shares a scale; inputs whose products are added in tensor cores alone
 ALIGNMENT = 16  # numbers: rows are loaded 16 bytes at a time
-FEW_ROWS = 64
+FEW_ROWS = 128  # of a kernel that reads weights once and shares inputs out
 FEW_GATED_ROWS = 64
 
 
@@ -222,7 +222,8 @@ def choose_fp8_tiling(num_outputs: int, num_inputs: int, gated: bool, num_rows: 
     tiling = choose_tiling(num_outputs, num_inputs, gated, num_rows)
     if gated:
         return Tiling(outputs=64, depth=BLOCK, split=1, stages=5 if num_rows <= 32 else 4)
-    return Tiling(outputs=tiling.outputs, depth=BLOCK, split=tiling.split, stages=8 if tiling.outputs == 64 else 4)
+    stages = 4 if tiling.outputs > 64 else 8 if num_rows <= 64 else 6
+    return Tiling(outputs=tiling.outputs, depth=BLOCK, split=tiling.split, stages=stages)
 
 
 def _few_rows(

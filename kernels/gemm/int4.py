@@ -34,7 +34,8 @@ from slipstream.kernels.launch import Op, pdl_options, shared_memory, use_triton
 CHUNK = 256  # inputs of 32 words
 PLANE = 32  # inputs of the i-th nibbles of these
 SYMMETRIC_ZERO = 8
-FEW_ROWS = 64  # up to here parts are summed side by side, and gate and up in one kernel
+FEW_ROWS = 128  # up to here parts are summed side by side
+FEW_GATED_ROWS = 64  # and up to here gate and up in one kernel
 MANY_ROWS = 128  # of a program
 PART = 1024  # inputs that are not shared out
 OFFSETS = {torch.bfloat16: 128.0, torch.float16: 1024.0}  # whose bits, with a code in the mantissa, are the sum
@@ -100,10 +101,9 @@ def int4_linear_triton(
 ) -> Tensor:
     """`tiling`: of few rows; its depth is CHUNK."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    if len(x) <= FEW_ROWS:
+    if not gated or len(x) <= FEW_GATED_ROWS:
         return _launch(x, weight, bias, gated, tiling)
-    out = _launch(x, weight, bias, False, tiling, split=1 if gated else None)
-    return silu_mul(out) if gated else out
+    return silu_mul(_launch(x, weight, bias, False, tiling, split=1))
 
 
 def choose_int4_tiling(num_outputs: int, num_inputs: int, gated: bool = False, num_rows: int = 1) -> Tiling:
@@ -112,8 +112,10 @@ def choose_int4_tiling(num_outputs: int, num_inputs: int, gated: bool = False, n
     split, tiles = 1, triton.cdiv(num_outputs, 64)
     while not gated and tiles * split < 2 * PROGRAMS and num_inputs >= 2 * PART * split:
         split *= 2
-    if num_rows > FEW_ROWS:
+    if num_rows > FEW_ROWS and triton.cdiv(num_outputs, 128) * triton.cdiv(num_rows, MANY_ROWS) >= PROGRAMS // 2:
         return Tiling(outputs=128, depth=CHUNK, split=split, stages=2, warps=8)
+    if num_rows > 64:
+        return Tiling(outputs=64, depth=CHUNK, split=split, stages=2)
     return Tiling(outputs=64, depth=CHUNK, split=split, stages=4 if num_rows <= 16 else 3)
 
 
