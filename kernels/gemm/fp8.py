@@ -223,7 +223,8 @@ def choose_fp8_tiling(num_outputs: int, num_inputs: int, gated: bool, num_rows: 
     if gated:
         return Tiling(outputs=64, depth=BLOCK, split=1, stages=5 if num_rows <= 32 else 4)
     stages = 4 if tiling.outputs > 64 else 8 if num_rows <= 64 else 6
-    return Tiling(outputs=tiling.outputs, depth=BLOCK, split=tiling.split, stages=stages)
+    warps = 8 if tiling.outputs > 64 and num_rows > 64 else 4
+    return Tiling(outputs=tiling.outputs, depth=BLOCK, split=tiling.split, stages=stages, warps=warps)
 
 
 def _few_rows(

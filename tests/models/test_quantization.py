@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.models.files.quantization import FP8Format, Int4Format, read_quantization
+from slipstream.models.layers.linear import Linear
 from slipstream.models.layers.quantized import FP8Linear, Int4Linear
 from slipstream.models.layers.rope import RotaryEmbedding
 from slipstream.models.targets.decoder import Target, load_config, load_target
@@ -163,6 +164,14 @@ def test_faults_of_files_are_named(
     save_file(tensors, tmp_path / name / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         load(tmp_path / name)
+
+
+def test_parts_fill_blocks_and_words() -> None:
+    with torch.device("meta"):
+        with pytest.raises(ValueError, match="begin within a block of 128 outputs.*k_proj"):
+            FP8Linear(Linear(256, {"q_proj": 192, "k_proj": 64}), FP8Format("block"))
+        with pytest.raises(ValueError, match="weights of 12 x 256 do not fill words of 8"):
+            Int4Linear(Linear(256, {"q_proj": 16, "k_proj": 12}), Int4Format("awq", 128), torch.float16, False)
 
 
 def test_quantised_weights_need_a_config(plain: Path, tmp_path: Path) -> None:
