@@ -11,13 +11,14 @@ parts as in kernels/gemm/small_m.py. A row has the same bits in a pass of any si
 Letters: M rows, I inputs, O outputs, W = 32 * ceil(I / 256) words, G groups.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slipstream.kernels.gemm.activation import silu_mul
 from slipstream.kernels.gemm.small_m import (
@@ -100,7 +101,7 @@ def int4_linear_triton(
     x: Tensor, weight: Int4Weight, bias: Tensor | None = None, gated: bool = False, tiling: Tiling | None = None
 ) -> Tensor:
     """`tiling`: of few rows; its depth is CHUNK."""
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = x if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 else x.contiguous()
     if not gated or len(x) <= FEW_GATED_ROWS:
         return _launch(x, weight, bias, gated, tiling)
     return silu_mul(_launch(x, weight, bias, False, tiling, split=1))
@@ -135,8 +136,9 @@ def _launch(
     tiles = triton.cdiv(num_outputs, tiling.outputs)
     partial, counters = scratch(x.device, tiles * parts * tiling.outputs * rows, parts)
     pdl = pdl_options(x.device) if is_few else {"PDL": False}
+    x_desc: Any = None if is_few else TensorDescriptor.from_tensor(x, [rows, PLANE])
     int4_kernel[(tiles * triton.cdiv(num_rows, rows), parts)](
-        x, weight.words, weight.scales, weight.zeros, bias, out, partial, counters, x.stride(0),
+        x, x_desc, weight.words, weight.scales, weight.zeros, bias, out, partial, counters, x.stride(0),
         num_rows, num_outputs, weight.num_inputs, weight.scales.shape[1], part_inputs(weight.num_inputs, tiling),
         ROWS=rows, OUTPUTS=tiling.outputs, CHUNK=CHUNK, PLANE=PLANE, UNIT=min(weight.group_size, CHUNK),
         UNITS=max(weight.group_size // CHUNK, 1), SPLIT=parts, IN_TURN=in_turn, SWIZZLE=8, GATED=gated,
@@ -161,7 +163,7 @@ def _with_offset(codes, DTYPE: tl.constexpr):
 
 @triton.jit
 def _add_products(
-    acc, words, x_tiles, inside, k, num_inputs, scales, zeros, num_groups, chunk,
+    acc, words, x_desc, first_row, x_tiles, inside, k, num_inputs, scales, zeros, num_groups, chunk,
     CHUNK: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, EVEN: tl.constexpr,
     ZERO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +177,9 @@ def _add_products(
         total = tl.zeros(acc.shape, tl.float32)
         for plane in tl.static_range(UNIT // PLANE):
             place = unit * (UNIT // PLANE) + plane
-            if EVEN:
+            if x_desc is not None:
+                x = x_desc.load([first_row, chunk * CHUNK + place * PLANE])  # zeros beyond the last
+            elif EVEN:
                 x = tl.load(x_tiles + place * PLANE, mask=inside, other=0.0)
             else:
                 x = tl.load(x_tiles + place * PLANE, mask=inside & (k + place * PLANE < num_inputs), other=0.0)
@@ -189,19 +193,21 @@ def _add_products(
 
 @triton.jit(do_not_specialize=["num_rows", "num_outputs", "num_groups"])
 def int4_kernel(
-    x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr, x_stride,
+    x_ptr, x_desc, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partial_ptr, counters_ptr, x_stride,
     num_rows, num_outputs, num_inputs, num_groups, part,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHUNK: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr,
     UNITS: tl.constexpr, SPLIT: tl.constexpr, IN_TURN: tl.constexpr, SWIZZLE: tl.constexpr, GATED: tl.constexpr,
     EVEN: tl.constexpr, ZERO: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features of ROWS rows (axis 0) from one part of the inputs (axis 1), or from IN_TURN parts one after
-    another. UNIT inputs share a scale, or UNITS chunks do. Neighbours share SWIZZLE tiles of weights."""
+    another. UNIT inputs share a scale, or UNITS chunks do. Neighbours share SWIZZLE tiles of weights. Many rows are
+    loaded by `x_desc`."""
     row_tiles, output_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(num_outputs, OUTPUTS)
     program = tl.program_id(0)
     band, within = program // (SWIZZLE * row_tiles), program % (SWIZZLE * row_tiles)
     width = tl.minimum(output_tiles - band * SWIZZLE, SWIZZLE)
-    row = within // width * ROWS + tl.arange(0, ROWS)
+    first_row = within // width * ROWS
+    row = first_row + tl.arange(0, ROWS)
     outputs = (band * SWIZZLE + within % width) * OUTPUTS + tl.arange(0, OUTPUTS)
     safe = tl.minimum(outputs, num_outputs - 1)[:, None].to(tl.int64)
     words_row, column = tl.cdiv(num_inputs, CHUNK) * PLANE, tl.arange(0, PLANE)[None, :]
@@ -223,14 +229,15 @@ def int4_kernel(
         acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
         for chunk in range(first, last):
             acc = _add_products(
-                acc, tl.load(words + chunk * PLANE), x_row + chunk * CHUNK, inside, chunk * CHUNK + column, num_inputs,
-                scales, zeros, num_groups, chunk, CHUNK, PLANE, UNIT, UNITS, EVEN, ZERO, PRECISION,
+                acc, tl.load(words + chunk * PLANE), x_desc, first_row, x_row + chunk * CHUNK, inside,
+                chunk * CHUNK + column, num_inputs, scales, zeros, num_groups, chunk, CHUNK, PLANE, UNIT, UNITS, EVEN,
+                ZERO, PRECISION,
             )  # fmt: skip
             if GATED:
                 up = _add_products(
-                    up, tl.load(up_words + chunk * PLANE), x_row + chunk * CHUNK, inside, chunk * CHUNK + column,
-                    num_inputs, up_scales, up_zeros, num_groups, chunk, CHUNK, PLANE, UNIT, UNITS, EVEN, ZERO,
-                    PRECISION,
+                    up, tl.load(up_words + chunk * PLANE), x_desc, first_row, x_row + chunk * CHUNK, inside,
+                    chunk * CHUNK + column, num_inputs, up_scales, up_zeros, num_groups, chunk, CHUNK, PLANE, UNIT,
+                    UNITS, EVEN, ZERO, PRECISION,
                 )  # fmt: skip
         result += acc
     if PDL:

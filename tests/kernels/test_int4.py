@@ -12,7 +12,7 @@ from slipstream.kernels.gemm.mxfp4 import dequantize_mxfp4, pack_mxfp4, unpack_m
 from slipstream.tests.kernels.triton_runs import DEVICES, TOLERANCES, cover, poisoned, replayed
 
 DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-SHAPES = [(1, 128, 4096), (5, 66, 328), (33, 70, 640), (70, 64, 512)]
+SHAPES = [(1, 128, 4096), (5, 66, 328), (33, 70, 640), (130, 66, 2056)]
 LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
 ROWS = [1, 2, 7, 16, 33, 64, 65, 100, 128, 200, 300, 513, 1024]
 
