@@ -163,12 +163,14 @@ def _with_offset(codes, DTYPE: tl.constexpr):
 
 @triton.jit
 def _add_products(
-    acc, words, x_desc, first_row, x_tiles, inside, k, num_inputs, scales, zeros, num_groups, chunk,
+    acc, words_row, x_desc, first_row, x_row, inside, num_inputs, scales, zeros, num_groups, chunk,
     CHUNK: tl.constexpr, PLANE: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, EVEN: tl.constexpr,
     ZERO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc (OUTPUTS, ROWS) plus the products of the CHUNK inputs of words (OUTPUTS, PLANE)."""
-    DTYPE: tl.constexpr = x_tiles.dtype.element_ty
+    """acc (OUTPUTS, ROWS) plus the products of a chunk of inputs: words (OUTPUTS, PLANE) and x (ROWS, CHUNK)."""
+    DTYPE: tl.constexpr = x_row.dtype.element_ty
+    words = tl.load(words_row + chunk * PLANE)
+    x_tiles, k = x_row + chunk * CHUNK, chunk * CHUNK + tl.arange(0, PLANE)[None, :]
     for unit in tl.static_range(CHUNK // UNIT):
         group = tl.minimum(chunk * (CHUNK // UNIT) // UNITS + unit, num_groups - 1)  # inputs beyond the last are 0
         scale = tl.load(scales + group)
@@ -229,15 +231,13 @@ def int4_kernel(
         acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
         for chunk in range(first, last):
             acc = _add_products(
-                acc, tl.load(words + chunk * PLANE), x_desc, first_row, x_row + chunk * CHUNK, inside,
-                chunk * CHUNK + column, num_inputs, scales, zeros, num_groups, chunk, CHUNK, PLANE, UNIT, UNITS, EVEN,
-                ZERO, PRECISION,
+                acc, words, x_desc, first_row, x_row, inside, num_inputs, scales, zeros, num_groups, chunk,
+                CHUNK, PLANE, UNIT, UNITS, EVEN, ZERO, PRECISION,
             )  # fmt: skip
             if GATED:
                 up = _add_products(
-                    up, tl.load(up_words + chunk * PLANE), x_desc, first_row, x_row + chunk * CHUNK, inside,
-                    chunk * CHUNK + column, num_inputs, up_scales, up_zeros, num_groups, chunk, CHUNK, PLANE, UNIT,
-                    UNITS, EVEN, ZERO, PRECISION,
+                    up, up_words, x_desc, first_row, x_row, inside, num_inputs, up_scales, up_zeros, num_groups, chunk,
+                    CHUNK, PLANE, UNIT, UNITS, EVEN, ZERO, PRECISION,
                 )  # fmt: skip
         result += acc
     if PDL:
