@@ -293,7 +293,7 @@ def bytes_read(engine: Engine, config: RoundConfig, batch: int) -> float:
 
 def weight_bytes(layers: nn.ModuleList, rows: int) -> float:
     """Of the target's layers; of `rows` tokens that choose experts independently, those that are hit."""
-    total = float(sum(x.nbytes for x in layers.parameters()))
+    total = float(sum(x.nbytes for x in layers.state_dict().values()))
     for experts in (module for module in layers.modules() if isinstance(module, Experts)):
         missed = (1 - experts.spec.top_k / experts.spec.num_experts) ** rows
         total -= missed * sum(x.nbytes for x in experts.parameters())

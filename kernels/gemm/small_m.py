@@ -92,7 +92,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outputs: int, ti
     if num_rows == 0:
         return out
     rows, tiles = max(triton.next_power_of_2(num_rows), 16), triton.cdiv(num_outputs, tiling.outputs)
-    partial, counters = _scratch(x.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
+    partial, counters = scratch(x.device, tiles * tiling.split * tiling.outputs * rows, tiling.split)
     linear_kernel[(tiles, tiling.split)](
         x, weight, bias, out, partial, counters, x.stride(0), weight.stride(0), num_rows, num_outputs, num_inputs,
         part_inputs(num_inputs, tiling),
@@ -101,7 +101,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outputs: int, ti
     return out
 
 
-def _scratch(device: torch.device, size: int, split: int) -> tuple[Tensor | None, Tensor | None]:
+def scratch(device: torch.device, size: int, split: int) -> tuple[Tensor | None, Tensor | None]:
     if split == 1:
         return None, None
     return torch.empty(size, dtype=torch.float32, device=device), done_counters(device)
@@ -156,12 +156,12 @@ def linear_kernel(
     valid = (row < num_rows)[:, None] & (outputs < num_outputs)[None, :]
     result = tl.trans(acc)  # (ROWS, OUTPUTS)
     if SPLIT > 1:
-        result, valid = _merge(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
+        result, valid = merge_parts(result, valid, partial_ptr, counters_ptr, num_rows, ROWS, OUTPUTS, SPLIT)
     if bias_ptr is not None:
         result += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
     rounded = result.to(out_ptr.dtype.element_ty)
     if GATED:
-        rounded = _silu_mul(rounded, tl.trans(up).to(rounded.dtype))
+        rounded = round_silu_mul(rounded, tl.trans(up).to(rounded.dtype))
     tl.store(out_ptr + cells, rounded, mask=valid)
 
 
@@ -175,7 +175,7 @@ def _load(weights, k, num_inputs, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _silu_mul(gate, up):
+def round_silu_mul(gate, up):
     """Rounded as the kernel of kernels/gemm/activation.py rounds."""
     gate32 = gate.to(tl.float32)
     silu = (gate32 / (1.0 + tl.exp(-gate32))).to(gate.dtype)
@@ -183,7 +183,7 @@ def _silu_mul(gate, up):
 
 
 @triton.jit
-def _merge(
+def merge_parts(
     result, valid, partial_ptr, counters_ptr, num_rows,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip

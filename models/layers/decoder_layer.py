@@ -1,6 +1,8 @@
 from torch import Tensor, nn
 
 from slipstream.models.layers.attention import Attention, Mask, SelfAttention
+from slipstream.models.layers.linear import Linear
+from slipstream.models.layers.mlp import GatedMLP
 from slipstream.models.layers.moe import feed_forward
 from slipstream.models.layers.norm import RMSNorm
 from slipstream.models.targets.config import LayerSpec
@@ -15,6 +17,14 @@ class DecoderLayer(nn.Module):
         self.self_attn = SelfAttention(spec.attention, index, hidden_size, eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
         self.mlp = feed_forward(hidden_size, spec.mlp)
+
+    @property
+    def norm_readers(self) -> list[tuple[RMSNorm, Linear]]:
+        """Norms whose output a single projection reads."""
+        readers: list[tuple[RMSNorm, Linear]] = [(self.input_layernorm, self.self_attn.qkv_proj)]
+        if isinstance(self.mlp, GatedMLP):
+            readers.append((self.post_attention_layernorm, self.mlp.gate_up_proj))
+        return readers
 
     def forward(
         self, residual: Tensor, delta: Tensor | None, attention: Attention, mask: Mask, out: Tensor | None = None

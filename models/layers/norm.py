@@ -1,11 +1,20 @@
+from collections.abc import Callable
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.gemm.fp8 import InputScales, quantized_rms_norm
 from slipstream.kernels.norm import add_rms_norm, rms_norm, rms_norm_pair, rms_norm_parts
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, in fp32 inside (Zhang & Sennrich 2019)."""
+    """x / rms(x) * weight, in fp32 inside (Zhang & Sennrich 2019).
+
+    `quantize`: the scales of what reads it, where that is one FP8 layer; then rows (T, H) come quantised.
+    """
+
+    quantize: Callable[[], InputScales] | None = None
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -13,10 +22,15 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.quantize is not None and x.dim() == 2:
+            return cast(Tensor, quantized_rms_norm(x, None, self.weight, self.eps, self.quantize())[0])
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, residual: Tensor, delta: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm(summed), summed) with summed = residual + delta (..., H), written to `out` if given."""
+        if self.quantize is not None and residual.dim() == 2:
+            rows, summed = quantized_rms_norm(residual, delta, self.weight, self.eps, self.quantize(), out)
+            return cast(Tensor, rows), summed
         return add_rms_norm(residual, delta, self.weight, self.eps, out)
 
     def pair(self, x: Tensor, other: "RMSNorm", y: Tensor) -> Tensor:

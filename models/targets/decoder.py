@@ -1,7 +1,7 @@
 """The serving target: a decoder of the Llama family (Llama, Mistral, Qwen2, Qwen3; Mixtral, Qwen2-MoE, Qwen3-MoE) with
 fused projections and experts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from slipstream.kernels.compile_ahead import is_short
 from slipstream.models.drafts.base import EMBEDDING, HEAD
 from slipstream.models.files.checkpoint import read_json, read_tensors
+from slipstream.models.files.quantization import Quantization, read_quantization
 from slipstream.models.files.weights import load_weights
 from slipstream.models.layers.attention import Attention, Mask
 from slipstream.models.layers.decoder_layer import DecoderLayer
 from slipstream.models.layers.linear import Embedding, Head
 from slipstream.models.layers.norm import RMSNorm
-from slipstream.models.targets.config import TargetSpec, is_complete
+from slipstream.models.layers.quantized import CACHE_SCALES, FLOATS, dequantize_head, quantize_linears
+from slipstream.models.targets.config import MoESpec, TargetSpec, is_complete
 from slipstream.models.targets.pretrained import end_of_text_ids, find_tokenizer, read_config
 
 if TYPE_CHECKING:
@@ -27,9 +29,11 @@ MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 class Target(nn.Module):
-    """Attributes: `config`; `path`, its folder; `embed_tokens` and `lm_head`, which drafters share."""
+    """Attributes: `config`; `path`, its folder; `quantization`, how weights are stored; `embed_tokens` and `lm_head`,
+    which drafters share."""
 
     path: Path | None = None
+    quantization: Quantization | None = None
     trust_remote_code = False
 
     def __init__(self, config: TargetSpec) -> None:
@@ -126,18 +130,38 @@ def own_name(key: str) -> str:
     return key
 
 
+def check_experts(config: TargetSpec, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raises ValueError for experts that are not stored in 16 or 32 bits."""
+    if not any(isinstance(layer.mlp, MoESpec) for layer in config.layers):
+        return
+    for name, tensor in tensors.items():
+        if ".experts." in name and tensor.dtype not in FLOATS:
+            raise ValueError(
+                f"{path}: {name} is {str(tensor.dtype).removeprefix('torch.')}; quantised experts are not supported "
+                "yet: use a checkpoint whose experts have 16 bits"
+            )
+
+
 def load_target(
     path: Path,
     config: TargetSpec,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
     device: torch.device,
     trust_remote_code: bool = False,
+    quantization: str | None = None,
 ) -> Target:
-    """Reads a transformers checkpoint folder, strictly. dtype None keeps the file's."""
+    """Reads a transformers checkpoint folder, strictly. `quantization`: "fp8" to quantise 16-bit weights on the fly."""
+    formats = read_quantization(path, quantization)
     with torch.device("meta"):
         target = Target(config)
     tensors = {own_name(key): tensor for key, tensor in read_tensors(path).items()}
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(CACHE_SCALES)}
+    head = HEAD.removesuffix(".weight")
     if config.tie_word_embeddings:
-        tensors.pop(HEAD, None)
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(f"{head}.")}
+    check_experts(config, tensors, path)
+    dequantize_head(head, formats, tensors, dtype)
+    quantize_linears(target, formats, tensors)
+    target.quantization = formats
     target.path, target.trust_remote_code = path, trust_remote_code
     return load_weights(target, tensors, dtype, device, path)

@@ -264,8 +264,9 @@ def is_served(values: Mapping[str, Any]) -> bool:
 def load_decoder_target(
     path: Path, aux_layers: tuple[int, ...], device: torch.device, trust_remote_code: bool, heads_only: bool
 ) -> DecoderTarget:
-    config = load_config(path, trust_remote_code)
-    dtype = torch.float32 if device.type == "cpu" else None
+    config, values = load_config(path, trust_remote_code), read_json(path / "config.json")
+    name = "float32" if device.type == "cpu" else values.get("dtype") or values.get("torch_dtype") or "bfloat16"
+    dtype = getattr(torch, name)
     model = load_target(path, config, dtype, torch.device("cpu") if heads_only else device, trust_remote_code)
     for module in (model.embed_tokens, model.lm_head) if heads_only else ():
         nn.Module.to(module, device)
