@@ -78,9 +78,16 @@ def save_draft(target: TargetSpec, pair: Pair) -> None:
 
 
 def make_target(
-    path: Path, config: TargetSpec, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+    path: Path,
+    config: TargetSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    quantization: str | None = None,
 ) -> Target:
     """In place of decoder.load_target."""
+    if quantization is not None:
+        raise ValueError(f"quantization is {quantization!r}; random weights have 16 bits")
     with torch.device("meta"):
         target = Target(config).to(dtype)
     target.to_empty(device=device)
