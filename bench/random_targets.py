@@ -25,6 +25,10 @@ ROPE = {"rope_type": "default", "rope_theta": 1e6}
 SHARED = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "eos_token_id": 2}
 SHARED |= {"dtype": "bfloat16", "rope_parameters": ROPE, "sliding_window": None, "use_sliding_window": False}
 CONFIGS: dict[str, dict[str, Any]] = {
+    "llama31-8b": SHARED
+    | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False}
+    | {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "vocab_size": 128_256}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072},
     "qwen3-30b-a3b": SHARED
     | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False}
     | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "vocab_size": 151_936}

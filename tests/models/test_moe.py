@@ -118,5 +118,5 @@ def test_quantised_experts_are_refused_by_name(tmp_path: Path) -> None:
     name = next(name for name in tensors if ".experts." in name)
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"experts.0.down_proj.weight is float8_e4m3fn; quantised experts are not supported"):
+    with pytest.raises(ValueError, match=r"experts.0.down_proj.weight is float8_e4m3fn; quantised experts"):
         load_target(tmp_path, load_config(tmp_path), torch.float32, torch.device("cpu"))
