@@ -67,6 +67,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 LEARNING = ("ngram first", "ngram")  # drafters that know what earlier requests of the engine have said
 BY_NETWORK = ("dflash", "eagle", "eagle tree", "eagle3")
+MIXTURES = ("qwen3-moe", "qwen2-moe", "mixtral")
 DRAFTERS = ["eagle tree", NGRAM, "ngram first", *MODULES]
 BuildDrafted = Callable[..., Engine]
 
@@ -132,6 +133,14 @@ def test_a_drafter_changes_no_token(
         assert 0.1 < acceptance(answers) < 0.95, "the test needs drafts that are right now and then"
 
 
+@pytest.mark.parametrize(("drafter", "family", "sampling"), rotating(DRAFTERS, MIXTURES, ["greedy", "plain"]))
+def test_a_drafter_changes_no_token_of_a_mixture_of_experts(
+    drafter: str, family: str, sampling: str, build: BuildDrafted, reference: Reference
+) -> None:
+    requests = uneven_requests(SAMPLINGS[sampling])
+    assert tokens_of(run(build(family, drafter), requests)) == reference(family, requests)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"overlap": False, "page_size": 1}], ids=["overlap", "one by one"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -149,8 +158,10 @@ def test_captured_steps_change_no_token(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("drafter", "family"), list(product(DRAFTERS, ("mistral-window", "qwen2-windows", "gemma3"))))
-def test_captured_steps_of_windowed_layers_change_no_token(
+@pytest.mark.parametrize(
+    ("drafter", "family"), list(product(DRAFTERS, ("mistral-window", "qwen2-windows", "gemma3", *MIXTURES)))
+)
+def test_captured_steps_of_other_layers_change_no_token(
     drafter: str, family: str, build: BuildDrafted, reference: Reference
 ) -> None:
     requests, attention = uneven_requests(SAMPLINGS["plain"]), "prefill=sdpa,verify=triton,draft=triton"
@@ -181,6 +192,7 @@ def test_the_reference_is_transformers_generate(
             ("dflash", "qwen3-tied"),
             *(("eagle3", "gemma3"), ("eagle", "gemma2-free-scores"), ("eagle3", "olmo2"), ("eagle", "phi4-longrope")),
             ("eagle", "llama-rope-llama3"),
+            ("eagle3", "mixtral"),
         ],
     ),
 )
