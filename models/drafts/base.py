@@ -64,7 +64,7 @@ class DraftConfig(DecoderShape, ABC):
             raise ValueError(f"rope_type is {self.rope.rope_type!r}; supported in drafts: {', '.join(DRAFT_ROPES)}")
         if self.rope.partial != 1:
             raise ValueError(
-                f"partial_rotary_factor is {self.rope.partial} in the draft; drafts have 1.0, whatever their targets have"
+                f"partial_rotary_factor is {self.rope.partial} in the draft; drafts have 1.0, whatever targets have"
             )
 
     @classmethod

@@ -92,7 +92,7 @@ class RopeConfig:
         """What a draft of such a target has: the same base and scaling, of whole heads, which every engine can serve.
         Of longrope the base alone: its frequencies depend on the context length that is served, in training another
         one, and a draft must not see other angles than it was trained with."""
-        longrope = {"rope_type": "default", "scaling": {}} if self.rope_type == "longrope" else {}
+        longrope: dict[str, Any] = {"rope_type": "default", "scaling": {}} if self.rope_type == "longrope" else {}
         return replace(self, partial=1.0, **longrope)
 
     def rotary_dim(self, head_dim: int) -> int:
