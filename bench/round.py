@@ -126,7 +126,7 @@ def rounds(config: RoundConfig) -> None:
 
 def build(config: RoundConfig, draft: str, width: int) -> Engine:
     """An engine whose rounds all verify `width` nodes."""
-    options: dict[str, Any] = {"target": config.target, **config.engine}
+    options: dict[str, Any] = {"target": config.target, "grammar_drafts": False, **config.engine}
     if draft != "none":
         options |= {"drafter": config.drafter, "width": width}
         options |= {"simulate_accept_length": config.simulate_accept_length}
