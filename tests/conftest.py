@@ -13,7 +13,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton when a kernel's module is imported
 
-from slipstream.tests.random_targets import FAMILIES, save_random_target
+from slipstream.tests.random_targets import CAPPED, FAMILIES, save_random_target
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     @cache
     def make(family: str) -> Path:
         folder = tmp_path_factory.mktemp("targets") / family
-        save_random_target(FAMILIES[family], folder)
+        save_random_target((FAMILIES | CAPPED)[family], folder)
         return folder
 
     return make

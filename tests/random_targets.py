@@ -47,7 +47,12 @@ WINDOWS = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
-KINDS = ["sliding_attention", "full_attention"] * 2
+GEMMA = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
@@ -60,6 +65,7 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
     "original_max_position_embeddings": 64,
 }
+ALWAYS_LONG = LONGROPE | {"original_max_position_embeddings": 1, "attention_factor": 1.2}
 
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
@@ -75,22 +81,18 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen2-yarn": Qwen2Config(**SHAPE, rope_parameters=YARN_ROPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "qwen3-windows": Qwen3Config(**SHAPE, **WINDOWS, head_dim=16),
-    "gemma2": Gemma2Config(**SHAPE, head_dim=16, query_pre_attn_scalar=24, sliding_window=9, layer_types=KINDS),
-    "gemma3": Gemma3TextConfig(
-        **SHAPE,
-        head_dim=16,
-        query_pre_attn_scalar=24,
-        sliding_window=9,
-        layer_types=KINDS,
-        rope_parameters=TWO_ROPES,
-    ),
+    "gemma2-free-scores": Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=None, final_logit_softcapping=3.0),
+    "gemma3": Gemma3TextConfig(**SHAPE, **GEMMA, rope_parameters=TWO_ROPES),
     "olmo2": Olmo2Config(**SHAPE),
     "phi3-window": Phi3Config(**SHAPE, sliding_window=19),
     "phi4-longrope": Phi3Config(
-        **SHAPE, tie_word_embeddings=True, rope_parameters=LONGROPE, original_max_position_embeddings=64
+        **SHAPE, tie_word_embeddings=True, rope_parameters=ALWAYS_LONG, original_max_position_embeddings=1
     ),
     "qwen3-tied": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
 }
+
+# With soft caps of scores, which attention backends may lack.
+CAPPED = {"gemma2": Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)}
 
 
 def save_random_target(config: PretrainedConfig, folder: Path, seed: int = 0) -> None:

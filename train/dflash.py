@@ -209,8 +209,9 @@ def start_from_target(draft: DFlash, target: FrozenTarget) -> None:
     strange = [name for name in matrices if name not in weights or weights[name].shape != own[name].shape]
     if strange:
         raise ValueError(
-            "draft.init_from_target needs a target with at least as many layers as the draft, of the same shapes; it "
-            f"has {len(target.layers)} and differs at {', '.join(strange[:3])}; set draft.init_from_target to false"
+            "draft.init_from_target needs a target with at least as many layers as the draft, of the same kind and "
+            f"shapes; it has {len(target.layers)} and differs at {', '.join(strange[:3])}; set draft.init_from_target "
+            "to false"
         )
     for name in own.keys() & weights.keys():  # a target's biases and a draft's q/k norms may have no counterpart
         own[name].copy_(weights[name])

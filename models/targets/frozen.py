@@ -69,8 +69,9 @@ class FrozenTarget(ABC):
 
     @abstractmethod
     def initial_weights(self, num_layers: int) -> dict[str, Tensor]:
-        """Head, final norm and the last `num_layers` layers, numbered from 0, by their names in files. All processes
-        call it where the layers are sharded."""
+        """Head, final norm and the last `num_layers` layers, numbered from 0, by their names in files; no layers where
+        the target's have other norms or activations than a draft's. All processes call it where the layers are
+        sharded."""
 
     def compile_layers(self) -> None:
         """Lets torch compile the layers, where they do not consist of fused kernels already."""
@@ -143,7 +144,9 @@ class DecoderTarget(FrozenTarget):
         return self.as_read(self.model.embed_tokens(tokens))
 
     def initial_weights(self, num_layers: int) -> dict[str, Tensor]:
-        layers = enumerate(list(self.layers)[-num_layers:])
+        own = self.model.config.layers[-num_layers:]
+        are_alike = all(one.norms == "pre" and one.mlp.activation == "silu" for one in own)
+        layers = enumerate(list(self.layers)[-num_layers:] if are_alike else [])
         weights = {f"layers.{i}.{name}": x for i, layer in layers for name, x in public_tensors(layer).items()}
         return weights | {"norm.weight": self.model.get_parameter("norm.weight"), HEAD: self.head}
 
@@ -211,15 +214,10 @@ class TransformersTarget(FrozenTarget):
         return self.as_read(F.embedding(tokens, self.model.get_input_embeddings().get_parameter("weight")))
 
     def initial_weights(self, num_layers: int) -> dict[str, Tensor]:
-        layers = enumerate(list(self.layers)[-num_layers:])
-        has_offsets = type(self.model).__name__ in families.OFFSET_NORMS  # a draft's norms multiply by their weights
-
-        def of_draft(name: str, x: Tensor) -> Tensor:
-            return x + 1 if has_offsets and name.endswith("norm.weight") else x
-
-        weights = {
-            f"layers.{i}.{name}": of_draft(name, x) for i, layer in layers for name, x in layer.state_dict().items()
-        }
+        last = [layer.state_dict() for layer in list(self.layers)[-num_layers:]]
+        are_alike = not any("post_feedforward_layernorm.weight" in layer for layer in last)
+        layers = enumerate(last if are_alike else [])
+        weights = {f"layers.{i}.{name}": x for i, layer in layers for name, x in layer.items()}
         try:
             norm = self.decoder.get_parameter("norm.weight")
         except AttributeError as error:
@@ -227,7 +225,9 @@ class TransformersTarget(FrozenTarget):
                 f"{type(self.model).__name__} has no final norm to start from ({error}); set draft.init_from_target "
                 "to false"
             ) from error
-        return weights | {"norm.weight": of_draft("norm.weight", norm), HEAD: self.head}
+        if type(self.model).__name__ in families.OFFSET_NORMS:
+            norm = 1 + norm.float()  # what a draft's norm multiplies by
+        return weights | {"norm.weight": norm, HEAD: self.head}
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

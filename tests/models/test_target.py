@@ -1,22 +1,45 @@
 """The serving target equals transformers: logits and every aux hidden state, for each family and variant."""
 
+import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
+from safetensors.torch import save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    GPT2Config,
+    JambaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2VLConfig,
+    Qwen3NextConfig,
+    SiglipVisionConfig,
+    T5Config,
+)
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from slipstream.models.targets.config import NEEDED, TargetSpec, check_aux_layers, default_aux_layers
+from slipstream.models.layers.rope import RotaryEmbedding
+from slipstream.models.targets.config import NEEDED, RopeConfig, TargetSpec, check_aux_layers, default_aux_layers
 from slipstream.models.targets.decoder import load_config, load_target
 from slipstream.models.targets.packed_attention import PackedAttention
 from slipstream.tests.models.saved_drafts import CPU
-from slipstream.tests.random_targets import FAMILIES
+from slipstream.tests.random_targets import CAPPED, FAMILIES, LONGROPE, SHAPE, change_json, roughen
+
+NEW_FIELDS = ("rope_parameters", "layer_types")  # of configs that older transformers did not write
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | CAPPED)
 def test_logits_and_features_equal_transformers(family: str, make_target: Callable[[str], Path]) -> None:
     path = make_target(family)
     config = load_config(path)
@@ -32,6 +55,70 @@ def test_logits_and_features_equal_transformers(family: str, make_target: Callab
     torch.testing.assert_close(target.logits(hidden), expected.logits[0], atol=2e-5, rtol=1e-4)
     states = [expected.hidden_states[layer + 1] for layer in layers[:-1]] + [expected.hidden_states[-1]]
     torch.testing.assert_close(aux_states, torch.cat(states, -1)[0], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["hub", "transformers", "modules"])
+def test_the_text_part_of_a_multimodal_checkpoint_is_read(layout: str, tmp_path: Path) -> None:
+    """Fields as on the hub (Gemma 3 of 2025); names as transformers writes them and as it has them in memory."""
+    text = copy.deepcopy(FAMILIES["gemma3"])
+    vision = SiglipVisionConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14
+    )
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    ).eval()
+    roughen(model)
+    model.save_pretrained(tmp_path)
+    if layout == "hub":
+        older = {"rope_theta": 10000.0, "rope_local_base_freq": 1000.0}
+        older |= {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "sliding_window_pattern": 2}
+        known = json.loads((tmp_path / "config.json").read_text())
+        inside = {key: value for key, value in known["text_config"].items() if key not in NEW_FIELDS}
+        change_json(tmp_path / "config.json", text_config={**inside, **older})
+    elif layout == "modules":
+        tensors = {name: x.contiguous() for name, x in model.state_dict().items() if name != "lm_head.weight"}
+        save_file(tensors, tmp_path / "model.safetensors")
+    config = load_config(tmp_path)
+    assert [layer.attention.window for layer in config.layers] == [9, None, 9, None]
+    target, attention = load_target(tmp_path, config, torch.float32, CPU), PackedAttention()
+    tokens = torch.arange(3, 40)
+    attention.plan(torch.arange(len(tokens))[None])
+    with torch.no_grad():
+        found, expected = target.logits(target(tokens, attention)[0]), model(input_ids=tokens[None]).logits[0]
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_gemmas_embedding_scale_is_rounded_and_drafts_read_rows_without_it(make_target: Callable[[str], Path]) -> None:
+    path, tokens = make_target("gemma3"), torch.arange(9)
+    config = replace(load_config(path), embedding_scale=3.0**0.5 * 8)
+    target = load_target(path, config, torch.bfloat16, CPU)
+    embedding = Gemma3TextScaledWordEmbedding(120, 32, 0, embed_scale=3.0**0.5 * 8).bfloat16()
+    embedding.weight.data.copy_(target.embed_tokens.weight)
+    assert torch.equal(target.embed(tokens), embedding(tokens))
+    assert torch.equal(target.embed_tokens(tokens), embedding.weight[tokens])
+
+
+def test_norms_of_an_offset_keep_the_bits_of_their_files(make_target: Callable[[str], Path]) -> None:
+    target = load_target(make_target("gemma3"), load_config(make_target("gemma3")), torch.bfloat16, CPU)
+    x, norm = torch.randn(4, 32).bfloat16(), Gemma3RMSNorm(32, target.norm.eps)
+    norm.weight.data = target.norm.weight - 1
+    assert target.norm.weight.dtype == torch.float32
+    torch.testing.assert_close(target.norm(x), norm(x), atol=0, rtol=2**-8)  # the last bit may differ
+
+
+def test_longrope_depends_on_the_context_that_is_served() -> None:
+    known = Phi3Config(**SHAPE, rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    known.architectures = ["Phi3ForCausalLM"]
+    config, positions = TargetSpec.from_json(known.to_dict()), torch.arange(64)[None]
+    for context in (64, 65):
+        reference = Phi3RotaryEmbedding(copy.deepcopy(known))
+        at = torch.cat((positions, positions + context - 64), dim=1)  # transformers looks at the last one
+        cos, sin = reference(torch.zeros(1), at)
+        rope = RotaryEmbedding(config.rope, config.head_dim, 80, context)
+        torch.testing.assert_close(rope.cos[:64], cos[0, :64])
+        torch.testing.assert_close(rope.sin[:64], sin[0, :64])
+    assert config.rope.of_draft == RopeConfig(10000.0, partial=0.75)
 
 
 @pytest.mark.parametrize("removed", [None, *sorted(NEEDED), "head_dim", "rope_parameters", "sliding_window"])
@@ -53,6 +140,30 @@ def test_configs_are_read_as_transformers_reads_them(name: str, removed: str | N
 def test_foreign_architecture_is_refused_with_the_list() -> None:
     with pytest.raises(ValueError, match="GPT2LMHeadModel cannot be served; supported: LlamaForCausalLM"):
         TargetSpec.from_json(GPT2Config(architectures=["GPT2LMHeadModel"]).to_dict())
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (T5Config(architectures=["T5ForConditionalGeneration"]), "encoder-decoder"),
+        (DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"]), "MLA"),
+        (Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]), "hybrid"),
+        (JambaConfig(architectures=["JambaForCausalLM"]), "hybrid"),
+        (Qwen2VLConfig(architectures=["Qwen2VLForConditionalGeneration"]), "reads images"),
+        (Gemma3TextConfig(architectures=["Gemma3ForCausalLM"], use_bidirectional_attention=True), "bidirectional"),
+        (
+            Gemma3TextConfig(architectures=["Gemma3ForCausalLM"], hidden_activation="relu"),
+            "hidden_activation is 'relu'",
+        ),
+    ],
+)
+def test_what_is_not_served_by_design_is_refused_with_the_reason(
+    config: PretrainedConfig, reason: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    for is_served in (True, False):
+        with pytest.raises(ValueError, match=reason):
+            load_config(tmp_path, is_served=is_served)
 
 
 def test_feature_layer_rule() -> None:
