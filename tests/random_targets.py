@@ -21,6 +21,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from slipstream.tests.dense_gpt_oss import dense_gpt_oss
+
 SHAPE = {
     "vocab_size": 120,
     "hidden_size": 32,
@@ -91,8 +93,11 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3-tied": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
 }
 
-# With soft caps of scores, which attention backends may lack.
-CAPPED = {"gemma2": Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)}
+# With soft caps of scores or sinks, which attention backends may lack.
+CAPPED: dict[str, PretrainedConfig] = {
+    "gemma2": Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "gpt-oss-dense": dense_gpt_oss(**SHAPE, head_dim=16, sliding_window=9),
+}
 
 
 def save_random_target(config: PretrainedConfig, folder: Path, seed: int = 0) -> None:

@@ -27,9 +27,9 @@ from slipstream.kernels.attention.tree import (
     Mask,
     _apply_window,
     _load_pages,
-    _load_sinks,
     _node_bit,
     _squash,
+    _weigh_sinks,
     fit_blocks,
     score_factors,
     sees,
@@ -887,7 +887,7 @@ def _add_part(merged, all_top, all_total, acc, top, total):
 def _add_sinks(sinks_ptr, top, total, head, row, GROUP: tl.constexpr):
     """Adds each row's sink to the sum of all parts' weights: the last addition, whichever programs had the parts."""
     if sinks_ptr is not None:
-        total += tl.exp2(_load_sinks(sinks_ptr, head, row, GROUP) - top)
+        total += _weigh_sinks(sinks_ptr, head, row, top, GROUP)
     return total
 
 

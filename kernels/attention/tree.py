@@ -390,9 +390,11 @@ def _squash(products, squash):
 
 
 @triton.jit
-def _load_sinks(sinks_ptr, head, row, GROUP: tl.constexpr):
-    """The sinks of a KV head's rows, for exp2; row = query * GROUP + head within the group."""
-    return tl.load(sinks_ptr + head * GROUP + row % GROUP).to(tl.float32) * 1.4426950408889634
+def _weigh_sinks(sinks_ptr, head, row, top, GROUP: tl.constexpr):
+    """The weights of a KV head's sinks relative to scores `top` (rows,), which are for exp2; row = query * GROUP + head
+    within the group. An explicit fma: it is rounded alike wherever it is compiled."""
+    sinks = tl.load(sinks_ptr + head * GROUP + row % GROUP).to(tl.float32)
+    return tl.exp2(tl.fma(sinks, 1.4426950408889634, -top))
 
 
 @triton.jit
@@ -526,8 +528,7 @@ def _store(
     out_row = _row_of(request, N, head, first_row + row, G, GROUP)
     kept = row < num_rows
     if sinks_ptr is not None:
-        sink = _load_sinks(sinks_ptr, head, first_row + row, GROUP)
-        result = result / (1.0 + tl.exp2(sink - log_sum))[:, None]
+        result = result / (1.0 + _weigh_sinks(sinks_ptr, head, first_row + row, log_sum, GROUP))[:, None]
     cells = out_row.to(tl.int64)[:, None] * D + dims[None, :]
     tl.store(out_ptr + cells, result.to(out_ptr.dtype.element_ty), mask=kept[:, None] & (dims < D)[None, :])
     if lse_ptr is not None:

@@ -1,7 +1,8 @@
 """What the architectures of targets fix beside the fields of their config.json, and which targets are refused.
 
 A family is a function: the config's fields, as transformers gives them, -> `Traits`. Sources: the architectures' code
-in transformers; Gemma 2 (arXiv 2408.00118), Gemma 3 (2503.19786), Phi-3 (2404.14219), OLMo 2 (2501.00656).
+in transformers; Gemma 2 (arXiv 2408.00118), Gemma 3 (2503.19786), Phi-3 (2404.14219), OLMo 2 (2501.00656),
+gpt-oss (2508.10925).
 """
 
 from collections.abc import Callable, Mapping
@@ -60,6 +61,11 @@ def gemma3(values: Mapping[str, Any]) -> Traits:
     )
 
 
+def gpt_oss(_values: Mapping[str, Any]) -> Traits:
+    """Windows, biases and YaRN are fields of its config."""
+    return Traits(attention={"sinks": True})
+
+
 def olmo2(_values: Mapping[str, Any]) -> Traits:
     return Traits(attention={"projection_norm": True}, norms="post")
 
@@ -75,6 +81,8 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {
     "Olmo2ForCausalLM": olmo2,
     "Phi3ForCausalLM": phi3,
 }
+# Of architectures that are targets of training alone.
+UNSERVED_FAMILIES: dict[str, Callable[[Mapping[str, Any]], Traits]] = {"GptOssForCausalLM": gpt_oss}
 OFFSET_NORMS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"})
 
 
@@ -95,7 +103,7 @@ def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def traits_of(values: Mapping[str, Any]) -> Traits:
-    family = FAMILIES.get(architecture_of(values))
+    family = (FAMILIES | UNSERVED_FAMILIES).get(architecture_of(values))
     return Traits() if family is None else family(values)
 
 

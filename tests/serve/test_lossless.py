@@ -26,7 +26,7 @@ from slipstream.serve.engine.planner import Planner
 from slipstream.serve.request import Request
 from slipstream.tests.pairwise import gate_of, rotating
 from slipstream.tests.random_drafts import save_random_draft
-from slipstream.tests.random_targets import FAMILIES
+from slipstream.tests.random_targets import CAPPED, FAMILIES
 from slipstream.tests.serve.engine_runs import (
     SAMPLINGS,
     Answer,
@@ -132,6 +132,20 @@ def test_a_drafter_changes_no_token(
         assert 0.1 < acceptance(answers) < 0.95, "the test needs drafts that are right now and then"
 
 
+@pytest.mark.parametrize(
+    ("drafter", "sampling", "family"), rotating(DRAFTERS, ["greedy", "plain"], ["gpt-oss-dense", "gemma2", "gemma3"])
+)
+def test_a_drafter_changes_no_token_of_sinks_and_caps(
+    drafter: str, sampling: str, family: str, build: BuildDrafted, reference: Reference
+) -> None:
+    requests = uneven_requests(SAMPLINGS[sampling])
+    engine = build(family, drafter, max_running=8, page_size=1)
+    for _ in range(2):  # drafters that learn from answers know them the second time
+        answers = run(engine, requests)
+        assert tokens_of(answers) == reference(family, requests)
+    assert drafter == "none" or acceptance(answers) > 0.05, "the test needs drafts that are right now and then"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"overlap": False, "page_size": 1}], ids=["overlap", "one by one"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -150,7 +164,8 @@ def test_captured_steps_change_no_token(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("drafter", "family"), [(drafter, family) for drafter in DRAFTERS for family in ("mistral-window", "qwen2-windows")]
+    ("drafter", "family"),
+    [(drafter, family) for drafter in DRAFTERS for family in ("mistral-window", "qwen2-windows", *CAPPED)],
 )
 def test_captured_steps_of_windowed_layers_change_no_token(
     drafter: str, family: str, build: BuildDrafted, reference: Reference
@@ -160,7 +175,7 @@ def test_captured_steps_of_windowed_layers_change_no_token(
     assert tokens_of(run(engine, requests)) == reference(family, requests)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | CAPPED)
 def test_the_reference_is_transformers_generate(
     family: str, make_target: Callable[[str], Path], reference: Reference
 ) -> None:
