@@ -28,7 +28,7 @@ from slipstream.kernels.attention.tree import (
     _apply_window,
     _load_pages,
     _node_bit,
-    _squash,
+    _score,
     _weigh_sinks,
     fit_blocks,
     score_factors,
@@ -766,9 +766,7 @@ def _attend_parts(
                 inside &= (token >= lowest - tile_start)[:, None]
             page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
             k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            if squash is not None:
-                scores = _squash(scores, squash)
+            scores = _score(q, k, squash, PRECISION)
             position = (tile_start + token)[None, :]
             if WINDOW is not None:
                 visible = _visible(seen, place, position, base, end) & (position > before[:, None])
@@ -833,9 +831,7 @@ def _attend_paths(
         kv_cells = ((cell * G + head).to(OFFSET) * D)[:, None] + dims
         k = tl.load(keys_ptr + kv_cells, mask=loaded, other=0.0)
         cell = _path_cells(nodes_ptr, table, tl.minimum(index + 1, last_path), position, inside, base, PAGE)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if squash is not None:
-            scores = _squash(scores, squash)
+        scores = _score(q, k, squash, PRECISION)
         visible = (path == index)[:, None] & (position[None, :] <= place[:, None])
         if WINDOW is not None:
             visible &= position[None, :] > before[:, None]

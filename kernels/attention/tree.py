@@ -186,7 +186,7 @@ def tree_attention_triton(
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float | None]:
     """Of a kernel that weighs tokens by exp2: what scores are multiplied by and, with a soft cap, what the products of
-    queries and keys are multiplied by before that, for `_squash`."""
+    queries and keys are multiplied by before that, for `_score`."""
     if softcap is None:
         return scale / math.log(2), None
     return softcap / math.log(2), 2 * scale / (softcap * math.log(2))
@@ -269,10 +269,10 @@ def attend_kernel(
     MASK: tl.constexpr, WINDOW: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr, WORD: tl.constexpr,
     OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one KV head and request (axes 1 and 2) over one part of its context (axis 0); scale and squash are
-    `score_factors`.
+    """Rows of one KV head and request (axes 1 and 2) over one part of its context (axis 0).
 
-    SHARE, AT_ONCE, WAIT: how programs that share rows merge, see _merge; SHARE is ROWS where axis 0 has one program.
+    scale, squash: `score_factors`. SHARE, AT_ONCE, WAIT: how programs that share rows merge, see _merge; SHARE is ROWS where
+    axis 0 has one program.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -361,9 +361,7 @@ def _attend_tokens(
             inside &= (token >= lowest - tile_start)[:, None]
         page = _load_pages(table, tile_start + TOKENS, end, PAGE, TOKENS)  # prefetch for the next tile
         k = tl.load(keys_ptr + kv_cells, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if squash is not None:
-            scores = _squash(scores, squash)
+        scores = _score(q, k, squash, PRECISION)
         if before is not None:
             position = tile_start + token
             visible = (seen[:, None] & _node_bit(position, length, end, PREFIX, seen.dtype)[None, :]) != 0
@@ -383,10 +381,13 @@ def _attend_tokens(
 
 
 @triton.jit
-def _squash(products, squash):
-    """tanh of capped scores: products * squash is 2 / ln 2 times its argument. The kernels multiply by the cap later,
-    with what makes exp2 of exp. tanh x = 1 - 2 / (exp 2x + 1) holds in both limits."""
-    return 1.0 - 2.0 / (tl.exp2(products * squash) + 1.0)
+def _score(q, k, squash, PRECISION: tl.constexpr):
+    """q k or, with a soft cap, the tanh of its argument, which is q k * squash * ln 2 / 2. The kernels multiply by the cap
+    later, with what makes exp2 of exp. tanh x = 1 - 2 / (exp 2x + 1) holds in both limits."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if squash is not None:
+        scores = 1.0 - 2.0 / (tl.exp2(scores * squash) + 1.0)
+    return scores
 
 
 @triton.jit
